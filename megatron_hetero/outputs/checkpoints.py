@@ -185,7 +185,7 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
         files = json.loads(read_text(path))["files"]
         records = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in files.items()}
         for name in records:
-            if Path(name).name != name or name in ("", "..") or "\0" in name or unusable(path.with_name(name)):
+            if Path(name).name != name or name in ("", "..") or unusable(path.with_name(name)):
                 raise ValueError(f"the file name {quoted(name)}")
         if absent := [f"{name} is not in the manifest" for name in needed if name not in records]:
             raise damaged(checkpoint, absent)

@@ -74,9 +74,7 @@ def test_logs_replace_nothing_of_the_run(more: str, message: str, tmp_path: Path
 def test_a_link_to_itself_is_one_message(flag: str, below: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "pool")
     (tmp_path / "pool").symlink_to(tmp_path / "loop")
-    with pytest.raises(
-        UserError, match="a symbolic link loop|a link that leads to itself|too many levels of symbolic links"
-    ):
+    with pytest.raises(UserError, match="too many levels of symbolic links"):
         config(tmp_path, f"{flag} {tmp_path}/loop{below}")
 
 
@@ -84,5 +82,5 @@ def test_the_default_may_be_a_link_to_itself(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "runs").symlink_to("runs")
     monkeypatch.chdir(tmp_path)
     line = "--model.hf_path m --data.registry.d.annotations a.json --data.datasets d"
-    with pytest.raises(UserError, match="log.dir: found .*runs.* .a link that leads to itself"):
+    with pytest.raises(UserError, match="log.dir: found .*runs.* .too many levels of symbolic links"):
         load_config(line.split())
