@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,3 @@ def readable(path: Path, stored: str) -> Iterator[None]:
 def all_finite(values: Tensor) -> bool:
     """Whether the values hold neither NaN nor infinity. Takes no memory, and less time than reading them."""
     return values.numel() == 0 or all(bool(bound.isfinite()) for bound in torch.aminmax(values))
-
-
-def count_not_finite(read: Callable[[slice], Tensor], length: int) -> int:
-    """How many values of a tensor of `length` rows are NaN or infinite. `read`: some of its rows."""
-    parts = (read(slice(start, start + ROWS)) for start in range(0, length, ROWS))
-    return sum(int(part.isfinite().logical_not().sum()) for part in parts)

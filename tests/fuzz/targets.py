@@ -19,6 +19,7 @@ import torch.distributed as dist
 import yaml
 
 import pretrain_vlm
+from megatron_hetero.checkpoint.format.index import INDEX
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.resume import choose
@@ -354,7 +355,8 @@ def _run_checkpoints(good: Path, rng: random.Random, case: Path) -> bool:
     folder = case / "checkpoints"
     shutil.copytree(good / "checkpoints", folder, copy_function=os.link, symlinks=True)
     newest = folder / "step-00000002"
-    names = sorted(path.name for path in newest.iterdir() if path.name != RECORD)  # Read as our own, once verified.
+    # These are read as our own, once verified.
+    names = sorted({path.name for path in newest.iterdir()} - {INDEX, RECORD})
     for name in rng.sample(names, k=rng.choice((1, 1, 2))):
         path = newest / name
         old = path.read_bytes()

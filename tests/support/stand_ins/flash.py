@@ -2,8 +2,8 @@
 
 Signatures: `aten::_flash_attention_forward` of torch 2.11 (2.13 adds `block_table` and `num_splits` at the end);
 `flash_attn_varlen_func` of FlashAttention-3, 3.0.0b1, hopper/flash_attn_interface.py. Checks: those of `mha_varlen_fwd`
-in PyTorch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, but for device and dtype. Causal alignment:
-mask.h beside it, `col_idx_limit_right = row_idx + 1 + max_seqlen_k - max_seqlen_q`, and the docstring of
+in PyTorch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, but for device and dtype. Causal
+alignment: mask.h beside it, `col_idx_limit_right = row_idx + 1 + max_seqlen_k - max_seqlen_q`, and the docstring of
 `flash_attn_varlen_func`.
 """
 

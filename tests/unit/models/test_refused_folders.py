@@ -221,15 +221,15 @@ def test_types_that_are_not_trained_from(kind: str, model: Path) -> None:
         open_all(model)
 
 
-def test_values_that_are_no_numbers_are_counted_by_who_reads_them(model: Path) -> None:
+def test_values_that_are_no_numbers_are_found_by_who_reads_them(model: Path) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"][-1, :3] = torch.tensor([NAN, float("inf"), float("-inf")])
         tensors["lm_head.weight"][-5, 7] = NAN
 
     change(model, spoil)
     weights = open_all(model)["text"]
-    rows, width = weights.shapes["lm_head.weight"]
-    message = rf"model\.safetensors: tensor lm_head\.weight: found 4 of {rows * width} values NaN or infinite"
+    rows = weights.shapes["lm_head.weight"][0]
+    message = r"model\.safetensors: tensor lm_head\.weight: found values that are NaN or infinite"
     weights.read(TensorSlice("lm_head.weight", (0, rows - 5)))  # another rank's share
     weights.read(TensorSlice("lm_head.weight", (rows, rows)))
     for read in (
