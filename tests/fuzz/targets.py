@@ -287,7 +287,7 @@ def _processor(folder: Path) -> Processor:
 # --------------------------------------------------------------------------------------------- model folders
 
 MODEL_FILES = ("config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json",
-               "generation_config.json", "chat_template.jinja", "model.safetensors")  # fmt: skip
+               "chat_template.jinja", "model.safetensors")  # fmt: skip
 
 
 def _mutated_model(good: Path, rng: random.Random, folder: Path, names: Sequence[str] = MODEL_FILES) -> None:
