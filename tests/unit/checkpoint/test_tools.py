@@ -346,19 +346,6 @@ def test_further_folders_that_have_moved(more_folders: Path, tmp_path: Path, cap
     assert bytes_of(tmp_path / "export") == bytes_of(tmp_path / "before")
 
 
-@pytest.mark.parametrize("name", ["step-00000099", ".step-00000001.partial", "latest"])
-def test_an_export_is_not_named_as_a_checkpoint(
-    name: str, untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    checkpoints = shutil.copytree(untouched.folder / "checkpoints", tmp_path / "checkpoints")
-    before = bytes_of(checkpoints)
-    if not (checkpoints / name).exists():
-        assert exported(checkpoints, checkpoints / name) == 1
-        assert f"the name {name} is reserved" in capsys.readouterr().err
-    assert bytes_of(checkpoints) == before
-    assert exported(checkpoints, checkpoints / "export") == 0
-
-
 def test_a_recorded_path_that_no_file_has(untouched: Untouched, tmp_path: Path, capsys: Capture) -> None:
     checkpoint = shutil.copytree(untouched.folder / "checkpoints/step-00000004", tmp_path / "step-00000004")
     record = json.loads((checkpoint / "run.json").read_text())

@@ -27,8 +27,6 @@ def config(folder: Path, more: str = "") -> Config:
     ("runs/checkpoints", "checkpoint.dir"),
     ("runs/checkpoints/step-00000003", "checkpoint.dir"),
     ("runs/checkpoints/latest/model", "checkpoint.dir"),
-    ("runs/log/nccl", "log.dir"),
-    ("runs/log/metrics.jsonl", "log.dir"),
     ("models", "model.hf_path"),
     ("models/base", "model.hf_path"),
     ("models/base/trained", "model.hf_path"),
@@ -51,19 +49,6 @@ def test_an_export_replaces_nothing_of_the_run(target: str, setting: str, tmp_pa
 @pytest.mark.parametrize("target", ["runs/log/model", "runs/checkpoints/model", "runs/model", "data/images/out", "out"])
 def test_an_export_may_lie_next_to_the_rest(target: str, tmp_path: Path) -> None:
     assert config(tmp_path, f"--export.hf_dir {tmp_path}/{target}").export.hf_dir == tmp_path / target
-
-
-@pytest.mark.parametrize("more, message", [
-    ("--log.dir T/runs/checkpoints/step-00000001/log", "separate from checkpoint.dir"),
-    ("--data.registry.d.annotations T/runs/log/metrics.jsonl", "own metrics.jsonl there"),
-    ("--checkpoint.dir T/runs/log/config.yaml", "own config.yaml there"),
-])  # fmt: skip
-def test_logs_replace_nothing_of_the_run(more: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"log\.dir .*{message}") as error:
-        config(tmp_path, more.replace("T", str(tmp_path)))
-    advice = re.search("`(.*)`", str(error.value))
-    assert advice is not None
-    config(tmp_path, f"{more.replace('T', str(tmp_path))} {advice[1]}")
 
 
 @pytest.mark.parametrize("flag", [
