@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -13,112 +13,16 @@ import yaml
 from megatron_hetero.checkpoint.format.keys import RANDOM, Shape, expected_shapes
 from megatron_hetero.checkpoint.model_files import Hashes, alone, differences
 from megatron_hetero.checkpoint.model_sources import ModelSources
-from megatron_hetero.config.optimizers import NONE, OPTIMIZERS, optimizer_kind
+from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.config.schema import Overridable
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.errors import UserError, listed
+from megatron_hetero.errors import UserError, in_short, listed, reason
 from megatron_hetero.files.opening import read_text
 from megatron_hetero.hf.folder_files import CONFIG
-from megatron_hetero.job import DTYPES
 from megatron_hetero.models.frozen import frozen_tensors
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.outputs.checkpoints import name_of, step_of
-
-_Check = Callable[[object], bool]
-_MISSING = object()
-
-
-def require_fields(values: object) -> None:
-    """Check the values of a record, as JSON gives them. Raises `ValueError` naming the first field that is wrong."""
-    runs = isinstance(values, dict) and values.get("imported_from") is None
-    for name, fits in {**_ALWAYS, **(_OF_RUNS if runs else {})}.items():
-        _require(name, _at(values, name), fits)
-    for name, fits in _OPTIONAL.items():
-        found = _at(values, name)
-        if found is not _MISSING:
-            _require(name, found, fits)
-
-
-def _at(values: object, name: str) -> object:
-    for part in name.split("."):
-        if not isinstance(values, dict) or part not in values:
-            return _MISSING
-        values = values[part]
-    return values
-
-
-def _require(name: str, found: object, fits: _Check) -> None:
-    if found is _MISSING:
-        raise ValueError(f"{name} is missing")
-    if not fits(found):
-        raise ValueError(f"{name} cannot be {found!r:.80}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and "\0" not in value
-
-
-def _is_optimizer(value: object) -> bool:
-    return isinstance(value, str) and value in (NONE.name, *OPTIMIZERS)
-
-
-def _is_path(value: object) -> bool:
-    return _is_text(value) and value != ""
-
-
-def _or_none(fits: _Check) -> _Check:
-    return lambda value: value is None or fits(value)
-
-
-def _list_of(fits: _Check) -> _Check:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
-
-
-def _by_name(fits: _Check) -> _Check:
-    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
-
-
-def _with(**fields: _Check) -> _Check:
-    return lambda value: all(fits(_at(value, name)) for name, fits in fields.items())
-
-
-def _is_dtype(value: object) -> bool:
-    return _is_text(value) and value in DTYPES
-
-
-_ALWAYS: Mapping[str, _Check] = {
-    "step": _is_count,
-    "world_size": _is_count,
-    "layouts": _by_name(_is_text),
-    "datasets": _list_of(_with(share=_is_text, records=_is_count, sha256=_is_text)),
-    "config.model.hf_path": _is_path,
-    "config.model.freeze": _list_of(_is_text),
-    "config.optimizer.name": _is_optimizer,
-}
-_OF_RUNS: Mapping[str, _Check] = {
-    "config.model.dtype": _is_dtype,
-    "config.data.shuffle": _is_flag,
-    "config.train.seed": _is_count,
-    "config.train.global_batch_size": _is_count,
-}
-_OPTIONAL: Mapping[str, _Check] = {
-    "imported_from": _or_none(_is_path),
-    "config.model.hf_path_vision": _or_none(_is_path),
-    "config.model.fresh_projector": _is_flag,
-    "config.model.train": _list_of(_is_text),
-    "config.model.encoders": _by_name(_with(hf_path=_is_path)),
-    "model_files": _by_name(_by_name(_is_text)),
-}
-
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
@@ -167,16 +71,14 @@ class RunRecord:
         path = checkpoint / FILE_NAME
         try:
             values = json.loads(read_text(path))
-            require_fields(values)
-            folders = ModelSources.recorded(values["config"]).folders
-            if others := values.get("model_files", {}).keys() - folders.keys():
-                raise ValueError(f"model_files has {listed(others)}, and config does not")
             datasets = tuple(DatasetRecord(**entry) for entry in values.pop("datasets"))
+            ModelSources.recorded(values["config"])
+            optimizer_kind(values["config"]["optimizer"]["name"])
             return cls(datasets=datasets, **values)
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError.at(
                 path,
-                problem=f"cannot be read ({error})",
+                problem=f"cannot be read ({reason(error) if isinstance(error, OSError) else in_short(error)})",
                 fix="use another checkpoint (--checkpoint.resume PATH)",
             ) from None
 

@@ -19,11 +19,9 @@ from megatron_hetero.checkpoint.state import HISTORY, History, TrainState
 from megatron_hetero.checkpoint.whole import Saved, save
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.agreement import Watched
-from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.meeting import in_background
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
-from megatron_hetero.hf.weight_files import all_finite
 from megatron_hetero.terminal import size_text
 
 SETTLED_S = 600.0
@@ -100,39 +98,32 @@ class Saver:
                     return self._ended(waits=True, raises=False, goes_on=False)
         return []
 
-    def rescue(self, in_doubt: bool = False) -> list[str]:
+    def rescue(self) -> list[str]:
         """Save the last step after an error on every rank, with no save in progress. Returns notes for the user. All
         older checkpoints stay, since any of them may be the last good one.
-
-        `in_doubt`: whether the weights may have caused the error. Then, and if they are not finite, the save does not
-        become the newest checkpoint: a run that resumed from it automatically would fail again and again.
         """
         if self.config.checkpoint.dir is None or self.trained == self._tried:
             return []
         with self._watched(lambda: f"the saving of a checkpoint after step {self.trained}, with all other ranks,"):
-            sound = not in_doubt and all(on_every(self.state.topology.files, self._is_finite, self.state.working))
-            self._writing = self._begin(self.trained, in_thread=False, keeps_all=True, sound=sound)
+            self._writing = self._begin(self.trained, in_thread=False, keeps_all=True)
             return self._ended(waits=True, raises=False, goes_on=False)
 
-    def _is_finite(self) -> bool:
-        return all(all_finite(entry.current()) for entry in self.state.entries())
-
-    def _begin(self, step: int, in_thread: bool, keeps_all: bool = False, sound: bool = True) -> _Writing:
+    def _begin(self, step: int, in_thread: bool, keeps_all: bool = False) -> _Writing:
         self._tried, keep = step, None if keeps_all else self.config.checkpoint.keep_last
         start, history = time.perf_counter(), self._history()
         entries = self.state.entries()
         if in_thread:
-            work = partial(self._write, step, self._copies.of(entries), history, start, keep, sound)
+            work = partial(self._write, step, self._copies.of(entries), history, start, keep)
             return _Writing(step, in_background(work, "checkpoint writer"), time.perf_counter() - start)
         outcome: Future[tuple[Saved, float]] = Future()
         try:
-            outcome.set_result(self._write(step, entries, history, start, keep, sound))
+            outcome.set_result(self._write(step, entries, history, start, keep))
         except UserError as error:
             outcome.set_exception(error)
         return _Writing(step, outcome, time.perf_counter() - start)
 
     def _write(
-        self, step: int, entries: list[Entry], history: History, start: float, keep: int | None, sound: bool
+        self, step: int, entries: list[Entry], history: History, start: float, keep: int | None
     ) -> tuple[Saved, float]:
         """The checkpoint, and the seconds since `start`."""
         chosen = self.config.checkpoint
@@ -142,7 +133,7 @@ class Saver:
         def texts() -> dict[str, str]:
             return {RECORD: record.to_json(), HISTORY: history.text()}
 
-        saved = save(entries, chosen.dir, step, texts, keep, group, self.state.working, sound)
+        saved = save(entries, chosen.dir, step, texts, keep, group, self.state.working)
         return saved, time.perf_counter() - start
 
     def _ended(self, waits: bool, raises: bool, goes_on: bool = True) -> list[str]:

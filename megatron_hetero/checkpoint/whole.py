@@ -25,8 +25,6 @@ from megatron_hetero.outputs.checkpoints import (
     prune,
     publish,
     read_manifest,
-    remove,
-    unsound_name_of,
     unwritable,
     verify,
     wait_for,
@@ -52,19 +50,14 @@ def save(
     keep_last: int | None,
     group: dist.ProcessGroup,
     working: Working = nullcontext,
-    sound: bool = True,
 ) -> Saved:
     """Write the checkpoint after `step` into `folder`: under a temporary name, checked, renamed; then remove older
-    ones. Collective over `group`; `texts`, files other than tensors by name, are the first rank's. A checkpoint that is
-    not `sound` gets a name that is never resumed from automatically, and replaces an earlier one of that name.
+    ones. Collective over `group`; `texts`, files other than tensors by name, are the first rank's.
 
     Raises `UserError` on every rank if it cannot be written; older checkpoints are then intact.
     """
-    target, rank = folder / (name_of if sound else unsound_name_of)(step), dist.get_rank(group)
-    partial = partial_of(target)
+    partial, rank = partial_of(folder / name_of(step)), dist.get_rank(group)
     try:
-        if not sound:
-            on_first(group, lambda: _writing(target, lambda: remove(target)), working)
         on_first(group, lambda: _writing(partial, lambda: _make(partial)), working)
         tensors = write_entries(partial, entries, group, working=working)
         own = on_every(

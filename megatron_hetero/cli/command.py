@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 def a_path(text: str) -> Path:
     """A valid path, for `argparse`."""
-    why = "empty" if not text else "with a NUL character" if "\0" in text else unusable(Path(text).absolute())
-    if why is not None:
+    if why := unusable(text) if text else "empty":
         raise argparse.ArgumentTypeError(f"found {quoted(text)}, {why}, expected a valid path")
     return Path(text)
 

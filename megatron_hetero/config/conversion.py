@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
-from megatron_hetero.files.paths import is_loop, unusable
+from megatron_hetero.files.paths import unusable
 from megatron_hetero.layout.grammar import did_you_mean
 
 
@@ -115,8 +115,6 @@ def _path(value: object, base: Path) -> Path:
     path = Path(os.path.abspath(base / home))
     if (why := unusable(path)) is not None:
         raise ConversionError(f"{show(value)}, {why}", "a valid path")
-    if is_loop(path):
-        raise ConversionError(f"{show(value)}, a symbolic link loop", "a path without loops")
     return path
 
 

@@ -167,12 +167,6 @@ class _Loader(yaml.SafeLoader):
             lines[key.value] = key.start_mark.line + 1
         return node
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        super().flatten_mapping(node)
-        # Deduplicated: nested merges may expand beyond memory.
-        names = [(key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key for key, _ in node.value]
-        node.value = list(dict(zip(names, node.value, strict=True)).values())
-
 
 class _Dumper(yaml.SafeDumper):
     """The safe dumper, except that it quotes text that `_Loader` would not read as text."""

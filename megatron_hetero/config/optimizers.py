@@ -36,5 +36,7 @@ NONE = OptimizerKind("none")
 
 
 def optimizer_kind(name: str) -> OptimizerKind:
-    """The optimizer of that name, as the configuration or a checkpoint says it."""
+    """The optimizer of that name, as the configuration or a checkpoint says it. Raises `ValueError`."""
+    if name not in (NONE.name, *OPTIMIZERS):
+        raise ValueError(f"optimizer.name cannot be {name!r:.80}")
     return NONE if name == NONE.name else OPTIMIZERS[name]

@@ -8,7 +8,7 @@ the most likely token at each of its positions is the answer's. So the teacher-f
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,7 +23,6 @@ from megatron_hetero.errors import SharedError
 from megatron_hetero.execution.contract import DeviceMicroBatch
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.training.log.history import evaluated_after
 from megatron_hetero.training.log.metrics import EvaluationMetrics
 from megatron_hetero.training.trainer import Trainer
 
@@ -89,24 +88,22 @@ class HeldOutEvaluation:
         evaluated = run.held_out.items() if run.config.eval.interval else ()
         return cls(run, tuple(HeldOut.of(name, samples, run) for name, samples in evaluated))
 
-    def after(self, step: int, but: Collection[str] = ()) -> Iterator[EvaluationMetrics]:
-        """The metrics of each data set not in `but`, if an evaluation is due after `step` (from 1). Every rank must
-        exhaust the iterator.
+    def after(self, step: int) -> Iterator[EvaluationMetrics]:
+        """The metrics of each data set, if an evaluation is due after `step` (from 1). Every rank must exhaust the
+        iterator.
 
         Raises `SharedError` for unusable data.
         """
         if evaluates(step, self.run.config.eval.interval, self.run.config.train.iters):
             for held_out in self.held_out:
-                if held_out.name not in but:
-                    yield self._evaluate(step, held_out)
+                yield self._evaluate(step, held_out)
 
     def overdue(self) -> Iterator[EvaluationMetrics]:
-        """The metrics, as in `after`, that were due after the step that the run resumes from but are missing, because
-        the run was stopped there or failed.
+        """The metrics, as in `after`, that are due after the step that the run resumes from: a checkpoint is written
+        before its step is evaluated.
         """
-        resumed = self.run.resumed
-        if resumed.step > 0:
-            yield from self.after(resumed.step, but=evaluated_after(resumed.step, resumed.history))
+        if self.run.resumed.step > 0:
+            yield from self.after(self.run.resumed.step)
 
     def _evaluate(self, step: int, held_out: HeldOut) -> EvaluationMetrics:
         start, mine, supervised, samples = time.perf_counter(), 0.0, 0, 0

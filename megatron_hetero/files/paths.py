@@ -8,25 +8,25 @@ from pathlib import Path
 
 from megatron_hetero.errors import UserError, quoted, reason
 
-LONGEST_NAME, LONGEST_PATH = 255, 4095
-"""Linux limits, in bytes."""
 
-
-def is_loop(path: str | os.PathLike[str]) -> bool:
-    """Whether a path goes through a link that leads back to itself."""
+def unusable(path: str | os.PathLike[str]) -> str | None:
+    """Why no file can have this path: its text, the length of a name, or a link that leads back to itself. None if one
+    can.
+    """
     try:
         os.path.realpath(path, strict=True)
+    except ValueError as error:  # No text of a file system, such as half of a character.
+        return str(error)
     except OSError as error:
-        return error.errno == errno.ELOOP
-    return False
+        return reason(error) if error.errno in (errno.ELOOP, errno.ENAMETOOLONG) else None
+    return None
 
 
 def resolved(path: Path, where: str) -> Path:
     """The path with links resolved. Raises `UserError`, naming `where` it comes from, for a link that leads to itself
     and for a path that no file can have.
     """
-    why = unusable(path.absolute()) or ("a link that leads to itself" if is_loop(path) else None)
-    if why is not None:
+    if (why := unusable(path)) is not None:
         raise UserError.at(
             where,
             found=f"{quoted(str(path))} ({why})",
@@ -49,15 +49,3 @@ def try_to_write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     probe.mkdir()
     probe.rmdir()
-
-
-def unusable(path: Path) -> str | None:
-    """Why no file can have this absolute path; None if one can. Even asking whether such a file exists would fail."""
-    try:
-        encoded = os.fsencode(path)
-    except UnicodeEncodeError:
-        return "with half of a character"
-    longest = max(map(len, encoded.split(os.sep.encode())))
-    if longest > LONGEST_NAME:
-        return f"with a name of {longest} bytes, while {LONGEST_NAME} are the most"
-    return f"of {len(encoded)} bytes, while {LONGEST_PATH} are the most" if len(encoded) > LONGEST_PATH else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatron_hetero.errors import UserError, listed
 from megatron_hetero.hf.weight_files import (
     INDEX,
     all_finite,
-    count_not_finite,
     open_file,
     readable,
     weight_files,
@@ -163,16 +161,13 @@ class StoredWeights:
             return self._open[path].get_slice(stored)[part]
 
     def _require_finite(self, name: str, values: Tensor) -> None:
-        """Check `values`, just read from a tensor and still cached. The rest of the tensor is read only if one of them
-        is not finite, so that all ranks report the same count.
-        """
+        """Check `values`, just read from a tensor and still cached."""
         if all_finite(values):
             return
-        wrong = count_not_finite(lambda rows: self._slice(name, (rows,)), self.shapes[name][0])
         path, stored = self._where[name]
         raise UserError.at(
             f"{path}: tensor {stored}",
-            found=f"{wrong} of {prod(self.shapes[name])} values NaN or infinite",
+            found="values that are NaN or infinite",
             expected="finite values",
             fix="download the file again, or use the weights of an earlier training step",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.files.json_objects import Rule, Table, check, read_object
+from megatron_hetero.files.json_objects import read_object, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -21,13 +21,6 @@ ROWS = 4096
 """Rows in memory at a time when a whole tensor is checked."""
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
 _AGAIN = "download it again"
-_RULES: Table = {
-    "weight_map": Rule(
-        "an object that says for each tensor which file of this folder has it (*.safetensors)",
-        lambda v: isinstance(v, dict) and all(isinstance(f, str) and _FILE_NAME.fullmatch(f) for f in v.values()),
-        fix=_AGAIN,
-    )
-}
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
@@ -38,12 +31,12 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """
     index = folder / INDEX
     if index.is_file():
-        values = read_object(index)
-        if "weight_map" not in values:
-            raise UserError.at(index, found="no weight_map", expected="one", fix=_AGAIN)
-        check(index, values, _RULES)
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(_FILE_NAME.fullmatch(str(file)) for file in weight_map.values()):
+            expected = "one that says for each tensor which file of this folder has it (*.safetensors)"
+            raise UserError.at(f"{index}: weight_map", found=shown(weight_map), expected=expected, fix=_AGAIN)
         files: dict[Path, set[str]] = {}
-        for name, file in values["weight_map"].items():
+        for name, file in weight_map.items():
             files.setdefault(folder / file, set()).add(name)
         return dict(files)
     if (folder / SINGLE).is_file():
@@ -81,9 +74,3 @@ def readable(path: Path, stored: str) -> Iterator[None]:
 def all_finite(values: Tensor) -> bool:
     """Whether the values hold neither NaN nor infinity. Takes no memory, and less time than reading them."""
     return values.numel() == 0 or all(bool(bound.isfinite()) for bound in torch.aminmax(values))
-
-
-def count_not_finite(read: Callable[[slice], Tensor], length: int) -> int:
-    """How many values of a tensor of `length` rows are NaN or infinite. `read`: some of its rows."""
-    parts = (read(slice(start, start + ROWS)) for start in range(0, length, ROWS))
-    return sum(int(part.isfinite().logical_not().sum()) for part in parts)

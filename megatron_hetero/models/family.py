@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from megatron_hetero.files.json_objects import Table
+from megatron_hetero.files.json_objects import Only
 from megatron_hetero.layout.axes import Split
 from megatron_hetero.layout.views import View
 from megatron_hetero.models.common.demo_sizes import DemoSizes
@@ -130,8 +130,8 @@ class Family(Protocol):
     # ------------------------------------------------------------------------------------------- configuration
 
     @property
-    def rules(self) -> Table:
-        """What `config.json` may say, key by key."""
+    def built(self) -> Mapping[str, Only]:
+        """Values of `config.json`, by key, that may only be these."""
         ...
 
     def config_class(self, model_type: str) -> Any:

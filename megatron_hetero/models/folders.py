@@ -53,17 +53,19 @@ class ModelFolders:
         if hf_path_vision is None:
             config = read_config(hf_path, "model.hf_path")
             family = family_of(config.model_type)
-            family.check_encoder(hf_path, config)
-            family.check_text(hf_path, config)
+            with sound(hf_path / "config.json"):
+                family.check_encoder(hf_path, config)
+                family.check_text(hf_path, config)
             return cls(hf_path, hf_path, config, fresh_projector)
         vision = read_config(hf_path_vision, VISION_FOLDER)
         family = family_of(vision.model_type)
-        family.check_encoder(hf_path_vision, vision)
+        with sound(hf_path_vision / "config.json"):
+            family.check_encoder(hf_path_vision, vision)
         own = read_config(hf_path, "model.hf_path", (family.model_type, *family.language_models), of_encoder=family)
         text_alone = own.model_type != family.model_type
-        with _sound(hf_path / "config.json"):
+        with sound(hf_path / "config.json"):
             config = family.joined(own, vision, text_alone)
-        family.check_text(hf_path, config)
+            family.check_text(hf_path, config)
         fits = vision.vision_config.out_hidden_size == config.text_config.hidden_size
         return cls(hf_path, hf_path_vision, config, fresh_projector or not fits, text_alone)
 
@@ -87,19 +89,23 @@ def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_
     if not isinstance(found, str) or found not in model_types:
         raise _of_another_family(path, found, model_types, of_encoder)
     family = family_of(found)
-    check(path, raw, family.rules)
-    with _sound(path):
+    check(path, raw, family.built)
+    with sound(path):
         return family.config_class(found).from_pretrained(folder, local_files_only=True)
 
 
 @contextmanager
-def _sound(path: Path) -> Iterator[None]:
-    """Inside, transformers makes a configuration of the file `path`. What it says of it is a `UserError`."""
+def sound(path: Path) -> Iterator[None]:
+    """Inside, transformers makes a configuration of the file `path`, or it is checked. What either says of an odd value
+    is a `UserError`.
+    """
     try:
         yield
-    except Exception as error:  # of its validation, or of whatever its code does with an odd value
+    except UserError:
+        raise
+    except Exception as error:
         raise UserError.at(
-            path, problem=f"transformers cannot read it ({in_short(error)})", fix="restore the original file"
+            path, problem=f"cannot be used ({in_short(error)})", fix="restore the original file"
         ) from error
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.models.family import EncoderShape, TextShape
-from megatron_hetero.models.folders import ModelFolders, read_config
+from megatron_hetero.models.folders import ModelFolders, read_config, sound
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.names import ROWS, TEXT, VISION
 
@@ -26,13 +26,16 @@ class ModelShapes:
         """The model of these folders, and `further` encoders: those of folders of any family whose rows are as wide,
         and whose outputs the text module takes. Raises `UserError`.
         """
-        text = folders.family.text_shape(folders.config)
-        encoders = {VISION: folders.family.encoder_shape(folders.config)}
+        with sound(folders.text / "config.json"):
+            text = folders.family.text_shape(folders.config)
+        with sound(folders.vision / "config.json"):
+            encoders = {VISION: folders.family.encoder_shape(folders.config)}
         for name, path in (further or {}).items():
             other = read_config(path, f"model.encoders.{name}.hf_path")
             family = family_of(other.model_type)
-            family.check_encoder(path, other)
-            encoders[name] = family.encoder_shape(other)
+            with sound(path / "config.json"):
+                family.check_encoder(path, other)
+                encoders[name] = family.encoder_shape(other)
             if encoders[name].out_hidden != text.hidden:
                 raise UserError.at(
                     path / "config.json",

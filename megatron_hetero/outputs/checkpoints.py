@@ -7,7 +7,6 @@ checkpoints/
   .step-00000020.partial/    one that is being written, or was when the run died
   .step-00000000.removed/    an older one that is being removed, or was
   .step-00000030.aside/      an incomplete folder moved out of the way of a checkpoint, for inspection
-  step-00000031.unsound/     saved after a step was not finite: never resumed from automatically
   latest                     the name of the newest one, for people and scripts
   .lock                      held by the run that writes here
 """
@@ -33,9 +32,8 @@ from megatron_hetero.files.paths import in_the_way, unusable
 
 MANIFEST, LATEST = "manifest.json", "latest"
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
-_UNSOUND = ".unsound"
-_PARTIAL = re.compile(rf"\.{_NAME.pattern}({_UNSOUND})?\.partial")
-_REMOVED = re.compile(rf"\.{_NAME.pattern}({_UNSOUND})?\.removed")
+_PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
+_REMOVED = re.compile(rf"\.{_NAME.pattern}\.removed")
 SEEN_S = 30.0
 """Seconds until a network file system shows to one host what another has written."""
 _CHUNK = 1 << 22
@@ -52,11 +50,6 @@ class FileRecord:
 def name_of(step: int) -> str:
     """The name of the checkpoint after `step`."""
     return f"step-{step:08d}"
-
-
-def unsound_name_of(step: int) -> str:
-    """The name of the checkpoint after `step` if its weights may be bad, so that it never counts as the newest."""
-    return name_of(step) + _UNSOUND
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -172,21 +165,9 @@ def set_aside(path: Path) -> Path:
 def prune(folder: Path, keep: int | None) -> None:
     """Remove all but the newest `keep` complete checkpoints (None: keep all). What cannot be removed stays."""
     for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
-        with contextlib.suppress(OSError):
-            _mark_removed(path)
+        with contextlib.suppress(OSError):  # Renamed first: a half-removed checkpoint must not look complete.
+            path.rename(path.with_name(f".{path.name}.removed"))
     clean(folder)
-
-
-def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint if it exists. Raises `OSError` if it cannot be moved out of the way."""
-    if os.path.lexists(checkpoint):
-        _mark_removed(checkpoint)
-        clean(checkpoint.parent)
-
-
-def _mark_removed(checkpoint: Path) -> None:
-    # Renamed first: a half-removed checkpoint must not look complete.
-    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
 
 
 def clean(folder: Path) -> None:
@@ -204,7 +185,7 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
         files = json.loads(read_text(path))["files"]
         records = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in files.items()}
         for name in records:
-            if Path(name).name != name or name in ("", "..") or "\0" in name or unusable(path.with_name(name)):
+            if Path(name).name != name or name in ("", "..") or unusable(path.with_name(name)):
                 raise ValueError(f"the file name {quoted(name)}")
         if absent := [f"{name} is not in the manifest" for name in needed if name not in records]:
             raise damaged(checkpoint, absent)

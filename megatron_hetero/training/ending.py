@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_hetero.distributed.collective import on_every, on_first
 from megatron_hetero.errors import NotFiniteError, SharedError
-from megatron_hetero.outputs.checkpoints import name_of, unsound_name_of, whole
+from megatron_hetero.outputs.checkpoints import name_of, whole
 from megatron_hetero.training.trainer import Trainer
 
 EXPORT = "python -m megatron_hetero.cli.export"
@@ -37,16 +37,16 @@ class Ending:
         return "the same command" if self._run.config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
 
     def failed(self, error: SharedError) -> int | None:
-        """Save what was trained before an error on all ranks. Returns the step after which it stopped the run; None if
-        training was complete.
+        """Save what was trained before an error on all ranks, unless the weights may have caused it: a run that resumed
+        from them would fail again. Returns the step after which it stopped the run; None if training was complete.
         """
         run, saver = self._run, self._run.saver
         run.writer.fail()
         notes = saver.settle()
         # A rank whose save is still in progress would not join another one.
         is_free = not run.on_any_rank(saver.is_busy)
-        if is_free:
-            notes += saver.rescue(in_doubt=isinstance(error, NotFiniteError))
+        if is_free and not isinstance(error, NotFiniteError):
+            notes += saver.rescue()
         for note in notes:
             run.writer.print(note)
         if self._is_trained:
@@ -98,9 +98,8 @@ class Ending:
             return ""
         if saver.config.checkpoint.dir is None:
             return "Nothing was saved, since checkpoint.dir is not set."
-        if saver.saved is not None and saver.saved.path.name == unsound_name_of(saver.trained):
-            place = f"What was trained is in {saver.saved.path}, which is never resumed from automatically"
-            return f"{place}, since its weights may be at fault. {self._what_is_resumed()}"
+        if in_doubt:
+            return f"Step {saver.trained} was not saved, since its weights may be at fault. {self._what_is_resumed()}"
         if checkpoint is not None:
             return f"What was trained is saved in {checkpoint}; {self._command} resumes from there."
         return f"Step {saver.trained} could not be saved. {self._what_is_resumed()}"

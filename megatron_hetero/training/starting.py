@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +24,7 @@ from megatron_hetero.names import VISION, parts_of
 from megatron_hetero.training.building import build_step_trainer
 from megatron_hetero.training.inputs import REPORTER, open_together
 from megatron_hetero.training.log.folder import unwritable
-from megatron_hetero.training.log.history import evaluations_since
-from megatron_hetero.training.log.writer import MetricsWriter, NullWriter, Writer
+from megatron_hetero.training.log.writer import MetricsWriter, Writer
 from megatron_hetero.training.trainer import Trainer
 from megatron_hetero.watch.watchdog import Watchdog
 
@@ -47,7 +46,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     state = TrainState(steps.optimizer, topology, steps.shapes, working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
         record = shared_record(config, state, inputs.mixture)
-        resumed = _with_evaluations(resume(config, state, record), config, topology)
+        resumed = resume(config, state, record)
         _require_trained_projector(job, resumed)
         writer = _open_writer(config, topology, resumed)
     # Ranks that still read their weights take longer than any step may.
@@ -73,14 +72,6 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
 def _prepare_traces(folder: Path) -> None:
     with os_errors_as(partial(unwritable, folder)):
         prepare_traces(folder)
-
-
-def _with_evaluations(resumed: Resumed, config: Config, topology: Topology) -> Resumed:
-    """Its history with the evaluations made after the checkpoint was written, so that none is repeated."""
-    if resumed.step == 0:
-        return resumed
-    more = on_first(topology.files, lambda: evaluations_since(resumed.history, resumed.step, config.log.dir))
-    return replace(resumed, history=resumed.history + more)
 
 
 def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
@@ -113,4 +104,4 @@ def _open_writer(config: Config, topology: Topology, resumed: Resumed) -> Writer
         )
 
     on_first(topology.files, open_folder)
-    return opened[0] if opened else NullWriter()
+    return opened[0] if opened else Writer()

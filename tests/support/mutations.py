@@ -13,6 +13,8 @@ ODD: tuple[Any, ...] = (
     "", "x", "3", "qwen2", "\u0000", "\u202e", "a" * 5000, "\ud800", [], {}, [[]], [None], ["x"], [0] * 50, [1e9],
     {"x": {}}, {"": None},
 )  # fmt: skip
+SMALL = tuple(value for value in ODD if not any(size in str(value) for size in ("1000000000", "1e+", "1e9")))
+"""Without numbers so large that what is made of them would fill the memory."""
 NESTED = "\0nested\0"
 TWICE = "\0twice\0"
 

@@ -1,7 +1,8 @@
 """Writes and reads `Entry`s: each rank its own safetensors files, and the first rank the index of all.
 
 Not with Megatron's `dist_checkpointing`: it shards every tensor evenly along its dims, unlike ragged vocabulary shards
-and flat ranges of the distributed optimizer. Its files, as those of `torch.distributed.checkpoint`, hold pickles.
+and flat ranges of the distributed optimizer, and pickles. Nor with `torch.distributed.checkpoint`: in safetensors it
+writes one part of a tensor per file (`_write_files_from_queue` of torch 2.13 stores them by the tensor's name alone).
 """
 
 from __future__ import annotations

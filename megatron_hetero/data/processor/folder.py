@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_hetero.errors import UserError, in_short
-from megatron_hetero.files.json_objects import (
-    MOST_BYTES,
-    TEXT,
-    Table,
-    check,
-    either,
-    list_of,
-    one_of,
-    read_object,
-    whole,
-)
+from megatron_hetero.files.json_objects import MOST_BYTES, Only, check, read_object
 from megatron_hetero.files.opening import is_unfit
 from megatron_hetero.hf.folder_files import COMPANIONS
 from megatron_hetero.models.registry import titles
@@ -40,6 +28,19 @@ IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _FIX = "copy the complete folder of the model again, tokenizer and processor files included"
 
+JSON_FILES = (
+    *("config.json", "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", *IMAGE_FILES, "chat_template.json"),
+)
+"""JSON files that are read here or go into an export."""
+_IMAGES = {"do_resize": Only((True,), because="the number of image tokens follows from the resized picture")}
+_ONLY: Mapping[str, Mapping[str, Only]] = {
+    "tokenizer_config.json": {
+        "split_special_tokens": Only((False, None), because="the image placeholder is one token")
+    },
+    **dict.fromkeys(IMAGE_FILES, _IMAGES),
+}
+"""Values that `transformers` accepts and training cannot use, by file."""
 
 Needed = tuple[tuple[str, ...], ...]
 TEXT_FILES: Needed = (("config.json",), ("tokenizer.json", "vocab.json"))
@@ -72,24 +73,22 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
     check_files(path)
 
 
-def check_files(path: Path, names: Iterable[str] | None = None) -> None:
-    """Check the folder's JSON files among `names`; None: of all `FILES`. Raises `UserError`."""
-    for name in FILES if names is None else names:
-        file = path / name
+def check_files(path: Path, names: Iterable[str] = JSON_FILES) -> None:
+    """Check the folder's JSON files among `names`. Raises `UserError`."""
+    for file in (path / name for name in names):
         if file.is_file():
-            check(file, read_object(file, MOST_TOKENIZER_BYTES if name == TOKENIZER else MOST_BYTES), FILES[name])
+            content = read_object(file, MOST_TOKENIZER_BYTES if file.name == TOKENIZER else MOST_BYTES)
+            check(file, content, _ONLY.get(file.name, {}))
 
 
 @contextmanager
 def as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Iterator[None]:
-    """`transformers` raises OSError, ValueError, KeyError, ... and exceptions of its Rust parts."""
+    """`transformers` raises OSError, ValueError, KeyError, ..."""
     try:
         yield
     except UserError:
         raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and not _is_panic(error):
-            raise
+    except Exception as error:
         raise UserError.at(
             f"{setting}: {path}",
             found=f"{what} that does not load ({in_short(error)})",
@@ -98,31 +97,10 @@ def as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Ite
         ) from error
 
 
-@contextmanager
-def panics_as_errors(where: str) -> Iterator[None]:
-    """Turns a panic of the tokenizer, for example over an expression that backtracks, into a `UserError`."""
-    try:
-        yield
-    except BaseException as error:
-        if not _is_panic(error):
-            raise
-        raise UserError.at(
-            f"{where}: {TOKENIZER} of model.hf_path",
-            problem=f"the tokenizer cannot read this text ({in_short(error)})",
-            fix="use the tokenizer of the published model, or remove the record",
-        ) from error
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Whether a Rust part failed. Its panic is no `Exception`."""
-    return type(error).__name__ == "PanicException"
-
-
 def load_tokenizer(path: Path, template: str | None = None) -> Any:
     """The tokenizer, with the chat template that older folders keep in chat_template.json, or with another
     `template`.
     """
-    os.environ["RUST_BACKTRACE"] = "0"  # A panic is caught. Its trace would be printed, with RUST_BACKTRACE=1.
     from transformers import AutoTokenizer
 
     with as_user_errors(path, "a tokenizer"):
@@ -165,31 +143,3 @@ def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:
             fix="add rows with transformers, `model.resize_token_embeddings("
             f"{beyond[-1][0] + 1})`, and save model and tokenizer together; or remove the tokens from the tokenizer",
         )
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Values that `transformers` accepts and training cannot use
-# ---------------------------------------------------------------------------------------------------------
-
-_TOKEN = whole(0, 2**27)
-# Every picture is upscaled to this area.
-_LOWEST_AREA = whole(1, 2**24).or_null()
-_IMAGES: Table = {
-    "do_resize": replace(one_of(True), because="the number of image tokens follows from the resized picture"),
-    "min_pixels": _LOWEST_AREA,
-    "size": {"shortest_edge": _LOWEST_AREA, "min_pixels": _LOWEST_AREA},
-}
-FILES: Mapping[str, Table] = {
-    "config.json": {},  # Of a family's own: see `read_config`.
-    "generation_config.json": {"eos_token_id": either(_TOKEN, list_of(_TOKEN)).or_null()},
-    "tokenizer.json": {},
-    "tokenizer_config.json": {
-        "split_special_tokens": replace(one_of(False, None), because="the image placeholder is one token")
-    },
-    "special_tokens_map.json": {},
-    "added_tokens.json": {},
-    "preprocessor_config.json": _IMAGES,
-    "processor_config.json": {"image_processor": _IMAGES},
-    "chat_template.json": {"chat_template": TEXT},
-}
-"""The JSON files that are read here or go into an export, each with its table."""

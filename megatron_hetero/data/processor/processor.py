@@ -192,8 +192,7 @@ class Processor:
         """Token ids and supervision with one token per item."""
         ids, supervised = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
         for rendered in chat.render(self.tokenizer, record, self.shown):
-            with model_folder.panics_as_errors(record.where):
-                tokens = self._tokens_of(rendered.text)
+            tokens = self._tokens_of(rendered.text)
             ids.append(tokens)
             supervised.append(np.full(len(tokens), rendered.supervised))
         return np.concatenate(ids), np.concatenate(supervised)

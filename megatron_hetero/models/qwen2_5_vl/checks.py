@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hetero.models.common.configuration.checks import head_dim, of_text, of_vision, require
-from megatron_hetero.models.qwen2_5_vl.config_rules import DEFAULT_SECTIONS
 
-TITLE = "Qwen2.5-VL"
+FAMILY, TITLE = "qwen2_5_vl", "Qwen2.5-VL"
+DEFAULT_SECTIONS = (16, 24, 24)
+"""Rotary frequencies for time, height and width, where a configuration gives none."""
 
 
 def check_vision(folder: Path, config: Any) -> None:

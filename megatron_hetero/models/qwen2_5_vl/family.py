@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.files.json_objects import Table
+from megatron_hetero.files.json_objects import Only
+from megatron_hetero.models.common.configuration.checks import BUILT
 from megatron_hetero.models.common.demo.template import IMAGE_TOKENS
 from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures.geometry import rope_positions
 from megatron_hetero.models.items.pictures.item_type import Pictures
 from megatron_hetero.models.qwen2_5_vl import checks, demo, joining
-from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG, FAMILY
+from megatron_hetero.models.qwen2_5_vl.checks import FAMILY
 
 if TYPE_CHECKING:
     from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
@@ -29,7 +31,7 @@ class Qwen25VL:
     model_type = FAMILY
     language_models = ("qwen2",)
     title = "Qwen2.5-VL"
-    rules: Table = CONFIG
+    built: Mapping[str, Only] = BUILT
     tokens = IMAGE_TOKENS
     items = (Pictures(_image_processor),)
     positions = staticmethod(rope_positions)

@@ -6,10 +6,26 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megatron_hetero.files.json_objects import Only
+from megatron_hetero.models.common.configuration import checks
 from megatron_hetero.models.common.configuration.checks import of_text, of_vision, require
-from megatron_hetero.models.qwen3_vl.config_rules import DEFAULT_SECTIONS
 
-TITLE = "Qwen3-VL"
+FAMILY, TITLE = "qwen3_vl", "Qwen3-VL"
+DEFAULT_SECTIONS = (24, 20, 20)
+"""Rotary frequencies for time, height and width, where a configuration gives none."""
+BUILT = {
+    **checks.BUILT,
+    "mrope_interleaved": Only(
+        (True,),
+        because="height, width and time take rotary frequencies in turns",
+        fix="use a model that was trained that way",
+    ),
+    "attention_bias": Only(
+        (False, None),
+        because="queries, keys and values of this family have no bias",
+        fix="use a model without them, such as the published ones",
+    ),
+}
 
 
 def check_vision(folder: Path, config: Any) -> None:
@@ -29,7 +45,6 @@ def check_text(folder: Path, config: Any) -> None:
     """Check that the language model of `folder` is one that is built here. Raises `UserError`."""
     text = config.text_config
     require(folder, TITLE, (
-        ("text_config.attention_bias", bool(text.attention_bias), False),
         ("text_config.head_dim % 2", text.head_dim % 2, 0),
         *of_text(text, text.head_dim, DEFAULT_SECTIONS),
     ))  # fmt: skip

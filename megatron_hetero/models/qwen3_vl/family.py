@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.files.json_objects import Table
+from megatron_hetero.files.json_objects import Only
 from megatron_hetero.models.common.demo.template import IMAGE_TOKENS
 from megatron_hetero.models.common.stored_names import canonical_name, nested_name
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures.geometry import rope_positions
 from megatron_hetero.models.items.pictures.item_type import Pictures
 from megatron_hetero.models.qwen3_vl import checks, demo, joining
-from megatron_hetero.models.qwen3_vl.config_rules import CONFIG, FAMILY
+from megatron_hetero.models.qwen3_vl.checks import BUILT, FAMILY
 
 if TYPE_CHECKING:
     from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
@@ -29,7 +30,7 @@ class Qwen3VL:
     model_type = FAMILY
     language_models = ("qwen3",)
     title = "Qwen3-VL"
-    rules: Table = CONFIG
+    built: Mapping[str, Only] = BUILT
     tokens = IMAGE_TOKENS
     items = (Pictures(_image_processor),)
     positions = staticmethod(rope_positions)

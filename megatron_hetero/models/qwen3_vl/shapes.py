@@ -18,7 +18,7 @@ from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.qwen3_vl.config_rules import DEFAULT_SECTIONS, FAMILY
+from megatron_hetero.models.qwen3_vl.checks import DEFAULT_SECTIONS, FAMILY
 from megatron_hetero.models.qwen3_vl.position_table import PositionTable
 from megatron_hetero.names import ROWS
 

@@ -8,13 +8,10 @@ runs/
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from megatron_hetero.checkpoint.shared_folder import Claim, FolderLock
 from megatron_hetero.checkpoint.state import History
@@ -44,77 +41,41 @@ class LogFolder:
 
     def __init__(self, folder: Path, history: str, config: str) -> None:
         """Raises `UserError` if it cannot be written, or another run writes there."""
-        self.folder, self._path, self._config = folder, folder / METRICS, config
+        self.folder, self._path, self._waiting = folder, folder / METRICS, b""
         self._lock, notes = FolderLock.take(folder, LOGS)
         try:
             self.notes = (*notes, *_set_aside(folder, history.encode(), config.encode()))
-            self._file, self._waiting = _begin(self._path, history.encode()), b""
-            self._write_config()
+            _begin(self._path, history.encode())
+            if config:
+                (folder / CONFIG).write_text(config, encoding="utf-8")
         except OSError as error:
             self._lock.release()
             raise unwritable(Path(error.filename or self._path), error) from None
 
-    def append(self, line: str) -> bool:
-        """Append a line to metrics.jsonl, after lines that could not be written before. Returns whether the file had to
-        be recreated because it had been removed. Raises `OSError`.
-        """
+    def append(self, line: str) -> None:
+        """Append a line to metrics.jsonl, after lines that could not be written before. Raises `OSError`."""
         self._waiting += line.encode()
-        gone = not self._is_there()
-        if gone:
-            self._make_again()
-        while self._waiting:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
-        return gone
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "ab", buffering=0) as file:
+            while self._waiting:
+                self._waiting = self._waiting[file.write(self._waiting) :]
 
     def history(self) -> History:
-        """All lines so far, also those that could not be written yet, and where the folder cannot be read any more."""
-        with contextlib.suppress(OSError):
-            if self._file.closed or self._is_there():
-                return History(self._path, _size(self._path), self._waiting)
-        return History(self._path, 0, self._content() + self._waiting)
+        """All lines so far, also those that could not be written yet."""
+        return History(self._path, _size(self._path), self._waiting)
 
     def close(self) -> None:
-        """Close the file and release the folder."""
-        self._file.close()
+        """Release the folder."""
         self._lock.release()
 
-    def _write_config(self) -> None:
-        if self._config:
-            (self.folder / CONFIG).write_text(self._config, encoding="utf-8")
 
-    def _is_there(self) -> bool:
-        try:
-            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            return False
-
-    def _make_again(self) -> None:
-        """Rewrite the removed file."""
-        if self._path.exists():
-            raise FileExistsError(errno.EEXIST, "another file has taken its place", str(self._path))
-        content = self._content()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        again = _begin(self._path, b"")
-        self._file.close()
-        self._file, self._waiting = again, content + self._waiting
-        self._lock.release()
-        self._lock, _ = FolderLock.take(self.folder, LOGS)
-        self._write_config()
-
-    def _content(self) -> bytes:
-        """The content of the file, which exists as long as it is open, even if it was removed."""
-        self._file.seek(0)
-        return self._file.read()
-
-
-def _begin(path: Path, history: bytes) -> IO[bytes]:
-    """A file with `history`, opened at its end. Raises `OSError`."""
+def _begin(path: Path, history: bytes) -> None:
+    """Make `path` a file with `history`. Raises `OSError`."""
     there = _common(path, history)
     if path.is_file():
         os.truncate(path, there)  # Later steps are trained again.
     with open(path, "ab") as file:
         file.write(history[there:])
-    return open(path, "a+b", buffering=0)
 
 
 def _common(path: Path, history: bytes) -> int:

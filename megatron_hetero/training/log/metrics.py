@@ -121,15 +121,7 @@ class EvaluationMetrics:
     @property
     def values(self) -> dict[str, Value]:
         """The numbers by name; those that are not finite are None."""
-        numbers = {
-            "loss": self.loss,
-            "exact_match": self.exact_match,
-            "asked": self.asked,
-            "supervised_tokens": self.supervised_tokens,
-            "samples": self.samples,
-            "time_s": self.time_s,
-        }
-        return {name: _finite(value) for name, value in numbers.items()}
+        return {name: _finite(value) for name, value in vars(self).items() if name not in ("step", "dataset")}
 
     def record(self) -> dict[str, Value]:
         """The record for metrics.jsonl, in a line of its own."""

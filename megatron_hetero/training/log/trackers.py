@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -16,22 +15,10 @@ from megatron_hetero.outputs.logs import WANDB_ID
 from megatron_hetero.training.log.folder import unwritable
 
 
-class Tracker(Protocol):
-    """An experiment tracker. `name`: for messages."""
-
-    name: str
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records values by metric name, such as `train/loss`. Raises `OSError`."""
-        ...
-
-    def close(self, *, failed: bool) -> None:
-        """Finishes; nothing is recorded afterwards. `failed`: whether the run ended with an error. Raises `OSError`."""
-        ...
-
-
-def open_trackers(folder: Path, *, tensorboard: bool, wandb: str | None, config: str, done: int) -> list[Tracker]:
-    """The trackers of a run whose first `done` steps were trained before; all of them, or none is left open.
+def open_trackers(
+    folder: Path, *, tensorboard: bool, wandb: str | None, config: str, done: int
+) -> list[TensorBoard | WandB]:
+    """The trackers of a run whose first `done` steps were trained before.
 
     Args:
         folder: where trackers write.
@@ -43,25 +30,8 @@ def open_trackers(folder: Path, *, tensorboard: bool, wandb: str | None, config:
     Raises:
         UserError: a tracker is not installed or cannot be started.
     """
-    trackers: list[Tracker] = []
-    with ExitStack() as opened:
-        for tracker in _trackers(folder, tensorboard, wandb, config, done):
-            opened.callback(_abandon, tracker)
-            trackers.append(tracker)
-        opened.pop_all()
-    return trackers
-
-
-def _abandon(tracker: Tracker) -> None:
-    with suppress(OSError):
-        tracker.close(failed=True)
-
-
-def _trackers(folder: Path, tensorboard: bool, wandb: str | None, config: str, done: int) -> Iterator[Tracker]:
-    if tensorboard:
-        yield TensorBoard(folder, done)
-    if wandb is not None:
-        yield WandB(folder, wandb, config)
+    trackers: list[TensorBoard | WandB] = [TensorBoard(folder, done)] if tensorboard else []
+    return trackers if wandb is None else [*trackers, WandB(folder, wandb, config)]
 
 
 def scalars(group: str, values: Mapping[str, object]) -> dict[str, float]:

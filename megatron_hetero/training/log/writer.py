@@ -1,19 +1,17 @@
 """The writers of metrics: to the terminal, to metrics.jsonl, and optionally to TensorBoard and Weights & Biases.
 
-One rank gets a `MetricsWriter`, the others a `NullWriter` with the same methods, so that the training loop has no
-conditions.
+One rank gets a `MetricsWriter`, the others a `Writer` that does nothing, so that the training loop has no conditions.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -27,95 +25,57 @@ from megatron_hetero.training.log.metrics import EvaluationMetrics, StepMetrics,
 from megatron_hetero.training.log.trackers import open_trackers, scalars
 
 _TRACKER_FIX = "free space or restore access for the next run; metrics.jsonl has all steps"
-TERMINAL, REMOVED = "terminal", "removed"
-"""Two faults of a writer: the one after which nothing more is printed, and the one that has been repaired."""
+TERMINAL = "terminal"
+"""The fault of a writer after which nothing more is printed."""
 
 
-class Writer(Protocol):
-    """Receives the output of the training loop; a context manager that closes itself."""
+class Writer:
+    """Receives the output of the training loop, and does nothing with it; a context manager that closes itself.
 
-    @property
-    def faults(self) -> Mapping[str, str]:
-        """What could not be written, by what failed."""
-        ...
+    `faults`: what could not be written, by what failed.
+    """
+
+    def __init__(self) -> None:
+        self.faults: dict[str, str] = {}
 
     @property
     def is_broken(self) -> bool:
         """Whether something cannot be written at the moment."""
-        ...
+        return bool(self.faults)
 
     def write(self, metrics: StepMetrics) -> None:
         """Records one step."""
-        ...
 
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
         """Records the evaluation of one data set."""
-        ...
 
     def history(self) -> History:
         """Returns the metrics so far, including those before a resume."""
-        ...
-
-    def print(self, renderable: object) -> None:
-        """Prints text or anything that `rich` renders, above the progress bar."""
-        ...
-
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the end of training."""
-        ...
-
-    def fail(self) -> None:
-        """Notes that the run ends with an error, as one that leaves the context does too."""
-        ...
-
-    def close(self) -> None:
-        """Finishes; nothing is written afterwards."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class NullWriter:
-    """A writer for the ranks that report nothing."""
-
-    faults: Mapping[str, str] = MappingProxyType({})
-    is_broken = False
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Does nothing."""
-
-    def write_evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Does nothing."""
-
-    def history(self) -> History:
-        """Nothing."""
         return History()
 
     def print(self, renderable: object) -> None:
-        """Does nothing."""
+        """Prints text or anything that `rich` renders, above the progress bar."""
 
     def notes(self) -> tuple[str, ...]:
-        """Nothing."""
+        """Notes for the end of training."""
         return ()
 
     def fail(self) -> None:
-        """Does nothing."""
+        """Notes that the run ends with an error, as one that leaves the context does too."""
 
     def close(self) -> None:
-        """Does nothing."""
+        """Finishes; nothing is written afterwards."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        pass
+        if kind is not None:
+            self.fail()
+        self.close()
 
 
-class MetricsWriter:
+class MetricsWriter(Writer):
     """Writes the metrics of a run to a folder and the terminal. A failing write does not end the run: it is reported at
     once, retried if possible, and kept in `faults` by what failed.
 
@@ -145,12 +105,12 @@ class MetricsWriter:
         wandb: str | None = None,
         console: Console | None = None,
     ) -> None:
+        super().__init__()
         self._steps = steps
         self._console = console or terminal.console()
         self._failed = False
-        self.faults: dict[str, str] = {}
         self._log = LogFolder(folder, history, config)
-        self._skipped = Skipped.of(history)
+        self._skipped = Skipped()
         try:
             self._trackers = open_trackers(folder, tensorboard=tensorboard, wandb=wandb, config=config, done=done)
         except UserError:
@@ -163,11 +123,6 @@ class MetricsWriter:
             self._progress.start()
         for note in self._log.notes:
             self.print(note)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether something cannot be written at the moment."""
-        return bool(self.faults.keys() - {REMOVED})
 
     def write(self, metrics: StepMetrics) -> None:
         """Records one step."""
@@ -193,13 +148,10 @@ class MetricsWriter:
 
     def _append(self, line: str) -> None:
         try:
-            made_again = self._log.append(line)
-        except (OSError, UserError) as error:
-            wrong = unwritable(self._log.folder / FILE_NAME, error) if isinstance(error, OSError) else error
-            return self._note(FILE_NAME, str(wrong))
+            self._log.append(line)
+        except OSError as error:
+            return self._note(FILE_NAME, str(unwritable(self._log.folder / FILE_NAME, error)))
         self.faults.pop(FILE_NAME, None)
-        if made_again:
-            self._note(REMOVED, _removed(self._log.folder))
         return None
 
     def _show(self, group: str, step: int, values: Mapping[str, Value]) -> None:
@@ -235,7 +187,7 @@ class MetricsWriter:
             self._note(TERMINAL, f"standard output: cannot be written ({why}).")
 
     def notes(self) -> tuple[str, ...]:
-        """Notes for the end of training, on all steps, including those before a resume."""
+        """Notes for the end of training, on the steps of this run."""
         return self._skipped.notes()
 
     def fail(self) -> None:
@@ -246,29 +198,11 @@ class MetricsWriter:
         """Finishes; nothing is written afterwards."""
         if self._progress.live.is_started:
             self._progress.stop()
-        self._append("")  # Lines still waiting for disk space, and a file that was removed after the last step.
+        self._append("")  # Lines still waiting for disk space.
         self._log.close()
         for tracker in self._trackers:
             with suppress(OSError):  # Each step was flushed as it was written, and failures were reported.
                 tracker.close(failed=self._failed)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None:
-            self.fail()
-        self.close()
-
-
-def _removed(folder: Path) -> str:
-    return str(
-        UserError.at(
-            f"log.dir: {folder / FILE_NAME}",
-            problem="was removed during the run",
-            fix="it has been written again in full, but other files of the folder may be gone",
-        )
-    )
 
 
 def _progress(console: Console) -> Progress:
@@ -278,19 +212,11 @@ def _progress(console: Console) -> Progress:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Counts from the lines of metrics.jsonl: skipped samples, steps with any, and steps with no other samples."""
+    """Counts of this run: skipped samples, steps with any, and steps with no other samples."""
 
     samples: int = 0
     steps: int = 0
     idle_steps: int = 0
-
-    @classmethod
-    def of(cls, history: str) -> Skipped:
-        """From the text of a metrics.jsonl."""
-        skipped = cls()
-        for record in _records(history):
-            skipped = skipped.and_of(record)
-        return skipped
 
     def and_of(self, record: Mapping[str, object]) -> Skipped:
         """With one more step."""
@@ -307,17 +233,6 @@ class Skipped:
         idle = f"; {_counted(self.idle_steps, 'step')} had no other samples and trained nothing" * bool(self.idle_steps)
         where = _counted(self.steps, "step")
         return (f"{_counted(self.samples, 'sample')} longer than data.max_seq_length skipped, in {where}{idle}",)
-
-
-def _records(history: str) -> Iterator[Mapping[str, object]]:
-    """The lines that are JSON objects: the file may have been edited."""
-    for line in history.splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            yield record
 
 
 def _counted(number: int, what: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from megatron_hetero.files.json_objects import Table
+from megatron_hetero.files.json_objects import Only
 from megatron_hetero.models.common.demo.template import IMAGE_PAD, VISION_END, VISION_START, chat_template
 from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.family import Family
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.support.toy_family.shapes import EarShape, TextShape
 
 
-_RULES: Table = {}
+_BUILT: Mapping[str, Only] = {}
 _TOKENS = {"tone_start_id": VISION_START, "tone_id": IMAGE_PAD, "tone_end_id": VISION_END}
 
 
@@ -39,7 +39,7 @@ class Toy:
     """See `megatron_hetero.models.family.Family`."""
 
     model_type, language_models, title = "toy", (), "Toy"
-    rules, tokens = _RULES, _TOKENS
+    built, tokens = _BUILT, _TOKENS
     items = (Tones(),)
 
     def config_class(self, model_type: str) -> Any:

@@ -20,9 +20,7 @@ from megatron_hetero.checkpoint.exporting import OpenCheckpoint
 from megatron_hetero.checkpoint.format.index import (
     INDEX,
     Chunk,
-    index_dtypes,
     index_shapes,
-    open_index,
     overlap,
     read_index,
 )
@@ -41,7 +39,6 @@ from megatron_hetero.outputs.checkpoints import (
     whole,
     without_manifest,
 )
-from tests.support.mutations import mutated_bytes, mutated_json
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
@@ -194,12 +191,8 @@ TENSOR = {"dtype": "F32", "shape": [2, 3], "chunks": [PART]}
 
 @pytest.mark.parametrize("changes, said", [
     ({"dtype": "F64"}, "describes no tensor"),
-    ({"dtype": ["F32"]}, "describes no tensor"),
     ({"shape": [2, 3, 1]}, "describes no tensor"),
     ({"shape": [1 << 40, 1 << 40]}, "do not cover the tensor"),
-    ({"shape": [-2, -3]}, "no list of sizes"),
-    ({"shape": [True, 6]}, "no list of sizes"),
-    ({"shape": [2.0, 3]}, "no list of sizes"),
     ({"more": 1}, "unexpected keyword argument"),
     ({"chunks": []}, "do not cover the tensor"),
     ({"chunks": [PART, PART]}, "do not cover the tensor"),
@@ -207,9 +200,6 @@ TENSOR = {"dtype": "F32", "shape": [2, 3], "chunks": [PART]}
     ({"chunks": [PART | {"rows": [1, 3]}]}, "no place in a file"),
     ({"chunks": [PART | {"columns": [3, 0]}]}, "no place in a file"),
     ({"chunks": [PART | {"rows": [0, 1, 2]}]}, "too many values"),
-    ({"chunks": [PART | {"at": -1}]}, "no list of sizes"),
-    ({"chunks": [PART | {"at": 10**30}]}, "no list of sizes"),
-    ({"chunks": [PART | {"file": None}]}, "no place in a file"),
     ({"chunks": [{"file": "x"}]}, "missing 3 required"),
 ])  # fmt: skip
 def test_an_index_of_anything_but_tensors_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -233,23 +223,6 @@ def test_chunks_overlap_where_they_have_an_element_twice(seed: int) -> None:
         assert overlap(chunks) == expected, chunks
         found[expected] += 1
     assert min(found[True], found[False]) > 20
-
-
-def test_a_broken_index_is_one_error(untouched: Untouched, tmp_path: Path) -> None:
-    """Whatever is broken: it is refused, or good enough to be looked at."""
-    checkpoint = untouched.folder / "checkpoints/step-00000004"
-    some = dict(itertools.islice(json.loads((checkpoint / INDEX).read_text()).items(), 3))
-    text, rng, refused, found = json.dumps(some), random.Random(0), 0, set()
-    for number in range(1500):
-        mutated = mutated_json(rng, text).encode("utf-8", "replace")
-        (tmp_path / INDEX).write_bytes(mutated if number % 2 else mutated_bytes(rng, text.encode()))
-        try:
-            index = open_index(tmp_path, read_manifest(checkpoint))
-            found.add((tuple(index_shapes(index)), tuple(index_dtypes(index).values())))
-        except UserError as error:
-            refused += 1
-            assert "\n" not in str(error), number
-    assert 1000 < refused < 1500 and len(found) > 1
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "tensors-7-0.safetensors"])
@@ -278,14 +251,12 @@ def test_files_that_end_before_their_tensors_are_one_error(
     path = checkpoint / "tensors-0-0.safetensors"
     path.write_bytes(path.read_bytes()[:bytes_left])
     jobs.seal(checkpoint)
-    message = f"{checkpoint / INDEX}: tensors beyond the end of {path.name}. Use another checkpoint"
+    message = rf"{checkpoint}: unreadable tensors on rank 0 \(EOFError: {path.name} ends within"
     for said in pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2")):
-        assert said.startswith(message)
-    with pytest.raises(UserError, match=re.escape(message)):
-        OpenCheckpoint.open(checkpoint)
+        assert re.match(message, said)
     index = read_index(checkpoint)
     entries = [Entry(key, shape, (0,) * len(shape), torch.empty(shape)) for key, shape in index_shapes(index).items()]
-    with pytest.raises(UserError, match=rf"{checkpoint}: unreadable tensors on rank 0 \(EOFError: {path.name} ends"):
+    with pytest.raises(UserError, match=message):
         read_entries(checkpoint, index, entries, None)
 
 

@@ -379,25 +379,6 @@ def test_turns_cost_no_rendering_of_their_own(processor: Processor, make_record:
     assert len(rendered) == min(answers + 2, 4) and sum(rendered) <= 3 * 2 * answers
 
 
-def test_a_tokenizer_that_panics_is_named(
-    model_folder: Path,
-    make_record: MakeRecord,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """Its expression backtracks beyond what the library allows. The library adds lines of its own, but no trace."""
-    monkeypatch.setenv("RUST_BACKTRACE", "1")
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"(a+)+$"}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"^train\.jsonl:1: tokenizer\.json of model.*the tokenizer cannot read"):
-        Processor.from_folder(folder).tokenize(make_record("What?", "a" * 40 + "b"))
-    err = capfd.readouterr().err
-    assert "panicked at" in err and err.count("\n") <= 4, err
-
-
 def test_a_chat_template_of_absurd_length_is_named(model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("x" * 300_000)

@@ -112,7 +112,6 @@ def test_shapes_are_those_of_the_folder(folders: Path) -> None:
     ("vision_config.deepstack_visual_indexes", [1, 0], "deepstack_visual_indexes = [1, 0], expected [0, 1]"),
     ("vision_config.deepstack_visual_indexes", [0, 1, 2], "gives deepstack.2 in addition to rows"),
     ("vision_config.out_hidden_size", 32, "found vision_config.out_hidden_size = 32, expected 48"),
-    ("vision_config.patch_size", [16, 16], "found [16, 16], expected a whole number"),
     ("text_config.attention_bias", True, "found true, expected false or null, because queries, keys and values"),
     ("text_config.head_dim", 18, "2 * sum of mrope_section = 16, expected 18"),
     ("text_config.head_dim", 15, "head_dim"),

@@ -27,8 +27,6 @@ def config(folder: Path, more: str = "") -> Config:
     ("runs/checkpoints", "checkpoint.dir"),
     ("runs/checkpoints/step-00000003", "checkpoint.dir"),
     ("runs/checkpoints/latest/model", "checkpoint.dir"),
-    ("runs/log/nccl", "log.dir"),
-    ("runs/log/metrics.jsonl", "log.dir"),
     ("models", "model.hf_path"),
     ("models/base", "model.hf_path"),
     ("models/base/trained", "model.hf_path"),
@@ -53,19 +51,6 @@ def test_an_export_may_lie_next_to_the_rest(target: str, tmp_path: Path) -> None
     assert config(tmp_path, f"--export.hf_dir {tmp_path}/{target}").export.hf_dir == tmp_path / target
 
 
-@pytest.mark.parametrize("more, message", [
-    ("--log.dir T/runs/checkpoints/step-00000001/log", "separate from checkpoint.dir"),
-    ("--data.registry.d.annotations T/runs/log/metrics.jsonl", "own metrics.jsonl there"),
-    ("--checkpoint.dir T/runs/log/config.yaml", "own config.yaml there"),
-])  # fmt: skip
-def test_logs_replace_nothing_of_the_run(more: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"log\.dir .*{message}") as error:
-        config(tmp_path, more.replace("T", str(tmp_path)))
-    advice = re.search("`(.*)`", str(error.value))
-    assert advice is not None
-    config(tmp_path, f"{more.replace('T', str(tmp_path))} {advice[1]}")
-
-
 @pytest.mark.parametrize("flag", [
     "--model.hf_path", "--data.registry.d.annotations", "--data.registry.d.images", "--log.dir", "--checkpoint.dir",
     "--export.hf_dir", "--checkpoint.resume", "--config", "--model.hf_path_vision",
@@ -74,9 +59,7 @@ def test_logs_replace_nothing_of_the_run(more: str, message: str, tmp_path: Path
 def test_a_link_to_itself_is_one_message(flag: str, below: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "pool")
     (tmp_path / "pool").symlink_to(tmp_path / "loop")
-    with pytest.raises(
-        UserError, match="a symbolic link loop|a link that leads to itself|too many levels of symbolic links"
-    ):
+    with pytest.raises(UserError, match="too many levels of symbolic links"):
         config(tmp_path, f"{flag} {tmp_path}/loop{below}")
 
 
@@ -84,5 +67,5 @@ def test_the_default_may_be_a_link_to_itself(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "runs").symlink_to("runs")
     monkeypatch.chdir(tmp_path)
     line = "--model.hf_path m --data.registry.d.annotations a.json --data.datasets d"
-    with pytest.raises(UserError, match="log.dir: found .*runs.* .a link that leads to itself"):
+    with pytest.raises(UserError, match="log.dir: found .*runs.* .too many levels of symbolic links"):
         load_config(line.split())

@@ -20,9 +20,8 @@ import pytest
 from rich.console import Console
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.log.history import evaluated_after, evaluations_since
 from megatron_hetero.training.log.metrics import EvaluationMetrics, StepMetrics
-from megatron_hetero.training.log.writer import MetricsWriter, NullWriter
+from megatron_hetero.training.log.writer import MetricsWriter, Writer
 
 EVALUATED = EvaluationMetrics(
     step=3, dataset="held", loss=1.25, exact_match=0.625, asked=32, supervised_tokens=1200, samples=40, time_s=0.5
@@ -170,7 +169,7 @@ def test_a_pipe_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_the_silent_writer_takes_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    with NullWriter() as writer:
+    with Writer() as writer:
         writer.write(metrics())
         writer.print("text")
     writer.close()
@@ -202,42 +201,7 @@ def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
     events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("eval/held/loss")] == [(3, 1.25)]
     assert [event.value for event in events.Scalars("eval/held/exact_match")] == [0.625, 0.625]
-    NullWriter().write_evaluation(found)
-
-
-STEPS = '{"step": 1}\n{"step": 2, "loss": 3.5}\n'
-FIRST, SECOND = '{"step": 2, "eval_dataset": "a"}\n', '{"step": 2, "eval_dataset": "b"}\n'
-
-
-def test_what_was_evaluated_after_a_step() -> None:
-    assert evaluated_after(2, STEPS + FIRST + SECOND) == {"a", "b"}
-    assert evaluated_after(2, STEPS) == evaluated_after(2, "") == set()
-    assert evaluated_after(3, STEPS + FIRST + '{"step": 3}\n') == set()
-    garbage = '{"step": 2, "eval_dataset": []}\n[]\n{"step"\n7\n{}\n\ufffd' + "[" * 100_000
-    assert evaluated_after(2, STEPS + FIRST + garbage) <= {"a"} and evaluated_after(2, garbage) == set()
-
-
-@pytest.mark.parametrize("text, more", [
-    (STEPS, ""),
-    (STEPS + FIRST, FIRST),
-    (STEPS + FIRST + SECOND, FIRST + SECOND),
-    (STEPS + FIRST + '{"step": 3}\n' + SECOND, FIRST),  # it went on
-    (STEPS + FIRST + SECOND[:-1], FIRST),  # it died while it wrote
-    (STEPS + FIRST + SECOND[:9], FIRST),
-    (STEPS + FIRST + "[]\n", FIRST),
-    (STEPS + '{"step": 3, "eval_dataset": "a"}\n', ""),
-    (STEPS.replace("3.5", "3.6") + FIRST, ""),  # another run
-    (STEPS[:9], ""),
-])  # fmt: skip
-def test_evaluations_that_follow_on_a_checkpoint(text: str, more: str, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert evaluations_since(STEPS, 2, tmp_path) == more
-
-
-def test_there_may_be_no_evaluations_to_follow(tmp_path: Path) -> None:
-    assert evaluations_since(STEPS, 2, tmp_path) == ""
-    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe")
-    assert evaluations_since(STEPS, 2, tmp_path) == evaluations_since("", 2, tmp_path) == ""
+    Writer().write_evaluation(found)
 
 
 # ------------------------------------------------------------------------------------------ Weights & Biases
@@ -309,23 +273,6 @@ def test_a_run_that_fails_is_not_finished_for_wandb(
         writer.write(metrics(1))
         ends(writer)
     assert package.finished == [1]
-
-
-def test_a_tracker_that_does_not_start_leaves_none_open(
-    tmp_path: Path, install: Callable[[WandB], WandB], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    closed, original = [], tensorboard.SummaryWriter.close
-
-    def close(writer: Any) -> None:
-        original(writer)
-        closed.append(Path(writer.log_dir))
-
-    monkeypatch.setattr(tensorboard.SummaryWriter, "close", close)
-    install(WandB(broken="init"))
-    with pytest.raises(UserError, match=r"log\.wandb .*does not start"):
-        MetricsWriter(tmp_path, 1, tensorboard=True, wandb="mine", console=plain())
-    assert closed == [tmp_path]
 
 
 def test_a_resumed_run_continues_the_run_of_wandb(tmp_path: Path, install: Callable[[WandB], WandB]) -> None:

@@ -1,14 +1,29 @@
-"""Which configurations are built: what all families require. The values themselves are in the rules of `rules`."""
+"""Which configurations are built: what all families require."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.files.json_objects import shown
+from megatron_hetero.files.json_objects import Only, shown
 
+_UNQUANTISED = Only(
+    (None, {}),
+    because="quantised weights cannot be trained",
+    fix="use the unquantised model; if the weights have been dequantised, remove the key",
+)
+BUILT: Mapping[str, Only] = {
+    "attention_dropout": Only((0, None), because="attention is computed without dropout", fix="set it to 0"),
+    "in_channels": Only((3,), because="pictures are read as red, green and blue", fix="use a model for RGB pictures"),
+    "partial_rotary_factor": Only((1, None), because="all of a head is rotated"),
+    "per_layer_config": Only((None, {}), because="all layers of a module are built the same way"),
+    "quantization_config": _UNQUANTISED,
+    "compression_config": _UNQUANTISED,
+    "tie_word_embeddings": Only((True, False), because="the head has the embedding's weights or its own"),
+}
+"""Values of `config.json` that transformers takes, anywhere in it, and that may only be these."""
 Expectation = tuple[str, object, object]
 """What is checked, in words; what was found, and what is expected."""
 
