@@ -35,8 +35,8 @@ setup(
         "typing-extensions>=4.12",
     ],
     extras_require={
-        # As in megatron_hetero/models/common/optional.py; it builds against an installed torch (docs/installation.md).
-        "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],
+        # As in megatron_hetero/models/common/optional.py; both build against an installed torch (docs/installation.md).
+        "gpu": ["transformer-engine[pytorch]>=2.9,<2.12", "flash-attn>=2.1,<3"],
         "tensorboard": ["tensorboard>=2.17"],
         "wandb": ["wandb>=0.19"],
         # einops is what Megatron-Core's own bridge needs, which is measured beside ours.

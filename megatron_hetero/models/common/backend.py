@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.optional import (
+    FLASH_ATTN,
     FLASH_ATTN_3,
     TRANSFORMER_ENGINE,
     Found,
@@ -60,7 +61,7 @@ def te_provider(capability: tuple[int, int]) -> Backend:
 
     That is cuDNN's, on Hopper and the Blackwell of data centres (`nvte_get_fused_attn_backend` in
     transformer_engine/common/fused_attn/fused_attn.cpp, `get_attention_backend` in pytorch/attention/
-    dot_product_attention/utils.py, both at v2.9). Elsewhere it would call flash-attn, whose kernel is PyTorch's.
+    dot_product_attention/utils.py, both at v2.9). Elsewhere it would call flash-attn, which ours does too.
     """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
@@ -75,7 +76,7 @@ def backend_notices(choice: str, platform: Platform) -> list[str]:
     """A line for each optional package that is installed on this CUDA machine and yet not used, with the reason."""
     if not platform.is_cuda:
         return []
-    packages = [FLASH_ATTN_3] + [TRANSFORMER_ENGINE] * (choice != "torch")
+    packages = [FLASH_ATTN, FLASH_ATTN_3] + [TRANSFORMER_ENGINE] * (choice != "torch")
     return notices([(package, find(package)) for package in packages])
 
 

@@ -36,6 +36,14 @@ TRANSFORMER_ENGINE = OptionalPackage(
     ">=2.9,<2.12",
     ("transformer_engine.pytorch:Linear", "transformer_engine.pytorch.fp8:fp8_autocast"),
 )
+FLASH_ATTN = OptionalPackage(
+    # Causal attention is aligned at the last query and key from 2.1 on (flash-attn's README, "Changelog"). Version 4
+    # shares the name `flash_attn` without having the function.
+    "flash-attn",
+    "flash_attn",
+    ">=2.1,<3",
+    ("flash_attn:flash_attn_varlen_func",),
+)
 FLASH_ATTN_3 = OptionalPackage(
     # All versions so far are betas of 3.0.0 (hopper/__init__.py in flash-attention's repository).
     "flash_attn_3",

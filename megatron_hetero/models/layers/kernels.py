@@ -4,6 +4,7 @@ Shape suffixes: n tokens of queries, K of keys, H heads of this rank, h of them 
 D elements per head.
 
     flash_attn_3  one launch for all segments, by FlashAttention-3, which is for Hopper
+    flash_attn    one launch for all segments, by the package flash-attn
     torch_flash   one launch for all segments, by the flash kernel that PyTorch brings
     bucketed      one call of PyTorch's fused attention for all segments of one shape, on any device and in any
                   precision
@@ -11,7 +12,7 @@ D elements per head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,20 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hetero.models.common.optional import FLASH_ATTN_3, find, unusable
+from megatron_hetero.models.common.optional import FLASH_ATTN, FLASH_ATTN_3, find, unusable
 
 if TYPE_CHECKING:
     from megatron_hetero.models.layers.segments import PackedSegments, ShapeBucket
 
 HALF = (torch.bfloat16, torch.float16)
-# Limits of the flash kernel in PyTorch: aten/src/ATen/native/transformers/cuda/flash_attn/
+# Limits of the flash kernel in PyTorch and in flash-attn 2: aten/src/ATen/native/transformers/cuda/flash_attn/
 # flash_api.cpp, `mha_varlen_fwd`.
 FLASH_CAPABILITY = (8, 0)
 FLASH_HEAD_DIM = 256
 FLASH_HEAD_MULTIPLE = 8
 HOPPER = 9
 
-KernelName = Literal["flash_attn_3", "torch_flash", "bucketed"]
+KernelName = Literal["flash_attn_3", "flash_attn", "torch_flash", "bucketed"]
+PACKAGES = {"flash_attn_3": FLASH_ATTN_3, "flash_attn": FLASH_ATTN}
 
 
 class Kernel(Protocol):
@@ -54,15 +56,18 @@ class Kernel(Protocol):
 
 
 def choose_kernel(
-    device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], *, flash_attn_3: bool
+    device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], installed: Collection[str]
 ) -> KernelName:
-    """Which kernel runs on a type of `device`, of the CUDA `capability` where it is a GPU. `flash_attn_3`: whether that
-    package can be used.
+    """Which kernel runs on a type of `device`, of the CUDA `capability` where it is a GPU.
+
+    `installed`: the names of those `PACKAGES` that are.
     """
     fits = device == "cuda" and dtype in HALF and head_dim <= FLASH_HEAD_DIM and capability >= FLASH_CAPABILITY
     if not fits:
         return "bucketed"
-    return "flash_attn_3" if flash_attn_3 and capability[0] == HOPPER else "torch_flash"
+    if "flash_attn_3" in installed and capability[0] == HOPPER:
+        return "flash_attn_3"
+    return "flash_attn" if "flash_attn" in installed else "torch_flash"
 
 
 @lru_cache
@@ -70,12 +75,16 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
     """The kernel for tensors on this device."""
     if device.type != "cuda":
         return bucketed
-    usable = not unusable(FLASH_ATTN_3, find(FLASH_ATTN_3))
-    name = choose_kernel(device.type, dtype, head_dim, cuda_capability(device), flash_attn_3=usable)
+    installed = [name for name, package in PACKAGES.items() if not unusable(package, find(package))]
+    name = choose_kernel(device.type, dtype, head_dim, cuda_capability(device), installed)
     if name == "flash_attn_3":
         from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         return partial(flash_attn_3, function=flash_attn_varlen_func)
+    if name == "flash_attn":
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+        return partial(flash_attn, function=flash_attn_varlen_func)
     return torch_flash if name == "torch_flash" else bucketed
 
 
@@ -145,16 +154,36 @@ def flash_attn_3(
     hopper/flash_attn_interface.py). Earlier betas of 3.0.0 return the logarithm of the softmax's sum besides.
     """
     dim = q_nHD.shape[2]
-    found = function(
-        *map(_padded, (q_nHD, k_KhD, v_KhD)),
+    q_nHD, k_KhD, v_KhD = map(_padded, (q_nHD, k_KhD, v_KhD))
+    scale = dim**-0.5 if scale is None else scale
+    found: Any = flash_attn(q_nHD, k_KhD, v_KhD, segments, causal=causal, scale=scale, function=function)
+    return _cropped(found[0] if isinstance(found, tuple) else found, dim)
+
+
+def flash_attn(
+    q_nHD: Tensor,
+    k_KhD: Tensor,
+    v_KhD: Tensor,
+    segments: PackedSegments,
+    *,
+    causal: bool,
+    scale: float | None,
+    function: Callable[..., Tensor],
+) -> Tensor:
+    """By `function`, the `flash_attn_varlen_func` of flash-attn 2, whose arguments kept their names from 2.1 to 2.8
+    (flash_attn/flash_attn_interface.py at these tags). It pads heads by itself.
+    """
+    return function(
+        q_nHD,
+        k_KhD,
+        v_KhD,
         cu_seqlens_q=segments.cu_seqlens_q,
         cu_seqlens_k=segments.cu_seqlens_kv,
         max_seqlen_q=segments.max_seqlen_q,
         max_seqlen_k=segments.max_seqlen_kv,
-        softmax_scale=dim**-0.5 if scale is None else scale,
+        softmax_scale=scale,
         causal=causal,
     )
-    return _cropped(found[0] if isinstance(found, tuple) else found, dim)
 
 
 def bucketed(

@@ -1,10 +1,11 @@
-"""Flash attention over packed sequences, as PyTorch's operator and as the function of FlashAttention-3.
+"""Flash attention over packed sequences, as PyTorch's operator and as the functions of flash-attn 2 and 3.
 
 Signatures: `aten::_flash_attention_forward` of torch 2.11 (2.13 adds `block_table` and `num_splits` at the end);
-`flash_attn_varlen_func` of FlashAttention-3, 3.0.0b1, hopper/flash_attn_interface.py. Checks: those of `mha_varlen_fwd`
-in PyTorch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, but for device and dtype. Causal
-alignment: mask.h beside it, `col_idx_limit_right = row_idx + 1 + max_seqlen_k - max_seqlen_q`, and the docstring of
-`flash_attn_varlen_func`.
+`flash_attn_varlen_func` of flash-attn 2.8.3, flash_attn/flash_attn_interface.py; that of FlashAttention-3,
+3.0.0b1, hopper/flash_attn_interface.py in the same repository. Checks: those of `mha_varlen_fwd` in
+PyTorch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, but for device and dtype. Causal alignment:
+mask.h beside it, `col_idx_limit_right = row_idx + 1 + max_seqlen_k - max_seqlen_q`, and the docstring of
+`flash_attn_varlen_func`, since 2.1.0.
 """
 
 from __future__ import annotations
@@ -40,6 +41,30 @@ def aten_flash_attention_forward(
     assert query.shape[2] % 8 == 0, "head_size must be a multiple of 8, this is ensured by padding!"
     out = _attention(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, scale, is_causal)
     return out, *(query.new_empty(0) for _ in range(4))
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> Tensor:
+    """The output, [total_q, heads, dim]. Heads of any width are padded inside."""
+    unused = (dropout_p, window_size, softcap, alibi_slopes, return_attn_probs, block_table)
+    assert unused == (0.0, (-1, -1), 0.0, None, False, None), "not what this stands in for"
+    return _attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
 
 
 def flash_attn_3_varlen_func(

@@ -1,8 +1,7 @@
 """Kernels of attention: which runs where, and that each computes what a masked softmax does.
 
 The flash kernels run on GPUs alone. What they are called with is tested everywhere, on stand-ins with the signature,
-the checks and the results of PyTorch's operator and of FlashAttention-3's function; tests marked `cuda` run the real
-ones.
+the checks and the results of PyTorch's operator and of flash-attn's function; tests marked `cuda` run the real ones.
 """
 
 from __future__ import annotations
@@ -28,12 +27,17 @@ from megatron_hetero.models.layers.kernels import (
     bucketed,
     choose_kernel,
     cuda_capability,
+    flash_attn,
     flash_attn_3,
     kernel_for,
     torch_flash,
 )
 from megatron_hetero.models.layers.segments import PackedSegments
-from tests.support.stand_ins.flash import aten_flash_attention_forward, flash_attn_3_varlen_func
+from tests.support.stand_ins.flash import (
+    aten_flash_attention_forward,
+    flash_attn_3_varlen_func,
+    flash_attn_varlen_func,
+)
 from tests.unit.models.jobs_attention import naive
 
 CPU = torch.device("cpu")
@@ -45,13 +49,16 @@ HALF = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dim", [8, 12, 80, 128, 256])
 def test_one_launch_on_gpus_in_half_precision(dtype: torch.dtype, dim: int) -> None:
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
-        assert choose_kernel("cuda", dtype, dim, capability, flash_attn_3=False) == "torch_flash"
+        assert choose_kernel("cuda", dtype, dim, capability, ["flash_attn"]) == "flash_attn"
+        assert choose_kernel("cuda", dtype, dim, capability, []) == "torch_flash"
 
 
 def test_flash_attention_3_is_for_hopper() -> None:
-    assert choose_kernel("cuda", torch.bfloat16, 80, (9, 0), flash_attn_3=True) == "flash_attn_3"
+    both = ["flash_attn_3", "flash_attn"]
+    assert choose_kernel("cuda", torch.bfloat16, 80, (9, 0), both) == "flash_attn_3"
     for capability in ((8, 0), (10, 0), (12, 0)):
-        assert choose_kernel("cuda", torch.bfloat16, 80, capability, flash_attn_3=True) == "torch_flash"
+        assert choose_kernel("cuda", torch.bfloat16, 80, capability, both) == "flash_attn"
+        assert choose_kernel("cuda", torch.bfloat16, 80, capability, both[:1]) == "torch_flash"
 
 
 @pytest.mark.parametrize(
@@ -67,8 +74,8 @@ def test_flash_attention_3_is_for_hopper() -> None:
 def test_what_flash_kernels_do_not_take_is_bucketed(
     device: str, dtype: torch.dtype, dim: int, capability: tuple[int, int]
 ) -> None:
-    for installed in (True, False):
-        assert choose_kernel(device, dtype, dim, capability, flash_attn_3=installed) == "bucketed"
+    assert choose_kernel(device, dtype, dim, capability, ["flash_attn_3", "flash_attn"]) == "bucketed"
+    assert choose_kernel(device, dtype, dim, capability, []) == "bucketed"
 
 
 def test_a_cpu_takes_the_buckets() -> None:
@@ -77,6 +84,7 @@ def test_a_cpu_takes_the_buckets() -> None:
 
 STAND_INS: dict[str, Kernel] = {
     "torch_flash": partial(torch_flash, op=aten_flash_attention_forward),
+    "flash_attn": partial(flash_attn, function=flash_attn_varlen_func),
     "flash_attn_3": partial(flash_attn_3, function=flash_attn_3_varlen_func),
     "flash_attn_3, early": partial(flash_attn_3, function=lambda *x, **more: (flash_attn_3_varlen_func(*x, **more), 0)),
 }

@@ -13,6 +13,7 @@ from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.backend import TorchSpecProvider, backend_notices, spec_provider
 from megatron_hetero.models.common.optional import (
+    FLASH_ATTN,
     FLASH_ATTN_3,
     TRANSFORMER_ENGINE,
     Found,
@@ -34,9 +35,10 @@ GPU = Platform(torch.device("cuda", 0), "nccl")
             ["2.9.0", "2.9.0+1ab2c3d", "2.10", "2.11.0"],
             ["1.13.0", "2.8.0", "2.9.0.dev0", "2.12.0", "?"],
         ),
+        (FLASH_ATTN, ["2.1.0", "2.5.9.post1", "2.8.3", "2.8.4+cu13torch2.11"], ["1.0.9", "2.0.9", "3.0.0", "4.0.0b5"]),
         (FLASH_ATTN_3, ["3.0.0b1", "3.0.0b1+cu128", "3.0.0"], ["2.8.3", "4.0.0", "?"]),
     ],
-    ids=["Transformer Engine", "FlashAttention-3"],
+    ids=["Transformer Engine", "flash-attn", "FlashAttention-3"],
 )
 def test_versions(package: OptionalPackage, usable: list[str], not_usable: list[str]) -> None:
     for version in usable:
@@ -46,12 +48,12 @@ def test_versions(package: OptionalPackage, usable: list[str], not_usable: list[
 
 
 def test_what_is_installed_and_not_used_is_said_in_one_line_each() -> None:
-    assert notices([(TRANSFORMER_ENGINE, Found(None)), (FLASH_ATTN_3, Found("3.0.0b1"))]) == []
-    broken = Found("3.0.0b1", "ImportError: undefined symbol: _ZN3c10")
-    assert notices([(TRANSFORMER_ENGINE, Found("2.8.0")), (FLASH_ATTN_3, broken)]) == [
+    assert notices([(TRANSFORMER_ENGINE, Found(None)), (FLASH_ATTN, Found("2.8.3"))]) == []
+    broken = Found("2.8.3", "ImportError: undefined symbol: _ZN3c10")
+    assert notices([(TRANSFORMER_ENGINE, Found("2.8.0")), (FLASH_ATTN, broken)]) == [
         "transformer_engine 2.8.0 is installed, and 2.9 or newer, below 2.12 is known to work: "
         "PyTorch is used instead.",
-        "flash_attn_interface 3.0.0b1 is installed, but cannot be imported (ImportError: undefined symbol: _ZN3c10): "
+        "flash_attn 2.8.3 is installed, but cannot be imported (ImportError: undefined symbol: _ZN3c10): "
         "PyTorch is used instead.",
     ]
 
@@ -109,9 +111,11 @@ def test_a_package_is_found_with_its_version_or_its_error(tmp_path: Path, monkey
 def test_setup_and_documentation_name_these_versions() -> None:
     extras = re.search(r'"gpu": \[(.*)\],$', (ROOT / "setup.py").read_text(), re.MULTILINE)
     assert extras is not None
-    assert re.findall(r'"([^"]+)"', extras[1]) == [TRANSFORMER_ENGINE.name + TRANSFORMER_ENGINE.versions]
+    assert re.findall(r'"([^"]+)"', extras[1]) == [
+        package.name + package.versions for package in (TRANSFORMER_ENGINE, FLASH_ATTN)
+    ]
     page = (ROOT / "docs/installation.md").read_text()
-    for package in (TRANSFORMER_ENGINE, FLASH_ATTN_3):
+    for package in (TRANSFORMER_ENGINE, FLASH_ATTN, FLASH_ATTN_3):
         assert f"`{package.versions}`" in page
 
 
@@ -120,9 +124,9 @@ def commands(page: Path) -> list[str]:
     return [line.strip() for line in page.read_text().splitlines() if line.startswith("    ") and "pip install" in line]
 
 
-def test_transformer_engine_is_built_with_what_it_needs() -> None:
-    """Its setup imports torch and packaging, and PyTorch's tools for extensions want ninja; what is isolated would find
-    none of them.
+def test_the_optional_packages_are_built_with_what_they_need() -> None:
+    """flash-attn's setup imports torch, packaging and wheel, and PyTorch's tools for extensions want ninja; what is
+    isolated would find none of them.
     """
     for page in (ROOT / "README.md", ROOT / "docs/installation.md"):
         lines = commands(page)
