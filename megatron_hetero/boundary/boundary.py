@@ -26,7 +26,7 @@ from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.local_ids import Known, Sides, ownerships_of
 from megatron_hetero.boundary.ownership import Gradient
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.collective import on_every, require_alike
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge, as_edge
@@ -167,11 +167,8 @@ class Boundary:
         with self._doing("a plan"):
             everyone = on_every(self._hosts, lambda: [Known.of(name, mine, *rows, terms) for rows in crossings])
         ranks = dist.get_process_group_ranks(self._hosts)
-        for rank, known in zip(ranks, everyone, strict=True):
-            if len(known) != len(everyone[0]):
-                found = f"{len(everyone[0])} on rank {ranks[0]} and {len(known)} on rank {rank}"
-                expected, fix = "as many on all ranks", "give each rank its part of every micro-batch"
-                raise UserError.at(f"boundary {self.edge}: crossings", found=found, expected=expected, fix=fix)
+        fix = "give each rank its part of every micro-batch"
+        require_alike(f"boundary {self.edge}", [{"crossings": str(len(known))} for known in everyone], ranks, fix)
         sides = (ownerships_of(ranks, known, self._sides) for known in zip(*everyone, strict=True))
         plans = (plan_boundary(*each, self.communicator.row_bytes) for each in sides)
         return [load_plan(plan.rank(mine), self.communicator.device, edge=name) for plan in plans]

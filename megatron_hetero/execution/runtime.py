@@ -6,14 +6,13 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.boundary.communicator import boundary_communicators
-from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.collective import on_every, require_alike
 from megatron_hetero.distributed.communicators import edge_ranks
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.checks import RunChecks, refuse_ddp
+from megatron_hetero.execution.checks import RunChecks
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, RandomStates, StepResult
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.step import StepExecution
@@ -57,23 +56,24 @@ class Interpreter(RankResources):
             watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
             random: the states of the generators that models use; default: PyTorch's own.
             check: whether ranks compare the first hidden states between any two stages with the receiver's
-                `hidden_shape`, and the first gradients of rows that several ranks need with what the plan says of them,
-                and losses have a graph where something trains. Otherwise hidden states of another shape hang, abort, or
-                go unnoticed if they have as many bytes, and gradients are counted too often, too seldom or not at all.
+                `hidden_shape`, and the first gradients of rows that several ranks need with what the plan says of them;
+                whether stages leave PyTorch's `DistributedDataParallel` out, and losses have a graph where something
+                trains. Otherwise hidden states of another shape hang, abort, or go unnoticed if they have as many
+                bytes, and gradients are counted too often, too seldom or not at all.
 
         Raises:
-            UserError: on all ranks. `modules` are not those that the topology places on a rank, or lack a stage, or are
-                wrapped in PyTorch's `DistributedDataParallel`, or a stage after the first has no `hidden_shape`;
-                or `outputs` has an edge that the topology does not have; or ranks differ in `dtype`, `transport` or
-                `check`.
+            UserError: on all ranks. `modules` are not those that the topology places on a rank, or lack a stage, or a
+                stage after the first has no `hidden_shape`; or `outputs` has an edge that the topology does not have;
+                or ranks differ in `dtype`, `transport` or `check`.
         """
 
-        def require() -> tuple[str, str]:
+        def require() -> tuple[str, dict[str, str]]:
             _require_placed(topology, modules)
             _require_fitting_models(topology.rank, modules)
             _require_edges(topology, outputs or {})
             _require_rows_fit_together(_by_edge(width, topology), crossing)
-            return uuid.uuid4().hex, f"dtype={dtype}, transport={transport or dtype}, check={check}"
+            facts = {"dtype": dtype, "transport": transport or dtype, "check": check}
+            return uuid.uuid4().hex, {name: str(fact) for name, fact in facts.items()}
 
         known = topology.layouts.keys()
         further = {
@@ -82,8 +82,8 @@ class Interpreter(RankResources):
             if {edge.source, edge.target} <= known
         }
         crossing = dict.fromkeys(topology.boundaries, (ROWS,)) | further
-        (key, terms), *others = on_every(topology.host, require)
-        _require_one_call(terms, [theirs for _, theirs in others])
+        keys, facts = zip(*on_every(topology.host, require), strict=True)
+        require_alike("interpreter", facts, range(topology.world_size), "build it alike")
         named = _by_edge(width, topology)
         widths = {edge: named[edge] * len(crossing[edge]) for edge in topology.boundaries}
         return cls(
@@ -98,7 +98,7 @@ class Interpreter(RankResources):
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
             random=random or RandomStates.of(topology.platform),
-            checks=RunChecks(key) if check else None,
+            checks=RunChecks(keys[0]) if check else None,
         )
 
     def run(
@@ -129,13 +129,6 @@ class Interpreter(RankResources):
         """
         _require_same_edges(self, schedule)
         return StepExecution(self, schedule, load, after_backward or _nothing, before_last or _nothing).run()
-
-
-def _require_one_call(terms: str, others: Sequence[str]) -> None:
-    for rank, theirs in enumerate(others, 1):
-        if theirs != terms:
-            found = f"{terms} on rank 0 and {theirs} on rank {rank}"
-            raise UserError.at("interpreter", found=found, expected="the same on all ranks", fix="build it alike")
 
 
 def _nothing(*_: object) -> None:
@@ -183,12 +176,9 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
 
 
 def _require_fitting_models(rank: int, modules: Mapping[str, ModuleOnRank]) -> None:
-    """Check that no stage reduces its gradients by itself, and that later ones say what they receive."""
+    """Check that later stages say what they receive."""
     for name, module in modules.items():
         for number, model in module.stages.items():
-            parts = model.modules() if isinstance(model, torch.nn.Module) else ()
-            if any(isinstance(part, DistributedDataParallel) for part in parts):
-                refuse_ddp(rank, name, number)
             if number and not callable(getattr(model, "hidden_shape", None)):
                 raise UserError.at(
                     f"interpreter on rank {rank}",
