@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_hetero.distributed.collective import require_alike, require_equal, together
+from megatron_hetero.distributed.collective import Facts, require_alike, require_equal, together
 from megatron_hetero.errors import SharedError, UserError
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
@@ -13,7 +13,7 @@ from tests.support.ranks import on_ranks
 FACTS = {"optimizer.lr": "0.1", "model.hf_path": "/model", "version of torch": "2.13"}
 
 
-def compare(*of_ranks: dict[str, str | None], absent: str | None = "nothing") -> None:
+def compare(*of_ranks: Facts, absent: str | None = "nothing") -> None:
     require_alike("a run", of_ranks, range(len(of_ranks)), "start again", absent=absent)
 
 

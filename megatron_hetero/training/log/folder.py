@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from megatron_hetero.checkpoint.shared_folder import Claim, FolderLock
+from megatron_hetero.checkpoint.shared_folder import lock_folder
 from megatron_hetero.checkpoint.state import History
 from megatron_hetero.errors import UserError
+from megatron_hetero.files.lock import Lock
 from megatron_hetero.files.paths import in_the_way
 from megatron_hetero.outputs.logs import CONFIG, LOCK, METRICS, OF_A_RUN
 
@@ -32,7 +33,8 @@ def unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-LOGS = Claim("log.dir", LOCK, "their metrics would mix", unwritable)
+def _lock(folder: Path) -> Lock:
+    return lock_folder(folder, "log.dir", LOCK, "their metrics", unwritable)
 
 
 class LogFolder:
@@ -45,9 +47,9 @@ class LogFolder:
     def __init__(self, folder: Path, history: str, config: str) -> None:
         """Raises `UserError` if it cannot be written, or another run writes there."""
         self.folder, self._path, self._config = folder, folder / METRICS, config
-        self._lock, notes = FolderLock.take(folder, LOGS)
+        self._lock = _lock(folder)
         try:
-            self.notes = (*notes, *_set_aside(folder, history.encode(), config.encode()))
+            self.notes = (*filter(None, [self._lock.note]), *_set_aside(folder, history.encode(), config.encode()))
             self._file, self._waiting = _begin(self._path, history.encode()), b""
             self._write_config()
         except OSError as error:
@@ -98,7 +100,7 @@ class LogFolder:
         self._file.close()
         self._file, self._waiting = again, content + self._waiting
         self._lock.release()
-        self._lock, _ = FolderLock.take(self.folder, LOGS)
+        self._lock = _lock(self.folder)
         self._write_config()
 
     def _content(self) -> bytes:
