@@ -128,17 +128,7 @@ class Runner:
         self._boundaries = {edge: Boundary.of(topology, edge, watchdog, check=check) for edge in topology.planned}
         given = {name: each for name, each in modules.items() if each is not None}
         held = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
-        self.interpreter = Interpreter.build(
-            topology,
-            held,
-            width={edge: graph.width_of(edge) for edge in graph.edges},
-            dtype=graph.dtype,
-            outputs={edge: graph.outputs_of(edge) for edge in graph.edges},
-            transport=graph.transport,
-            watch=watch,
-            watchdog=watchdog,
-            check=check,
-        )
+        self.interpreter = Interpreter.build(topology, held, graph, watch=watch, watchdog=watchdog, check=check)
 
     def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> StepResult:
         """Run a step; gradients accumulate in the parameters.

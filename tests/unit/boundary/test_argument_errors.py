@@ -122,12 +122,14 @@ def test_ranks_that_build_an_interpreter_differently_learn_it(term: str, other: 
     topology = Topology.build(LAYOUTS, platform(), edges=EDGES)
     held = {name: ModuleOnRank({0: nn.Linear(1, 1)}) for name in LAYOUTS if topology.has(name)}
     options: dict[str, Any] = {term: other} if topology.rank == 0 else {}
+    graph = mh.Graph(EDGES, width=4, dtype=torch.float32, transport=options.pop("transport", None))
     with pytest.raises(mh.UserError, match=f"interpreter: {term}: found {other} on rank 0 and .*on rank 1"):
-        Interpreter.build(topology, held, width=4, dtype=torch.float32, **options)  # pyright: ignore[reportArgumentType]
+        Interpreter.build(topology, held, graph, **options)  # pyright: ignore[reportArgumentType]
 
 
 @on_ranks(4)
 def test_the_modules_of_an_interpreter_say_which_stages_they_are() -> None:
     topology, modules = Topology.build(LAYOUTS, platform(), edges=EDGES), {"vision": nn.Linear(1, 1)}
+    graph = mh.Graph(EDGES, width=4, dtype=torch.float32)
     with pytest.raises(mh.UserError, match=r"found a Linear for `vision`, .* Write `ModuleOnRank\(\{0: model\}\)`"):
-        Interpreter.build(topology, modules, width=4, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
+        Interpreter.build(topology, modules, graph)  # pyright: ignore[reportArgumentType]
