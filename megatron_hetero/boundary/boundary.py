@@ -19,9 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from megatron_hetero.boundary.autograd import requires_grad, returns_gradients, widened
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
-from megatron_hetero.boundary.crossings import MicroBatchCrossings, require_no_backward
+from megatron_hetero.boundary.crossings import (
+    MicroBatchCrossings,
+    require_no_backward,
+    requires_grad,
+    returns_gradients,
+    widened,
+)
 from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.local_ids import Known, Sides, ownerships_of
 from megatron_hetero.boundary.ownership import Gradient
@@ -182,8 +187,9 @@ class Boundary:
         Inside a `micro_batch`, where the graph ends at what arrives; outside only without gradients.
 
         Raises:
-            UserError: see `cross`; on all ranks, unless `open` was given `check=False`. Also if rows require gradients
-                outside of a `micro_batch`, or cross amid a backward pass, as under `torch.utils.checkpoint`.
+            UserError: rows do not fit the plan, or plans differ; on all ranks, unless `open` was given `check=False`.
+                Also if rows require gradients outside of a `micro_batch`, or cross amid a backward pass, as under
+                `torch.utils.checkpoint`.
         """
         if not isinstance(plan, LoadedPlan):
             raise UserError.at(
@@ -206,8 +212,7 @@ class Boundary:
                 f"boundary {self.edge}",
                 problem="rows that require gradients cross outside of a `micro_batch`",
                 because="a rank without a loss, or whose loss uses no row, would leave the others waiting",
-                fix="enter `micro_batch(boundary)`; for a crossing that is part of a graph, use `cross` on its "
-                "`communicator`",
+                fix="enter `micro_batch(boundary)`",
             )
         return self.communicator.forward(plan, widened(rows, self.communicator.dtype))
 

@@ -94,7 +94,7 @@ class BoundaryCommunicator:
 
     def forward(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
         """This rank's source rows, [held, width], to the rows it needs, [needed, width]. Not differentiable; see
-        `cross`.
+        `Boundary`.
 
         Raises:
             UserError: rows do not fit the plan, or plans differ; on every rank with `check`.
