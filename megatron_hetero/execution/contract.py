@@ -149,22 +149,12 @@ def require_together(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedu
         )
 
 
-@dataclass(frozen=True)
-class RandomStates:
-    """Access to the states of the random generators that models use.
-
-    `read` returns a copy of the states; `write` restores one. Both run between the launches of a step, so they should
-    not synchronise with the device (the state of a CUDA generator is on the host).
+def random_states(platform: Platform) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """What returns a copy of the states of the generators that models use, PyTorch's own and the streams of
+    Megatron-Core where it has been imported; and what restores one. Neither waits for the device.
     """
+    if "megatron.core.tensor_parallel.random" not in sys.modules:
+        return platform.random_states, platform.set_random_states
+    from megatron_hetero.distributed import megatron
 
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-
-    @classmethod
-    def of(cls, platform: Platform) -> RandomStates:
-        """PyTorch's own generators, and the streams of Megatron-Core where it has been imported."""
-        if "megatron.core.tensor_parallel.random" not in sys.modules:
-            return cls(platform.random_states, platform.set_random_states)
-        from megatron_hetero.distributed import megatron
-
-        return cls(partial(megatron.random_states, platform), partial(megatron.set_random_states, platform=platform))
+    return partial(megatron.random_states, platform), partial(megatron.set_random_states, platform=platform)

@@ -11,7 +11,7 @@ from megatron_hetero.distributed.communicators import edge_ranks
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution.checks import RunChecks
-from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, RandomStates, StepResult
+from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StepResult, random_states
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.layout.edge import Edge
@@ -34,7 +34,6 @@ class Interpreter(RankResources):
         timeout_s: float = 300.0,
         watch: Stopwatch | None = None,
         watchdog: Watchdog | None = None,
-        random: RandomStates | None = None,
         check: bool = True,
     ) -> Interpreter:
         """An interpreter on the groups of a topology that was built with the edges of `graph`. All ranks call it.
@@ -46,7 +45,6 @@ class Interpreter(RankResources):
             timeout_s: an action that takes longer, in seconds, ends the process with a message. 0: never.
             watch: measures times; default: none are recorded.
             watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
-            random: the states of the generators that models use; default: PyTorch's own.
             check: whether ranks compare the first hidden states between any two stages with the receiver's
                 `hidden_shape`, and the first gradients of rows that several ranks need with what the plan says of them;
                 whether stages leave PyTorch's `DistributedDataParallel` out, and losses have a graph where something
@@ -82,7 +80,7 @@ class Interpreter(RankResources):
             device=topology.platform.device,
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
-            random=random or RandomStates.of(topology.platform),
+            random=random_states(topology.platform),
             checks=RunChecks(keys[0]) if check else None,
         )
 

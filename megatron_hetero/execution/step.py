@@ -267,19 +267,19 @@ class StepExecution:
     @contextlib.contextmanager
     def _same_random_state(self, action: Action) -> Iterator[None]:
         """Let the recomputed forward of a stage draw the random numbers of the first, without affecting later draws."""
-        module, random = self.schedule.module[action.module], self.resources.random
+        module, (read, write) = self.schedule.module[action.module], self.resources.random
         if not module.recomputes:
             yield
         elif action.kind == "F":
-            self.random_states[_activation_key(action)] = random.read()
+            self.random_states[_activation_key(action)] = read()
             yield
         else:
-            outside = random.read()
-            random.write(self.random_states.pop(_activation_key(action)))
+            outside = read()
+            write(self.random_states.pop(_activation_key(action)))
             try:
                 yield
             finally:
-                random.write(outside)
+                write(outside)
 
     def _embedding(self, action: Action) -> list[Tensor]:
         """The result of the `embed` of a module's first stage, if it has one."""
