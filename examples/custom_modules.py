@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_hetero import Layout, UserError, finish_gradients, guarded, process_group
+from megatron_hetero import Graph, Layout, UserError, finish_gradients, guarded, process_group
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
@@ -226,7 +226,8 @@ def step_of(topology: Topology, modules: Mapping[str, nn.Module], options: Optio
     say(timeline(simulate(schedule, 1.0)))
     stage = {name: topology.layouts[name].coordinate(topology.rank).pp for name in modules}
     held = {name: ModuleOnRank({stage[name]: module}) for name, module in modules.items()}
-    interpreter = Interpreter.build(topology, held, width=WIDTH, dtype=torch.float32, timeout_s=120)
+    graph = Graph([(ENCODER, DECODER)], width=WIDTH, dtype=torch.float32)
+    interpreter = Interpreter.build(topology, held, graph, timeout_s=120)
 
     def step(batches: Sequence[MicroBatch]) -> Tensor:
         def load(number: int) -> DeviceMicroBatch:

@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.boundary.loaded import LoadedPlan
+from megatron_hetero.distributed.collective import raise_first, require_alike
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.grammar import format_ranks
-
-
-class _RankCheck(NamedTuple):
-    """A rank's view of a crossing: its error, if any, and the digest of its plan."""
-
-    rank: int
-    problem: str | None
-    digest: int
-
-
-def require_agreement(
-    name: str, problem: str | None, digest: int, copied: bool, group: dist.ProcessGroup, device: torch.device
-) -> bool:
-    """Raise the same `UserError` on every rank if any has a problem or the digests differ. Returns whether any rank's
-    rows are `copied`.
-    """
-    # The largest and the smallest digest in one reduction.
-    flags = torch.tensor([problem is not None, digest, -digest, copied], dtype=torch.int64, device=device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    problems, largest, smallest, any_copied = flags.tolist()
-    if problems or largest != -smallest:
-        checks: list[Any] = [None] * group.size()
-        dist.all_gather_object(checks, _RankCheck(dist.get_rank(), problem, digest), group=group)
-        raise UserError(_disagreement(name, checks))
-    return bool(any_copied)
-
 
 _SAME = 1e-3
 """How far projections of equal gradients may be apart, relative to the sum of absolute values: sums differ in order."""
@@ -72,21 +47,37 @@ def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
 
 
 def state(plan: LoadedPlan, grads: Tensor) -> Tensor:
-    """The fields of this rank's `Copy`, fp64 on the device; its leader is -1 where it cannot be compared."""
-    leader = min(plan.copies) if can_compare(plan, grads) else -1
+    """The fields of this rank's `Copy`, fp64 [6] on the device."""
     size = torch.linalg.vector_norm(grads, 1, dtype=torch.float64)
     pooled = (grads == grads[:1]).all().to(size)
-    return torch.stack([_projection(grads), size, *size.new_tensor([leader, plan.rank, plan.summed]), pooled])
+    return torch.stack([_projection(grads), size, *size.new_tensor([min(plan.copies), plan.rank, plan.summed]), pooled])
 
 
-def require_fitting_copies(title: str, plan: LoadedPlan, grads: Tensor, group: dist.ProcessGroup) -> None:
-    """Check that gradients of rows on several ranks are what the plan says: whole and so equal, or parts and so not.
-    Raises the same `UserError` on every rank.
+def require_agreement(
+    title: str,
+    name: str,
+    problem: str | None,
+    plan: LoadedPlan,
+    rows: Tensor,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Check that no rank has a `problem`, that all have parts of one plan, and that gradients of rows on several ranks
+    (`name` is "backward") are what it says: whole and so equal, or parts and so not. Raises the same `UserError` on
+    every rank, at the price of one small gather.
     """
-    mine = state(plan, grads)
+    mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0, 0], dtype=torch.float64, device=device)
+    if name == "backward" and problem is None and can_compare(plan, rows):
+        mine[2:] = state(plan, rows)
     everyone = mine.new_empty(group.size() * len(mine))
     dist.all_gather_into_tensor(everyone, mine, group=group)
-    copies = [Copy.of(stated) for stated in everyone.view(group.size(), -1).tolist()]
+    stated = everyone.view(group.size(), -1).tolist()
+    if any(has_problem for has_problem, *_ in stated):
+        raise_first(group, problem)
+    plans = [{"plan": f"{int(digest):08x}"} for _, digest, *_ in stated]
+    ranks = dist.get_process_group_ranks(group)
+    require_alike(f"{title} {name}", plans, ranks, "plan with ownerships of the same batch on all ranks")
+    copies = [Copy.of(copy) for _, _, *copy in stated]
     for first in sorted({copy.leader for copy in copies} - {-1}):
         require_fit(title, [copy for copy in copies if copy.leader == first])
 
@@ -128,18 +119,3 @@ def _misfit(copies: Sequence[Copy]) -> str:
             # Equal parts of a mean over rows look like this, too.
             warnings.warn(f"found gradients of rows {problem}", stacklevel=2)
     return ""
-
-
-def _disagreement(name: str, checks: Sequence[_RankCheck]) -> str:
-    """The problems of all ranks, and which ranks have the same plan."""
-    lines = [check.problem for check in checks if check.problem is not None]
-    ranks: dict[int, list[int]] = {}
-    for check in checks:
-        ranks.setdefault(check.digest, []).append(check.rank)
-    if len(ranks) > 1:
-        listed = "; ".join(f"one on ranks {format_ranks(alike)}" for alike in ranks.values())
-        lines.append(
-            f"{name}: found plans of {len(ranks)} different batches ({listed}), expected parts of one plan "
-            "on all ranks; plan with ownerships of the same batch"
-        )
-    return "\n".join(lines)

@@ -19,14 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from megatron_hetero.boundary.autograd import requires_grad, returns_gradients, widened
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
-from megatron_hetero.boundary.crossings import MicroBatchCrossings, require_no_backward
+from megatron_hetero.boundary.crossings import (
+    MicroBatchCrossings,
+    require_no_backward,
+    requires_grad,
+    returns_gradients,
+    widened,
+)
 from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.local_ids import Known, Sides, ownerships_of
 from megatron_hetero.boundary.ownership import Gradient
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.collective import on_every, require_alike
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge, as_edge
@@ -167,11 +172,8 @@ class Boundary:
         with self._doing("a plan"):
             everyone = on_every(self._hosts, lambda: [Known.of(name, mine, *rows, terms) for rows in crossings])
         ranks = dist.get_process_group_ranks(self._hosts)
-        for rank, known in zip(ranks, everyone, strict=True):
-            if len(known) != len(everyone[0]):
-                found = f"{len(everyone[0])} on rank {ranks[0]} and {len(known)} on rank {rank}"
-                expected, fix = "as many on all ranks", "give each rank its part of every micro-batch"
-                raise UserError.at(f"boundary {self.edge}: crossings", found=found, expected=expected, fix=fix)
+        fix = "give each rank its part of every micro-batch"
+        require_alike(f"boundary {self.edge}", [{"crossings": str(len(known))} for known in everyone], ranks, fix)
         sides = (ownerships_of(ranks, known, self._sides) for known in zip(*everyone, strict=True))
         plans = (plan_boundary(*each, self.communicator.row_bytes) for each in sides)
         return [load_plan(plan.rank(mine), self.communicator.device, edge=name) for plan in plans]
@@ -185,8 +187,9 @@ class Boundary:
         Inside a `micro_batch`, where the graph ends at what arrives; outside only without gradients.
 
         Raises:
-            UserError: see `cross`; on all ranks, unless `open` was given `check=False`. Also if rows require gradients
-                outside of a `micro_batch`, or cross amid a backward pass, as under `torch.utils.checkpoint`.
+            UserError: rows do not fit the plan, or plans differ; on all ranks, unless `open` was given `check=False`.
+                Also if rows require gradients outside of a `micro_batch`, or cross amid a backward pass, as under
+                `torch.utils.checkpoint`.
         """
         if not isinstance(plan, LoadedPlan):
             raise UserError.at(
@@ -209,8 +212,7 @@ class Boundary:
                 f"boundary {self.edge}",
                 problem="rows that require gradients cross outside of a `micro_batch`",
                 because="a rank without a loss, or whose loss uses no row, would leave the others waiting",
-                fix="enter `micro_batch(boundary)`; for a crossing that is part of a graph, use `cross` on its "
-                "`communicator`",
+                fix="enter `micro_batch(boundary)`",
             )
         return self.communicator.forward(plan, widened(rows, self.communicator.dtype))
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.boundary.agreement import require_agreement, require_fitting_copies
+from megatron_hetero.boundary.agreement import require_agreement
 from megatron_hetero.boundary.buffers import (
     BufferPool,
     gather_rows,
@@ -43,7 +43,7 @@ class BoundaryCommunicator:
             those that stay on their rank, so that copies of a row are equal.
         check: before sending anything, all ranks agree that their rows fit their plans and that these are parts of one
             plan. An error on one rank is then raised on all, with nothing in flight and the group usable. Costs a
-            small all-reduce when a crossing starts: a round trip, and on a GPU the host waits for the device. If
+            small gather when a crossing starts: a round trip, and on a GPU the host waits for the device. If
             False, a rank raises errors in its own rows or plan only, and plans of different batches go unnoticed, hang
             or fail in the backend. Neither detects a plan of the wrong batch on all ranks with matching numbers of
             rows.
@@ -84,9 +84,9 @@ class BoundaryCommunicator:
         return self.width * self.transport.itemsize
 
     @property
-    def terms(self) -> str:
+    def terms(self) -> dict[str, str]:
         """What all ranks must have opened the boundary with."""
-        return f"width={self.width}, dtype={self.dtype}, transport={self.transport}, check={self.check}"
+        return {name: str(getattr(self, name)) for name in ("width", "dtype", "transport", "check")}
 
     def no_rows(self) -> Tensor:
         """The input of a rank that holds no rows: [0, width]."""
@@ -94,7 +94,7 @@ class BoundaryCommunicator:
 
     def forward(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
         """This rank's source rows, [held, width], to the rows it needs, [needed, width]. Not differentiable; see
-        `cross`.
+        `Boundary`.
 
         Raises:
             UserError: rows do not fit the plan, or plans differ; on every rank with `check`.
@@ -128,9 +128,7 @@ class BoundaryCommunicator:
     ) -> Crossing:
         problem, group = problem or self._problem(name, plan, direction, rows), self._group_of(name)
         if self.check:
-            copied = name == "backward" and len(plan.copies) > 1
-            if require_agreement(f"{self.title} {name}", problem, plan.digest, copied, group, self.device):
-                require_fitting_copies(self.title, plan, rows, group)
+            require_agreement(self.title, name, problem, plan, rows, group, self.device)
         elif problem:
             raise UserError(problem)
         assert direction is not None, "a plan without this direction has been refused"

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.boundary.autograd import returns_gradients, widened
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.errors import UserError
@@ -219,3 +219,49 @@ def _made_of(rows: Tensor, crossing: _Crossing) -> bool:
         seen.add(node)
         left += [following for following, _ in node.next_functions]
     return False
+
+
+def requires_grad(rows: Tensor) -> bool:
+    """Whether the rows of this rank require gradients."""
+    return torch.is_grad_enabled() and isinstance(rows, Tensor) and rows.requires_grad
+
+
+def returns_gradients(communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> bool:
+    """Whether gradients go back through a crossing, the same on all ranks: if the rows of any rank require them, which
+    a small all-reduce tells. A communicator that checks nothing has no time for it: gradients then go back in grad mode
+    where the plan has a way back.
+
+    Raises:
+        UserError: on every rank. Some rows require gradients, and another rank is not in grad mode or has a plan of the
+            forward direction only.
+    """
+    on = torch.is_grad_enabled()
+    if not communicator.check:
+        return on and plan.backward is not None
+    votes = torch.tensor(
+        [requires_grad(rows), not on, plan.backward is None], dtype=torch.int32, device=communicator.device
+    )
+    dist.all_reduce(votes, dist.ReduceOp.MAX, group=communicator.group)
+    wanted, off, one_way = map(bool, votes.tolist())
+    if wanted and off:
+        raise UserError.at(
+            communicator.title,
+            found="rows that require gradients on some ranks and `torch.no_grad()` on others",
+            expected="grad mode on all ranks or on none",
+            because="gradients go back through all of them",
+            fix="enter `torch.no_grad()` on all ranks",
+        )
+    if wanted and one_way:
+        raise UserError.at(
+            communicator.title,
+            found="rows that require gradients and a plan of the forward direction only",
+            expected="one of both, as `plan.rank(rank)` returns",
+            fix="plan both directions, or detach the rows",
+        )
+    return wanted
+
+
+def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows in `dtype` if it holds their values without loss, such as bfloat16 in float32; else as they are."""
+    floating = isinstance(rows, Tensor) and rows.is_floating_point()
+    return rows.to(dtype) if floating and torch.promote_types(rows.dtype, dtype) == dtype else rows

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Gradient, Ownership
+from megatron_hetero.distributed.collective import require_alike
 from megatron_hetero.errors import UserError
 
 PADDING = -1
@@ -16,24 +18,32 @@ PADDING = -1
 
 class Known(NamedTuple):
     """What one rank knows of a crossing of `boundary`: ids of rows, int64, in order, `PADDING` among those held, and
-    how gradients of needed rows are held. `terms`: with which the rank has opened the boundary.
+    how gradients of needed rows are held. `terms`: with which the rank has opened the boundary, by name.
     """
 
     boundary: str
     held: np.ndarray
     needed: np.ndarray
     gradient: Gradient
-    terms: str = ""
+    terms: Mapping[str, str] = {}
 
     @classmethod
-    def of(cls, boundary: str, rank: int, held: Any, needed: Any, gradient: Gradient, terms: str = "") -> Self:
+    def of(
+        cls,
+        boundary: str,
+        rank: int,
+        held: Any,
+        needed: Any,
+        gradient: Gradient,
+        terms: Mapping[str, str] = MappingProxyType({}),
+    ) -> Self:
         """Those of `rank`, checked. Raises `UserError`."""
         where = f"boundary {boundary} on rank {rank}"
         if gradient not in ("invariant", "partial"):
             expected = "'invariant' or 'partial'"
             raise UserError.at(f"{where}: gradient", found=repr(gradient), expected=expected, fix="correct it")
         own = _ids(f"{where}: held", held, least=PADDING), _ids(f"{where}: needed", needed)
-        return cls(boundary, *own, gradient, terms)
+        return cls(boundary, *own, gradient, dict(terms))
 
 
 Sides = tuple[Sequence[int], Sequence[int]]
@@ -49,9 +59,9 @@ def ownerships_of(
     """
     sources, targets = sides or (ranks, ranks)
     boundary = known[0].boundary
-    _require_one("boundary", "plan the boundaries in one order on all ranks", ranks, [k.boundary for k in known])
-    _require_one(f"boundary {boundary}", "open it alike on all ranks", ranks, [k.terms for k in known])
-    _require_one(f"boundary {boundary}: gradient", "give all ranks the same", ranks, [k.gradient for k in known])
+    require_alike("plan", [{"boundary": k.boundary} for k in known], ranks, "plan boundaries in one order on all ranks")
+    facts = [{**each.terms, "gradient": each.gradient} for each in known]
+    require_alike(f"boundary {boundary}", facts, ranks, "open and plan it alike on all ranks")
     numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(each.held[each.held != PADDING] for each in known)]))
     for rank, each in zip(ranks, known, strict=True):
         if len(missing := np.setdiff1d(each.needed, numbers)):
@@ -97,13 +107,6 @@ def _with_numbered_padding(held: Mapping[tuple[int, ...], np.ndarray], first: in
         found[ranks] = np.where(padding, first - 1 + np.cumsum(padding), rows)
         first += int(padding.sum())
     return found
-
-
-def _require_one(what: str, fix: str, ranks: Sequence[int], values: Sequence[str]) -> None:
-    for rank, value in zip(ranks, values, strict=True):
-        if value != values[0]:
-            found = f"{values[0]!r} on rank {ranks[0]} and {value!r} on rank {rank}"
-            raise UserError.at(what, found=found, expected="the same on all ranks", fix=fix)
 
 
 def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:

@@ -11,15 +11,17 @@ from pathlib import Path
 from megatron_hetero.checkpoint.model_files import hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import RunRecord, dataset_records, plain
-from megatron_hetero.checkpoint.shared_folder import FolderLock, require_shared
+from megatron_hetero.checkpoint.shared_folder import lock_folder, require_shared
 from megatron_hetero.checkpoint.state import Resumed, TrainState, load
 from megatron_hetero.config.schema import CheckpointConfig, Config, to_yaml
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.distributed.collective import on_first
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError, os_errors_as
+from megatron_hetero.files.lock import Lock
 from megatron_hetero.files.paths import try_to_write
 from megatron_hetero.outputs.checkpoints import (
+    LOCK,
     MANIFEST,
     chosen_in,
     read_manifest,
@@ -146,10 +148,9 @@ def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resum
     return replace(resumed, notes=(*notes, *more, *resumed.notes), lock=held[0] if held else None)
 
 
-def _take(folder: Path, held: list[FolderLock]) -> tuple[str, ...]:
-    lock, notes = FolderLock.take(folder)
-    held.append(lock)
-    return notes
+def _take(folder: Path, held: list[Lock]) -> tuple[str, ...]:
+    held.append(lock_folder(folder, "checkpoint.dir", LOCK, "their checkpoints", unwritable))
+    return (held[0].note,) if held[0].note else ()
 
 
 def shared_record(config: Config, state: TrainState, mixture: Mixture) -> RunRecord | None:

@@ -18,7 +18,7 @@ from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.state import HISTORY, History, TrainState
 from megatron_hetero.checkpoint.whole import Saved, save
 from megatron_hetero.config.schema import Config
-from megatron_hetero.distributed.agreement import Watched
+from megatron_hetero.distributed.collective import Watched
 from megatron_hetero.distributed.meeting import in_background
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError

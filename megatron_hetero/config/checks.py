@@ -66,9 +66,6 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
     "plan.tokens": (1, True),
     "plan.supervised": (0, False),
     "plan.memory_gb": (0, False),
-    "plan.context_gb": (0, True),
-    "plan.communicators_gb": (0, True),
-    "plan.fragmentation": (0, True),
 }
 
 
@@ -366,9 +363,6 @@ def _require_trained(config: Config, module: str, name: str, value: object) -> N
 def _check_plan(plan: PlanConfig) -> None:
     if plan.supervised > 1:
         raise _wrong("plan.supervised", plan.supervised, "> 0 and ≤ 1", "it is a share", "try `--plan.supervised 0.5`")
-    if plan.fragmentation > 1:
-        why, do = "it is a share of the tensors", "write 0.05 for 5 %"
-        raise _wrong("plan.fragmentation", plan.fragmentation, "≥ 0 and ≤ 1", why, do)
 
 
 def _check_unused(optimizer: OptimizerConfig) -> None:

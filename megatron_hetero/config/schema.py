@@ -214,16 +214,6 @@ class ScheduleConfig:
         None, "Micro-batches that an encoder on separate ranks may run ahead of the text module.", "1"
     )
     virtual_stages: int = option(1, "Virtual pipeline stages per pp rank of the text module (interleaved 1F1B).")
-    overlap_grad_reduce: bool = option(
-        True,
-        "Sum a module's gradients over ranks within its last backward pass on a rank, bucket by bucket; otherwise at "
-        "the end of the step.",
-    )
-    overlap_param_gather: bool = option(
-        True,
-        "Gather a module's updated weights over ranks beside the next forward pass, bucket by bucket; otherwise at the "
-        "end of the step.",
-    )
     timeout_s: float = option(
         1800.0,
         "Watchdog timeout per action, seconds; 0 disables. Also ends a start, save or export without progress on any "
@@ -354,15 +344,6 @@ class PlanConfig:
         "Memory of a GPU: its name, or a number of GB (10^9 bytes). Ranks that need more are reported, with settings "
         "that make them fit.",
         "unknown",
-    )
-    context_gb: float = option(
-        1.0, "Allowance for the CUDA context and the workspaces of libraries on each GPU, in GB (10^9 bytes)."
-    )
-    communicators_gb: float | None = option(
-        None, "Allowance for NCCL's buffers on each GPU, in GB (10^9 bytes).", "estimated for each rank"
-    )
-    fragmentation: float = option(
-        0.05, "Allowance for memory that the caching allocator holds and cannot use, as a share of the tensors."
     )
 
     @property

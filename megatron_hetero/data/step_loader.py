@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.boundary.buffers import RowIndex, load_index
@@ -39,9 +38,10 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, TokenizedSample, pack
 from megatron_hetero.data.readers.reader import Reader, Wanted
 from megatron_hetero.data.step_plan import MicroBatchPlan, PatchPlan, StepPlanner
+from megatron_hetero.distributed.collective import on_every, require_alike
 from megatron_hetero.distributed.platform import CPU
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import SharedError, UserError
+from megatron_hetero.errors import UserError
 from megatron_hetero.models.items.types import ItemShape, Piece, Size
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
@@ -124,18 +124,22 @@ class StepLoader:
     def load(self, step: int, run: Callable[..., Iterable[Any]]) -> StepBatch:
         """Make the batch of `step` (from 1), with `run` in place of `map` where work can be done side by side."""
         early, told = self._shares(step)
-        found, error = _attempt(lambda: self._read(early, told, run))
-        read, metadata = found or ({}, {})
-        samples = _joined(self._exchange(step, metadata, error))
+        where, read = f"{self.what} {step}", dict[int, TokenizedSample | None]()
+        samples = _joined(self._exchange(where, lambda: self._read(early, told, run, read)))
         deal = self.dealing.deal(step, samples)
         encoders = self.planner.encoders
         gathered = [[pack_metadata(numbers, samples, len(encoders)) for numbers in of_round] for of_round in deal]
         plans = self.planner.plan_step([[pack.shape for pack in packs] for packs in gathered])
-        mine, error = _attempt(lambda: (self._packs(deal, read, samples, run), self._decode(plans, gathered, run)))
-        digests = [_digests(plan, of_round) for plan, of_round in zip(plans, deal, strict=True)]
-        _require_one_plan(f"{self.what} {step}", self._exchange(step, digests, error))
-        assert mine is not None, "an error has reached all ranks"
-        packs, decoded = mine
+        packs, decoded = list[PackedBatch | None](), list[dict[str, list[np.ndarray]]]()
+
+        def make() -> dict[str, str]:
+            packs.extend(self._packs(deal, read, samples, run))
+            decoded.extend(self._decode(plans, gathered, run))
+            return _digests(plans, deal)
+
+        fix = "run the same versions of program and NumPy with the same model on all nodes"
+        because, ranks = "every rank plans from the same integers", range(self.topology.world_size)
+        require_alike(where, self._exchange(where, make), ranks, fix, because, absent=None)
         patches = [
             {name: self._patches.share_out(name, part, parts.get(name, [])) for name, part in plan.patches.items()}
             for plan, parts in zip(plans, decoded, strict=True)
@@ -187,13 +191,19 @@ class StepLoader:
         return share, share
 
     def _read(
-        self, early: Sequence[int], told: Sequence[int], run: Callable[..., Iterable[Any]]
-    ) -> tuple[dict[int, TokenizedSample | None], dict[int, SampleMetadata]]:
-        """The samples `early` by number, None for those that are skipped; and what others are told of those `told`."""
-        read = dict(zip(early, run(self._tokenise, early), strict=True))
+        self,
+        early: Sequence[int],
+        told: Sequence[int],
+        run: Callable[..., Iterable[Any]],
+        read: dict[int, TokenizedSample | None],
+    ) -> dict[int, SampleMetadata]:
+        """What others are told of the samples `told`. Those that are `early` go into `read` by number, None for those
+        that are skipped.
+        """
+        read.update(zip(early, run(self._tokenise, early), strict=True))
         kept = {number: sample for number in told if (sample := read[number]) is not None}
         encoders = list(self.planner.encoders)
-        return read, {number: SampleMetadata.of(sample, encoders) for number, sample in kept.items()}
+        return {number: SampleMetadata.of(sample, encoders) for number, sample in kept.items()}
 
     def _packs(
         self,
@@ -249,14 +259,21 @@ class StepLoader:
             decoded[m].setdefault(name, []).append(patches)
         return decoded
 
-    def _exchange(self, step: int, mine: Any, error: str | None) -> list[Any]:
-        """Everybody's `mine`, by rank. Raises the first rank's error on every rank, a `SharedError`."""
-        gathered: list[Any] = [None] * self.topology.world_size
-        dist.all_gather_object(gathered, (mine, error), group=self.topology.host)
-        for rank, (_, problem) in enumerate(gathered):
-            if problem is not None:
-                raise SharedError(f"{self.what} {step}, data of rank {rank}: {problem}")
-        return [content for content, _ in gathered]
+    def _exchange(self, where: str, work: Callable[[], T]) -> list[T]:
+        """What `work` gives on every rank, by rank. The first rank's error is raised on every rank, as a `SharedError`:
+        the message of what the user can mend, or the trace of what is ours.
+        """
+
+        def attempt() -> T:
+            try:
+                return work()
+            except UserError as error:
+                problem = str(error)
+            except Exception:
+                problem = f"an error of the program's own:\n{traceback.format_exc()}"
+            raise UserError(f"{where}, data of rank {self.topology.rank}: {problem}")
+
+        return on_every(self.topology.host, attempt)
 
 
 def _joined(by_rank: Sequence[Mapping[int, SampleMetadata]]) -> dict[int, SampleMetadata]:
@@ -265,47 +282,19 @@ def _joined(by_rank: Sequence[Mapping[int, SampleMetadata]]) -> dict[int, Sample
     return {number: found[number] for number in sorted(found)}
 
 
-def _digests(plan: MicroBatchPlan, dealt: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Of what ranks must agree on about a micro-batch. `dealt`: for each text replica the numbers of its samples."""
-    boundaries = {f"the boundary {edge}": part.digest for edge, part in plan.boundaries.items()}
-    return {"the samples of replicas": hash(tuple(map(tuple, dealt))), **boundaries}
-
-
-def _require_one_plan(step: str, by_rank: Sequence[Sequence[Mapping[str, int]]]) -> None:
-    """Check that all ranks planned the same. `by_rank`: for each micro-batch the digests of what a rank takes part in,
-    by its name. `step`: in words. Raises `RuntimeError` on every rank.
+def _digests(plans: Sequence[MicroBatchPlan], deal: Deal) -> dict[str, str]:
+    """What ranks must agree on: for each micro-batch the samples of all text replicas, and the plans of the boundaries
+    that this rank takes part in.
     """
-    counts = {len(of_rank) for of_rank in by_rank}
-    if len(counts) > 1:
-        raise _two_plans(step, len(counts), "its micro-batches")
-    for micro_batch, digests in enumerate(zip(*by_rank, strict=True)):
-        for what in {name: None for of_rank in digests for name in of_rank}:
-            found = {of_rank[what] for of_rank in digests if what in of_rank}
-            if len(found) > 1:
-                raise _two_plans(f"{step}, micro-batch {micro_batch}", len(found), what)
-
-
-def _two_plans(where: str, number: int, what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{where}: found {number} different plans of {what}, expected one, because every rank plans from the same "
-        "integers; run the same versions of program and NumPy with the same model on all nodes"
-    )
+    found = {"number of micro-batches": f"{len(plans)}"}
+    for m, (plan, dealt) in enumerate(zip(plans, deal, strict=True)):
+        found[f"samples of micro-batch {m}"] = f"{hash(tuple(map(tuple, dealt))):x}"
+        found |= {f"plan of {edge}, micro-batch {m}": f"{part.digest:x}" for edge, part in plan.boundaries.items()}
+    return found
 
 
 def _parallel(pool: Executor) -> Callable[..., Iterable[Any]]:
     return lambda function, items: pool.map(function, items)
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result of `work`, or what went wrong: the message of what the user can mend, or the trace of what is ours.
-    All ranks learn of either, so that none is waited for.
-    """
-    try:
-        return work(), None
-    except UserError as error:
-        return None, str(error)
-    except Exception:
-        return None, f"an error of the program's own:\n{traceback.format_exc()}"
 
 
 # ---------------------------------------------------------------------------------------------------------

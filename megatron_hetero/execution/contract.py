@@ -1,8 +1,7 @@
 """The interface of the interpreter: micro-batches, and models, which may be any `torch.nn.Module` or callable.
 
-Which of the protocols below a stage's model implements depends on its position. `batch` is the module's entry in
-`DeviceMicroBatch.inputs`; only the model looks into it. docs/library.md has the whole contract: further outputs,
-metrics, other graphs.
+What a stage's model is called with depends on its position. `batch` is the module's entry in `DeviceMicroBatch.inputs`;
+only the model looks into it. docs/library.md has the whole contract: further outputs, metrics, other graphs.
 
     stage                              is called with                returns
     first of an encoder                batch                         hidden states; on its last stage rows
@@ -41,52 +40,10 @@ StageOutput = Tensor | Mapping[str, Any]
 """The only output of a stage, or its outputs by name."""
 
 
-class EncoderStage(Protocol):
-    """The first stage of an encoder."""
-
-    def __call__(self, batch: Any, /) -> StageOutput:
-        """Rows, [held, width], or hidden states if there are more stages."""
-        ...
-
-
-class TextStage(Protocol):
-    """The first stage of the text module."""
-
-    def __call__(self, batch: Any, rows: Any, /) -> Tensor:
-        """The sum of losses, a scalar, or hidden states if there are more stages. `rows`: [needed, width], a tensor or,
-        where an encoder has further outputs, a mapping of what enters, by output.
-        """
-        ...
-
-
-class EmbeddingTextStage(Protocol):
-    """The first stage of the text module, in two parts: `embed` overlaps with the crossing of rows."""
-
-    def embed(self, batch: Any, /) -> Tensor:
-        """The part that needs no rows; of any shape."""
-        ...
-
-    def __call__(self, batch: Any, embedded: Tensor, rows: Any, /) -> Tensor:
-        """As `TextStage`, with the result of `embed`."""
-        ...
-
-
-class LaterStage(Protocol):
-    """A stage of any module after its first."""
-
-    def hidden_shape(self, batch: Any, /) -> Sequence[int]:
-        """The shape of the hidden states that it receives, for the receive buffer."""
-        ...
-
-    def __call__(self, batch: Any, hidden: Tensor, /) -> StageOutput:
-        """Hidden states for the next stage; on the last stage the module's output. With rows by name as one more
-        argument where some enter the stage.
-        """
-        ...
-
-
-StageModel = EncoderStage | TextStage | EmbeddingTextStage | LaterStage
-"""The model of a stage."""
+StageModel = Callable[..., Any]
+"""The model of a stage. One after the first has a method `hidden_shape(batch)`: the shape of the hidden states that it
+receives. The first one of a module that `embeds` has `embed(batch)`: what needs no rows, a tensor of any shape.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +76,9 @@ class ModuleOnRank:
     """A rank's part of a module.
 
     `stages`: the models of its stages on this rank, by stage number. `embeds`: whether the first stage of the text
-    module is an `EmbeddingTextStage`. `trains_before_last`: whether stages before the last one, or rows that enter
-    them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains). `gathered`:
-    by stage number, those of each view that are to know how long weights stay gathered.
+    module has `embed`, which runs while rows travel. `trains_before_last`: whether stages before the last one, or rows
+    that enter them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains).
+    `gathered`: by stage number, those of each view that are to know how long weights stay gathered.
     """
 
     stages: Mapping[int, StageModel]
@@ -192,22 +149,12 @@ def require_together(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedu
         )
 
 
-@dataclass(frozen=True)
-class RandomStates:
-    """Access to the states of the random generators that models use.
-
-    `read` returns a copy of the states; `write` restores one. Both run between the launches of a step, so they should
-    not synchronise with the device (the state of a CUDA generator is on the host).
+def random_states(platform: Platform) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """What returns a copy of the states of the generators that models use, PyTorch's own and the streams of
+    Megatron-Core where it has been imported; and what restores one. Neither waits for the device.
     """
+    if "megatron.core.tensor_parallel.random" not in sys.modules:
+        return platform.random_states, platform.set_random_states
+    from megatron_hetero.distributed import megatron
 
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-
-    @classmethod
-    def of(cls, platform: Platform) -> RandomStates:
-        """PyTorch's own generators, and the streams of Megatron-Core where it has been imported."""
-        if "megatron.core.tensor_parallel.random" not in sys.modules:
-            return cls(platform.random_states, platform.set_random_states)
-        from megatron_hetero.distributed import megatron
-
-        return cls(partial(megatron.random_states, platform), partial(megatron.set_random_states, platform=platform))
+    return partial(megatron.random_states, platform), partial(megatron.set_random_states, platform=platform)

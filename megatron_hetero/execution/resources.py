@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.distributed.topology import Links
 from megatron_hetero.execution.checks import RunChecks
-from megatron_hetero.execution.contract import ModuleOnRank, RandomStates
+from megatron_hetero.execution.contract import ModuleOnRank
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.watch.stopwatch import Stopwatch
 from megatron_hetero.watch.watchdog import Watchdog
@@ -32,7 +33,7 @@ class RankResources:
         device: of hidden states and rows.
         watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
         watchdog: is notified of every action before it begins.
-        random: the states of the random generators that models use.
+        random: see `random_states`.
         checks: of hidden states, gradients of rows and models; None: there are none.
     """
 
@@ -46,7 +47,7 @@ class RankResources:
     device: torch.device
     watch: Stopwatch
     watchdog: Watchdog
-    random: RandomStates
+    random: tuple[Callable[[], Any], Callable[[Any], None]]
     checks: RunChecks | None
 
     def width_of(self, edge: Edge) -> int:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-
-import torch
-from torch.nn.parallel import DistributedDataParallel
+from collections.abc import Callable, Collection, Mapping
 
 from megatron_hetero.boundary.communicator import boundary_communicators
-from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.collective import on_every, require_alike
 from megatron_hetero.distributed.communicators import edge_ranks
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.checks import RunChecks, refuse_ddp
-from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, RandomStates, StepResult
+from megatron_hetero.execution.checks import RunChecks
+from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StepResult, random_states
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.step import StepExecution
-from megatron_hetero.layout.edge import Edge, as_edge
-from megatron_hetero.names import ROWS
+from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Graph
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.watch.stopwatch import Stopwatch
 from megatron_hetero.watch.watchdog import Watchdog
@@ -32,73 +29,59 @@ class Interpreter(RankResources):
         cls,
         topology: Topology,
         modules: Mapping[str, ModuleOnRank],
+        graph: Graph,
         *,
-        width: int | Mapping[Edge, int],
-        dtype: torch.dtype,
-        outputs: Mapping[Edge, Sequence[str]] | None = None,
-        transport: torch.dtype | None = None,
         timeout_s: float = 300.0,
         watch: Stopwatch | None = None,
         watchdog: Watchdog | None = None,
-        random: RandomStates | None = None,
         check: bool = True,
     ) -> Interpreter:
-        """An interpreter on the groups of a topology that was built with the boundaries as `edges`. All ranks call it.
+        """An interpreter on the groups of a topology that was built with the edges of `graph`. All ranks call it.
 
         Args:
             topology: with this rank and its groups.
             modules: the modules of this rank, by name.
-            width: elements of a row of one output, of all edges, or of each.
-            dtype: of hidden states and rows.
-            outputs: which outputs of an encoder cross along an edge, of edges where these are not its rows alone.
-            transport: dtype of rows on the wire; None: `dtype`.
+            graph: what crosses along which edges, and in which dtype; hidden states have the same.
             timeout_s: an action that takes longer, in seconds, ends the process with a message. 0: never.
             watch: measures times; default: none are recorded.
             watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
-            random: the states of the generators that models use; default: PyTorch's own.
             check: whether ranks compare the first hidden states between any two stages with the receiver's
-                `hidden_shape`, and the first gradients of rows that several ranks need with what the plan says of them,
-                and losses have a graph where something trains. Otherwise hidden states of another shape hang, abort, or
-                go unnoticed if they have as many bytes, and gradients are counted too often, too seldom or not at all.
+                `hidden_shape`, and the first gradients of rows that several ranks need with what the plan says of them;
+                whether stages leave PyTorch's `DistributedDataParallel` out, and losses have a graph where something
+                trains. Otherwise hidden states of another shape hang, abort, or go unnoticed if they have as many
+                bytes, and gradients are counted too often, too seldom or not at all.
 
         Raises:
-            UserError: on all ranks. `modules` are not those that the topology places on a rank, or lack a stage, or are
-                wrapped in PyTorch's `DistributedDataParallel`, or a stage after the first has no `hidden_shape`;
-                or `outputs` has an edge that the topology does not have; or ranks differ in `dtype`, `transport` or
-                `check`.
+            UserError: on all ranks. `modules` are not those that the topology places on a rank, or lack a stage, or a
+                stage after the first has no `hidden_shape`; or the edges of the graph are not the topology's; or ranks
+                differ in dtypes or `check`.
         """
+        found: list[Graph] = []
 
-        def require() -> tuple[str, str]:
+        def require() -> tuple[str, dict[str, str]]:
             _require_placed(topology, modules)
             _require_fitting_models(topology.rank, modules)
-            _require_edges(topology, outputs or {})
-            _require_rows_fit_together(_by_edge(width, topology), crossing)
-            return uuid.uuid4().hex, f"dtype={dtype}, transport={transport or dtype}, check={check}"
+            found.append(_named(topology, graph))
+            facts = {"dtype": graph.dtype, "transport": graph.transport or graph.dtype, "check": check}
+            return uuid.uuid4().hex, {name: str(fact) for name, fact in facts.items()}
 
-        known = topology.layouts.keys()
-        further = {
-            as_edge(edge, topology.layouts): tuple(names)
-            for edge, names in (outputs or {}).items()
-            if {edge.source, edge.target} <= known
-        }
-        crossing = dict.fromkeys(topology.boundaries, (ROWS,)) | further
-        (key, terms), *others = on_every(topology.host, require)
-        _require_one_call(terms, [theirs for _, theirs in others])
-        named = _by_edge(width, topology)
-        widths = {edge: named[edge] * len(crossing[edge]) for edge in topology.boundaries}
+        keys, facts = zip(*on_every(topology.host, require), strict=True)
+        require_alike("interpreter", facts, range(topology.world_size), "build it alike")
+        outputs = {edge: found[0].outputs_of(edge) for edge in topology.boundaries}
+        widths = {edge: found[0].width_of(edge) * len(names) for edge, names in outputs.items()}
         return cls(
             modules=modules,
-            communicators=boundary_communicators(topology, widths, dtype, transport=transport, check=False),
-            outputs=crossing,
+            communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
+            outputs=outputs,
             pipelines=topology.pipelines,
             rank=topology.rank,
-            width=width if isinstance(width, int) else 0,
-            dtype=dtype,
+            width=graph.width if isinstance(graph.width, int) else 0,
+            dtype=graph.dtype,
             device=topology.platform.device,
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
-            random=random or RandomStates.of(topology.platform),
-            checks=RunChecks(key) if check else None,
+            random=random_states(topology.platform),
+            checks=RunChecks(keys[0]) if check else None,
         )
 
     def run(
@@ -131,26 +114,8 @@ class Interpreter(RankResources):
         return StepExecution(self, schedule, load, after_backward or _nothing, before_last or _nothing).run()
 
 
-def _require_one_call(terms: str, others: Sequence[str]) -> None:
-    for rank, theirs in enumerate(others, 1):
-        if theirs != terms:
-            found = f"{terms} on rank 0 and {theirs} on rank {rank}"
-            raise UserError.at("interpreter", found=found, expected="the same on all ranks", fix="build it alike")
-
-
 def _nothing(*_: object) -> None:
     """For whoever wants to know of no backward pass."""
-
-
-def _by_edge(width: int | Mapping[Edge, int], topology: Topology) -> Mapping[Edge, int]:
-    """The width of each edge of the rank."""
-    if isinstance(width, int):
-        return dict.fromkeys(topology.boundaries, width)
-    named = {as_edge(edge, topology.layouts): each for edge, each in width.items()}
-    if missing := [edge for edge in topology.boundaries if edge not in named]:
-        expected = f"one for each of {_listed(topology.boundaries)}"
-        raise UserError.at("width", found=f"none for `{missing[0]}`", expected=expected, fix="add it")
-    return named
 
 
 def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> None:
@@ -183,12 +148,9 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
 
 
 def _require_fitting_models(rank: int, modules: Mapping[str, ModuleOnRank]) -> None:
-    """Check that no stage reduces its gradients by itself, and that later ones say what they receive."""
+    """Check that later stages say what they receive."""
     for name, module in modules.items():
         for number, model in module.stages.items():
-            parts = model.modules() if isinstance(model, torch.nn.Module) else ()
-            if any(isinstance(part, DistributedDataParallel) for part in parts):
-                refuse_ddp(rank, name, number)
             if number and not callable(getattr(model, "hidden_shape", None)):
                 raise UserError.at(
                     f"interpreter on rank {rank}",
@@ -198,36 +160,34 @@ def _require_fitting_models(rank: int, modules: Mapping[str, ModuleOnRank]) -> N
                 )
 
 
-def _require_edges(topology: Topology, outputs: Mapping[Edge, Sequence[str]]) -> None:
-    """Check that the edges of `outputs` are the topology's, as far as they include the rank."""
-    for edge in outputs:
-        known = {edge.source, edge.target} <= topology.layouts.keys()
-        named = as_edge(edge, topology.layouts) if known else edge
-        if named in topology.boundaries or (known and topology.rank not in edge_ranks(topology.layouts, named)):
-            continue
+def _named(topology: Topology, graph: Graph) -> Graph:
+    """The graph, whose edges on this rank are the topology's, with their names there. Rows of one name that enter one
+    stage are equally wide: it is given all of them in one tensor. Raises `UserError`.
+    """
+    known = set(graph.modules) <= topology.layouts.keys()
+    named = graph.in_layouts(topology.layouts) if known else graph
+    mine = {edge for edge in named.edges if not known or topology.rank in edge_ranks(topology.layouts, edge)}
+    if mine != topology.boundaries.keys():
         raise UserError.at(
             f"interpreter on rank {topology.rank}",
-            found=f"outputs of `{edge}`",
-            expected=f"outputs of some of {_listed(topology.boundaries)}",
-            because="the topology has no other edges on this rank",
-            fix="give `Topology.build` the edge in `edges`",
+            found=f"a graph with the edges {_listed(mine)}",
+            expected=_listed(topology.boundaries),
+            because="the topology has these on this rank",
+            fix="give `Topology.build` the edges of the graph in `edges`",
         )
-
-
-def _require_rows_fit_together(widths: Mapping[Edge, int], outputs: Mapping[Edge, Sequence[str]]) -> None:
-    """Check that rows of one name that enter one stage are equally wide: it is given all of them in one tensor."""
     first: dict[tuple[str, int, str], Edge] = {}
-    for edge in widths:
-        for name in outputs.get(edge, (ROWS,)):
+    for edge in named.edges:
+        for name in named.outputs_of(edge):
             other = first.setdefault((edge.target, edge.target_stage or 0, name), edge)
-            if widths[other] != widths[edge]:
+            if (width := named.width_of(edge)) != named.width_of(other):
                 raise UserError.at(
                     "width",
-                    found=f"{widths[other]} of `{name}` along `{other}` and {widths[edge]} along `{edge}`",
+                    found=f"{named.width_of(other)} of `{name}` along `{other}` and {width} along `{edge}`",
                     expected="one width, or several names",
                     because="the stage is given all rows of a name in one tensor",
                     fix="name them differently, in `outputs`",
                 )
+    return named
 
 
 def _require_same_edges(interpreter: Interpreter, schedule: Schedule) -> None:

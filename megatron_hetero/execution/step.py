@@ -267,19 +267,19 @@ class StepExecution:
     @contextlib.contextmanager
     def _same_random_state(self, action: Action) -> Iterator[None]:
         """Let the recomputed forward of a stage draw the random numbers of the first, without affecting later draws."""
-        module, random = self.schedule.module[action.module], self.resources.random
+        module, (read, write) = self.schedule.module[action.module], self.resources.random
         if not module.recomputes:
             yield
         elif action.kind == "F":
-            self.random_states[_activation_key(action)] = random.read()
+            self.random_states[_activation_key(action)] = read()
             yield
         else:
-            outside = random.read()
-            random.write(self.random_states.pop(_activation_key(action)))
+            outside = read()
+            write(self.random_states.pop(_activation_key(action)))
             try:
                 yield
             finally:
-                random.write(outside)
+                write(outside)
 
     def _embedding(self, action: Action) -> list[Tensor]:
         """The result of the `embed` of a module's first stage, if it has one."""
@@ -348,9 +348,9 @@ class StepExecution:
             f"{self.resources.dtype}",
         )
         tensor = tensor.contiguous()
-        if self.checks and action.kind != "B":
-            expected = self.checks.misfit_to_send(self._link(action, tensor), tensor.shape)
-            self._require_shapes(not expected, action, self.resources.rank, tuple(tensor.shape), expected)
+        if self.checks and action.kind != "B" and self.checks.is_new(link := self._link(action, self.resources.rank)):
+            self.checks.state(f"{link} has", tensor.shape)
+            self._require_shape(action, self.resources.rank, tensor.shape, self.checks.stated(f"{link} expects"))
         work = dist.isend(tensor, self._peer_rank(action), group=self._pipeline(action))
         assert work is not None, "this rank is in the group of its pipeline"
         self.sends.append((work, tensor, action))
@@ -363,8 +363,8 @@ class StepExecution:
             return
         if action.kind != "B":
             shape = self._model(action).hidden_shape(batch)
-            if self.checks:
-                self.checks.announce(self._link(action), shape)
+            if self.checks and self.checks.is_new(f"{(link := self._link(action, self._peer_rank(action)))} expects"):
+                self.checks.state(f"{link} expects", tuple(shape))
             self._receive(action, shape)
             return
         # A gradient has the shape of its output, which may be computed only after the irecv.
@@ -389,27 +389,26 @@ class StepExecution:
             return
         assert posted in self.receives, f"{action} has no irecv"
         buffer, work = self.receives.pop(posted)
-        if self.checks and action.kind != "B":
-            found = self.checks.misfit_to_receive(self._link(action))
-            self._require_shapes(not found, action, self._peer_rank(action), found, tuple(buffer.shape))
+        sender = self._peer_rank(action)
+        if self.checks and action.kind != "B" and self.checks.is_new(link := self._link(action, sender)):
+            self._require_shape(action, sender, self.checks.stated(f"{link} has"), buffer.shape)
         work.wait()
         self.received[action.kind, _activation_key(action)] = buffer
 
-    def _require_shapes(self, fit: bool, action: Action, sender: int, found: object, expected: object) -> None:
-        """Raise `UserError` unless hidden states `fit` the next stage's buffer."""
-        if not fit:
+    def _require_shape(self, action: Action, sender: int, found: Sequence[int], expected: Sequence[int]) -> None:
+        """Raise `UserError` unless hidden states fit the next stage's buffer."""
+        if tuple(found) != tuple(expected):
             raise UserError.at(
                 f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}",
-                found=f"hidden states of shape {found} from rank {sender}",
-                expected=f"{expected}, the `hidden_shape` of the next stage",
+                found=f"hidden states of shape {tuple(found)} from rank {sender}",
+                expected=f"{tuple(expected)}, the `hidden_shape` of the next stage",
                 fix="correct `hidden_shape`, or what the stage before it returns",
             )
 
-    def _link(self, action: Action, sent: Tensor | None = None) -> str:
-        """Names a transfer of hidden states between two stages, the same on both ranks; `sent`: on the sender's."""
-        own, peer = self.resources.rank, self._peer_rank(action)
-        stage = (action.stage or 0) + (sent is not None)
-        return f"{action.module} {action.kind} {stage} {own if sent is not None else peer}"
+    def _link(self, action: Action, sender: int) -> str:
+        """Names a transfer of hidden states between two stages, the same on both ranks."""
+        stage = action.stage if action.op != "send" else action.peer
+        return f"{action.module} {action.kind} {stage} {sender}"
 
     def _peer_rank(self, action: Action) -> int:
         return self.schedule.peer_rank(self.resources.rank, action)

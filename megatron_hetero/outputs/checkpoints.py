@@ -30,7 +30,7 @@ from megatron_hetero.errors import UserError, quoted, reason
 from megatron_hetero.files.opening import open_regular, read_text
 from megatron_hetero.files.paths import in_the_way, unusable
 
-MANIFEST, LATEST = "manifest.json", "latest"
+MANIFEST, LATEST, LOCK = "manifest.json", "latest", ".lock"
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
 _REMOVED = re.compile(rf"\.{_NAME.pattern}\.removed")
@@ -60,7 +60,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 def is_ours(name: str) -> bool:
     """Whether the name is reserved in a folder of checkpoints."""
-    return name in (LATEST, ".lock") or re.fullmatch(rf"\.?{_NAME.pattern}(\..*)?", name) is not None
+    return name in (LATEST, LOCK) or re.fullmatch(rf"\.?{_NAME.pattern}(\..*)?", name) is not None
 
 
 def partial_of(checkpoint: Path) -> Path:

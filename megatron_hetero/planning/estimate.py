@@ -161,7 +161,7 @@ class Plan(OfJob):
         """Bytes besides tensors, int64 [ranks, allowances], see `ALLOWANCES`. On a CPU none."""
         if not self.gpu:
             return np.zeros((self.world_size, len(ALLOWANCES)), np.int64)
-        return allowance_bytes(self.config.plan, self.communicators, self.memory.sum(axis=1))
+        return allowance_bytes(self.communicators, self.memory.sum(axis=1))
 
     @cached_property
     def totals(self) -> np.ndarray:

@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_hetero.models.assumed import item_type
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Boundary, Plan
-from megatron_hetero.planning.memory.allowance import ALLOWANCES
+from megatron_hetero.planning.memory.allowance import ALLOWANCES, FRAGMENTATION
 from megatron_hetero.planning.memory.nccl_memory import NODE, kind_bytes
 from megatron_hetero.planning.problems import problems_of, shortened
 from megatron_hetero.schedule.drawing import timeline
@@ -185,9 +185,8 @@ def _allowance_text(plan: Plan) -> str:
     worst, limit = int(plan.totals.argmax()), plan.config.plan.memory_bytes
     context, communicators, fragments = map(size_text, plan.allowance[worst].tolist())
     text = (
-        f"Allowance of the rank that needs most: {context} for the CUDA context and libraries (plan.context_gb), about "
-        f"{communicators} for communicators (plan.communicators_gb), and {fragments} for fragmentation, "
-        f"{plan.config.plan.fragmentation:.3g} of the tensors (plan.fragmentation)."
+        f"Allowance of the rank that needs most: {context} for the CUDA context and libraries, about "
+        f"{communicators} for communicators, and {fragments} for fragmentation, {FRAGMENTATION:.3g} of the tensors."
     )
     if limit is None:
         return text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,20 +107,9 @@ def require_plot(file: str | Path) -> None:
 
 
 def write_plot(figure: Any, file: Path) -> None:
-    """Write a figure atomically. Raises `UserError`."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=file.suffix[1:], dpi=130)
-    target = Path(os.path.realpath(file))
-    partial = target.with_name(f".{target.name}.partial")
+    """Write a figure. Raises `UserError`."""
     try:
-        if target.exists() and not target.is_file():  # a device, or a pipe
-            target.write_bytes(drawn.getvalue())
-            return
-        try:
-            partial.write_bytes(drawn.getvalue())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        figure.savefig(file, format=file.suffix[1:], dpi=130)
     except OSError as error:
         raise UserError.at(
             f"plot {file}",

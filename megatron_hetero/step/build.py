@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.distributed.collective import on_every, require_alike
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.graph import Graph
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.step.agreement import raise_first_difference
 
 
 def build(
@@ -70,7 +69,8 @@ def build(
         "check": str(check),
     }
     if check:
-        _require_alike(facts)
+        fix = "call it with the same graph and layouts: all ranks make all groups"
+        require_alike("build", on_every(dist.group.WORLD, lambda: facts), range(dist.get_world_size()), fix)
     if problem is not None:
         raise problem
     topology = Topology.build(
@@ -104,15 +104,6 @@ def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layo
             expected = f"ranks below {world}, the number of ranks"
             raise UserError.at(f"build: {name}", found=str(found[name]), expected=expected, fix="correct its ranks")
     return found
-
-
-def _require_alike(mine: dict[str, str]) -> None:
-    """Raise the same `UserError` on all ranks unless they make the same groups."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if any(theirs != everyone[0] for theirs in everyone):
-        fix = "call it with the same graph and layouts: all ranks make all groups"
-        raise_first_difference("build", everyone, range(len(everyone)), fix)
 
 
 def _platform() -> Platform:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hetero.distributed.collective import require_equal, together
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution.contract import StepResult
-from megatron_hetero.step.agreement import require_equal, shared
 from megatron_hetero.step.gradients import scale_gradients, sum_gradients
 from megatron_hetero.step.held import Chunks, held_modules, unreduced
 from megatron_hetero.step.module import TrainedModule
@@ -53,7 +53,7 @@ def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], t
         require_ready(held, finished=False)
         return held, factor_of(tokens, topology.platform.device)
 
-    held, factor = shared(topology, check)
+    held, factor = together(topology.host, check)
     require_equal_tokens(topology, tokens)
     finish(held, factor)
 
@@ -180,7 +180,7 @@ def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
     number = None if counted or tokens is None else float(tokens)
     shown = "counted" if counted else "None" if number is None else f"{number:.17g}"
     fix = "give the tokens of the whole step, which `count_tokens` adds up"
-    require_equal(topology, "gradients", {"tokens": shown}, fix)
+    require_equal(topology.host, "gradients", {"tokens": shown}, fix)
     if number is not None and not 0 <= number < math.inf:
         raise UserError.at("gradients: tokens", found=shown, expected="a finite number", fix=fix)
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_hetero.distributed.collective import require_alike
 from megatron_hetero.distributed.communicators import GRADIENT_AXES
 from megatron_hetero.distributed.fsdp import fsdp_groups, has_reduced
 from megatron_hetero.distributed.topology import Topology
@@ -56,6 +57,33 @@ def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tu
                 where, fix = f"{name} in `{first}` too", "give each parameter to one module"
                 raise UserError.at(f"module `{module.name}`", found=where, expected="parameters of its own", fix=fix)
     return found
+
+
+def require_replicas(modules: Sequence[TrainedModule]) -> None:
+    """Check that the replicas of each module train the same parameters, and that its ranks along `tp` sum the same over
+    `tp`. The ranks of a module call it; those that differ raise `UserError`, all of them.
+    """
+    gathered: list[tuple[str, list[Any], list[int]]] = []
+    for module in modules:
+        along = {
+            GRADIENT_AXES: [f"{_sums(module, n)}, {tuple(p.shape)} {p.dtype}" for n, p in module.trained.items()],
+            ("tp",): [_sums(module, name) for name in module.over_tp],
+        }
+        for axes, facts in along.items():
+            group = module.topology.group(module.name, *axes)
+            if group.size() > 1:
+                of_ranks: list[Any] = [None] * group.size()
+                dist.all_gather_object(of_ranks, {f"parameter {n}": fact for n, fact in enumerate(facts)}, group=group)
+                gathered.append((module.name, of_ranks, dist.get_process_group_ranks(group)))
+    fix = "build, freeze and wrap the module alike on all its ranks, whose gradients are summed together"
+    for name, of_ranks, ranks in gathered:  # Only now: ranks that raise would leave those of other groups waiting.
+        require_alike(f"module `{name}`: trainable parameters", of_ranks, ranks, fix)
+
+
+def _sums(module: TrainedModule, name: str) -> str:
+    over_tp = f", its {module.over_tp[name]} over tp" if name in module.over_tp else ""
+    along = module.data_parallel.done[name].axes if isinstance(module.data_parallel, Wrapped) else ()
+    return f"`{name}`{over_tp}{f', summed over {chr(183).join(along)}' if along else ''}"
 
 
 def unreduced(module: TrainedModule) -> str:
@@ -253,7 +281,7 @@ class _Here:
             axes = tuple(axis for axis in self.axes_of(of) if axis in GRADIENT_AXES)
             return axes, of.inside.fsdp[key] or prod(degrees[axis] for axis in axes)
         if around.ddp is not None:
-            ranks = torch.distributed.get_process_group_ranks(around.ddp.process_group)
+            ranks = dist.get_process_group_ranks(around.ddp.process_group)
             return _axes_between(self, ranks, of.path, tp=False), len(ranks)
         return (), 1.0
 

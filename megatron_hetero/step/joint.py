@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.collective import on_every, require_equal, together
 from megatron_hetero.distributed.communicators import GRADIENT_AXES
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.step.agreement import require_alike, require_equal, shared
 from megatron_hetero.step.finish import (
     Tokens,
     factor_of,
@@ -26,7 +25,7 @@ from megatron_hetero.step.finish import (
     require_ready,
 )
 from megatron_hetero.step.gradients import GradientTable, add_up, start_sums, sum_gradients
-from megatron_hetero.step.held import Chunks, held_modules, reshard
+from megatron_hetero.step.held import Chunks, held_modules, require_replicas, reshard
 from megatron_hetero.step.megatron_optimizer import (
     build_with_megatrons_settings,
     in_megatrons_ddp,
@@ -200,7 +199,7 @@ class JointOptimizer(Optimizer):
         for module in self.modules:
             reshard(module.chunks)
         if self._check:
-            shared(self.topology, lambda: require_ready(self.modules, finished=tokens is None))
+            together(self.topology.host, lambda: require_ready(self.modules, finished=tokens is None))
             require_equal_tokens(self.topology, tokens)
         nothing, ones = torch.zeros((), device=device), torch.ones((), device=device)
         finite = {each.module.name: ones for each in self.optimizers.values()}
@@ -224,7 +223,7 @@ class JointOptimizer(Optimizer):
     def finish_gradients(self, tokens: Tokens) -> None:
         """What the function of that name does, for the modules of this optimizer; `step(tokens=None)` applies them."""
         if self._check:
-            shared(self.topology, lambda: require_ready(self.modules, finished=False))
+            together(self.topology.host, lambda: require_ready(self.modules, finished=False))
             require_equal_tokens(self.topology, tokens)
         finish(self.modules, factor_of(tokens, self.topology.platform.device))
 
@@ -313,10 +312,10 @@ def build_optimizers(
         configs = {name: _config_of(config, name) for name in topology.layouts}
         return held, configs, _clip_of(configs.values(), clip_grad)
 
-    held, configs, clip = shared(topology, read)
+    held, configs, clip = together(topology.host, read)
     facts = {"check": str(check), "clip_grad": str(clip)}
-    require_equal(topology, "build_optimizers", facts, "call it alike on all ranks")
-    shared(topology, lambda: require_alike(held))
+    require_equal(topology.host, "build_optimizers", facts, "call it alike on all ranks")
+    together(topology.host, lambda: require_replicas(held))
     held = tuple(map(_with_tied_names, held))
     for module in held:
         _equal_replicas(module)
@@ -331,7 +330,7 @@ def build_optimizers(
                 optimizers[own.key] = optimizer
         return found, optimizers
 
-    found, optimizers = shared(topology, build)
+    found, optimizers = together(topology.host, build)
     return JointOptimizer(topology, found, optimizers, clip, _common_defaults(topology, optimizers), check=check)
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from megatron_hetero.boundary.boundary import Boundary, Rows
 from megatron_hetero.boundary.loaded import LoadedPlan
+from megatron_hetero.distributed.collective import require_equal, together
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.checks import modules_in
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StageModel, StepResult
 from megatron_hetero.execution.runtime import Interpreter
 from megatron_hetero.layout.edge import Edge, as_edge
@@ -22,7 +22,6 @@ from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.step.agreement import require_equal, shared
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import gathered_stages
 from megatron_hetero.watch.stopwatch import Stopwatch
@@ -118,9 +117,9 @@ class Runner:
         self.topology, self.graph, self._check = topology, graph, check
         self._settings, self._forward_only, self._optimizer = settings, tuple(forward_only), optimizer
         facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(self._forward_only))}
-        require_equal(topology, "Runner", facts, "make it alike on all ranks")
+        require_equal(topology.host, "Runner", facts, "make it alike on all ranks")
         if check:
-            shared(topology, lambda: _require_frozen(self._forward_only, modules))
+            together(topology.host, lambda: _require_frozen(self._forward_only, modules))
         # Of each object: a cache of the class would keep its groups, and their threads, alive.
         self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
         if check:
@@ -129,17 +128,7 @@ class Runner:
         self._boundaries = {edge: Boundary.of(topology, edge, watchdog, check=check) for edge in topology.planned}
         given = {name: each for name, each in modules.items() if each is not None}
         held = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
-        self.interpreter = Interpreter.build(
-            topology,
-            held,
-            width={edge: graph.width_of(edge) for edge in graph.edges},
-            dtype=graph.dtype,
-            outputs={edge: graph.outputs_of(edge) for edge in graph.edges},
-            transport=graph.transport,
-            watch=watch,
-            watchdog=watchdog,
-            check=check,
-        )
+        self.interpreter = Interpreter.build(topology, held, graph, watch=watch, watchdog=watchdog, check=check)
 
     def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> StepResult:
         """Run a step; gradients accumulate in the parameters.
@@ -158,13 +147,13 @@ class Runner:
         """
         forward_only = not torch.is_grad_enabled() if forward_only is None else forward_only
         if self._check:
-            shared(self.topology, lambda: self._require_known(micro_batches))
+            together(self.topology.host, lambda: self._require_known(micro_batches))
             facts = {"micro-batches": str(len(micro_batches)), "forward_only": str(forward_only)}
             facts |= {
                 f"micro-batches with an input of `{name}`": self._with_input(name, micro_batches)
                 for name in self.topology.layouts
             }
-            require_equal(self.topology, "Runner", facts, "give all ranks their part of the same micro-batches")
+            require_equal(self.topology.host, "Runner", facts, "give all ranks their part of the same micro-batches")
         plans = self._plans(micro_batches)
         if not any(self.topology.has(name) for name in self.topology.layouts):
             return StepResult(torch.zeros((), device=self.topology.platform.device), {}, {})
@@ -217,7 +206,7 @@ class Runner:
                 raise problems[0]
 
         if self._check:
-            shared(self.topology, require)
+            together(self.topology.host, require)
         else:
             require()
         return plans
@@ -266,7 +255,10 @@ def _require_frozen(names: Collection[str], modules: Mapping[str, Any]) -> None:
     """Check that what runs without a backward pass is not to be trained."""
     for name in names:
         given = modules.get(name)
-        if any(p.requires_grad for each in modules_in(given) for p in each.parameters(recurse=False)):
+        stages = given.stages if isinstance(given, ModuleOnRank) else given
+        models = list(stages.values()) if isinstance(stages, Mapping) else [stages]
+        parts = [each.model if isinstance(each, Stage) else each for each in models]
+        if any(p.requires_grad for each in parts if isinstance(each, nn.Module) for p in each.parameters()):
             because, fix = "they would get no gradients", f"freeze them: `{name}.requires_grad_(False)`"
             where, problem = f"Runner: forward_only `{name}`", "it has parameters that require gradients"
             raise UserError.at(where, problem=problem, because=because, fix=fix)

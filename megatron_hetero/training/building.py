@@ -97,7 +97,7 @@ def build_step_trainer(
         runner=Runner(
             topology,
             _on_rank(job, optimizer.modules),
-            optimizer=optimizer if config.schedule.overlap_grad_reduce else None,
+            optimizer=optimizer,
             watch=watch,
             watchdog=watchdog,
             check=False,  # Stages of our own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform as python
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,12 +20,13 @@ from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture, open_held_out, open_mixture
 from megatron_hetero.data.processor.processor import Processor, open_processor
 from megatron_hetero.data.processor.two_folders import export_changes
-from megatron_hetero.distributed.agreement import Statement, require_agreement
+from megatron_hetero.distributed.collective import Facts, on_every, require_alike
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError, os_errors_as, reason
 from megatron_hetero.hf.folder_writer import Companions, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job import JobSpec
+from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.models.opening import open_encoders, open_modules
 from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import VISION
@@ -50,19 +51,32 @@ class Inputs:
 
 def open_together(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[JobSpec, Inputs]:
     """The job and this rank's inputs, once all ranks have opened the same ones. Raises `UserError` on every rank."""
-    with watchdog.working():
-        facts, job, inputs, problem = settings_and_versions(config, platform), None, None, None
+    opened: list[tuple[JobSpec, Inputs]] = []
+
+    def open_own() -> tuple[dict[str, str], str]:
         try:
             job = JobSpec.of(config, dist.get_world_size())
             inputs = _open(job)
-            facts |= files_of_model(config, inputs.weights.values())
-            facts |= data_sets([inputs.mixture, *inputs.held_out.values()])
+            opened.append((job, inputs))
+            mixtures = [inputs.mixture, *inputs.held_out.values()]
+            return files_of_model(config, inputs.weights.values()) | data_sets(mixtures), ""
         except UserError as error:
-            problem = str(error)
-    store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    require_agreement(Statement(facts, problem), store, rank, ranks, watchdog.waiting)
-    assert job is not None and inputs is not None, "ranks agree only where none has a problem"
-    return job, inputs
+            return {}, str(error)
+
+    with watchdog.waiting(lambda: "the settings and files of all other ranks, which are compared before they begin,"):
+        _require_alike(on_every(dist.group.WORLD, lambda: settings_and_versions(config, platform), watchdog.working))
+        files, problems = zip(*on_every(dist.group.WORLD, open_own, watchdog.working), strict=True)
+        if problem := next(filter(None, problems), ""):
+            ranks = [rank for rank, each in enumerate(problems) if each == problem]
+            raise UserError(problem if len(ranks) == len(problems) else f"on rank {format_ranks(ranks)}: {problem}")
+        _require_alike(files)
+    return opened[0]
+
+
+def _require_alike(of_ranks: Sequence[Facts]) -> None:
+    because = "each rank plans the collectives from its own copy (only log.dir may differ)"
+    fix = "start all ranks with one command, configuration and environment, on the same files"
+    require_alike("ranks of one run", of_ranks, range(len(of_ranks)), fix, because)
 
 
 def _open(job: JobSpec) -> Inputs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 
 from megatron_hetero.checkpoint.resume import resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
@@ -36,9 +35,10 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     Raises `UserError` for anything that the user can fix, before anything is written.
     """
     watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
-    job, inputs = open_together(config, platform, watchdog)
     if platform.is_cuda:  # Before the first collective.
-        _prepare_traces(config.log.dir / "nccl")
+        with os_errors_as(partial(unwritable, config.log.dir)):
+            prepare_traces(config.log.dir / "nccl")
+    job, inputs = open_together(config, platform, watchdog)
     steps = build_step_trainer(job, platform, inputs.weights, watchdog=watchdog)
     topology = steps.topology
     for notice in backend_notices(config.model.layer_backend, platform) if topology.rank == REPORTER else ():
@@ -67,11 +67,6 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
         saver=Saver(config, state, record, resumed.step, watchdog.waiting, writer.history),
         companions=inputs.companions,
     )
-
-
-def _prepare_traces(folder: Path) -> None:
-    with os_errors_as(partial(unwritable, folder)):
-        prepare_traces(folder)
 
 
 def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:

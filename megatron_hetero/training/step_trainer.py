@@ -148,8 +148,6 @@ class StepTrainer(OfJob):
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(step, group.setdefault("initial_lr", group["lr"]))
         self.optimizer.update(scale, step)
-        if not self.config.schedule.overlap_param_gather:
-            self.optimizer.wait_for_weights()
         return self._rate(step, self.config.optimizer.lr)
 
     def _rate(self, step: int, peak: float) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from examples import generator as generator_example
 from examples import plain_loop
 from examples.custom_modules import Options, train
-from megatron_hetero import Layout, UserError, build
+from megatron_hetero import Graph, Layout, UserError, build
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
@@ -96,7 +96,7 @@ def run_decoder(kind: str) -> tuple[float, float]:
         "no scalar": lambda _, rows: rows.sum(1),
     }
     held = {"encoder": ModuleOnRank({0: encoder}), "decoder": ModuleOnRank({0: decoders[kind]})}
-    interpreter = Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0)
+    interpreter = Interpreter.build(topology, held, Graph([EDGE], width=1, dtype=torch.float32), timeout_s=0)
     loss = interpreter.run(build_schedule(LAYOUTS, 2, text="decoder"), two_rows).loss
     assert encoder.weight.grad is not None
     return loss.item(), encoder.weight.grad.item()
@@ -110,7 +110,7 @@ def encoded(rows: int) -> str:
         "encoder": ModuleOnRank({0: lambda batch: (weight * batch).new_ones(rows, 1) * weight}),
         "decoder": ModuleOnRank({0: lambda _, arrived: arrived.sum()}),
     }
-    interpreter = Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0)
+    interpreter = Interpreter.build(topology, held, Graph([EDGE], width=1, dtype=torch.float32), timeout_s=0)
     try:
         interpreter.run(build_schedule(LAYOUTS, 2, text="decoder"), two_rows)
     except UserError as error:
@@ -135,23 +135,10 @@ def sent(shape: tuple[int, int]) -> str:
     first = ModuleOnRank({0: lambda _, rows: weight * rows.sum() * torch.ones(shape)})
     decoder = first if rank == 2 else ModuleOnRank({1: Shaped()})
     held = {"encoder": ModuleOnRank({0: Weight()})} if rank < 2 else {"decoder": decoder}
-    interpreter = Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0)
+    interpreter = Interpreter.build(topology, held, Graph([EDGE], width=1, dtype=torch.float32), timeout_s=0)
     schedule = build_schedule(STAGED, 2, text="decoder", forward_only=("encoder", "decoder"))
     try:
         interpreter.run(schedule, crossing_rows)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def wrapped() -> str:
-    """What the interpreter says where the encoder of rank 1 is wrapped."""
-    topology, encoder = Topology.build(LAYOUTS, Platform(CPU, "gloo"), edges=[("encoder", "decoder")]), Weight()
-    wrapper = torch.nn.parallel.DistributedDataParallel(encoder)
-    model: Any = wrapper if dist.get_rank() == 1 else encoder
-    held = {"encoder": ModuleOnRank({0: model}), "decoder": ModuleOnRank({0: lambda _, rows: rows.sum()})}
-    try:
-        Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0)
     except UserError as error:
         return str(error)
     return ""
@@ -181,7 +168,7 @@ def with_dropout(settings: ScheduleSettings) -> tuple[float, float, list[list[fl
         return torch.nn.functional.dropout(rows, 0.5).sum()
 
     held = {"encoder": ModuleOnRank({0: encoder}), "decoder": ModuleOnRank({0: decoder})}
-    interpreter = Interpreter.build(topology, held, width=16, dtype=torch.float32, timeout_s=0)
+    interpreter = Interpreter.build(topology, held, Graph([EDGE], width=16, dtype=torch.float32), timeout_s=0)
     loss = interpreter.run(build_schedule(LAYOUTS, 3, settings, text="decoder"), sixteen_wide).loss
     assert encoder.weight.grad is not None
     return loss.item(), encoder.weight.grad.item(), encoder.returned, torch.rand(4).tolist()
@@ -205,7 +192,8 @@ def oldest_on_the_device() -> list[str]:
     else:
         stage: Any = First() if rank == 2 else Last()
         held = {"decoder": ModuleOnRank({rank - 2: stage})}
-    interpreter, device = Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0), Device()
+    graph = Graph([EDGE], width=1, dtype=torch.float32)
+    interpreter, device = Interpreter.build(topology, held, graph, timeout_s=0), Device()
     interpreter.watchdog = Watchdog(600.0, rank, device)
     interpreter.run(build_schedule(STAGED, 1, text="decoder"), crossing_rows)
     named = []
@@ -287,7 +275,7 @@ def _staged(kind: str) -> str:
     held = first if rank < 2 else {"decoder": decoder}
     if kind == "unknown" and rank == 0:
         held = first | {"audio": ModuleOnRank({0: Weight()})}
-    interpreter = Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0)
+    interpreter = Interpreter.build(topology, held, Graph([EDGE], width=1, dtype=torch.float32), timeout_s=0)
     if kind == "other type" and rank < 3:  # The last stage would wait for what the first refuses to send.
         schedule = build_schedule(STAGED, 1, text="decoder", forward_only=("encoder", "decoder"))
         interpreter.run(schedule, lambda _: DeviceMicroBatch({"decoder": torch.ones(2, 1)}, {}))
@@ -334,9 +322,8 @@ def several_outputs(kind: str) -> tuple[float, float | None, str]:
 
     models: list[Any] = [lambda batch: GIVEN[kind](weight * batch), Second(), decoder, decoder]
     stage = {"encoder": ModuleOnRank({rank: models[rank]})} if rank < 2 else {"decoder": ModuleOnRank({0: decoder})}
-    interpreter = Interpreter.build(
-        topology, stage, width=1, dtype=torch.float32, outputs=TWO_OUTPUTS, timeout_s=0
-    )  # fmt: skip
+    graph = Graph(list(TWO_OUTPUTS), width=1, dtype=torch.float32, outputs=TWO_OUTPUTS)
+    interpreter = Interpreter.build(topology, stage, graph, timeout_s=0)
     if rank and kind != "all":
         return 0.0, None, ""
     schedule = build_schedule(layouts, 2, text="decoder", edges=list(TWO_OUTPUTS))
@@ -359,14 +346,14 @@ def rows_of_two_stages(_: int) -> DeviceMicroBatch:
 
 
 def other_edges(kind: str) -> str:
-    """What the interpreter says where outputs, or the schedule, have another edge than the topology."""
+    """What the interpreter says where the graph, or the schedule, has another edge than the topology."""
     rank, deeper = dist.get_rank(), Edge("encoder", "decoder", 0, 1)
     topology = Topology.build(STAGED, Platform(CPU, "gloo"), edges=[EDGE])
     mine = {"encoder": ModuleOnRank({0: Weight()})} if rank < 2 else {"decoder": ModuleOnRank({rank - 2: Weight()})}
-    outputs = {"outputs": {deeper: ("far",)}, "no module": {Edge("audio", "decoder"): ("far",)}}.get(kind)
+    edges = [EDGE, *{"graph": [deeper], "no module": [Edge("audio", "decoder")]}.get(kind, [])]
     schedule = build_schedule(STAGED, 1, text="decoder", edges=[EDGE, deeper])
     try:
-        interpreter = Interpreter.build(topology, mine, width=1, dtype=torch.float32, outputs=outputs, timeout_s=0)
+        interpreter = Interpreter.build(topology, mine, Graph(edges, width=1, dtype=torch.float32), timeout_s=0)
         if rank != 2:  # To which the other edge does not go: it would wait for the others.
             interpreter.run(schedule, crossing_rows)
     except UserError as error:

@@ -115,12 +115,6 @@ def test_hidden_states_have_the_shape_of_the_next_stage(shape: tuple[int, int], 
         assert message.split(".")[0] == expected
 
 
-def test_data_parallel_wrappers_are_refused_on_all_ranks(pools: Pools) -> None:
-    for message in pools(4).run(jobs.wrapped):
-        assert message.startswith("interpreter on rank 1: found DistributedDataParallel in stage 0 of `encoder`")
-        assert "`build_optimizers` makes replicas equal" in message
-
-
 def test_outputs_of_two_stages_arrive_by_name(pools: Pools) -> None:
     first, last, *decoders = pools(4).run(jobs.several_outputs, "all")
     # In each of two micro-batches, of each row: 1 * 2 of `near`, 2 * 3 of `far`, 3 * 5 of `rows`.
@@ -154,10 +148,10 @@ def test_a_stage_returns_the_outputs_of_its_edges(kind: str, said: str, pools: P
 
 
 def test_edges_are_those_of_the_topology(pools: Pools) -> None:
-    for kind, edge in (("outputs", "encoder.0>decoder.1"), ("no module", "audio>decoder")):
+    for kind, edge in (("graph", "encoder.0>decoder.1"), ("no module", "audio>decoder")):
         for message in pools(4).run(jobs.other_edges, kind):
-            expected = "expected outputs of some of `encoder>decoder`, because the topology has no other"
-            assert message.startswith(f"interpreter on rank 0: found outputs of `{edge}`, {expected}"), message
+            found = f"found a graph with the edges `{edge}`, `encoder>decoder`, expected `encoder>decoder`, because"
+            assert message.startswith(f"interpreter on rank 0: {found}"), message
     said = pools(4).run(jobs.other_edges, "schedule")
     assert said[2] == "" and "with the edges `encoder.0>decoder.1`, expected none" in said[3]
     for message in said[:2]:

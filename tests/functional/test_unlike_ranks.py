@@ -33,15 +33,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASES = {
-    "another rate": ("--optimizer.lr 0.5", "optimizer.lr is 1e-05 on rank 0 and 0.5 on rank 1"),
-    "another clipping": ("--optimizer.clip_grad 7", "optimizer.clip_grad is 1.0 on rank 0 and 7.0 on rank 1"),
-    "shuffling": ("--data.shuffle true", "data.shuffle is False on rank 0 and True on rank 1"),
-    "checkpoints on one rank": ("--checkpoint.dir DIR/c", "checkpoint.dir is none on rank 0 and DIR/c on rank 1"),
-    "an export on one rank": ("--export.hf_dir DIR/e", "export.hf_dir is none on rank 0 and DIR/e on rank 1"),
-    "another model": ("--model.hf_path DIR/other", "model.hf_path is DIR/model on rank 0 and DIR/other on rank 1"),
-    "other annotations": ("--data.registry.d.annotations DIR/other.jsonl", "d.annotations is DIR/data.jsonl on rank 0"),
-    "another layout": ("--text-parallel dp:2", "parallel.text is tp:2 on rank 0 and dp:2 on rank 1"),
-    "a layout that does not fit": ("--text-parallel tp:3", "parallel.text is tp:2 on rank 0 and tp:3 on rank 1"),
+    "another rate": ("--optimizer.lr 0.5", "optimizer.lr: found 1e-05 on rank 0 and 0.5 on rank 1"),
+    "another clipping": ("--optimizer.clip_grad 7", "optimizer.clip_grad: found 1.0 on rank 0 and 7.0 on rank 1"),
+    "shuffling": ("--data.shuffle true", "data.shuffle: found False on rank 0 and True on rank 1"),
+    "checkpoints on one rank": ("--checkpoint.dir DIR/c", "checkpoint.dir: found none on rank 0 and DIR/c on rank 1"),
+    "an export on one rank": ("--export.hf_dir DIR/e", "export.hf_dir: found none on rank 0 and DIR/e on rank 1"),
+    "another model": ("--model.hf_path DIR/other", "model.hf_path: found DIR/model on rank 0 and DIR/other on rank 1"),
+    "other annotations": (
+        "--data.registry.d.annotations DIR/other.jsonl",
+        "annotations: found DIR/data.jsonl on rank 0",
+    ),
+    "another layout": ("--text-parallel dp:2", "parallel.text: found tp:2 on rank 0 and dp:2 on rank 1"),
+    "a layout that does not fit": ("--text-parallel tp:3", "parallel.text: found tp:2 on rank 0 and tp:3 on rank 1"),
     "a device for itself": ("--log.dir DIR/log-1", None),
 }
 
@@ -70,8 +73,12 @@ def test_files_that_differ_under_one_path(folder: Path, pools: Callable[[int], P
         (tmp_path / "1" / name).unlink()
         (tmp_path / "1" / name).symlink_to(folder / other)
     message, same = pools(2).run(jobs.refusal_in, nodes, ours)
-    assert message == same and "/proc/self/cwd/model/model.safetensors is " in message
-    assert "/proc/self/cwd/data.jsonl (data set d) is 8 records, " in message and " and 7 records, " in message
+    assert message == same and "/proc/self/cwd/model/model.safetensors: found " in message
+    (tmp_path / "1" / "model").unlink()
+    (tmp_path / "1" / "model").symlink_to(folder / "model")
+    message, same = pools(2).run(jobs.refusal_in, nodes, ours)
+    assert message == same and "/proc/self/cwd/data.jsonl (data set d): found 8 records, " in message
+    assert " and 7 records, " in message
     (tmp_path / "1" / "data.jsonl").unlink()
     message, same = pools(2).run(jobs.refusal_in, nodes, ours)
     assert message == same and message.startswith("on rank 1: /proc/self/cwd/data.jsonl: no such file")

@@ -139,7 +139,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 def _kernel(module: MeasuredModule) -> Any:
     """The kernel of attention on the device that is planned for, without optional packages."""
     device = "cuda" if module.gpu else "cpu"
-    name = choose_kernel(device, module.dtype, module.shape.rotary.head_dim, FLASH_CAPABILITY, flash_attn_3=False)
+    name = choose_kernel(device, module.dtype, module.shape.rotary.head_dim, FLASH_CAPABILITY, ())
     return torch_flash if name == "torch_flash" else partial(bucketed, attend=_fused)
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_hetero.checkpoint.shared_folder import Claim, FolderLock
+from megatron_hetero.checkpoint.shared_folder import lock_folder
 from megatron_hetero.checkpoint.state import History
 from megatron_hetero.errors import UserError
 from megatron_hetero.files.paths import in_the_way
@@ -29,9 +29,6 @@ def unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-LOGS = Claim("log.dir", LOCK, "their metrics would mix", unwritable)
-
-
 class LogFolder:
     """The folder where this run alone writes its configuration and metrics.jsonl, which starts with the lines of
     `history`.
@@ -42,9 +39,9 @@ class LogFolder:
     def __init__(self, folder: Path, history: str, config: str) -> None:
         """Raises `UserError` if it cannot be written, or another run writes there."""
         self.folder, self._path, self._waiting = folder, folder / METRICS, b""
-        self._lock, notes = FolderLock.take(folder, LOGS)
+        self._lock = lock_folder(folder, "log.dir", LOCK, "their metrics", unwritable)
         try:
-            self.notes = (*notes, *_set_aside(folder, history.encode(), config.encode()))
+            self.notes = (*filter(None, [self._lock.note]), *_set_aside(folder, history.encode(), config.encode()))
             _begin(self._path, history.encode())
             if config:
                 (folder / CONFIG).write_text(config, encoding="utf-8")

@@ -33,7 +33,9 @@ class Spy:
         self.all_to_alls, self.batches, self.checks = 0, 0, 0
         self.sent, self.received = 0, 0
         self.staging: set[int] = set()
-        self._real = {name: getattr(dist, name) for name in ("all_to_all_single", "batch_isend_irecv", "all_reduce")}
+        self._real = {
+            name: getattr(dist, name) for name in ("all_to_all_single", "batch_isend_irecv", "all_gather_into_tensor")
+        }
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Spy]:
@@ -59,10 +61,10 @@ class Spy:
             self._count(**{"sent" if operation.op is dist.isend else "received": operation.tensor})
         return self._real["batch_isend_irecv"](batch)
 
-    def _all_reduce(self, tensor: Tensor, *args: Any, **options: Any) -> Any:
-        assert tensor.nbytes == 32
+    def _all_gather_into_tensor(self, output: Tensor, mine: Tensor, **options: Any) -> Any:
+        assert mine.nbytes == 64
         self.checks += 1
-        return self._real["all_reduce"](tensor, *args, **options)
+        return self._real["all_gather_into_tensor"](output, mine, **options)
 
     def _count(self, **tensors: Tensor) -> None:
         for name, tensor in tensors.items():

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hetero import Graph as RowGraph
 from megatron_hetero import Layout
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
@@ -153,9 +154,8 @@ def crossed(graph: Graph) -> tuple[float, Arrays, dict[str, int]]:
     interleaved = ["decoder"] if graph.settings.virtual_stages > 1 else []
     topology = Topology.build(layouts, platform(), edges=edges, interleaved=interleaved)
     held = dict(_modules(graph, rank, {"encoder": Encoder, "decoder": Decoder}))
-    interpreter = Interpreter.build(
-        topology, held, width=WIDTH, dtype=torch.float64, outputs=graph.edges, timeout_s=0
-    )  # fmt: skip
+    rows = RowGraph(edges, width=WIDTH, dtype=torch.float64, outputs=graph.edges)
+    interpreter = Interpreter.build(topology, held, rows, timeout_s=0)
     schedule = build_schedule(layouts, graph.micro_batches, graph.settings, text="decoder", edges=edges)
 
     def load(m: int) -> DeviceMicroBatch:

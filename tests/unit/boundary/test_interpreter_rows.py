@@ -19,6 +19,7 @@ from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.execution.runtime import Interpreter
 from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
@@ -60,7 +61,7 @@ def run(
 
     models: dict[str, Any] = {"encoder": lambda _: weight * torch.ones(padding + 2, WIDTH), "decoder": decoder}
     held = {name: ModuleOnRank({0: models[name]}) for name, layout in layouts.items() if rank in layout}
-    interpreter = Interpreter.build(topology, held, width=WIDTH, dtype=torch.float32, timeout_s=0)
+    interpreter = Interpreter.build(topology, held, Graph([EDGE], width=WIDTH, dtype=torch.float32), timeout_s=0)
     interpreter.run(build_schedule(layouts, MICRO_BATCHES, settings, text="decoder"), load)
     total = torch.zeros(()) if weight.grad is None else weight.grad
     dist.all_reduce(total)
@@ -110,7 +111,7 @@ class Called:
         self.encoded: list[list[int]] = []
         topology = Topology.build(self.layouts, platform(), edges=[EDGE])
         models = {"encoder": ModuleOnRank({0: self._encode}), "decoder": ModuleOnRank({0: self._decode})}
-        interpreter = Interpreter.build(topology, models, width=WIDTH, dtype=torch.float32, timeout_s=0)
+        interpreter = Interpreter.build(topology, models, Graph([EDGE], width=WIDTH, dtype=torch.float32), timeout_s=0)
         schedule = build_schedule(
             self.layouts,
             MICRO_BATCHES,

@@ -21,6 +21,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.execution.runtime import Interpreter
 from megatron_hetero.layout.edge import Edge, as_edge
+from megatron_hetero.layout.graph import Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule
@@ -158,9 +159,12 @@ def run_case(edges: Sequence[Edge], texts: Mapping[str, str], frozen: Sequence[s
     interpreter = Interpreter.build(
         topology,
         {name: ModuleOnRank({stage: modules[name][stage]}) for name, stage in held.items()},
-        width={edge: WIDTHS[edge.source] for edge in edges},
-        dtype=torch.float64,
-        outputs={edge: [f"{edge.source}_{stages_of(edge, layouts)[0]}"] for edge in edges},
+        Graph(
+            edges,
+            width={edge: WIDTHS[edge.source] for edge in edges},
+            dtype=torch.float64,
+            outputs={edge: [f"{edge.source}_{stages_of(edge, layouts)[0]}"] for edge in edges},
+        ),
     )
 
     def load(m: int) -> DeviceMicroBatch:
@@ -221,7 +225,8 @@ def test_a_plan_whose_sides_share_ranks_is_refused_between_disjoint_modules() ->
     layouts, edge, rank = {"a": Layout.parse("dp:1@0"), "b": Layout.parse("dp:1@1")}, Edge("a", "b"), dist.get_rank()
     topology = Topology.build(layouts, platform(), edges=[edge])
     name, model = ("a", nn.Linear(2, 2)) if rank == 0 else ("b", lambda _, rows: rows.sum())
-    interpreter = Interpreter.build(topology, {name: ModuleOnRank({0: model})}, width=2, dtype=torch.float32)
+    graph = Graph([edge], width=2, dtype=torch.float32)
+    interpreter = Interpreter.build(topology, {name: ModuleOnRank({0: model})}, graph)
     source, target = Ownership.of({(0,): [0], (1,): []}), Ownership.of({(0,): [], (1,): [0]})
     part = load_plan(plan_boundary(source, target, 8).rank(rank), topology.platform.device)
     with pytest.raises(
@@ -230,12 +235,3 @@ def test_a_plan_whose_sides_share_ranks_is_refused_between_disjoint_modules() ->
         interpreter.run(
             build_schedule(layouts, 2, edges=[edge]), lambda _: DeviceMicroBatch({name: torch.ones(1, 2)}, {edge: part})
         )
-
-
-@on_ranks(2)
-def test_each_edge_has_a_width() -> None:
-    layouts = {name: Layout.parse("dp:2", 2) for name in ("vision", "text", "generator")}
-    topology = Topology.build(layouts, platform(), edges=CHAIN)
-    modules = {name: ModuleOnRank({0: nn.Identity()}) for name in layouts}
-    with pytest.raises(UserError, match="width: found none for `text>generator`, expected one for each of"):
-        Interpreter.build(topology, modules, width={CHAIN[0]: 3}, dtype=torch.float32)

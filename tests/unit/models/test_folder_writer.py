@@ -127,8 +127,8 @@ def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> Non
 HOLD = """
 import sys, time
 from pathlib import Path
-from megatron_hetero.files import lock as file_lock
-held = file_lock.take(Path(sys.argv[1]))
+from megatron_hetero.files.lock import Lock
+held = Lock.take(Path(sys.argv[1]), "", "", mixed="", fix="")
 print("held", flush=True)
 time.sleep(60)
 """
@@ -142,7 +142,7 @@ def test_two_exports_do_not_mix(model: Path, tmp_path: Path) -> None:
     (partial_of(target) / SINGLE).write_text("of the other one")
     with subprocess.Popen([sys.executable, "-c", HOLD, lock_of(target)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        who = rf"export: found another export that writes there \(process {other.pid} on .*export\.hf_dir"
+        who = rf"export: in use by another export \(process {other.pid} on .*export\.hf_dir"
         with pytest.raises(UserError, match=who):
             write(model, target, torch.bfloat16)
         other.kill()
@@ -155,11 +155,11 @@ def test_two_exports_do_not_mix(model: Path, tmp_path: Path) -> None:
 def test_a_lock_that_is_removed_is_nobodys(tmp_path: Path) -> None:
     """Two that have opened it before it was removed do not both have it."""
     path = tmp_path / "lock"
-    with mock.patch.object(file_lock, "_locked", lambda file: path.unlink() is None):  # noqa: PT008 (called with what it ignores)
-        assert file_lock.take(path) is None
-    held = file_lock.take(path)
-    assert held is not None
-    file_lock.give_back(path, held)
+    said = "a folder: in use by another run .unknown process., because steps would mix"
+    removed = mock.patch.object(file_lock, "_locked", lambda file: path.unlink() is None)  # noqa: PT008 (ignores it)
+    with removed, pytest.raises(UserError, match=said):
+        file_lock.Lock.take(path, "a folder", "run", mixed="steps", fix="wait for it")
+    file_lock.Lock.take(path, "a folder", "run", mixed="steps", fix="wait for it").release(remove=True)
     assert not list(tmp_path.iterdir())
 
 

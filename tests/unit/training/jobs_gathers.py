@@ -47,8 +47,8 @@ class Trained(NamedTuple):
     ranges: Collection[str]
 
 
-def train(flags: list[str]) -> Trained:
-    """Train all steps, with small buckets."""
+def train(flags: list[str], at_once: bool = False) -> Trained:
+    """Train all steps, with small buckets. `at_once`: whether weights are waited for at the end of each step."""
     with mock.patch.object(gathering, "BUCKET", 1000):
         run = build(flags)
     runs, behind, ranges = list[Run](), list[list[str]](), set[str]()
@@ -57,6 +57,8 @@ def train(flags: list[str]) -> Trained:
         now[0] = step
         with profile(activities=[ProfilerActivity.CPU]) as trace, _behind() as found:
             run.train_step(step, batch)
+            if at_once:
+                run.optimizer.wait_for_weights()
             # A profiler that ends while gloo's threads record what they do may crash.
             while not all(work.is_completed() for each in _gathers(run).values() for work in each._works.values()):
                 time.sleep(0.001)

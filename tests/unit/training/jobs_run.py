@@ -93,12 +93,15 @@ def step(flags: list[str]) -> dict[str, Any]:
     }
 
 
-def sums_and_runs(flags: list[str]) -> tuple[list[str], dict[str, Any], float]:
+def sums_and_runs(flags: list[str], overlaps: bool = True) -> tuple[list[str], dict[str, Any], float]:
     """Of a step with small buckets: where backward passes of modules on this rank begin and end ("text", "/text"), and
-    where sums of buckets begin ("+text 0"); gradients, not scaled, and their norm.
+    where sums of buckets begin ("+text 0"); gradients, not scaled, and their norm. `overlaps`: whether sums begin
+    before the end of the step.
     """
     with mock.patch.object(gathering, "BUCKET", 1000):
         run, order = build(flags), list[str]()
+    if not overlaps:
+        run.runner._optimizer = None
     real_part, real_start = run.interpreter.watch.part, BucketSums._start
 
     @contextmanager
@@ -119,12 +122,14 @@ def sums_and_runs(flags: list[str]) -> tuple[list[str], dict[str, Any], float]:
     return order, gradient(run), summary.norm
 
 
-def traced_sums(flags: list[str]) -> list[tuple[str, str]]:
+def traced_sums(flags: list[str], overlaps: bool) -> list[tuple[str, str]]:
     """In a profiler's trace of a step with small buckets: the ranges of sums of gradients, and what surrounds each:
     nodes of autograd, or else nothing.
     """
     with mock.patch.object(gathering, "BUCKET", 1000):
         run = build(flags)
+    if not overlaps:
+        run.runner._optimizer = None
     _, batch, _ = next(iter(run.batches()))
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         run.gradients(batch)

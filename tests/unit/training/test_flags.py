@@ -15,8 +15,8 @@ model.freeze model.train model.recompute.MODULE model.chunk.MODULE model.tp_over
 model.sequence_parallel.MODULE model.backend model.compile
 data.registry.NAME.annotations data.registry.NAME.images data.datasets data.shuffle data.max_seq_length data.too_long
 data.min_pixels data.max_pixels data.balance data.workers data.worker_type boundary.transport parallel_layers.MODULE
-schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages schedule.overlap_grad_reduce
-schedule.overlap_param_gather schedule.timeout_s
+schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages
+schedule.timeout_s
 train.profile.start train.profile.steps train.iters train.global_batch_size train.micro_batch_size train.seed
 train.tokens_per_micro_batch train.patches_per_micro_batch
 optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_projector optimizer.betas optimizer.eps
@@ -26,8 +26,7 @@ optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_i
 checkpoint.dir checkpoint.interval checkpoint.async checkpoint.keep_last checkpoint.on_failure checkpoint.resume
 checkpoint.allow_changes
 export.hf_dir eval.datasets eval.interval eval.limit eval.max_new_tokens plan.images plan.image_side plan.tokens
-plan.supervised plan.memory_gb plan.context_gb plan.communicators_gb
-plan.fragmentation
+plan.supervised plan.memory_gb
 """
 
 

@@ -42,7 +42,7 @@ def test_weights_come_before_they_are_read(
     more += f" --model.hf_path {model} --train.iters 3 --train.global_batch_size 2 --optimizer.name adamw"
     flags = make_flags(vision, text, more, data=data)
     found: list[jobs.Trained] = pools(ranks).run(jobs.train, flags)
-    later: list[jobs.Trained] = pools(ranks).run(jobs.train, [*flags, "--schedule.overlap_param_gather", "false"])
+    later: list[jobs.Trained] = pools(ranks).run(jobs.train, flags, True)
     beside = set[str]()
     for trained, at_once in zip(found, later, strict=True):
         assert trained.runs and not any(run.in_flight & run.own for run in trained.runs)

@@ -119,7 +119,7 @@ def test_sums_over_ranks_begin_within_the_last_backward_pass(
     model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
     flags = make_flags(vision, text, f"--model.hf_path {model} {more} --train.global_batch_size 4", data=data)
     found = pools(ranks).run(jobs.sums_and_runs, flags)
-    later = pools(ranks).run(jobs.sums_and_runs, [*flags, "--schedule.overlap_grad_reduce", "false"])
+    later = pools(ranks).run(jobs.sums_and_runs, flags, False)
     within = Counter[str]()
     for (order, gradients, norm), (late, expected, norm_later) in zip(found, later, strict=True):
         runs = [event for event in order if not event.startswith("+")]
@@ -139,7 +139,7 @@ def test_sums_over_ranks_begin_within_the_last_backward_pass(
 def test_a_trace_shows_sums_within_the_backward_pass(make_flags: MakeFlags, pools: Pools) -> None:
     flags = make_flags("sp:2", "tp:1,dp:2", "--train.global_batch_size 2")
     for overlaps in (True, False):
-        [found, _] = pools(2).run(jobs.traced_sums, [*flags, "--schedule.overlap_grad_reduce", str(overlaps).lower()])
+        [found, _] = pools(2).run(jobs.traced_sums, flags, overlaps)
         assert {name for name, _ in found} == {"text gradient sums", "vision gradient sums"}
         assert {name for name, around in found if around} == ({name for name, _ in found} if overlaps else set())
 

@@ -15,8 +15,9 @@ from unittest import mock
 import pytest
 
 from megatron_hetero.checkpoint import shared_folder
-from megatron_hetero.checkpoint.shared_folder import FolderLock
+from megatron_hetero.checkpoint.shared_folder import lock_folder
 from megatron_hetero.errors import UserError
+from megatron_hetero.outputs.checkpoints import unwritable
 from megatron_hetero.training.log.folder import LogFolder
 from tests.unit.checkpoint.test_whose_folder import HOLD
 
@@ -142,4 +143,4 @@ def test_a_link_that_leads_nowhere_is_called_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"log\.dir.*a link to /nowhere/x, which does not exist"):
         LogFolder(tmp_path / "log", "", "")
     with pytest.raises(UserError, match=r"checkpoint\.dir.*a link to /nowhere/x, which does not exist"):
-        FolderLock.take(tmp_path / "log")
+        lock_folder(tmp_path / "log", "checkpoint.dir", ".lock", "their checkpoints", unwritable)

@@ -1,4 +1,4 @@
-"""Crossings inside a graph behave as indexing does in PyTorch; gradients in parts leave when they are started.
+"""Crossings of a micro-batch behave as indexing does in PyTorch; gradients in parts leave when they are started.
 
 Values are integers, so that sums are exact; the reference is the same function of all rows in one process, with nothing
 but PyTorch.
@@ -6,17 +6,20 @@ but PyTorch.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.boundary.autograd import cross
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
+from megatron_hetero.boundary.crossings import MicroBatchCrossings
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.layout.edge import Edge
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
 from tests.unit.boundary.cases import PLACEMENTS, Placement
@@ -32,6 +35,14 @@ APART = ("0: 0-2; 1: 3-7", "2,3: 0-7 partial")
 
 def communicator(dtype: torch.dtype = torch.float64, *, check: bool = True) -> BoundaryCommunicator:
     return BoundaryCommunicator(world(), CPU, WIDTH, dtype, check=check)
+
+
+@contextlib.contextmanager
+def crossings() -> Iterator[Callable[..., Tensor]]:
+    """Crosses rows, whose gradients go back at the end."""
+    current = MicroBatchCrossings()
+    yield lambda link, plan, rows: current.cross(Edge("a", "b"), link, plan, rows, lambda _: contextlib.nullcontext())
+    current.end()
 
 
 def between(source: str, destination: str, seed: int = 0) -> Boundary:
@@ -80,10 +91,11 @@ def test_gradients_equal_those_of_indexing(placement: Placement, dtype: torch.dt
         values = torch.sign(boundary.x) * (boundary.x.abs() % 4)  # small enough to be exact in bfloat16
         boundary = Boundary(boundary.plan, boundary.loaded, values, seed)
         rows = boundary.x[boundary.held].to(dtype).requires_grad_()
-        arrived = cross(communicator(dtype, check=bool(seed % 2)), boundary.loaded, rows)
-        assert arrived.requires_grad and torch.equal(arrived.double(), boundary.x[boundary.needed])
-        weights = torch.sign(boundary.gradient(dist.get_rank())).to(dtype)
-        loss_of(arrived, weights).backward()
+        with crossings() as cross:
+            arrived = cross(communicator(dtype, check=bool(seed % 2)), boundary.loaded, rows)
+            assert arrived.requires_grad and torch.equal(arrived.double(), boundary.x[boundary.needed])
+            weights = torch.sign(boundary.gradient(dist.get_rank())).to(dtype)
+            loss_of(arrived, weights).backward()
         assert rows.grad is not None and rows.grad.dtype == dtype
         boundary.check_gradient(rows.grad.double(), world(), reference(signs(boundary)))
         nothing += not len(rows) or not len(arrived)
@@ -95,7 +107,7 @@ def test_gradients_equal_those_of_indexing(placement: Placement, dtype: torch.dt
 def test_nothing_comes_back_where_nobody_wants_it(kind: str) -> None:
     boundary = between(SHARDS, PARTS)
     rows = boundary.x[boundary.held]
-    with torch.set_grad_enabled(kind != "no_grad"):
+    with crossings() as cross, torch.set_grad_enabled(kind != "no_grad"):
         arrived = cross(communicator(), boundary.loaded, rows.requires_grad_(kind != "frozen"))
     assert torch.equal(arrived, boundary.x[boundary.needed])
     assert not arrived.requires_grad and arrived.grad_fn is None
@@ -105,8 +117,8 @@ def test_nothing_comes_back_where_nobody_wants_it(kind: str) -> None:
 def test_ranks_whose_rows_want_no_gradient_take_part() -> None:
     boundary, wanting = between(SHARDS, PARTS), dist.get_rank() in (1, 3)
     rows = boundary.x[boundary.held].requires_grad_(wanting)
-    arrived = cross(communicator(), boundary.loaded, rows)
-    loss_of(arrived, boundary.gradient(dist.get_rank())).backward()
+    with crossings() as cross:
+        loss_of(cross(communicator(), boundary.loaded, rows), boundary.gradient(dist.get_rank())).backward()
     if wanting:
         assert rows.grad is not None
         assert torch.equal(rows.grad, reference(boundary)[boundary.held])
@@ -126,43 +138,13 @@ def test_what_could_not_come_back_is_refused_on_all_ranks(kind: str, found: str)
     with (
         pytest.raises(ValueError, match=re.escape(found)) as error,
         torch.set_grad_enabled(kind != "mixed" or dist.get_rank() != 1),
+        crossings() as cross,
     ):
         cross(communicator(), way, rows)
     messages: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(messages, str(error.value))
     assert len(set(messages)) == 1
     assert torch.equal(communicator().forward(boundary.loaded, rows), boundary.x[boundary.needed])
-
-
-@on_ranks(4)
-def test_several_crossings_in_a_graph_and_backward_twice() -> None:
-    """One after the other, and two beside each other."""
-    there, back, link = between(SHARDS, PARTS), between(PARTS, SHARDS), communicator()
-    x, own = there.x, dist.get_rank()
-    rows = x[there.held].requires_grad_()
-    middle = cross(link, there.loaded, rows)
-    loss = loss_of(cross(link, back.loaded, middle), back.gradient(own)) + loss_of(
-        cross(link, there.loaded, 2 * rows), there.gradient(own)
-    )
-    loss.backward(retain_graph=True)
-    first = rows.grad
-    assert first is not None
-    expected = reference(back) + 2 * reference(Boundary(there.plan, there.loaded, 2 * x, there.seed))
-    assert torch.equal(first, expected[there.held])
-    first = first.clone()
-    loss.backward()
-    assert rows.grad is not None and torch.equal(rows.grad, 2 * first)
-
-
-@on_ranks(4)
-def test_a_gradient_of_the_gradient_is_refused() -> None:
-    boundary = between(SHARDS, PARTS)
-    rows = boundary.x[boundary.held].requires_grad_()
-    arrived = cross(communicator(), boundary.loaded, rows)
-    weights = torch.full_like(arrived, 1.0 + dist.get_rank())
-    (grads,) = torch.autograd.grad(loss_of(arrived, weights), rows, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
-        grads.sum().backward()
 
 
 @pytest.mark.parametrize("kind", ["invariant", "partial"])
@@ -175,8 +157,9 @@ def test_copies_of_gradients_are_what_the_plan_says(kind: str) -> None:
 
     def gradients(weight: float, check: bool = True) -> None:
         rows = boundary.x[boundary.held].requires_grad_()
-        arrived = cross(communicator(check=check), boundary.loaded, rows, gradients=True)
-        loss_of(arrived, torch.full_like(arrived, weight)).backward()
+        with crossings() as cross:
+            arrived = cross(communicator(check=check), boundary.loaded, rows)
+            loss_of(arrived, torch.full_like(arrived, weight)).backward()
 
     gradients(weights[kind])
     gradients(0.0)  # Rows that nobody uses.
@@ -191,9 +174,9 @@ def test_equal_parts_of_a_mean_are_warned_of() -> None:
     """Ranks that share the tokens of a pooled sample may have equal parts, as do those that compute the whole."""
     boundary = between(SHARDS, PARTS)
     rows = boundary.x[boundary.held].requires_grad_()
-    pooled = cross(communicator(), boundary.loaded, rows, gradients=True).mean(0).sum()
-    with pytest.warns(UserWarning, match="found gradients of rows that are equal on ranks .*, expected parts"):
-        (pooled / 2).backward()
+    said = "found gradients of rows that are equal on ranks .*, expected parts"
+    with pytest.warns(UserWarning, match=said), crossings() as cross:
+        (cross(communicator(), boundary.loaded, rows).mean(0).sum() / 2).backward()
     assert rows.grad is not None and (not len(rows) or rows.grad.abs().min() > 0)
 
 
@@ -203,8 +186,10 @@ def test_disjoint_sides_in_one_graph() -> None:
     boundary = between(*APART)
     link, own = communicator(check=False), dist.get_rank()
     rows = boundary.x[boundary.held].requires_grad_() if own < 2 else link.no_rows()
-    arrived = cross(link, boundary.loaded, rows)
-    (arrived.sum() if own < 2 else loss_of(arrived, boundary.gradient(own))).backward()
+    with crossings() as cross:
+        arrived = cross(link, boundary.loaded, rows)
+        if own >= 2:
+            loss_of(arrived, boundary.gradient(own)).backward()
     if own < 2:
         assert rows.grad is not None and torch.equal(rows.grad, reference(boundary)[boundary.held])
 
@@ -216,7 +201,8 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
     link, own = communicator(), dist.get_rank()
     direction = between(*APART, seed=4).x
     rows = boundary.x[boundary.held].requires_grad_()
-    loss_of(cross(link, boundary.loaded, rows), boundary.gradient(own)).backward()
+    with crossings() as cross:
+        loss_of(cross(link, boundary.loaded, rows), boundary.gradient(own)).backward()
     ends = [
         loss_of(link.forward(boundary.loaded, (boundary.x + side * direction)[boundary.held]), boundary.gradient(own))
         for side in (1, -1)
