@@ -17,19 +17,19 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import yaml
 
 from megatron_hetero.cli.command import a_path
+from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, DemoSizes, flag_of, write_model
 from megatron_hetero.cli.demo.records import Sample, draw, held_out_samples, training_samples
 from megatron_hetero.distributed.launch import ended
 from megatron_hetero.errors import UserError, quoted, reason
 from megatron_hetero.layout.grammar import did_you_mean
-from megatron_hetero.models.common.demo_sizes import DemoSizes
-from megatron_hetero.models.registry import FAMILIES, titles
+from megatron_hetero.models.registry import titles
 from megatron_hetero.terminal import Parser
 
 # Moved into place in this order: the marker comes last, so a folder that has it is complete.
@@ -38,7 +38,8 @@ PARTS = ("model", "data", "config.yaml", MARKER)
 # Increment when the same options produce other bytes.
 FORMAT = 1
 WORK = ".making-"
-DEFAULT_FAMILY = next(iter(FAMILIES))
+FAMILIES = tuple(SYSTEM_PROMPTS)
+"""The families that there are demos of."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class DemoOptions:
     train_pictures: int = 8000
     heldout_questions: int = 320
     shape: DemoSizes = field(default_factory=DemoSizes)
-    model: str = DEFAULT_FAMILY
+    model: str = FAMILIES[0]
 
     def __post_init__(self) -> None:
         if self.model not in FAMILIES:
@@ -61,8 +62,7 @@ class DemoOptions:
             )
         for name, least in {"seed": 0, "train_pictures": 1, "heldout_questions": 1}.items():
             if (value := getattr(self, name)) < least:
-                flag = "--" + name.replace("_", "-")
-                raise UserError.at(flag, found=str(value), expected=f"≥ {least}", fix=f"raise {flag}")
+                raise UserError.at(flag_of(name), found=str(value), expected=f"≥ {least}", fix=f"raise {flag_of(name)}")
 
     def to_json(self) -> str:
         """The text of the marker file."""
@@ -98,9 +98,7 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
 
 def _holds(folder: Path, options: DemoOptions) -> bool:
     complete = all((folder / part).exists() for part in PARTS)
-    marker = options.to_json()
-    before_families = marker.replace(f',\n  "model": "{DEFAULT_FAMILY}"', "")
-    return complete and (folder / MARKER).read_text(encoding="utf-8") in (marker, before_families)
+    return complete and (folder / MARKER).read_text(encoding="utf-8") == options.to_json()
 
 
 def _refuse_other_content(folder: Path) -> None:
@@ -144,7 +142,8 @@ def _write_parts(folder: Path, options: DemoOptions) -> None:
     (data / "images").mkdir(parents=True)
     _write_samples(data, "train", train)
     _write_samples(data, "heldout", held_out)
-    FAMILIES[options.model].write_demo(folder / "model", _corpus(train), options.shape, options.seed)
+    corpus = [text for sample in train for text in (sample.question, sample.answer)]
+    write_model(folder / "model", options.model, corpus, options.shape, options.seed)
     (folder / "config.yaml").write_text(_config_text(options), encoding="utf-8")
     (folder / MARKER).write_text(options.to_json(), encoding="utf-8")
 
@@ -156,11 +155,6 @@ def _write_samples(data: Path, split: str, samples: Sequence[Sample]) -> None:
             file.write(json.dumps(sample.record(name)) + "\n")
             for picture, scene in zip(sample.files(name), sample.scenes, strict=True):
                 draw(scene).save(data / "images" / picture)
-
-
-def _corpus(samples: Iterable[Sample]) -> list[str]:
-    """All text for training the tokenizer."""
-    return [text for s in samples for text in (s.question, s.answer)]
 
 
 def _config_text(options: DemoOptions) -> str:
@@ -190,8 +184,8 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, type=int, default=value, help=f"{text} (default {value})")
     for name, value in asdict(shape).items():
         if isinstance(value, int):
-            flag = "--" + name.replace("_", "-")
-            parser.add_argument(flag, type=int, default=value, help=f"{name.replace('_', ' ')} (default {value})")
+            help_text = f"{name.replace('_', ' ')} (default {value})"
+            parser.add_argument(flag_of(name), type=int, default=value, help=help_text)
     parser.add_argument("--force", action="store_true", help=f"replace {', '.join(PARTS)} in DIR and nothing else")
     return parser
 

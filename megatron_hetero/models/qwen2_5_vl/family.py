@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.files.json_objects import Table
-from megatron_hetero.models.common.demo.template import IMAGE_TOKENS
 from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures.geometry import rope_positions
-from megatron_hetero.models.items.pictures.item_type import Pictures
-from megatron_hetero.models.qwen2_5_vl import checks, demo, joining
+from megatron_hetero.models.items.pictures.item_type import IMAGE_TOKENS, Pictures
+from megatron_hetero.models.qwen2_5_vl import checks, joining
 from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG, FAMILY
 
 if TYPE_CHECKING:
@@ -57,8 +56,6 @@ class Qwen25VL:
         from megatron_hetero.models.qwen2_5_vl.shapes import text_shape
 
         return text_shape(config)
-
-    write_demo = staticmethod(demo.write_model)
 
     canonical_name = staticmethod(canonical_name)
 
