@@ -59,14 +59,24 @@ class DirectionTraffic:
         """Rows that each rank sends to others."""
         return sum((s.send.counts for s in self.stages), np.zeros(len(self.ranks), np.int64))
 
-    def stage(self, name: Phase) -> StageTraffic | None:
-        """The exchange of that stage, if there is one."""
-        return next((s for s in self.stages if s.stage == name), None)
+    def staging(self, row_bytes: int, rounded: bool) -> np.ndarray:
+        """About the bytes of the buffers that a crossing borrows at once on each rank, whose sizes are powers of two: for
+        rows of an exchange that are not one run, with those that stay; and where the wire has a type of its own
+        (`rounded`), for all rows.
+        """
+        phases = [sum(_buffers(side.staged() * row_bytes) for side in (s.send, s.receive)) for s in self.stages]
+        most = _buffers(self.kept.staged() * row_bytes) + np.max([np.zeros(len(self.ranks), np.int64), *phases], axis=0)
+        return most + rounded * (_buffers(self.held * row_bytes) + _buffers(self.needed * row_bytes))
 
     @property
     def pairs(self) -> int:
         """Pairs of ranks that exchange rows, over all stages: the messages where exchanges are point-to-point."""
         return sum(stage.pairs for stage in self.stages)
+
+
+def _buffers(sizes: np.ndarray) -> np.ndarray:
+    """The next powers of two; 0 for 0."""
+    return np.where(sizes > 0, 1 << np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64), 0)
 
 
 def traffic_of(plan: BoundaryPlan) -> dict[str, DirectionTraffic]:

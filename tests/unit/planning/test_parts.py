@@ -19,7 +19,6 @@ from megatron_hetero.planning.memory.measured import flash_workspace
 from megatron_hetero.planning.memory.nccl_memory import NVLS_BYTES, PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
 from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
 from megatron_hetero.planning.memory.stages import KeptBytes, StageBytes, together
-from megatron_hetero.planning.memory.staging import SimulatedBufferPool
 from megatron_hetero.planning.traffic import Indexed, traffic_of
 from tests.unit.planning.conftest import MakePlan
 
@@ -110,18 +109,6 @@ def test_traffic_is_that_of_each_ranks_plan(world: int, vision: str, text: str, 
 def _assert_same(indexed: Indexed, at: int, index: np.ndarray) -> None:
     assert indexed.counts[at] == len(index)
     assert indexed.runs[at] == bool(np.all(np.diff(index) == 1))
-
-
-def test_buffers_are_powers_of_two_and_used_again() -> None:
-    pool = SimulatedBufferPool()
-    first = pool.take(100)
-    assert (first, pool.held) == (128, 128)
-    pool.free.append(first)
-    assert (pool.take(128), pool.held) == (128, 128)
-    pool.free.append(128)
-    assert (pool.take(129), pool.held) == (256, 256)  # takes the place of the smaller one
-    assert pool.take(5) == 8
-    assert pool.peak == 264
 
 
 def test_memory_of_communicators() -> None:
