@@ -398,8 +398,7 @@ class _Memory:
             if call[0] == name and self.shards[call].used
         }
         outputs = {boundary.edge: boundary.outputs for boundary in self.boundaries}
-        rounded = self.job.transport != self.job.dtype
-        return RankBytes(stages, held, needed, outputs, self.assumed.calls, rounded)
+        return RankBytes(stages, held, needed, outputs, self.assumed.calls)
 
     def _stage(self, name: str, number: int, shard: SequenceShard) -> StageBytes:
         offload = self.job.config.offload_of(name).activations

@@ -7,6 +7,7 @@ of all rows are computed once and counted by rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -60,13 +61,13 @@ class DirectionTraffic:
         return sum((s.send.counts for s in self.stages), np.zeros(len(self.ranks), np.int64))
 
     def staging(self, row_bytes: int, rounded: bool) -> np.ndarray:
-        """About the bytes of the buffers that a crossing borrows at once on each rank, whose sizes are powers of two: for
-        rows of an exchange that are not one run, with those that stay; and where the wire has a type of its own
-        (`rounded`), for all rows.
+        """About the bytes of the buffers that a crossing borrows at once on each rank: for rows of an exchange that are
+        not one run, with those that stay; and where the wire has a type of its own (`rounded`), for all rows.
         """
-        phases = [sum(_buffers(side.staged() * row_bytes) for side in (s.send, s.receive)) for s in self.stages]
-        most = _buffers(self.kept.staged() * row_bytes) + np.max([np.zeros(len(self.ranks), np.int64), *phases], axis=0)
-        return most + rounded * (_buffers(self.held * row_bytes) + _buffers(self.needed * row_bytes))
+        buffers, most = partial(_buffers, row_bytes), np.zeros(len(self.ranks), np.int64)
+        for stage in self.stages:
+            most = np.maximum(most, buffers(stage.send.staged()) + buffers(stage.receive.staged()))
+        return buffers(self.kept.staged()) + most + rounded * (buffers(self.held) + buffers(self.needed))
 
     @property
     def pairs(self) -> int:
@@ -74,8 +75,9 @@ class DirectionTraffic:
         return sum(stage.pairs for stage in self.stages)
 
 
-def _buffers(sizes: np.ndarray) -> np.ndarray:
-    """The next powers of two; 0 for 0."""
+def _buffers(row_bytes: int, rows: np.ndarray) -> np.ndarray:
+    """Bytes of buffers for so many rows, powers of two; 0 for none."""
+    sizes = row_bytes * rows
     return np.where(sizes > 0, 1 << np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64), 0)
 
 

@@ -184,7 +184,8 @@ def test_plan_is_what_a_step_takes(
         stays = [each.stays for (name, at), each in plan.gathered.items() if rank in plan.layouts[name].stage(at).ranks]
         assert max(stays, default=0) <= found["gathered"] <= planned["workspace"], f"rank {rank}"
         assert planned["activations"] == pytest.approx(found["activations"], rel=0.05), f"rank {rank}"
-        assert 0 <= planned["boundary"] - found["boundary"] <= 0.01 * sum(planned.values()), f"rank {rank}"
+        # A buffer for no rows takes a byte.
+        assert -8 <= planned["boundary"] - found["boundary"] <= 0.01 * sum(planned.values()), f"rank {rank}"
         assert found["planned"] == found["parameters"]
         assert plan.host_states[rank] == found["host"]
         assert plan.host_activations[rank] == pytest.approx(found["host activations"], rel=0.05), f"rank {rank}"
