@@ -19,10 +19,7 @@ the ranks too. The exit status:
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
 import logging
-import math
 import os
 import signal
 import socket
@@ -32,9 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.distributed.launch import FINAL, INTERRUPTED, STOPPED_FILE, ended, hide_stack_traces
-from megatron_hetero.environment.ranks import LAUNCHER, MOST_PORT, require_torch_settings
-from megatron_hetero.errors import UserError, reason
+from megatron_hetero.distributed.launch import FINAL, STOPPED_FILE, ended, hide_stack_traces
+from megatron_hetero.environment.ranks import LAUNCHER, MOST_PORT
+from megatron_hetero.errors import UserError
 
 # torch is imported in `main`: it takes seconds that Ctrl-C may interrupt.
 if TYPE_CHECKING:
@@ -66,8 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(arguments: Sequence[str] | None) -> int:
     """Start the ranks of this host and wait for them. Returns the exit status. Raises `UserError`."""
-    require_torch_settings()
-    _require_log_level(os.environ.get("LOGLEVEL", "WARNING"))
     torchrun = _import_torchrun()
     parser = torchrun.get_args_parser()
     parser.prog = LAUNCHER
@@ -89,15 +84,7 @@ def _launch(arguments: Sequence[str] | None) -> int:
         status = _run(torchrun, options)
         if stopped.exists() and (status == 0 or status > 128):
             status = STOPPED
-        if config.max_nodes > 1 and status:
-            from torch.distributed.elastic.multiprocessing import SignalException
-
-            from megatron_hetero.distributed.meeting import leave_word
-
-            # The other hosts start again where this one does: docs/checkpoints.md.
-            word = FINAL if status in (1, 2, STOPPED, INTERRUPTED) else ""
-            with contextlib.suppress(SignalException):  # A scheduler ends all of them.
-                leave_word(store, word, options.node_rank, config.max_nodes)
+        del store
         return status
 
 
@@ -176,14 +163,6 @@ def _require_static(options: argparse.Namespace, config: Any) -> None:
         raise UserError.at("--node-rank", found=found, expected=expected, fix="count the hosts from 0")
 
 
-def _require_log_level(name: str) -> None:
-    """Check the variable `LOGLEVEL`. Raises `UserError`."""
-    if name not in (levels := logging.getLevelNamesMapping()):
-        found, expected = f"`{name}`", f"one of {', '.join(levels)}"
-        fix = "set one of them, or unset it"
-        raise UserError.at("environment variable LOGLEVEL", found=found, expected=expected, fix=fix)
-
-
 def _serve(options: argparse.Namespace) -> dist.Store:
     """The store of a run on this host alone, which torchrun finds in this process. It listens at one address, by
     default of the loopback interface; torch's own listens on all interfaces. Raises `UserError`.
@@ -194,11 +173,12 @@ def _serve(options: argparse.Namespace) -> dist.Store:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         server = socket.create_server(address[:2], family=family)
-    except OSError as error:
-        what = "another port" if error.errno == errno.EADDRINUSE else "an address of this host"
+    except (OSError, OverflowError, UnicodeError) as error:
         # Python adds the address to what the system says.
-        why = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else reason(error)
-        raise UserError.at(where, problem=f"cannot be opened ({why})", fix=f"choose {what}, or leave it out") from None
+        number = getattr(error, "errno", None) or 0
+        why = os.strerror(number).lower() if number > 0 else str(error)
+        fix = "choose another port or an address of this host, or leave it out"
+        raise UserError.at(where, problem=f"cannot be opened ({why})", fix=fix) from None
     host, port = server.getsockname()[:2]
     options.standalone, options.rdzv_endpoint = False, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return TCPStore(host, port, 1, True, multi_tenant=True, master_listen_fd=server.detach())
@@ -211,18 +191,13 @@ def _meet(options: argparse.Namespace, config: Any) -> dist.Store:
     where, host, port = _place(options, _PORT)
     if not port:
         raise UserError.at(where, found="port 0", expected="one that all hosts know", fix="choose a port")
-    timeout_s = _timeout(config.rdzv_configs.get("timeout", _JOIN_S))
+    try:
+        timeout_s = float(config.rdzv_configs.get("timeout", _JOIN_S))
+    except ValueError as error:
+        raise UserError.at("--rdzv-conf timeout", problem=str(error), fix="give seconds") from None
     store = Place(host, port, where, "host 0", timeout_s).connect(serves=options.node_rank == 0)
     gather(store, "host", options.node_rank, config.max_nodes, timeout_s)
     return store
-
-
-def _timeout(given: object) -> float:
-    """Seconds. Raises `UserError`."""
-    with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(str(given))) < math.inf:
-            return seconds
-    raise UserError.at("--rdzv-conf timeout", found=str(given), expected="seconds, more than 0", fix="correct it")
 
 
 def _place(options: argparse.Namespace, port: int) -> tuple[str, str, int]:
@@ -235,12 +210,9 @@ def _place(options: argparse.Namespace, port: int) -> tuple[str, str, int]:
         if options.rdzv_endpoint:
             named = "--rdzv-endpoint"
             host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, port)
-        host.encode("idna")
-    except UnicodeError:
-        raise UserError.at(named, found=host[:99], expected="the name or address of a host", fix="correct it") from None
     except ValueError as error:
         raise UserError.at(named, problem=str(error).rstrip("."), fix="write HOST:PORT") from None
-    if not 0 <= port <= MOST_PORT:
+    if not 0 <= port <= MOST_PORT:  # The system would take another.
         raise UserError.at(named, found=str(port), expected=f"a port of at most {MOST_PORT}", fix="choose another port")
     return f"{named}, {host}:{port}", host, port
 
