@@ -46,8 +46,6 @@ _JOIN_S = 600
 """Seconds for all hosts to join, unless `--rdzv-conf timeout` is given; torch's default."""
 _PORT = 29500
 """Of the first of several hosts, unless given; torch's default."""
-_EXPECTED = ("Setting OMP_NUM_THREADS", "Sending process", "death signal, shutting down")
-"""Parts of the messages that torch logs at every exit."""
 _LOGGERS = (
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.api",
@@ -98,27 +96,14 @@ def _signals_to_handle() -> str:
 
 
 def _import_torchrun() -> Any:
-    """`torch.distributed.run`, without its expected log messages."""
+    """`torch.distributed.run`, without its log messages: how ranks end is reported here."""
     hide_stack_traces()
     from torch.distributed import run
 
     if "LOGLEVEL" not in os.environ:
         for name in _LOGGERS:
-            logging.getLogger(name).addFilter(_filter)
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     return run
-
-
-def _filter(record: logging.LogRecord) -> bool:
-    """Whether torch logs a record: not if expected, and never with a traceback. A dead rank is reported here."""
-    record.exc_info = record.exc_text = None
-    if not str(record.msg).startswith("failed (exitcode:"):
-        return not any(part in str(record.msg) for part in _EXPECTED)
-    match record.args:
-        case (int(code), local_rank, pid, *_) if code < 0:
-            more = ", possibly out of memory" if code == -signal.SIGKILL else ""
-            how = f"was killed by {signal.Signals(-code).name}{more}"
-            print(f"rank {local_rank} of {socket.gethostname()} (process {pid}) {how}", file=sys.stderr, flush=True)
-    return False
 
 
 def _checked(torchrun: Any, options: argparse.Namespace) -> Any:
@@ -248,8 +233,12 @@ def _status_of(error: ChildFailedError) -> int:
             get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
         if failure.exitcode == 1 and not failure.message.get("extraInfo", {}).get(FINAL):
             return FAILED
-    elif failure.exitcode > 0:
-        print(f"rank {rank} on {socket.gethostname()} exited with status {failure.exitcode}", file=sys.stderr)
+    else:
+        how = f"exited with status {failure.exitcode}"
+        if failure.exitcode < 0:
+            more = ", possibly out of memory" if failure.exitcode == -signal.SIGKILL else ""
+            how = f"was killed by {signal.Signals(-failure.exitcode).name}{more}"
+        print(f"rank {rank} of {socket.gethostname()} (process {failure.pid}) {how}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
