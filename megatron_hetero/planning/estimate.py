@@ -216,7 +216,7 @@ def _held_in(job: JobSpec, place: _Place, view: View) -> tuple[Parameter, ...]:
 
 def _kept(job: JobSpec, place: _Place, held: Sequence[Parameter]) -> ParameterBytes:
     """What the parameters of all views take of the ranks of a stage. `held`: those of the main view."""
-    config, (name, at) = job.config, place
+    config, (name, _) = job.config, place
     layout, every = job.layouts[name], list[ParameterBytes]()
     for view in layout.every_view:
         of_view = parameter_bytes(
@@ -227,21 +227,9 @@ def _kept(job: JobSpec, place: _Place, held: Sequence[Parameter]) -> ParameterBy
             config.precision_of(name),
             on_host=config.offload_of(name).states,
             zero=config.zero_of(name),
-            is_first=at == 0,
         )
-        every.append(of_view.at(_places(layout, view)))
+        every.append(of_view)
     return reduce(add, every)
-
-
-def _places(layout: Layout, view: View) -> np.ndarray:
-    """For each rank of a stage its place among those that sum the gradients of a view, int64."""
-    left, found, stride = np.arange(layout.stage_size), np.zeros(layout.stage_size, np.int64), 1
-    for axis, degree in layout.degrees_in(view).items():
-        if axis in view.sum_axes:
-            found += left % degree * stride
-            stride *= degree
-        left //= degree
-    return found
 
 
 def _gathered(job: JobSpec, assumed: AssumedBatch, place: _Place) -> GatheredBytes:
