@@ -36,7 +36,7 @@ from benchmarks.crew import join_group
 from benchmarks.report import Ratio, table
 from measuring.material import ModelSize, write_samples
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.data.readers.processes import ReaderProcesses
+from megatron_hetero.data.readers import ReaderProcesses
 from megatron_hetero.data.step_loader import StepLoader
 
 RESULTS = Path(__file__).parent / "results"

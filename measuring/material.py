@@ -57,9 +57,12 @@ def _write_model(folder: Path, size: ModelSize) -> None:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     from measuring.encoder import encoder_shape
-    from megatron_hetero.models.qwen2_5_vl.demo import mrope_section, train_tokenizer, write_processor
+    from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
+    from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
 
-    tokenizer = train_tokenizer([" ".join(WORDS), "system user assistant\n"] * 4, vocab_size=300)
+    tokenizer = train_tokenizer(
+        [" ".join(WORDS), "system user assistant\n"] * 4, 300, chat_template(SYSTEM_PROMPTS["qwen2_5_vl"])
+    )
     token_id: Any = tokenizer.convert_tokens_to_ids
     shape = encoder_shape(size.vision_hidden, size.vision_layers, size.vision_heads, size.text_hidden)
     config = Qwen2_5_VLConfig(
@@ -99,4 +102,4 @@ def _write_model(folder: Path, size: ModelSize) -> None:
     torch.manual_seed(0)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    write_processor(folder)
+    write_processor(folder, "qwen2_5_vl")

@@ -19,10 +19,7 @@ the ranks too. The exit status:
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
 import logging
-import math
 import os
 import signal
 import socket
@@ -32,9 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.distributed.launch import FINAL, INTERRUPTED, STOPPED_FILE, ended, hide_stack_traces
-from megatron_hetero.environment.ranks import LAUNCHER, MOST_PORT, require_torch_settings
-from megatron_hetero.errors import UserError, reason
+from megatron_hetero.distributed.launch import FINAL, STOPPED_FILE, ended, hide_stack_traces
+from megatron_hetero.environment.ranks import LAUNCHER, MOST_PORT
+from megatron_hetero.errors import UserError
 
 # torch is imported in `main`: it takes seconds that Ctrl-C may interrupt.
 if TYPE_CHECKING:
@@ -49,8 +46,6 @@ _JOIN_S = 600
 """Seconds for all hosts to join, unless `--rdzv-conf timeout` is given; torch's default."""
 _PORT = 29500
 """Of the first of several hosts, unless given; torch's default."""
-_EXPECTED = ("Setting OMP_NUM_THREADS", "Sending process", "death signal, shutting down")
-"""Parts of the messages that torch logs at every exit."""
 _LOGGERS = (
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.api",
@@ -66,8 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(arguments: Sequence[str] | None) -> int:
     """Start the ranks of this host and wait for them. Returns the exit status. Raises `UserError`."""
-    require_torch_settings()
-    _require_log_level(os.environ.get("LOGLEVEL", "WARNING"))
     torchrun = _import_torchrun()
     parser = torchrun.get_args_parser()
     parser.prog = LAUNCHER
@@ -89,15 +82,7 @@ def _launch(arguments: Sequence[str] | None) -> int:
         status = _run(torchrun, options)
         if stopped.exists() and (status == 0 or status > 128):
             status = STOPPED
-        if config.max_nodes > 1 and status:
-            from torch.distributed.elastic.multiprocessing import SignalException
-
-            from megatron_hetero.distributed.meeting import leave_word
-
-            # The other hosts start again where this one does: docs/checkpoints.md.
-            word = FINAL if status in (1, 2, STOPPED, INTERRUPTED) else ""
-            with contextlib.suppress(SignalException):  # A scheduler ends all of them.
-                leave_word(store, word, options.node_rank, config.max_nodes)
+        del store
         return status
 
 
@@ -111,27 +96,14 @@ def _signals_to_handle() -> str:
 
 
 def _import_torchrun() -> Any:
-    """`torch.distributed.run`, without its expected log messages."""
+    """`torch.distributed.run`, without its log messages: how ranks end is reported here."""
     hide_stack_traces()
     from torch.distributed import run
 
     if "LOGLEVEL" not in os.environ:
         for name in _LOGGERS:
-            logging.getLogger(name).addFilter(_filter)
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     return run
-
-
-def _filter(record: logging.LogRecord) -> bool:
-    """Whether torch logs a record: not if expected, and never with a traceback. A dead rank is reported here."""
-    record.exc_info = record.exc_text = None
-    if not str(record.msg).startswith("failed (exitcode:"):
-        return not any(part in str(record.msg) for part in _EXPECTED)
-    match record.args:
-        case (int(code), local_rank, pid, *_) if code < 0:
-            more = ", possibly out of memory" if code == -signal.SIGKILL else ""
-            how = f"was killed by {signal.Signals(-code).name}{more}"
-            print(f"rank {local_rank} of {socket.gethostname()} (process {pid}) {how}", file=sys.stderr, flush=True)
-    return False
 
 
 def _checked(torchrun: Any, options: argparse.Namespace) -> Any:
@@ -176,14 +148,6 @@ def _require_static(options: argparse.Namespace, config: Any) -> None:
         raise UserError.at("--node-rank", found=found, expected=expected, fix="count the hosts from 0")
 
 
-def _require_log_level(name: str) -> None:
-    """Check the variable `LOGLEVEL`. Raises `UserError`."""
-    if name not in (levels := logging.getLevelNamesMapping()):
-        found, expected = f"`{name}`", f"one of {', '.join(levels)}"
-        fix = "set one of them, or unset it"
-        raise UserError.at("environment variable LOGLEVEL", found=found, expected=expected, fix=fix)
-
-
 def _serve(options: argparse.Namespace) -> dist.Store:
     """The store of a run on this host alone, which torchrun finds in this process. It listens at one address, by
     default of the loopback interface; torch's own listens on all interfaces. Raises `UserError`.
@@ -194,11 +158,12 @@ def _serve(options: argparse.Namespace) -> dist.Store:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         server = socket.create_server(address[:2], family=family)
-    except OSError as error:
-        what = "another port" if error.errno == errno.EADDRINUSE else "an address of this host"
+    except (OSError, OverflowError, UnicodeError) as error:
         # Python adds the address to what the system says.
-        why = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else reason(error)
-        raise UserError.at(where, problem=f"cannot be opened ({why})", fix=f"choose {what}, or leave it out") from None
+        number = getattr(error, "errno", None) or 0
+        why = os.strerror(number).lower() if number > 0 else str(error)
+        fix = "choose another port or an address of this host, or leave it out"
+        raise UserError.at(where, problem=f"cannot be opened ({why})", fix=fix) from None
     host, port = server.getsockname()[:2]
     options.standalone, options.rdzv_endpoint = False, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return TCPStore(host, port, 1, True, multi_tenant=True, master_listen_fd=server.detach())
@@ -211,18 +176,13 @@ def _meet(options: argparse.Namespace, config: Any) -> dist.Store:
     where, host, port = _place(options, _PORT)
     if not port:
         raise UserError.at(where, found="port 0", expected="one that all hosts know", fix="choose a port")
-    timeout_s = _timeout(config.rdzv_configs.get("timeout", _JOIN_S))
+    try:
+        timeout_s = float(config.rdzv_configs.get("timeout", _JOIN_S))
+    except ValueError as error:
+        raise UserError.at("--rdzv-conf timeout", problem=str(error), fix="give seconds") from None
     store = Place(host, port, where, "host 0", timeout_s).connect(serves=options.node_rank == 0)
     gather(store, "host", options.node_rank, config.max_nodes, timeout_s)
     return store
-
-
-def _timeout(given: object) -> float:
-    """Seconds. Raises `UserError`."""
-    with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(str(given))) < math.inf:
-            return seconds
-    raise UserError.at("--rdzv-conf timeout", found=str(given), expected="seconds, more than 0", fix="correct it")
 
 
 def _place(options: argparse.Namespace, port: int) -> tuple[str, str, int]:
@@ -235,12 +195,9 @@ def _place(options: argparse.Namespace, port: int) -> tuple[str, str, int]:
         if options.rdzv_endpoint:
             named = "--rdzv-endpoint"
             host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, port)
-        host.encode("idna")
-    except UnicodeError:
-        raise UserError.at(named, found=host[:99], expected="the name or address of a host", fix="correct it") from None
     except ValueError as error:
         raise UserError.at(named, problem=str(error).rstrip("."), fix="write HOST:PORT") from None
-    if not 0 <= port <= MOST_PORT:
+    if not 0 <= port <= MOST_PORT:  # The system would take another.
         raise UserError.at(named, found=str(port), expected=f"a port of at most {MOST_PORT}", fix="choose another port")
     return f"{named}, {host}:{port}", host, port
 
@@ -276,8 +233,12 @@ def _status_of(error: ChildFailedError) -> int:
             get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
         if failure.exitcode == 1 and not failure.message.get("extraInfo", {}).get(FINAL):
             return FAILED
-    elif failure.exitcode > 0:
-        print(f"rank {rank} on {socket.gethostname()} exited with status {failure.exitcode}", file=sys.stderr)
+    else:
+        how = f"exited with status {failure.exitcode}"
+        if failure.exitcode < 0:
+            more = ", possibly out of memory" if failure.exitcode == -signal.SIGKILL else ""
+            how = f"was killed by {signal.Signals(-failure.exitcode).name}{more}"
+        print(f"rank {rank} of {socket.gethostname()} (process {failure.pid}) {how}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 

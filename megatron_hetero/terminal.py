@@ -1,17 +1,15 @@
-"""Standard output, whose failures are reported in one sentence, consoles for tables, and the tools' argument parser."""
+"""Standard output that may go, consoles for tables, and the tools' argument parser."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import os
-import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from megatron_hetero.errors import UserError, printable, reason
+from megatron_hetero.errors import printable
 
 # `rich` is imported where something is printed with it.
 if TYPE_CHECKING:
@@ -55,82 +53,34 @@ def open_closed_outputs() -> None:
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """Inside, a failing write to standard output (a full disk, a closed pipe) raises `UserError`, and characters that
-    the locale's encoding lacks are escaped. Writes to a terminal that is gone are dropped.
-
-    Raises `UserError` at once if the working directory no longer exists.
+    """Inside, characters that the encoding of an output lacks are escaped, and what is written to a terminal that is
+    gone is dropped: what has been trained is still to be saved.
     """
-    _require_working_directory()
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
-    with contextlib.redirect_stdout(cast(TextIO, _Output(sys.stdout))) as output:
-        try:
-            yield
-        except SystemExit:  # Of a help text, mostly.
-            output.flush()
-            raise
-        except UnicodeError as error:
-            if sys.getfilesystemencoding() == "utf-8":
-                raise
-            raise UserError.at(
-                "locale",
-                found=f"the encoding {sys.getfilesystemencoding()} ({error})",
-                expected="UTF-8",
-                because="file names and texts use it",
-                fix="set PYTHONUTF8=1 or LC_ALL=C.UTF-8",
-            ) from None
-        output.flush()
+    with contextlib.redirect_stdout(cast(TextIO, _Terminal(sys.stdout)) if sys.stdout.isatty() else sys.stdout):
+        yield
 
 
-def _require_working_directory() -> None:
-    """Check that it exists. Raises `UserError`."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UserError.at(
-            "working directory",
-            problem="no longer exists",
-            because="paths are relative to it, and torch does not start without one",
-            fix="change to an existing folder (cd)",
-        ) from None
-
-
-class _Output:
-    """A stream whose `OSError` becomes a `UserError`, except for a terminal that is gone, which nobody reads, and for a
-    closed pipe, which ends a command in silence.
-    """
+class _Terminal:
+    """A terminal, which may go."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
-        self._was_terminal = stream.isatty()
 
     def write(self, text: str) -> int:
-        with self._reported():
-            self._stream.write(text)
+        self._unless_gone(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with self._reported():
-            self._stream.flush()
+        self._unless_gone(self._stream.flush)
+
+    def _unless_gone(self, act: Callable[..., object], *arguments: str) -> None:
+        try:
+            act(*arguments)
+        except OSError:  # Its buffer would be flushed again at exit, and fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    @contextlib.contextmanager
-    def _reported(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            # Its buffer would be flushed again at exit, and fail again.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            if self._was_terminal and error.errno == errno.EIO:
-                return
-            if error.errno == errno.EPIPE and "RANK" not in os.environ:  # `--help | head`; a rank reports it.
-                raise SystemExit(128 + signal.SIGPIPE) from None
-            raise UserError.at(
-                "standard output",
-                problem=f"cannot be written ({reason(error)})",
-                fix="free space where it is redirected to, or redirect it elsewhere",
-            ) from None

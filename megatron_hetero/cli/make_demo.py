@@ -17,19 +17,16 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import yaml
-
 from megatron_hetero.cli.command import a_path
+from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, DemoSizes, flag_of, write_model
 from megatron_hetero.cli.demo.records import Sample, draw, held_out_samples, training_samples
 from megatron_hetero.distributed.launch import ended
-from megatron_hetero.errors import UserError, quoted, reason
-from megatron_hetero.layout.grammar import did_you_mean
-from megatron_hetero.models.common.demo_sizes import DemoSizes
-from megatron_hetero.models.registry import FAMILIES, titles
+from megatron_hetero.errors import UserError, reason
+from megatron_hetero.models.registry import titles
 from megatron_hetero.terminal import Parser
 
 # Moved into place in this order: the marker comes last, so a folder that has it is complete.
@@ -38,7 +35,40 @@ PARTS = ("model", "data", "config.yaml", MARKER)
 # Increment when the same options produce other bytes.
 FORMAT = 1
 WORK = ".making-"
-DEFAULT_FAMILY = next(iter(FAMILIES))
+FAMILIES = tuple(SYSTEM_PROMPTS)
+"""The families that there are demos of."""
+
+# Positions are learned last, abruptly, between steps 150 and 300 depending on the seed; the other steps are margin.
+# With half of the pictures, the same steps fit the training pictures but generalize less.
+CONFIG = """\
+# The demo's run. Paths are relative to this file.
+model: {{hf_path: model, dtype: float32}}
+parallel: {{vision: 'sp:2', text: 'tp:2'}}
+data:
+  registry:
+    demo-train: {{annotations: data/train.jsonl, images: data/images}}
+    demo-heldout: {{annotations: data/heldout.jsonl, images: data/images}}
+  datasets: [demo-train]
+  shuffle: true
+  max_seq_length: 256
+train: {{iters: 450, global_batch_size: 32, micro_batch_size: 32, seed: {seed}}}
+optimizer:
+  name: adamw
+  lr: 0.002
+  min_lr: 0.0
+  betas: [0.9, 0.99]
+  eps: 1.0e-08
+  weight_decay: 0.0
+  clip_grad: 1.0
+  schedule: cosine
+  warmup_iters: 20
+log: {{dir: log}}
+export: {{hf_dir: trained}}
+eval:
+  datasets: [demo-heldout]
+  limit: 320
+  max_new_tokens: 8
+"""
 
 
 @dataclass(frozen=True)
@@ -49,78 +79,44 @@ class DemoOptions:
     train_pictures: int = 8000
     heldout_questions: int = 320
     shape: DemoSizes = field(default_factory=DemoSizes)
-    model: str = DEFAULT_FAMILY
+    model: str = FAMILIES[0]
 
     def __post_init__(self) -> None:
-        if self.model not in FAMILIES:
-            raise UserError.at(
-                "--model",
-                found=f"{quoted(self.model)}{did_you_mean(self.model, FAMILIES)}",
-                expected=" or ".join(FAMILIES),
-                fix="name one of these families",
-            )
         for name, least in {"seed": 0, "train_pictures": 1, "heldout_questions": 1}.items():
             if (value := getattr(self, name)) < least:
-                flag = "--" + name.replace("_", "-")
-                raise UserError.at(flag, found=str(value), expected=f"≥ {least}", fix=f"raise {flag}")
-
-    def to_json(self) -> str:
-        """The text of the marker file."""
-        return json.dumps({"format": FORMAT} | asdict(self), indent=2) + "\n"
+                raise UserError.at(flag_of(name), found=str(value), expected=f"≥ {least}", fix=f"raise {flag_of(name)}")
 
 
-def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool = False) -> bool:
+def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool = False) -> None:
     """Write the demo into `folder`, all of it or nothing.
 
     Args:
-        folder: new, empty, or with this demo already.
+        folder: new or empty.
         options: seed and sizes.
         force: replace the demo's files in a folder with other content, which stays.
 
-    Returns:
-        False if the folder already had this demo and nothing was written.
-
     Raises:
-        UserError: the folder has other content.
+        UserError: the folder has content, or cannot be written.
     """
-    options = options or DemoOptions()
-    if not force and _holds(folder, options):
-        return False
-    if not force:
-        _refuse_other_content(folder)
     try:
-        _write_all(folder, options)
+        folder.mkdir(parents=True, exist_ok=True)
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(WORK))
+        if names and not force:
+            raise UserError.at(
+                folder,
+                found=f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}",
+                expected="a new or empty folder",
+                because=f"{', '.join(PARTS)} would be replaced",
+                fix="choose another DIR, or pass --force to replace only those",
+            )
+        _write_all(folder, options or DemoOptions())
     except OSError as error:
         problem = f"cannot be written ({reason(error)})"
         raise UserError.at(folder, problem=problem, fix="choose another DIR, or free space") from error
-    return True
-
-
-def _holds(folder: Path, options: DemoOptions) -> bool:
-    complete = all((folder / part).exists() for part in PARTS)
-    marker = options.to_json()
-    before_families = marker.replace(f',\n  "model": "{DEFAULT_FAMILY}"', "")
-    return complete and (folder / MARKER).read_text(encoding="utf-8") in (marker, before_families)
-
-
-def _refuse_other_content(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise UserError.at(folder, problem="not a folder", fix="choose another DIR")
-    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    others = [name for name in names if not name.startswith(WORK)]
-    if others:
-        raise UserError.at(
-            folder,
-            found=f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}",
-            expected="a new or empty folder, or this demo with the same options",
-            because=f"{', '.join(PARTS)} would be replaced",
-            fix="choose another DIR, or pass --force to replace only those",
-        )
 
 
 def _write_all(folder: Path, options: DemoOptions) -> None:
     """Write to a temporary folder, then move: an interrupted run leaves no partial demo."""
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
         made = Path(name)
         _write_parts(made, options)
@@ -144,9 +140,11 @@ def _write_parts(folder: Path, options: DemoOptions) -> None:
     (data / "images").mkdir(parents=True)
     _write_samples(data, "train", train)
     _write_samples(data, "heldout", held_out)
-    FAMILIES[options.model].write_demo(folder / "model", _corpus(train), options.shape, options.seed)
-    (folder / "config.yaml").write_text(_config_text(options), encoding="utf-8")
-    (folder / MARKER).write_text(options.to_json(), encoding="utf-8")
+    corpus = [text for sample in train for text in (sample.question, sample.answer)]
+    write_model(folder / "model", options.model, corpus, options.shape, options.seed)
+    (folder / "config.yaml").write_text(CONFIG.format(seed=options.seed), encoding="utf-8")
+    marker = {"format": FORMAT} | asdict(options)
+    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_samples(data: Path, split: str, samples: Sequence[Sample]) -> None:
@@ -156,16 +154,6 @@ def _write_samples(data: Path, split: str, samples: Sequence[Sample]) -> None:
             file.write(json.dumps(sample.record(name)) + "\n")
             for picture, scene in zip(sample.files(name), sample.scenes, strict=True):
                 draw(scene).save(data / "images" / picture)
-
-
-def _corpus(samples: Iterable[Sample]) -> list[str]:
-    """All text for training the tokenizer."""
-    return [text for s in samples for text in (s.question, s.answer)]
-
-
-def _config_text(options: DemoOptions) -> str:
-    head = "# The demo's run. Paths are relative to this file.\n"
-    return head + yaml.safe_dump(run_config(options.seed), sort_keys=False, default_flow_style=None, width=100)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -179,8 +167,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         default=default.model,
-        metavar="FAMILY",
-        help=f"model family: {' or '.join(FAMILIES)} (default {default.model})",
+        choices=FAMILIES,
+        help=f"model family (default {default.model})",
     )
     for flag, value, text in (
         ("--seed", default.seed, "seed of weights, pictures and questions"),
@@ -190,8 +178,8 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, type=int, default=value, help=f"{text} (default {value})")
     for name, value in asdict(shape).items():
         if isinstance(value, int):
-            flag = "--" + name.replace("_", "-")
-            parser.add_argument(flag, type=int, default=value, help=f"{name.replace('_', ' ')} (default {value})")
+            help_text = f"{name.replace('_', ' ')} (default {value})"
+            parser.add_argument(flag_of(name), type=int, default=value, help=help_text)
     parser.add_argument("--force", action="store_true", help=f"replace {', '.join(PARTS)} in DIR and nothing else")
     return parser
 
@@ -204,49 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _make(given: argparse.Namespace) -> str:
     sizes = DemoSizes(**{name: size for name, size in vars(given).items() if name in asdict(DemoSizes())})
     options = DemoOptions(given.seed, given.train_pictures, given.heldout_questions, sizes, given.model)
-    written = make_demo(given.folder, options, force=given.force)
-    done = "wrote" if written else "already up to date:"
-    return f"{done} {given.folder}; next: --config {given.folder / 'config.yaml'}"
-
-
-# Positions are learned last, abruptly, between steps 150 and 300 depending on the seed; the other steps are margin.
-# With half of the pictures, the same steps fit the training pictures but generalize less.
-ITERS = 450
-BATCH = 32
-LEARNING_RATE = 2e-3
-WARMUP = 20
-
-
-def run_config(seed: int) -> dict[str, dict[str, object]]:
-    """The sections of `config.yaml`; paths are relative to its folder."""
-    return {
-        "model": {"hf_path": "model", "dtype": "float32"},
-        "parallel": {"vision": "sp:2", "text": "tp:2"},
-        "data": {
-            "registry": {
-                "demo-train": {"annotations": "data/train.jsonl", "images": "data/images"},
-                "demo-heldout": {"annotations": "data/heldout.jsonl", "images": "data/images"},
-            },
-            "datasets": ["demo-train"],
-            "shuffle": True,
-            "max_seq_length": 256,
-        },
-        "train": {"iters": ITERS, "global_batch_size": BATCH, "micro_batch_size": BATCH, "seed": seed},
-        "optimizer": {
-            "name": "adamw",
-            "lr": LEARNING_RATE,
-            "min_lr": 0.0,
-            "betas": [0.9, 0.99],
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-            "clip_grad": 1.0,
-            "schedule": "cosine",
-            "warmup_iters": WARMUP,
-        },
-        "log": {"dir": "log"},
-        "export": {"hf_dir": "trained"},
-        "eval": {"datasets": ["demo-heldout"], "limit": 320, "max_new_tokens": 8},
-    }
+    make_demo(given.folder, options, force=given.force)
+    return f"wrote {given.folder}; next: --config {given.folder / 'config.yaml'}"
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from dataclasses import dataclass
 from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from megatron_hetero.errors import UserError, quoted, reason
 from megatron_hetero.files.opening import open_regular
@@ -17,8 +16,8 @@ _FORMATS = "a JSON list of records, or JSONL with one record on each line"
 _BOM, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
 MOST_RECORD_BYTES = 8 * 2**20
 """Limit of a JSONL line, and of a list element in characters: twice what `MOST_CHARACTERS` of text take."""
-BLOCK = 2**20
-"""Bytes of a list read at a time."""
+MOST_LIST_BYTES = 2**32
+"""Limit of a file with a JSON list, which is read as a whole."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -103,105 +102,61 @@ def _parse_line(path: Path, line: int, text: str) -> Any:
 
 
 def _read_list(path: Path) -> Iterator[RawRecord]:
-    """Decodes one element at a time: the Python objects of a whole list take several times its text."""
+    text = _list_text(path)
+    try:
+        for index, (value, characters) in enumerate(_elements(text)):
+            where = record_place(path, index, 0)
+            if characters > MOST_RECORD_BYTES:
+                raise _too_large(where, "record", "characters")
+            yield RawRecord(value, where, 0)
+    except json.JSONDecodeError as error:
+        _syntax_error(path, error.lineno, error.colno, error.msg)
+
+
+def _list_text(path: Path) -> str:
     with open_regular(path) as file:
-        for index, value in enumerate(_elements(_Ahead(path, file))):
-            yield RawRecord(value, record_place(path, index, 0), 0)
+        raw = file.read(MOST_LIST_BYTES + 1)
+    if len(raw) > MOST_LIST_BYTES:
+        raise UserError.at(
+            path,
+            found="a JSON list of more than 4 GiB",
+            expected="a smaller one, or JSONL",
+            because="a list is read as a whole, by every rank",
+            fix="write one record on each line (jq -c '.[]'), or split the file",
+        )
+    try:
+        return raw.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, error.object.count(b"\n", 0, error.start) + 1, error) from error
 
 
-class _Ahead:
-    """What lies ahead in a file with a list, of which a block or two are in memory: `text` from `position` on."""
-
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self.path, self.file = path, file
-        self.text, self.position = "", 0
-        self._decoder = getincrementaldecoder("utf-8")()
-        self._lines = self._columns = 0  # Line ends before `text`, and characters between the last of them and it.
-        self._ended = False
-
-    def character(self) -> str:
-        """The next character that is not blank, which is not taken yet; empty at the end of the file."""
-        while True:
-            self.position = WHITESPACE.match(self.text, self.position).end()
-            if self.position < len(self.text) or not self._read():
-                return self.text[self.position : self.position + 1]
-
-    def value(self, index: int) -> Any:
-        """The next value, which is taken. `index`: its number in the list. Raises `UserError`."""
-        self.character()
-        while True:
-            begin = self.position
-            try:
-                value, end = self._decoded()
-            except json.JSONDecodeError as error:
-                enough = len(self.text) - begin > MOST_RECORD_BYTES
-                if enough and _is_cut_off(error):
-                    raise _too_large(record_place(self.path, index, 0), "record", "characters") from None
-                # What is broken may only be cut off where the text in memory ends.
-                if enough or not self._read():
-                    self.refuse(error.msg, self.position + error.pos - begin)
-                continue
-            if end - begin > MOST_RECORD_BYTES:
-                raise _too_large(record_place(self.path, index, 0), "record", "characters")
-            # A number at the very end of it may continue.
-            if end < len(self.text) or not self._read():
-                self.position += end - begin
-                return value
-
-    def refuse(self, message: str, position: int | None = None) -> NoReturn:
-        """Raises the `UserError` of broken JSON at a position of `text`, by default where it is."""
-        position = self.position if position is None else position
-        line_end = self.text.rfind("\n", 0, position)
-        column = position - line_end + (self._columns if line_end < 0 else 0)
-        _syntax_error(self.path, self._lines + self.text.count("\n", 0, position) + 1, column, message)
-
-    def _decoded(self) -> tuple[Any, int]:
+def _elements(text: str) -> Iterator[tuple[Any, int]]:
+    """The values of a list and their characters, decoded one at a time: the Python objects of a whole list take several
+    times its text. Raises `JSONDecodeError`.
+    """
+    at = _after_blank(text, text.index("[") + 1)
+    closed = text[at : at + 1] == "]"
+    while not closed:
+        begin = _after_blank(text, at)
         try:
-            return _DECODER.raw_decode(self.text, self.position)
+            value, end = _DECODER.raw_decode(text, begin)
         except json.JSONDecodeError:
             raise
-        except (RecursionError, ValueError) as error:
-            raise json.JSONDecodeError(str(error), self.text, self.position) from error
-
-    def _read(self) -> bool:
-        """Read one more block, and forget what was taken. Returns whether there was one."""
-        if self._ended:
-            return False
-        taken, rest = self.text[: self.position], self.text[self.position :]
-        line_end = taken.rfind("\n")
-        self._columns = len(taken) - line_end - 1 + (self._columns if line_end < 0 else 0)
-        self._lines += taken.count("\n")
-        self.text, self.position = rest, 0
-        block = self.file.read(BLOCK)
-        self._ended = not block
-        try:
-            more = self._decoder.decode(block, final=self._ended)
-        except UnicodeDecodeError as error:
-            line = self._lines + rest.count("\n") + error.object.count(b"\n", 0, error.start) + 1
-            raise _not_utf8(self.path, line, error) from error
-        first = self._lines == self._columns == 0 and not rest
-        self.text = rest + (more.removeprefix("\ufeff") if first else more)
-        return not self._ended
+        except (RecursionError, ValueError) as error:  # nested too deep; a number of too many digits; a key twice
+            raise json.JSONDecodeError(str(error), text, begin) from error
+        yield value, end - begin
+        at = _after_blank(text, end)
+        closed = text[at : at + 1] == "]"
+        if not closed and text[at : at + 1] != ",":
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        at += not closed
+    at = _after_blank(text, at + 1)
+    if at < len(text):
+        raise json.JSONDecodeError("Extra data after the list", text, at)
 
 
-def _is_cut_off(error: json.JSONDecodeError) -> bool:
-    return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc)
-
-
-def _elements(ahead: _Ahead) -> Iterator[Any]:
-    ahead.character()
-    ahead.position += 1
-    closed, index = ahead.character() == "]", 0
-    while not closed:
-        yield ahead.value(index)
-        separator, index = ahead.character(), index + 1
-        if separator not in (",", "]") or not separator:
-            ahead.refuse("Expecting ',' or ']'")
-        closed = separator == "]"
-        ahead.position += not closed
-    ahead.position += 1
-    if ahead.character():
-        ahead.refuse("Extra data after the list")
+def _after_blank(text: str, at: int) -> int:
+    return WHITESPACE.match(text, at).end()
 
 
 def _too_large(where: str, what: str, unit: str) -> UserError:

@@ -1,7 +1,7 @@
 """Reads, tokenises, plans and decodes the next step while the current one runs.
 
 Per step and rank, on one background thread with a pool of `data.workers` threads below it, which may leave the work of
-1, 3 and 5 to as many processes (`readers.processes`):
+1, 3 and 5 to as many processes (`readers`):
 
   1. tokenise this rank's share of the step's samples: of those of its text replica, where these are known before
      lengths are, else of all;
@@ -36,7 +36,7 @@ from megatron_hetero.data.dealing import Deal, Dealing
 from megatron_hetero.data.metadata import PackMetadata, SampleMetadata, pack_metadata
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, TokenizedSample, pack
-from megatron_hetero.data.readers.reader import Reader, Wanted
+from megatron_hetero.data.readers import Reader, Wanted
 from megatron_hetero.data.step_plan import MicroBatchPlan, PatchPlan, StepPlanner
 from megatron_hetero.distributed.collective import on_every, require_alike
 from megatron_hetero.distributed.platform import CPU

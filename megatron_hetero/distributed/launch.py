@@ -23,15 +23,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron_hetero.environment.cuda import group_timeout, prepare_environment
 from megatron_hetero.environment.ranks import (
-    has_agent_store,
     local_rank,
-    meeting_address,
     raise_open_files,
     rank,
-    require_interfaces,
     require_meeting_place,
     require_numbers,
-    require_torch_settings,
     stay_on_host,
     world_size,
 )
@@ -48,7 +44,7 @@ INTERRUPTED = 130
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
 """The environment variable with which our launcher asks to be informed that the ranks stopped on request."""
 FINAL = "final"
-"""In the error file of a rank, and as a host's last word: that the next start would fail in the same way."""
+"""In the error file of a rank: that the next start would fail in the same way."""
 _PR_SET_PDEATHSIG = 1
 _DROPPED_S = 0.2
 _LOST_PEER = (
@@ -77,10 +73,8 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     """
     alone = "RANK" not in os.environ
     require_numbers() if alone else require_meeting_place()
-    require_torch_settings()
     stay_on_host()
-    require_interfaces()
-    raise_open_files(world_size())
+    raise_open_files()
     prepare_environment()
     import torch.distributed as dist
 
@@ -134,20 +128,14 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         raise
     except UserError as error:
         # What one rank found, the others usually found too: they leave the first one time to report it.
-        reported = rank() > 0 and _word_of_others(2.0) is not None
-        leave("" if reported else f"error: {error}", 1, final=True)
+        if rank() > 0:
+            _wait_for_torchrun(2.0)
+        leave(f"error: {error}", 1, final=True)
     except BaseException as error:
         if not is_lost_peer(error):
             leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
-        from megatron_hetero.distributed.meeting import GONE
-
-        # Another rank's error; torchrun ends this process before it reports.
-        word = _word_of_others(10.0)
-        if word == GONE:
-            time.sleep(0.5 * local_rank())  # One rank says so, and torchrun ends the others.
-        cause = f"another rank, whose error is the cause: {_in_short(error)}"
-        lost = "the launcher of the first host" if word == GONE else cause
-        leave(f"rank {rank()} lost {lost}" if word in (GONE, None) else "", 1, final=word == FINAL)
+        _wait_for_torchrun(10.0)
+        leave(f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}", 1)
 
 
 def hide_stack_traces() -> None:
@@ -175,16 +163,9 @@ def ended(work: Callable[[], str | None]) -> int:
     return 0
 
 
-def _word_of_others(patience_s: float) -> str | None:
-    """Wait for torchrun to end this rank, or for the last word of another host, which has then reported an error."""
-    from megatron_hetero.distributed.meeting import last_word
-
-    end, word = time.monotonic() + patience_s + 0.5 * (rank() % 16), None
-    while word is None and (left := end - time.monotonic()) > 0:
-        # Soon: NCCL looks for the same store every second, and says at length that it is gone.
-        time.sleep(min(0.1, left))
-        word = last_word(*meeting_address()) if has_agent_store() else None
-    return word
+def _wait_for_torchrun(patience_s: float) -> None:
+    """Wait for torchrun to end this rank, which it does once the rank that is the cause has reported it and left."""
+    time.sleep(patience_s + 0.5 * (rank() % 16))
 
 
 def _in_short(error: BaseException) -> str:

@@ -39,9 +39,6 @@ MOST_SILENT_S = 15.0
 """Longest silent wait for others."""
 AGENT_S = 60.0
 """Longest wait for torchrun's store, which exists before the ranks do."""
-GONE = "gone"
-"""In place of a `last_word`: nobody serves the store any more."""
-_LAST_WORD, _LEAVING_S = "last word", 5.0
 _SLOWEST_POLL_S = 0.25
 _STORE_S = 1800.0
 
@@ -102,31 +99,6 @@ def gather(store: dist.Store, what: str, number: int, size: int, timeout_s: floa
     patience = Patience(timeout_s + 5.0, reports=False)  # Number 0 reports first.
     while not room.check(["all"]):
         patience.wait(lambda: f"confirmation from {what} 0 that all have joined")
-
-
-def leave_word(store: dist.Store, word: str, number: int, size: int) -> None:
-    """Leave `word` for the ranks of the other hosts, which lose those of this one, as it ends. The first one, which
-    serves the store, waits until all have ended, for five seconds at most.
-    """
-    with contextlib.suppress(RuntimeError):  # The first one may be gone.
-        store.set(_LAST_WORD, word)
-        store.set(f"{number} ended", "")
-        end = time.monotonic() + _LEAVING_S if number == 0 else 0.0
-        while time.monotonic() < end and not store.check([f"{other} ended" for other in range(size)]):
-            time.sleep(0.05)
-
-
-def last_word(address: str, port: int) -> str | None:
-    """The word of a host that has ended, or `GONE`; None as long as neither is known."""
-    with contextlib.suppress(OSError, RuntimeError):
-        try:
-            # torch would try for long, and say so.
-            socket.create_connection((address, port), timeout=5.0).close()
-        except ConnectionRefusedError:
-            return GONE
-        store = dist.TCPStore(address, port, None, False, timedelta(seconds=5), wait_for_workers=False)
-        return store.get(_LAST_WORD).decode() if store.check([_LAST_WORD]) else None
-    return None
 
 
 def _named(what: str, numbers: Collection[int]) -> str:

@@ -9,14 +9,12 @@ import resource
 import socket
 from collections.abc import Mapping, MutableMapping
 
-from megatron_hetero.errors import UserError, listed
+from megatron_hetero.errors import UserError
 
 LAUNCHER = "python -m megatron_hetero.run"
 """Starts the ranks: torchrun, with our handling of their exit."""
 MOST_PORT = 65535
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
-_HOST_GROUPS, _OTHER_FILES = 2, 256
-_DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
 
 
@@ -98,16 +96,6 @@ def require_meeting_place(environ: Mapping[str, str] = os.environ) -> None:
             raise _unset(name, what)
 
 
-def require_torch_settings(environ: Mapping[str, str] = os.environ) -> None:
-    """Check the variables that torch.distributed would refuse with an error of its own. Imports no torch. Raises
-    `UserError`.
-    """
-    level = environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
-    if level.upper() not in _DEBUG_LEVELS:
-        fix = "set one of them, or unset it"
-        raise _wrong("TORCH_DISTRIBUTED_DEBUG", f"`{level}`", " or ".join(_DEBUG_LEVELS), fix)
-
-
 def stay_on_host(environ: MutableMapping[str, str] = os.environ) -> None:
     """Have gloo and NCCL listen on the loopback interface alone if all ranks are on this host, unless the user names
     interfaces.
@@ -118,33 +106,13 @@ def stay_on_host(environ: MutableMapping[str, str] = os.environ) -> None:
             environ.setdefault(name, "lo")
 
 
-def require_interfaces(environ: Mapping[str, str] = os.environ) -> None:
-    """Check that this host has the interfaces that gloo is to use. Raises `UserError`."""
-    named = environ.get("GLOO_SOCKET_IFNAME", "")
-    there = sorted(name for _, name in socket.if_nameindex())
-    if missing := [name for name in named.split(",") if named and name not in there]:
-        fix = "name one by which the other hosts reach this one, or unset it"
-        found = f"{listed([f'`{name}`' for name in missing])} on {socket.gethostname()}"
-        raise _wrong("GLOO_SOCKET_IFNAME", found, f"some of its interfaces, {', '.join(there)}", fix)
-
-
-def raise_open_files(ranks: int) -> None:
-    """Raise this process's limit of open files to the hard one where that may be, and check that it is enough.
-
-    Two host groups have a socket for each other rank each: 2,046 of 1,024 ranks, where the limit is often 1,024. Not
-    counted is the host group of each edge in `Topology.build(planned=…)`: one more for each other rank of the edge.
+def raise_open_files() -> None:
+    """Raise this process's limit of open files to the hard one, where that may be: host groups have a socket for each
+    other rank, and the limit is often 1,024.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < (needed := _HOST_GROUPS * ranks + _OTHER_FILES):
-        raise UserError.at(
-            "open files",
-            found=f"at most {most:,} of a process (ulimit -n)",
-            expected=f"at least {needed:,} with {ranks:,} ranks",
-            fix="raise the limit (LimitNOFILE of the service that starts the ranks), or start fewer ranks",
-        )
 
 
 def _unset(name: str, what: str) -> UserError:

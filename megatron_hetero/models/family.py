@@ -15,7 +15,6 @@ import numpy as np
 from megatron_hetero.files.json_objects import Only
 from megatron_hetero.layout.axes import Split
 from megatron_hetero.layout.views import View
-from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.items.types import ItemShape, ItemType
 
 # Layers import torch, which takes a second: families do not, until a shape is asked for.
@@ -181,10 +180,6 @@ class Family(Protocol):
         """Rotary positions of a sample of so many tokens, int64 [dims, tokens], from the first token of each block and
         the places of its rows, see `Block`.
         """
-        ...
-
-    def write_demo(self, folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
-        """Write a small model with random weights into `folder`, with a tokenizer that is trained on `corpus`."""
         ...
 
     # ------------------------------------------------------------------------------------------------- weights

@@ -9,14 +9,15 @@ from megatron_hetero.config.flags import PlanRequest
 from megatron_hetero.config.schema import Config
 from megatron_hetero.errors import UserError
 from megatron_hetero.planning.estimate import Plan
-from megatron_hetero.planning.plot import draw_plan, require_writable_plot
+from megatron_hetero.planning.plot import draw_plan
 from megatron_hetero.planning.report import print_plan
+from megatron_hetero.schedule.drawing import require_plot
 
 
 def show_plan(config: Config, request: PlanRequest) -> None:
     """Print the plan of a configuration, and draw it on request. Raises `UserError`."""
     if request.plot is not None:
-        require_writable_plot(request.plot)
+        require_plot(request.plot)
     if request.files:
         require_files(config)
     replaced = request.plot is not None and request.plot.exists()

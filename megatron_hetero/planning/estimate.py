@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
-from itertools import pairwise
+from itertools import accumulate
 from operator import add
 from typing import Any
 
@@ -39,7 +39,6 @@ from megatron_hetero.planning.memory.parameters import (
 )
 from megatron_hetero.planning.memory.parts import MeasuredModule
 from megatron_hetero.planning.memory.stages import StageBytes, stage_bytes
-from megatron_hetero.planning.memory.staging import loan_sizes, loans_of, peak_staging
 from megatron_hetero.planning.shards import ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.planning.work import durations, with_copies
@@ -217,7 +216,7 @@ def _held_in(job: JobSpec, place: _Place, view: View) -> tuple[Parameter, ...]:
 
 def _kept(job: JobSpec, place: _Place, held: Sequence[Parameter]) -> ParameterBytes:
     """What the parameters of all views take of the ranks of a stage. `held`: those of the main view."""
-    config, (name, at) = job.config, place
+    config, (name, _) = job.config, place
     layout, every = job.layouts[name], list[ParameterBytes]()
     for view in layout.every_view:
         of_view = parameter_bytes(
@@ -228,21 +227,9 @@ def _kept(job: JobSpec, place: _Place, held: Sequence[Parameter]) -> ParameterBy
             config.precision_of(name),
             on_host=config.offload_of(name).states,
             zero=config.zero_of(name),
-            is_first=at == 0,
         )
-        every.append(of_view.at(_places(layout, view)))
+        every.append(of_view)
     return reduce(add, every)
-
-
-def _places(layout: Layout, view: View) -> np.ndarray:
-    """For each rank of a stage its place among those that sum the gradients of a view, int64."""
-    left, found, stride = np.arange(layout.stage_size), np.zeros(layout.stage_size, np.int64), 1
-    for axis, degree in layout.degrees_in(view).items():
-        if axis in view.sum_axes:
-            found += left % degree * stride
-            stride *= degree
-        left //= degree
-    return found
 
 
 def _gathered(job: JobSpec, assumed: AssumedBatch, place: _Place) -> GatheredBytes:
@@ -350,29 +337,15 @@ class _Memory:
         return stays + running
 
     def _staging(self, world_size: int) -> np.ndarray:
-        """Bytes that communicators borrow on each rank."""
-        found = np.zeros(world_size, np.int64)
-        role_of = self.job.schedule.role_index
+        """Bytes that communicators borrow on each rank: for each crossing in flight as much as the largest takes."""
+        found, schedule = np.zeros(world_size, np.int64), self.job.schedule
         for boundary in self.boundaries:
-            parts = [c[d] for d in boundary.directions for c in boundary.crossings]
-            sizes = [loan_sizes(part, boundary.row_bytes) for part in parts]
-            roles = np.array([[role_of[rank]] for rank in boundary.ranks.tolist()])
-            kinds, which = np.unique(np.hstack([roles, *sizes]), axis=0, return_inverse=True)
-            ends = np.cumsum([1, *(table.shape[1] for table in sizes)]).tolist()
-            peaks = [self._peak_staging(boundary, kind, ends) for kind in kinds.tolist()]
-            found[boundary.ranks] += np.array(peaks)[which.ravel()]
+            rounded = self.job.transport != self.job.dtype
+            traffic = [crossing[d] for d in boundary.directions for crossing in boundary.crossings]
+            most = np.max([each.staging(boundary.row_bytes, rounded) for each in traffic], axis=0)
+            flying = [_most_in_flight(role, boundary.edge) for role in schedule.roles]
+            found[boundary.ranks] += most * [flying[schedule.role_index[rank]] for rank in boundary.ranks.tolist()]
         return found
-
-    def _peak_staging(self, boundary: Boundary, kind: list[int], ends: Sequence[int]) -> int:
-        """Of a rank. `kind`: its role, and its `loan_sizes` of each direction and crossing, which end at `ends`."""
-        sizes, loans = iter([kind[first:last] for first, last in pairwise(ends)]), {}
-        rounded = self.job.transport != self.job.dtype
-        for letter, direction in zip("FB", boundary.directions, strict=False):
-            different = [loans_of(crossing[direction], next(sizes), rounded) for crossing in boundary.crossings]
-            loans[letter] = [different[number] for number in boundary.numbers]
-        actions = self.job.schedule.roles[kind[0]].actions
-        crossing = (a for a in actions if a.op in ("start", "finish") and a.edge == boundary.edge)
-        return peak_staging(crossing, loans)
 
     def _activations(self, role: Role, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Peak bytes of activations, workspace, and activations on the host, of a role's ranks, int64 [ranks, 3].
@@ -413,8 +386,7 @@ class _Memory:
             if call[0] == name and self.shards[call].used
         }
         outputs = {boundary.edge: boundary.outputs for boundary in self.boundaries}
-        rounded = self.job.transport != self.job.dtype
-        return RankBytes(stages, held, needed, outputs, self.assumed.calls, rounded)
+        return RankBytes(stages, held, needed, outputs, self.assumed.calls)
 
     def _stage(self, name: str, number: int, shard: SequenceShard) -> StageBytes:
         offload = self.job.config.offload_of(name).activations
@@ -443,6 +415,13 @@ class _Memory:
             )
             for name, layout in self.assumed.layouts.items()
         }
+
+
+def _most_in_flight(role: Role, edge: Edge) -> int:
+    """Crossings of an edge that ranks of a role have begun and not waited for."""
+    change = {"start": 1, "finish": -1}
+    changes = [change[a.op] for a in role.actions if a.op in change and a.edge == edge]
+    return max(accumulate(changes), default=0)
 
 
 def _by_rank(boundary: Boundary, world_size: int) -> np.ndarray:

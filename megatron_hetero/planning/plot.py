@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_hetero.errors import UserError
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.stages import stages_of_rank
 from megatron_hetero.planning.estimate import Plan
@@ -18,7 +15,6 @@ from megatron_hetero.schedule.drawing import (
     draw_legend,
     draw_panel,
     new_figure,
-    require_plot,
     timelines_of,
     write_plot,
 )
@@ -33,22 +29,6 @@ MOST_MARKS = 128
 """Marks between replicas, or ranks, of a module."""
 CHARACTER = 0.0068
 """Width of a character of the labels, as a share of the figure's."""
-
-
-def require_writable_plot(file: Path) -> None:
-    """Check that a plot can be written to the file, and leave no trace of that. Raises `UserError`."""
-    require_plot(file)
-    try:
-        if file.exists():
-            with open(file, "ab"):
-                return
-        with tempfile.TemporaryFile(dir=os.path.realpath(file.parent)):
-            pass
-    except OSError as error:
-        found = (error.strerror or str(error)).lower()
-        raise UserError.at(
-            f"--plan-svg {file}", found=found, expected="a file that can be written", fix="choose another place"
-        ) from None
 
 
 def draw_plan(plan: Plan, file: Path) -> None:

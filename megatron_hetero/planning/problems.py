@@ -17,7 +17,6 @@ from megatron_hetero.models.assumed import assumed_sample
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.fitting import Attempt, find_fitting
-from megatron_hetero.planning.memory.gathered import planned_span
 from megatron_hetero.schedule.program import Role
 
 MOST_IDLE = 0.3
@@ -47,12 +46,6 @@ def problems_of(plan: Plan) -> tuple[PlanProblem, ...]:
 # ------------------------------------------------------------------------------------------------- memory
 
 _RECOMPUTE = "--schedule.kind recompute with no schedule.waves"
-_AGAINST = {
-    "weights": "raise tp or pp of its modules, or shard weights over dp, sp and cp (zero.MODULE 3)",
-    "gradients": "raise tp or pp of its modules, or shard gradients over dp, sp and cp (zero.MODULE 2 or 3)",
-    "optimizer": "raise dp, sp or cp of its modules, whose ranks share the optimizer, or tp or pp",
-    "boundary": "lower {setting}, or split activations over tp (model.sequence_parallel)",
-}
 
 
 def _memory(plan: Plan) -> Iterator[PlanProblem]:
@@ -66,17 +59,12 @@ def _memory(plan: Plan) -> Iterator[PlanProblem]:
     kind = KINDS[int(plan.memory[worst].argmax())]
     role = plan.schedule.roles[plan.schedule.role_index[worst]]
     needed, allowance = _gb(plan.totals[worst]), _gb(plan.allowance[worst].sum())
-    advice = _against(plan, kind) or _against_gathered(plan) or _against_activations(plan, role)
     yield PlanProblem(
         f"a GPU's memory (plan.memory_gb), {_memory_text(plan, limit)}, is not enough for "
         f"{_counted(len(over), 'rank')}: rank {worst} ({role.name}) needs {needed}, {allowance} of it allowance, and "
         f"of the rest most is {kind}",
-        _against_memory(plan, limit, advice),
+        _against_memory(plan, limit, _modules(role)),
     )
-
-
-def _against(plan: Plan, kind: str) -> str:
-    return _AGAINST.get(kind, "").format(setting=micro_batch_setting(plan.config))
 
 
 def _memory_text(plan: Plan, limit: int) -> str:
@@ -88,8 +76,10 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def _against_memory(plan: Plan, limit: int, advice: str) -> str:
-    """Settings that fit. Where no one or two do: by how much they miss, a layout that fits, or else `advice`."""
+def _against_memory(plan: Plan, limit: int, modules: tuple[str, ...]) -> str:
+    """Settings that fit. Where no one or two do: by how much they miss, a layout that fits, or else what helps the
+    modules of the rank that needs most.
+    """
     found = find_fitting(plan, limit)
     if found.attempts:
         texts = [f"{a.flags} ({_costs(a)}, about {a.slowdown:.2f} times the time of a step)" for a in found.attempts]
@@ -104,7 +94,7 @@ def _against_memory(plan: Plan, limit: int, advice: str) -> str:
         larger = found.larger
         flags = f"--world-size {larger.plan.world_size} {larger.flags}"
         return f"{missed}. {larger.plan.world_size:,} ranks are enough: {flags} ({_costs(larger)})"
-    return f"{missed}. {advice[:1].upper()}{advice[1:]}"
+    return f"{missed}. Give {' and '.join(modules)} more ranks, or lower {micro_batch_setting(plan.config)}"
 
 
 def _costs(attempt: Attempt) -> str:
@@ -112,38 +102,6 @@ def _costs(attempt: Attempt) -> str:
     host = int(attempt.plan.host_memory.sum())
     on_host = f" and {_gb(host)} of all hosts" if host else ""
     return f"{_gb(attempt.needed)}{on_host}{', states rounded' if attempt.change.rounds else ''}"
-
-
-def _against_gathered(plan: Plan) -> str:
-    """Where all weights of a module are gathered at once; nothing where none are."""
-    calls = plan.assumed.calls
-    held = [
-        name
-        for name, zero in plan.config.zero.items()
-        if planned_span(plan.schedule, name, zero, calls.get(name, ())) != "run"
-    ]
-    if zero2 := [name for name in held if plan.config.zero[name] == 2]:
-        return f"set {' and '.join(f'--zero.{name} 3' for name in zero2)}, or raise tp or pp of these modules"
-    return "set --schedule.waves 1, so that weights are gathered layer by layer" if held else ""
-
-
-def _against_activations(plan: Plan, role: Role) -> str:
-    """The setting that helps most and is not in use yet."""
-    names = list(dict.fromkeys(name for name, _ in role.held_stages))
-    keeping = [name for name in names if plan.config.model.recompute.get(name, "none") == "none"]
-    if keeping:
-        flags = " and ".join(f"--model.recompute.{name} full" for name in keeping)
-        return f"set {flags}, or raise sp, cp or tp of these modules"
-    mine = [module for module in plan.schedule.encoders if module.name in names]
-    window = max((module.window for module in mine if module.style == "waves"), default=0)
-    if window > 1:
-        return f"try --schedule.waves {window // 2}, or {_RECOMPUTE}"
-    if any(module.style == "ahead" for module in mine) and plan.config.schedule.run_ahead != 0:
-        return "try --schedule.run_ahead 0"
-    more = f"raise sp, cp or tp of {' and '.join(names)}, or lower {micro_batch_setting(plan.config)}"
-    moving = [name for name in names if name == TEXT or plan.job.frozen.trains(name)]
-    flags = [f"--offload.{name}.activations true" for name in moving if not plan.config.offload_of(name).activations]
-    return f"set {' and '.join(flags)}, {more}" if flags else more
 
 
 # ------------------------------------------------------------------------------------------------ samples

@@ -10,7 +10,7 @@ from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.dealing import dealing_of
-from megatron_hetero.data.readers.processes import reader_of
+from megatron_hetero.data.readers import reader_of
 from megatron_hetero.data.step_loader import StepLoader
 from megatron_hetero.distributed.collective import on_first
 from megatron_hetero.distributed.platform import Platform

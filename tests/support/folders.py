@@ -17,9 +17,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from megatron_hetero.models.qwen2_5_vl.demo import train_tokenizer, write_processor
+from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
 from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
-from megatron_hetero.models.qwen3_vl import demo as demo3
 from megatron_hetero.models.qwen3_vl.joining import rope_settings
 
 CORPUS = [
@@ -62,7 +61,7 @@ class ModelChoice:
 def write_model(folder: Path, choice: ModelChoice) -> Path:
     """A model with random weights everywhere: biases, norms, embeddings; a vocabulary that tp does not divide."""
     newer = choice.family == "qwen3_vl"
-    tokenizer = (demo3.train_tokenizer if newer else train_tokenizer)(CORPUS, vocab_size=300)
+    tokenizer = train_tokenizer(CORPUS, 300, chat_template(SYSTEM_PROMPTS[choice.family]))
     config = model_config(choice, tokenizer)
     kind: Any = Qwen3VLForConditionalGeneration if newer else Qwen2_5_VLForConditionalGeneration
     with torch.random.fork_rng(devices=[]):
@@ -71,7 +70,7 @@ def write_model(folder: Path, choice: ModelChoice) -> Path:
         randomise(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (demo3.write_processor if newer else write_processor)(folder)
+    write_processor(folder, choice.family)
     return folder
 
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.files.json_objects import Only
 from megatron_hetero.models.common.configuration.checks import BUILT
-from megatron_hetero.models.common.demo.template import IMAGE_TOKENS
 from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures.geometry import rope_positions
-from megatron_hetero.models.items.pictures.item_type import Pictures
-from megatron_hetero.models.qwen2_5_vl import checks, demo, joining
+from megatron_hetero.models.items.pictures.item_type import IMAGE_TOKENS, Pictures
+from megatron_hetero.models.qwen2_5_vl import checks, joining
 from megatron_hetero.models.qwen2_5_vl.checks import FAMILY
 
 if TYPE_CHECKING:
@@ -59,8 +58,6 @@ class Qwen25VL:
         from megatron_hetero.models.qwen2_5_vl.shapes import text_shape
 
         return text_shape(config)
-
-    write_demo = staticmethod(demo.write_model)
 
     canonical_name = staticmethod(canonical_name)
 

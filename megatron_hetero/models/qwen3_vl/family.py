@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.files.json_objects import Only
-from megatron_hetero.models.common.demo.template import IMAGE_TOKENS
 from megatron_hetero.models.common.stored_names import canonical_name, nested_name
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures.geometry import rope_positions
-from megatron_hetero.models.items.pictures.item_type import Pictures
-from megatron_hetero.models.qwen3_vl import checks, demo, joining
+from megatron_hetero.models.items.pictures.item_type import IMAGE_TOKENS, Pictures
+from megatron_hetero.models.qwen3_vl import checks, joining
 from megatron_hetero.models.qwen3_vl.checks import BUILT, FAMILY
 
 if TYPE_CHECKING:
@@ -58,8 +57,6 @@ class Qwen3VL:
         from megatron_hetero.models.qwen3_vl.shapes import text_shape
 
         return text_shape(config)
-
-    write_demo = staticmethod(demo.write_model)
 
     canonical_name = staticmethod(canonical_name)
     published_name = staticmethod(nested_name)

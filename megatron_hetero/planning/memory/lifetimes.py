@@ -5,15 +5,13 @@ The interpreter's rules (`execution.step`), in bytes:
     irecv      room for hidden states, or their gradients, of a neighbouring stage
     finish F   the tokens' embedding, on the first text stage; it ends in the forward
     start F    room for rows, on the text stage that they enter, which live until their gradients leave (`start B`), or
-               until the forward where none do; on the encoder's side, where several outputs cross side by side, a copy
-               of them until they have left (`finish F`)
+               until the forward where none do
     run F, R   what the stage keeps until its backward, where there is one, on the device and on the host; before all of
                that is there, what is on its way to the host; what it sends, and rows, live as long as what it keeps; at
                its end, workspace
     run B      ends that; for its time, what one recomputed layer makes, or comes back, and workspace. On text stages
                that rows enter, gradients of rows, until they have left (`finish B`)
-    start B    room for gradients of rows, on the encoder's side, which its backward ends; on the text module's, where
-               several outputs cross, a copy of them until they have left
+    start B    room for gradients of rows, on the encoder's side, which its backward ends
 
 Where a call of an encoder computes several micro-batches, its forward is that of the first and its backward that of the
 last, which puts their gradients together.
@@ -36,8 +34,6 @@ class RankBytes:
     edge, for each micro-batch, the bytes of the rows that it holds once it has encoded (`held`), and that it needs
     (`needed`). What is missing has nothing to do. `outputs`: how many cross along each edge. `calls`: by encoder, the
     micro-batches in runs that are one call each.
-
-    `late`: whether rows that arrive are made when they are waited for, since the wire has a type of its own.
     """
 
     stages: Mapping[tuple[str, int, int], StageBytes]
@@ -45,7 +41,6 @@ class RankBytes:
     needed: Mapping[Edge, Sequence[int]]
     outputs: Mapping[Edge, int]
     calls: Mapping[str, Sequence[range]]
-    late: bool = False
 
 
 def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tuple[int, int, int]:
@@ -160,55 +155,28 @@ class _Ledger:
         return [edge for edge in self.schedule.entering.get(_stage(work), ()) if edge in self.of_rank.needed]
 
     def _start(self, action: Action) -> None:
-        (reads, holds), edge = self._sides(action), action.edge
-        module, name, copied = self.schedule.module[action.module], (edge, action.micro_batch), self._is_wide(edge)
-        held, needed = (side[edge][action.micro_batch] if edge in side else 0
-                        for side in (self.of_rank.held, self.of_rank.needed))  # fmt: skip
-        if action.kind == "F":
-            if reads and not self.of_rank.late:
-                self._make(("rows", *name), needed)
-            if holds and copied:
-                self._work(held)
-                self._let_go(module, action)
-                self._make(("copied", "F", *name), held)
-            return
-        if reads:
-            self._make(("copied", "B", *name), needed * copied)
+        edge, name = action.edge, (action.edge, action.micro_batch)
+        arriving, kind = (self.of_rank.needed, "rows") if action.kind == "F" else (self.of_rank.held, "returned")
+        if action.kind == "B":
             self._end(("rows", *name))
-            if copied:
-                self._end(("leaving", *name))
-        if holds and not self.of_rank.late:
-            self._make(("returned", *name), held)
+        if edge in arriving:
+            self._make((kind, *name), arriving[edge][action.micro_batch])
 
     def _finish(self, action: Action) -> None:
-        (reads, holds), name = self._sides(action), (action.edge, action.micro_batch)
-        text = self.of_rank.stages.get((self.schedule.text.name, 0, 1))
-        self._end(("copied", action.kind, *name))
-        if action.kind == "F":
-            enters_first = self.schedule.stages_of(action.edge)[1] == 0
-            if text is not None and enters_first and ("embedded", action.micro_batch) not in self.live:
-                self._make(("embedded", action.micro_batch), text.message)
-            if reads and self.of_rank.late:
-                self._make(("rows", *name), self.of_rank.needed[action.edge][action.micro_batch])
-            self._let_go(self.schedule.module[action.module], action)
+        if action.kind == "B":
+            self._end(("leaving", action.edge, action.micro_batch))
             return
-        self._end(("leaving", *name))
-        if holds and self.of_rank.late:
-            self._make(("returned", *name), self.of_rank.held[action.edge][action.micro_batch])
+        text = self.of_rank.stages.get((self.schedule.text.name, 0, 1))
+        enters_first = self.schedule.stages_of(action.edge)[1] == 0
+        if text is not None and enters_first and ("embedded", action.micro_batch) not in self.live:
+            self._make(("embedded", action.micro_batch), text.message)
+        self._let_go(self.schedule.module[action.module], action)
 
     def _let_go(self, module: Module, crossing: Action) -> None:
         """Rows that have left end where no backward pass needs them, those of a call all at once."""
         call = self._call(crossing)
         if (not module.backward or module.recomputes) and crossing.micro_batch == call[-1]:
             self._end(("encoded", crossing.edge, call[0]))
-
-    def _is_wide(self, edge: Edge) -> bool:
-        """Whether several outputs cross side by side."""
-        return self.of_rank.outputs.get(edge, 0) > 1
-
-    def _sides(self, action: Action) -> tuple[bool, bool]:
-        """Whether the rank gets rows along the edge, and whether it holds them."""
-        return action.edge in self.of_rank.needed, action.edge in self.of_rank.held
 
 
 def _stage(work: Action) -> StageId:

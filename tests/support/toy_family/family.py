@@ -13,17 +13,16 @@ from unittest import mock
 import numpy as np
 
 from megatron_hetero.files.json_objects import Only
-from megatron_hetero.models.common.demo.template import IMAGE_PAD, VISION_END, VISION_START, chat_template
-from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.family import Family
 from tests.support.toy_family.tones import Tones
 
 if TYPE_CHECKING:
+    from megatron_hetero.cli.demo.model import DemoSizes
     from tests.support.toy_family.shapes import EarShape, TextShape
 
 
 _BUILT: Mapping[str, Only] = {}
-_TOKENS = {"tone_start_id": VISION_START, "tone_id": IMAGE_PAD, "tone_end_id": VISION_END}
+_TOKENS = {"tone_start_id": "<|vision_start|>", "tone_id": "<|image_pad|>", "tone_end_id": "<|vision_end|>"}
 
 
 class Config(SimpleNamespace):
@@ -69,34 +68,6 @@ class Toy:
     def positions(self) -> Callable[[int, np.ndarray, Sequence[np.ndarray]], np.ndarray]:
         return lambda length, *_: np.arange(length)[None]
 
-    def write_demo(self, folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
-        import torch
-        from safetensors.torch import save_file
-        from transformers import Qwen2Tokenizer
-
-        from megatron_hetero.models.common.demo.writing import train_tokenizer
-        from tests.support.toy_family.shapes import ear_shape, text_shape
-
-        template = chat_template().replace("'image'", "'audio'")
-        tokenizer = train_tokenizer(Qwen2Tokenizer, corpus, 300, template)
-        text = {"layers": sizes.text_layers, "hidden": sizes.text_hidden, "heads": sizes.text_heads}
-        text |= {"ffn": 2 * sizes.text_hidden, "vocab_size": len(tokenizer) + 3, "slots": 4}
-        ear = {"layers": sizes.vision_layers, "hidden": sizes.vision_hidden, "heads": sizes.vision_heads}
-        ear |= {"ffn": 2 * sizes.vision_hidden, "samples": 8, "unit": 2}
-        config = {"model_type": "toy", "text_config": text, "vision_config": ear}
-        config |= {name: tokenizer.get_vocab()[token] for name, token in self.tokens.items()}
-        tokenizer.save_pretrained(folder)
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / "preprocessor_config.json").write_text("{}")
-        generator, read = torch.Generator().manual_seed(seed), Config.from_pretrained(folder)
-        of_ear = {f"ear.{n}": shape for n, shape in ear_shape(read).architecture.tensors.items()}
-        stored = {
-            name: torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
-            + (len(shape) == 1)
-            for name, shape in (of_ear | text_shape(read).architecture.tensors).items()
-        }
-        save_file(stored, folder / "model.safetensors", {"format": "pt"})
-
     def canonical_name(self, stored: str) -> str:
         return stored
 
@@ -105,6 +76,34 @@ class Toy:
 
 
 TOY: Family = Toy()
+
+
+def write_model(folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from megatron_hetero.cli.demo.model import chat_template, train_tokenizer
+    from tests.support.toy_family.shapes import ear_shape, text_shape
+
+    template = chat_template().replace("'image'", "'audio'")
+    tokenizer = train_tokenizer(corpus, 300, template)
+    text = {"layers": sizes.text_layers, "hidden": sizes.text_hidden, "heads": sizes.text_heads}
+    text |= {"ffn": 2 * sizes.text_hidden, "vocab_size": len(tokenizer) + 3, "slots": 4}
+    ear = {"layers": sizes.vision_layers, "hidden": sizes.vision_hidden, "heads": sizes.vision_heads}
+    ear |= {"ffn": 2 * sizes.vision_hidden, "samples": 8, "unit": 2}
+    config = {"model_type": "toy", "text_config": text, "vision_config": ear}
+    config |= {name: tokenizer.get_vocab()[token] for name, token in _TOKENS.items()}
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text("{}")
+    generator, read = torch.Generator().manual_seed(seed), Config.from_pretrained(folder)
+    of_ear = {f"ear.{n}": shape for n, shape in ear_shape(read).architecture.tensors.items()}
+    stored = {
+        name: torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+        + (len(shape) == 1)
+        for name, shape in (of_ear | text_shape(read).architecture.tensors).items()
+    }
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
 
 
 @contextmanager

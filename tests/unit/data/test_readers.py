@@ -19,9 +19,8 @@ import pytest
 from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.processor.processor import Processor
-from megatron_hetero.data.readers.process import receive, send
-from megatron_hetero.data.readers.processes import ReaderProcesses
-from megatron_hetero.data.readers.reader import SampleReader, Wanted
+from megatron_hetero.data.reader_process import receive, send
+from megatron_hetero.data.readers import ReaderProcesses, SampleReader, Wanted
 from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
 from tests.support.folders import ModelChoice, write_data, write_model
@@ -170,7 +169,7 @@ def test_a_process_ends_with_its_reader_and_not_by_signals_to_its_group(odd: Cal
 
 RANK = """
 import time
-from megatron_hetero.data.readers.processes import ReaderProcesses
+from megatron_hetero.data.readers import ReaderProcesses
 from megatron_hetero.data.records import Record
 from tests.unit.data.odd_reader import OddReader
 readers = ReaderProcesses(OddReader(), 1)

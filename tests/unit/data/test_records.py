@@ -73,37 +73,24 @@ def test_blank_lines_byte_order_mark_and_suffix_do_not_matter(tmp_path: Path) ->
 )
 def test_lists_are_read_as_json_reads_them(tmp_path_factory: pytest.TempPathFactory, values: list[Any]) -> None:
     path = tmp_path_factory.getbasetemp() / "values.json"
-    for indent in (None, 2):
-        path.write_text(json.dumps(values, indent=indent), encoding="utf-8")
+    for begin, indent in (("", None), ("", 2), ("\ufeff \n", 1)):
+        path.write_text(begin + json.dumps(values, indent=indent, ensure_ascii=not begin), encoding="utf-8")
         assert [raw.value for raw in read_records(path)] == values
 
 
-@given(st.lists(st.integers() | st.text() | st.lists(st.text())), st.integers(1, 9))
-def test_lists_are_read_block_by_block(tmp_path_factory: pytest.TempPathFactory, values: list[Any], block: int) -> None:
-    path = tmp_path_factory.getbasetemp() / "blocks.json"
-    path.write_text("\ufeff" + json.dumps(values, ensure_ascii=False), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "BLOCK", block)
-        assert [raw.value for raw in read_records(path)] == values
-
-
-@pytest.mark.parametrize("block", [3, 2**20])
 @pytest.mark.parametrize(
     "text, place",
     [("[1,\n  2 3]", ":2: found broken JSON at column 5"), ("[1]\n\n x", ":3: found broken JSON at column 2"),
      ('[1,\n"abcd', ":2: found broken JSON at column 1"), ("[1,]", "column 4"),
      ('["a",\n"abcd\xff"]', ":2: found byte 0xff")],
 )  # fmt: skip
-def test_places_in_lists_do_not_depend_on_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, place: str, block: int
-) -> None:
-    monkeypatch.setattr(reading, "BLOCK", block)
+def test_what_is_broken_in_a_list_is_found_by_line_and_column(tmp_path: Path, text: str, place: str) -> None:
     (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=re.escape(place)):
         list(read_records(tmp_path / "a.json"))
 
 
-@pytest.mark.parametrize("begin", [b"", b"{", b" ", b'{"a": "', b"[", b'[1, {"a": "', b'[{}, "'])
+@pytest.mark.parametrize("begin", [b"", b"{", b" ", b'{"a": "'])
 def test_files_without_end_are_refused_before_they_fill_the_memory(tmp_path: Path, begin: bytes) -> None:
     path = tmp_path / "a.json"
     text = begin + b"a" * (3 * MOST_RECORD_BYTES if b'"' in begin else 0)
@@ -116,8 +103,17 @@ def test_files_without_end_are_refused_before_they_fill_the_memory(tmp_path: Pat
         assert tracemalloc.get_traced_memory()[1] < 8 * MOST_RECORD_BYTES
     finally:
         tracemalloc.stop()
-    wanted = f"more than {MOST_RECORD_BYTES}" if begin in (b"", b"{", b" ") or b'"' in begin else "broken JSON"
-    assert wanted in str(refused.value)
+    assert f"more than {MOST_RECORD_BYTES}" in str(refused.value)
+
+
+def test_long_lists_and_records_of_lists_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{}, "' + MOST_RECORD_BYTES * "a" + '"]')
+    with pytest.raises(UserError, match=f"record 2: found a record of more than {MOST_RECORD_BYTES} characters"):
+        list(read_records(path))
+    monkeypatch.setattr(reading, "MOST_LIST_BYTES", 1000)
+    with pytest.raises(UserError, match="a JSON list of more than 4 GiB.*jq"):
+        list(read_records(path))
 
 
 def test_records_that_do_not_fit_in_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,16 +24,16 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from megatron_hetero.cli.demo.model import DemoSizes
+from megatron_hetero.cli.demo.model import write_model as write_demo
 from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_map import TensorSlice
-from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.common.stored_names import canonical_name, nested_name
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.opening import open_encoders, open_modules
-from megatron_hetero.models.qwen3_vl.family import QWEN3_VL
 from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import folder_shapes, stored_shapes
@@ -267,7 +267,7 @@ def _config(v: VisionShape, t: TextShape) -> Qwen3VLConfig:
 
 def test_the_demo_is_read_and_reads_pictures(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    QWEN3_VL.write_demo(folder, CORPUS, DemoSizes(), seed=3)
+    write_demo(folder, "qwen3_vl", CORPUS, DemoSizes(), seed=3)
     shapes = shapes_of_folder(folder)
     assert list(shapes.vision.outputs) == ["rows", "deepstack.0", "deepstack.1", "deepstack.2"] and shapes.text.tied
     open_modules(ModelFolders.read(folder), shapes, 0)
@@ -285,7 +285,7 @@ def test_the_demo_is_read_and_reads_pictures(tmp_path: Path) -> None:
 
 
 def test_the_demo_has_what_published_folders_say_of_their_processor(tmp_path: Path) -> None:
-    QWEN3_VL.write_demo(tmp_path, CORPUS, DemoSizes(), seed=3)
+    write_demo(tmp_path, "qwen3_vl", CORPUS, DemoSizes(), seed=3)
     said = json.loads((tmp_path / "preprocessor_config.json").read_text())
     assert (said["image_processor_type"], said["processor_class"]) == ("Qwen2VLImageProcessorFast", "Qwen3VLProcessor")
     assert (said["patch_size"], said["temporal_patch_size"], said["merge_size"]) == (16, 2, 2)

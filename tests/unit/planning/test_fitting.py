@@ -161,7 +161,7 @@ def test_where_nothing_is_enough_the_plan_says_by_how_much_and_which_ranks_are(m
 
 def test_where_no_number_of_ranks_is_enough_there_is_advice(make_plan: MakePlan) -> None:
     fix = next(p.fix for p in problems_of(make_plan(1, "dp:1", "dp:1", "--plan.memory_gb 0.5")) if "GB" in p.fix)
-    assert fix.endswith("Raise dp, sp or cp of its modules, whose ranks share the optimizer, or tp or pp")
+    assert fix.endswith("Give vision and text more ranks, or lower train.micro_batch_size")
 
 
 def test_layouts_of_some_ranks_grow_where_they_are(make_plan: MakePlan) -> None:

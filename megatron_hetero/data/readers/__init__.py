@@ -1,1 +1,0 @@
-"""What tokenizes records and decodes their items: in this process, or in others."""

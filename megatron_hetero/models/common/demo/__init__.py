@@ -1,1 +1,0 @@
-"""What families share of their small models with random weights."""
