@@ -63,7 +63,7 @@ def open_together(config: Config, platform: Platform, watchdog: Watchdog) -> tup
         except UserError as error:
             return {}, str(error)
 
-    with watchdog.waiting(lambda: "the settings and files of all other ranks, which are compared before they begin,"):
+    with watchdog.waiting(lambda: "the comparison of settings and files, with all other ranks,"):
         _require_alike(on_every(dist.group.WORLD, lambda: settings_and_versions(config, platform), watchdog.working))
         files, problems = zip(*on_every(dist.group.WORLD, open_own, watchdog.working), strict=True)
         if problem := next(filter(None, problems), ""):

@@ -24,7 +24,7 @@ from megatron_hetero.watch.stopwatch import Stopwatch
 CALLS = {
     "start-up": ("megatron_hetero.distributed.platform", "Platform.init_process_group", 1),
     "open": ("megatron_hetero.training.inputs", "open_mixture", 1),
-    "comparison": ("megatron_hetero.training.inputs", "require_alike", 2),
+    "comparison": ("megatron_hetero.training.inputs", "on_every", 1),
     "groups": ("torch.distributed", "new_group", 3),
     "data": ("megatron_hetero.data.step_loader", "StepLoader.load", 2),
     "gradient sums": ("megatron_hetero.training.step_trainer", "reduce_gradients", 2),

@@ -19,7 +19,7 @@ from tests.support.folders import ModelChoice, write_data, write_model
 
 TIMEOUT_S = 3.0
 WAITED_FOR = {
-    "comparison": "the settings of rank 1, which all ranks compare before they begin, unfinished",
+    "comparison": "the comparison of settings and files, with all other ranks, unfinished",
     "first-rank": "the making of process groups, with all other ranks, unfinished",
     "groups": "the making of process groups, with all other ranks, unfinished",
     "evaluation": "the sums over ranks of the evaluation of d after step 1",
