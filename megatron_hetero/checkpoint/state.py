@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -86,11 +87,12 @@ class History:
     waits: bytes = b""
 
     def text(self) -> str:
-        """Return the metrics. Raises `OSError`."""
+        """Return the metrics; what waits alone where the file cannot be read."""
         written = b""
-        if self.size:
-            with open(self.path, "rb") as file:
-                written = file.read(self.size)
+        with contextlib.suppress(OSError):
+            if self.size:
+                with open(self.path, "rb") as file:
+                    written = file.read(self.size)
         return (written + self.waits).decode("utf-8", errors="replace")
 
 

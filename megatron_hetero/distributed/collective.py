@@ -87,6 +87,27 @@ def require_equal(group: dist.ProcessGroup, where: str, facts: Facts, fix: str) 
         require_alike(where, on_every(group, lambda: dict(facts)), dist.get_process_group_ranks(group), fix)
 
 
+def require_same(
+    group: dist.ProcessGroup | None,
+    where: str,
+    state: Callable[[], Facts],
+    fix: str,
+    because: str = "",
+    working: Working = nullcontext,
+) -> None:
+    """Check that `state` gives the same facts, all of the same names, on all ranks of a group of any device. They are
+    exchanged only where their digests differ. A `UserError` of `state` is raised on every rank, as a `SharedError`.
+    """
+    mine: list[Facts] = []
+
+    def digest() -> int:
+        mine.append(state())
+        return zlib.crc32(repr(list(mine[0].items())).encode())
+
+    if len(set(on_every(group, digest, working))) > 1:
+        require_alike(where, on_every(group, lambda: mine[0]), dist.get_process_group_ranks(group), fix, because)
+
+
 def require_alike(
     where: str,
     of_ranks: Sequence[Facts],

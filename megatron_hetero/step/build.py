@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.distributed.collective import on_every, require_alike
+from megatron_hetero.distributed.collective import require_same
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
@@ -70,7 +70,7 @@ def build(
     }
     if check:
         fix = "call it with the same graph and layouts: all ranks make all groups"
-        require_alike("build", on_every(dist.group.WORLD, lambda: facts), range(dist.get_world_size()), fix)
+        require_same(dist.group.WORLD, "build", lambda: facts, fix)
     if problem is not None:
         raise problem
     topology = Topology.build(

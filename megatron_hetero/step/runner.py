@@ -119,7 +119,7 @@ class Runner:
         facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(self._forward_only))}
         require_equal(topology.host, "Runner", facts, "make it alike on all ranks")
         if check:
-            together(topology.host, lambda: _require_frozen(self._forward_only, modules))
+            together(topology.host, lambda: self._require_frozen(modules))
         # Of each object: a cache of the class would keep its groups, and their threads, alive.
         self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
         if check:
@@ -211,6 +211,20 @@ class Runner:
             require()
         return plans
 
+    def _require_frozen(self, modules: Mapping[str, Any]) -> None:
+        """Check that what runs without a backward pass is not to be trained."""
+        trained = {each.name for each in self._optimizer.modules if each.trained} if self._optimizer else set[str]()
+        for name in self._forward_only:
+            given = modules.get(name)
+            stages = given.stages if isinstance(given, ModuleOnRank) else given
+            models = list(stages.values()) if isinstance(stages, Mapping) else [stages]
+            parts = [each.model if isinstance(each, Stage) else each for each in models]
+            of_parts = (p for each in parts if isinstance(each, nn.Module) for p in each.parameters())
+            if name in trained or any(p.requires_grad for p in of_parts):
+                because, fix = "they would get no gradients", f"freeze them: `{name}.requires_grad_(False)`"
+                where, problem = f"Runner: forward_only `{name}`", "it has parameters that require gradients"
+                raise UserError.at(where, problem=problem, because=because, fix=fix)
+
     def _with_input(self, name: str, micro_batches: Sequence[MicroBatchInputs]) -> str | None:
         """The numbers of the micro-batches in which a module of this rank has an input."""
         if not self.topology.has(name):
@@ -249,19 +263,6 @@ class Runner:
 def _number_of(ids: Any) -> int:
     """1 of what is no list of ids, which `Boundary.plan` refuses."""
     return len(ids) if hasattr(ids, "__len__") and getattr(ids, "ndim", 1) else 1
-
-
-def _require_frozen(names: Collection[str], modules: Mapping[str, Any]) -> None:
-    """Check that what runs without a backward pass is not to be trained."""
-    for name in names:
-        given = modules.get(name)
-        stages = given.stages if isinstance(given, ModuleOnRank) else given
-        models = list(stages.values()) if isinstance(stages, Mapping) else [stages]
-        parts = [each.model if isinstance(each, Stage) else each for each in models]
-        if any(p.requires_grad for each in parts if isinstance(each, nn.Module) for p in each.parameters()):
-            because, fix = "they would get no gradients", f"freeze them: `{name}.requires_grad_(False)`"
-            where, problem = f"Runner: forward_only `{name}`", "it has parameters that require gradients"
-            raise UserError.at(where, problem=problem, because=because, fix=fix)
 
 
 def _on_rank(topology: Topology, name: str, given: Any, optimizer: JointOptimizer | None) -> ModuleOnRank:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import platform as python
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +21,7 @@ from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture, open_held_out, open_mixture
 from megatron_hetero.data.processor.processor import Processor, open_processor
 from megatron_hetero.data.processor.two_folders import export_changes
-from megatron_hetero.distributed.collective import Facts, on_every, require_alike
+from megatron_hetero.distributed.collective import Facts, Working, on_every, require_same
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError, os_errors_as, reason
 from megatron_hetero.hf.folder_writer import Companions, require_writable
@@ -52,31 +53,33 @@ class Inputs:
 def open_together(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[JobSpec, Inputs]:
     """The job and this rank's inputs, once all ranks have opened the same ones. Raises `UserError` on every rank."""
     opened: list[tuple[JobSpec, Inputs]] = []
+    files: dict[str, str] = {}
 
-    def open_own() -> tuple[dict[str, str], str]:
+    def open_own() -> str:
         try:
             job = JobSpec.of(config, dist.get_world_size())
             inputs = _open(job)
             opened.append((job, inputs))
             mixtures = [inputs.mixture, *inputs.held_out.values()]
-            return files_of_model(config, inputs.weights.values()) | data_sets(mixtures), ""
+            files.update(files_of_model(config, inputs.weights.values()) | data_sets(mixtures))
         except UserError as error:
-            return {}, str(error)
+            return str(error)
+        return ""
 
     with watchdog.waiting(lambda: "the comparison of settings and files, with all other ranks,"):
-        _require_alike(on_every(dist.group.WORLD, lambda: settings_and_versions(config, platform), watchdog.working))
-        files, problems = zip(*on_every(dist.group.WORLD, open_own, watchdog.working), strict=True)
+        _require_same(lambda: settings_and_versions(config, platform), watchdog.working)
+        problems = on_every(dist.group.WORLD, open_own, watchdog.working)
         if problem := next(filter(None, problems), ""):
             ranks = [rank for rank, each in enumerate(problems) if each == problem]
             raise UserError(problem if len(ranks) == len(problems) else f"on rank {format_ranks(ranks)}: {problem}")
-        _require_alike(files)
+        _require_same(lambda: files)
     return opened[0]
 
 
-def _require_alike(of_ranks: Sequence[Facts]) -> None:
+def _require_same(state: Callable[[], Facts], working: Working = nullcontext) -> None:
     because = "each rank plans the collectives from its own copy (only log.dir may differ)"
     fix = "start all ranks with one command, configuration and environment, on the same files"
-    require_alike("ranks of one run", of_ranks, range(len(of_ranks)), fix, because)
+    require_same(dist.group.WORLD, "ranks of one run", state, fix, because, working)
 
 
 def _open(job: JobSpec) -> Inputs:

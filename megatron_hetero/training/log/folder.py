@@ -8,6 +8,7 @@ runs/
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -58,8 +59,10 @@ class LogFolder:
                 self._waiting = self._waiting[file.write(self._waiting) :]
 
     def history(self) -> History:
-        """All lines so far, also those that could not be written yet."""
-        return History(self._path, _size(self._path), self._waiting)
+        """All lines so far, also those that could not be written yet; these alone where the file cannot be reached."""
+        with contextlib.suppress(OSError):
+            return History(self._path, _size(self._path), self._waiting)
+        return History(waits=self._waiting)
 
     def close(self) -> None:
         """Release the folder."""

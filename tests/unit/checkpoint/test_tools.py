@@ -371,7 +371,7 @@ def test_two_imports_do_not_mix(folders: Path, tmp_path: Path, capsys: Capture) 
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         assert imported(folders / "plain", target) == 1
         other.kill()
-    assert f"found another import that writes there (process {other.pid} on" in capsys.readouterr().err
+    assert f"in use by another import (process {other.pid} on" in capsys.readouterr().err
     assert imported(folders / "plain", target) == 0
     assert {path.name for path in target.parent.iterdir()} == {UNTRAINED, "latest"}
 

@@ -471,7 +471,7 @@ def test_a_model_in_bfloat16(wrapper: str) -> None:
 def test_replicas_that_differ_are_found() -> None:
     topology, module = running.topology_of_world(2, text="dp:2"), nn.Linear(2, 2)
     module.bias.requires_grad_(topology.rank == 0)
-    message = r"`text`: trainable parameters: parameter 1: found `bias`, .* on rank 0 and none on rank 1"
+    message = r"`text`: trainable parameters: parameter 1: found `bias`, .* on rank 0 and nothing on rank 1"
     with pytest.raises(UserError, match=message):
         build_optimizers(topology, {"text": module}, partial(torch.optim.SGD, lr=1.0))
     dist.barrier()

@@ -11,7 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from megatron_hetero import Boundary, Graph, Layout, MicroBatchInputs, Rows, Runner, Stage, UserError, build, total_loss
+from megatron_hetero import (
+    Boundary,
+    Graph,
+    Layout,
+    MicroBatchInputs,
+    Rows,
+    Runner,
+    Stage,
+    UserError,
+    build,
+    build_optimizers,
+    total_loss,
+)
 from megatron_hetero import micro_batch as block
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.layout.edge import Edge
@@ -344,6 +356,10 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
         Runner(topology, models() | {"vision": frozen}, forward_only=["vision"] if rank == 2 else [])
     with pytest.raises(UserError, match="forward_only `vision`: it has parameters that require gradients"):
         Runner(topology, models(), forward_only=["vision"])
+    held = models()
+    optimizer = build_optimizers(topology, held, partial(torch.optim.SGD, lr=0.1))
+    with pytest.raises(UserError, match="forward_only `vision`: it has parameters that require gradients"):
+        Runner(topology, held | {"vision": held["vision"].forward}, optimizer=optimizer, forward_only=["vision"])
     nothing = MicroBatchInputs({**batches[0].inputs, "generator": None}, batches[0].rows)
     with pytest.raises(UserError, match="on rank 3: inputs: found none of `generator`, and 1 needed rows of `text>gen"):
         runner([nothing if rank == 3 else batches[0]])

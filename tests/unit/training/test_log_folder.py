@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import shutil
 import signal
@@ -115,6 +116,23 @@ def test_lines_wait_for_room(tmp_path: Path) -> None:
         append_in_vain(log, B, C)
     log.append("")
     assert text(tmp_path / "metrics.jsonl") == A + B + C
+    log.close()
+
+
+def test_a_file_that_cannot_be_read_prevents_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network file system whose handle is stale."""
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    log = LogFolder(tmp_path, "", "")
+    log.append(A)
+    written = log.history()
+    monkeypatch.setattr(Path, "stat", stale)
+    monkeypatch.setattr("builtins.open", stale)
+    with pytest.raises(OSError, match="stale"):
+        log.append(B)
+    assert log.history().text() == B and written.text() == ""
     log.close()
 
 
