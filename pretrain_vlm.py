@@ -23,7 +23,7 @@ try:
 except (ImportError, SyntaxError) as error:
     sys.exit(f"error: {error}. Run `make venv`, and start this with .venv/bin/python (Python 3.11 or newer).")
 
-# torch and Megatron-Core are imported where they are used: neither a plan nor a signal handler should wait for them.
+# torch and Megatron-Core are imported where they are used: a signal handler should not wait for them.
 if TYPE_CHECKING:
     from megatron_hetero.distributed.platform import Platform
     from megatron_hetero.training.log.writer import Writer

@@ -13,8 +13,9 @@ ROWS, HIDDEN = "rows", "hidden"
 ENCODER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN = frozenset(
     {VISION, TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "boundary", "pipeline"}
+    | {"model", "visual", "lm_head"}
 )
-"""What no further encoder can be called, since it means something else in flags, records or metrics."""
+"""What no further encoder can be called: it means something else in flags, records, metrics or tensors' names."""
 
 
 def parts_of(module: str) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from megatron_hetero.hf.weight_files import ROWS
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.opening import open_encoders, open_modules
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import prefix_of, stored_shapes
+from megatron_hetero.models.weights import drawn_tensors, prefix_of, stored_shapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.outputs.checkpoints import LATEST, MANIFEST, name_of, partial_of, publish, whole, write_synced
 from megatron_hetero.outputs.exports import lock_of
@@ -64,12 +64,12 @@ def import_folders(
     """
     require_free(target)
     folders, shapes = sources.read()
-    if seed is not None and not folders.fresh_projector:
+    if seed is not None and not folders.fresh_projector and not any(drawn_tensors(m, shapes) for m in shapes.modules):
         raise UserError.at(
             "--seed",
             found=str(seed),
             expected="none",
-            because="only a fresh projector is random",
+            because="nothing of this model is random, as a fresh projector would be",
             fix="add --fresh-projector, or remove it",
         )
     seed = seed or 0

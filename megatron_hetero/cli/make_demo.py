@@ -93,7 +93,7 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
     Args:
         folder: new or empty.
         options: seed and sizes.
-        force: replace the demo's files in a folder with other content, which stays.
+        force: replace `model/`, `data/`, `config.yaml` and `demo.json` in a folder, whole; other content stays.
 
     Raises:
         UserError: the folder has content, or cannot be written.
@@ -107,7 +107,7 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
                 found=f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}",
                 expected="a new or empty folder",
                 because=f"{', '.join(PARTS)} would be replaced",
-                fix="choose another DIR, or pass --force to replace only those",
+                fix="choose another DIR, or pass --force to replace those, with all that is in them",
             )
         _write_all(folder, options or DemoOptions())
     except OSError as error:
@@ -180,7 +180,9 @@ def _parser() -> argparse.ArgumentParser:
         if isinstance(value, int):
             help_text = f"{name.replace('_', ' ')} (default {value})"
             parser.add_argument(flag_of(name), type=int, default=value, help=help_text)
-    parser.add_argument("--force", action="store_true", help=f"replace {', '.join(PARTS)} in DIR and nothing else")
+    parser.add_argument(
+        "--force", action="store_true", help=f"replace {', '.join(PARTS)} in DIR, whole, and nothing else"
+    )
     return parser
 
 

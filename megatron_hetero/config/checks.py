@@ -308,7 +308,7 @@ def _check_frozen(optimizer: OptimizerConfig, model: ModelConfig) -> None:
     rates = {"lr_vision": (optimizer.lr_vision, encoders), "lr_projector": (optimizer.lr_projector, projectors)}
     for name, (rate, parts) in rates.items():
         if rate is not None and frozen.issuperset(parts):
-            why, do = f"model.freeze has {', '.join(parts)}", "remove it, or train one of them"
+            why, do = f"model.freeze and model.train leave {', '.join(parts)} frozen", "remove it, or train one"
             raise _unused(f"optimizer.{name}", rate, why, do)
     for name, how in model.recompute.items():
         if how != "none" and name in model.encoder_names and model.is_frozen(name):

@@ -21,7 +21,7 @@ from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import ItemField, split_at_placeholders
 from megatron_hetero.errors import UserError, in_short, listed, printable
-from megatron_hetero.files.json_objects import read_object
+from megatron_hetero.files.json_objects import RESTORE, read_object, shown
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.items.pictures.reader import PixelLimits
@@ -208,6 +208,8 @@ def _ends(hf_dir: Path, tokenizer: Any) -> list[int]:
     file = hf_dir / "generation_config.json"
     named = read_object(file).get("eos_token_id") if file.is_file() else None
     ends = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(end) is int for end in ends):
+        raise UserError.at(f"{file}: eos_token_id", found=shown(named), expected="the number of a token", fix=RESTORE)
     return list(dict.fromkeys([*ends, tokenizer.convert_tokens_to_ids(END_OF_TURN)]))
 
 

@@ -147,9 +147,9 @@ class StoredWeights:
         them is not finite.
         """
         if tensor_slice.name in self.fresh:
-            return self.fresh[tensor_slice.name][
-                tensor_slice.source if tensor_slice.columns else tensor_slice.source[0]
-            ]
+            drawn = self.fresh[tensor_slice.name]
+            drawn = drawn.flatten(1) if drawn.dim() > 2 else drawn
+            return drawn[tensor_slice.source if tensor_slice.columns else tensor_slice.source[0]]
         columns = () if tensor_slice.columns is None else (slice(*tensor_slice.columns),)
         values = self._slice(tensor_slice.name, (slice(*tensor_slice.rows), *columns))
         self._require_finite(tensor_slice.name, values)

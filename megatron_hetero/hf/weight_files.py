@@ -21,6 +21,8 @@ ROWS = 4096
 """Rows in memory at a time when a whole tensor is checked."""
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
 _AGAIN = "download it again"
+_MOST_INDEX_BYTES = 64 * 2**20
+"""Some half a million tensors."""
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
@@ -31,7 +33,7 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """
     index = folder / INDEX
     if index.is_file():
-        weight_map = read_object(index).get("weight_map")
+        weight_map = read_object(index, _MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not all(_FILE_NAME.fullmatch(str(file)) for file in weight_map.values()):
             expected = "one that says for each tensor which file of this folder has it (*.safetensors)"
             raise UserError.at(f"{index}: weight_map", found=shown(weight_map), expected=expected, fix=_AGAIN)

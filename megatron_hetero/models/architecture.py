@@ -18,7 +18,7 @@ import torch
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.layout.stages import LAYERS, Stage
 from megatron_hetero.models.layers.layer import Layer
-from megatron_hetero.models.layers.parts import TRAINED, Drawn, Part, Passes, Site, Tokens, named
+from megatron_hetero.models.layers.parts import FORWARD, TRAINED, Drawn, Part, Passes, Site, Tokens, named
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,10 @@ class Architecture:
         ends = [end for end in self.ends if end.projector]
         return {end.stored + name: shape for end in ends for name, shape in end.part.tensors().items()}
 
+    def is_of_layer(self, tensor: str) -> bool:
+        """Whether a stored tensor is a layer's."""
+        return tensor.startswith(self.stored) and tensor.removeprefix(self.stored)[:1].isdigit()
+
     def in_projector(self, parameter: str) -> bool:
         """Whether a parameter is in the projector."""
         return any(end.projector and parameter.startswith(f"{end.name}.") for end in self.ends)
@@ -150,14 +154,23 @@ class Architecture:
         return None
 
     def operations(
-        self, tokens: Tokens, stage: Stage | None = None, passes: Passes = TRAINED, projector: Passes | None = None
+        self,
+        tokens: Tokens,
+        stage: Stage | None = None,
+        passes: Passes = TRAINED,
+        projector: Passes | None = None,
+        first: int = 0,
     ) -> int:
         """Operations of `stage`, or of the whole module, over all ranks, with the gradients of `passes`. `projector`:
-        those of the projector, if they differ. The input of the module never needs a gradient.
+        those of the projector, if they differ. `first`: the first layer with any. The input of the module never needs a
+        gradient.
         """
         stage = stage or Stage.whole(len(self.layers))
         kinds = self._kinds if len(stage.layers) == len(self.layers) else Counter(self.layers[i] for i in stage.layers)
         found = sum(count * layer.operations(tokens).of(passes) for layer, count in kinds.items())
+        for layer in self.layers[stage.first : min(first, stage.last)]:
+            operations = layer.operations(tokens)
+            found -= operations.of(passes) - operations.of(FORWARD)
         for end in self.ends_of(stage):
             own = replace(passes, inputs=False) if end is self.entry else passes
             own = projector if end.projector and projector is not None else own

@@ -16,10 +16,11 @@ from math import prod
 
 from megatron_hetero.errors import UserError, listed
 from megatron_hetero.hf.weight_map import Share
+from megatron_hetero.models.common.stored_names import nested_name
 from megatron_hetero.models.layers.parts import Passes
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import parts_of_tensors, stored_shapes, weight_map
+from megatron_hetero.models.weights import folder_shapes, parts_of_tensors, stored_shapes, weight_map
 from megatron_hetero.names import is_pattern, parts_of
 
 _MOST_SUGGESTED = 8
@@ -69,6 +70,17 @@ class Frozen:
         """Which gradients a part computes. `inputs`: whether of its input."""
         return Passes(inputs, self.trains(part), self.shares[part])
 
+    def first_layer(self, shapes: ModelShapes) -> int:
+        """The first layer of the language model that gradients go back to behind frozen encoders: that of the first
+        tensor that trains, or 0 if an embedding trains.
+        """
+        text = shapes.text.architecture
+        trained = text.tensors.keys() - self.tensors
+        if any(text.entry.stored + name in trained for name in text.entry.part.tensors()):
+            return 0
+        of_layers = {int(name.removeprefix(text.stored).split(".")[0]) for name in trained if text.is_of_layer(name)}
+        return min(of_layers, default=len(text.layers))
+
     def modules(self, names: Iterable[str]) -> list[str]:
         """Those of the modules of which nothing trains."""
         return [name for name in names if self.parts.issuperset(parts_of(name))]
@@ -93,16 +105,28 @@ def _listed(setting: str, entries: Iterable[str], shapes: ModelShapes) -> frozen
     """The tensors that the entries of a setting list."""
     found, by_part = set[str](), tensors_of_parts(shapes)
     for entry in entries:
-        found.update(names := _matching(entry, shapes) if is_pattern(entry) else by_part.get(entry, ()))
+        found.update(names := _matching(setting, entry, shapes) if is_pattern(entry) else by_part.get(entry, ()))
         if is_pattern(entry) and not names:
             raise _unmatched(setting, entry, shapes)
     return frozenset(found)
 
 
-def _matching(pattern: str, shapes: ModelShapes) -> list[str]:
-    """The names that a pattern matches, in which the model's modules may be nested as folders nest them."""
-    flat = _flat(pattern, shapes)
-    return [name for name in stored_shapes(shapes) if fnmatchcase(name, flat)]
+def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
+    """The names that a pattern matches, as folders write them: with the model's modules side by side, or nested. Raises
+    `UserError` where it matches other tensors in one than in the other.
+    """
+    flat, canonical = _flat(pattern, shapes), family_of(shapes.text.family).canonical_name
+    own, further = folder_shapes(shapes), {name for name in stored_shapes(shapes) if fnmatchcase(name, flat)}
+    side_by_side, further = further & own.keys(), further - own.keys()
+    nested = {name for name in own if canonical(n := nested_name(name)) == name and fnmatchcase(n, pattern)}
+    if side_by_side and nested and side_by_side != nested:
+        raise UserError.at(
+            f"{setting} (--{setting})",
+            problem=f"`{pattern}` matches {len(side_by_side)} tensors where folders keep modules side by side "
+            f"(`{min(side_by_side)}`), and {len(nested)} where they nest them (`{nested_name(min(nested))}`)",
+            fix="begin it with `model.layers.`, `model.language_model.` or `model.visual.`, or name a part",
+        )
+    return side_by_side | nested | further
 
 
 def _flat(pattern: str, shapes: ModelShapes) -> str:
@@ -145,7 +169,7 @@ def _require_whole_parameters(
     setting, given = ("model.freeze", freeze) if too_few else ("model.train", train)
     missing = {name for names in mixed for name in names if (name in frozen) != too_few}
     patterns = dict.fromkeys(map(_any_layer, sorted(missing)))
-    add = patterns if {name for pattern in patterns for name in _matching(pattern, shapes)} == missing else missing
+    add = patterns if {n for pattern in patterns for n in _matching(setting, pattern, shapes)} == missing else missing
     entries = " ".join(f'"{entry}"' if is_pattern(entry) else entry for entry in [*given, *sorted(add)])
     raise UserError.at(
         f"{setting} (--{setting})",

@@ -29,10 +29,11 @@ def step_flops(shapes: ModelShapes, frozen: Frozen, batch: StepBatch) -> int:
     their work would be missed. A part that is frozen is billed for what the gradients of the others need.
     """
     encoders_train = len(frozen.modules(shapes.encoders)) < len(shapes.encoders)
-    passes = frozen.passes(TEXT, inputs=encoders_train or 0 < frozen.shares[TEXT] < 1)
+    passes = frozen.passes(TEXT, inputs=encoders_train or frozen.trains(TEXT))
+    first = 0 if encoders_train else frozen.first_layer(shapes)
     of_encoders = [_encoder_flops(name, shape, frozen, batch.sizes[name]) for name, shape in shapes.encoders.items()]
-    text = shapes.text.architecture.operations(Tokens(batch.sample_lengths, supervised=batch.supervised), passes=passes)
-    return sum(of_encoders) + text
+    tokens = Tokens(batch.sample_lengths, supervised=batch.supervised)
+    return sum(of_encoders) + shapes.text.architecture.operations(tokens, passes=passes, first=first)
 
 
 def _encoder_flops(name: str, v: EncoderShape, frozen: Frozen, sizes: Collection[Size]) -> int:

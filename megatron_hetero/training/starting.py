@@ -16,9 +16,10 @@ from megatron_hetero.distributed.collective import on_first
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.environment.cuda import prepare_traces
-from megatron_hetero.errors import SharedError, os_errors_as
+from megatron_hetero.errors import SharedError, listed, os_errors_as
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import backend_notices
+from megatron_hetero.models.weights import projector_shapes
 from megatron_hetero.names import VISION, parts_of
 from megatron_hetero.training.building import build_step_trainer
 from megatron_hetero.training.inputs import REPORTER, open_together
@@ -70,12 +71,14 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
 
 
 def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
-    """Check that a fresh projector is trained, in this run or before. Raises `UserError`."""
-    frozen = parts_of(VISION)[-1]
-    if resumed.step == 0 and job.folders.fresh_projector and not job.frozen.trains(frozen):
+    """Check that all of a fresh projector is trained, in this run or before. Raises `UserError`."""
+    frozen = [name for name in projector_shapes(VISION, job.shapes) if name in job.frozen.tensors]
+    if resumed.step == 0 and job.folders.fresh_projector and frozen:
+        part = parts_of(VISION)[-1]
+        which = part if not job.frozen.trains(part) else f"{part} ({listed(frozen)})"
         raise SharedError.at(
-            "model.freeze (--model.freeze)",
-            problem=f"{frozen} is frozen, but starts with random weights",
+            "model.freeze (--model.freeze)" if not job.config.model.train else "model.train (--model.train)",
+            problem=f"{which} is frozen, but starts with random weights",
             because="model.fresh_projector is set, or the folder's projector does not match the language model",
             fix="train it first, or take folders that match",
         )

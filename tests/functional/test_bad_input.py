@@ -182,6 +182,10 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
         also("--model.freeze", "projector", "--model.fresh_projector", "true"),
         ("model.freeze", "projector is frozen", "random weights"),
     ),
+    "random projector in part": (
+        also("--model.freeze", "visual.merger.mlp.0.*", "--model.fresh_projector", "true"),
+        ("model.freeze", "projector (visual.merger.mlp.0.", "is frozen", "random weights"),
+    ),
     "Transformer Engine without CUDA": (also("--model.backend", "te"), ("model.backend", "--model.backend torch")),
 }
 REPLACED = ("--text-parallel", "--vision-parallel", "--train.global_batch_size", "--train.iters")

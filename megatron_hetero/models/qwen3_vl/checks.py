@@ -36,7 +36,8 @@ def check_vision(folder: Path, config: Any) -> None:
         ("vision_config.hidden_act", vision.hidden_act, "gelu_pytorch_tanh"),
         *of_vision(vision, config.text_config),
         ("vision_config.num_position_embeddings beyond a square", places - math.isqrt(places) ** 2, 0),
-        ("vision_config.deepstack_visual_indexes from depth on", [x for x in layers if x >= vision.depth], []),
+        ("vision_config.deepstack_visual_indexes that no layer has",
+         [x for x in layers if not 0 <= x < vision.depth], []),
         ("vision_config.deepstack_visual_indexes", layers, sorted(set(layers))),
     ))  # fmt: skip
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from fnmatch import fnmatchcase
 
 import pytest
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.frozen import Frozen
-from megatron_hetero.models.layers.parts import Passes, Tokens
+from megatron_hetero.models.layers.parts import FORWARD, Passes, Tokens
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from tests.unit.models.test_stages import shapes_of
@@ -50,6 +51,39 @@ def test_patterns_are_of_stored_names(pattern: str, expected: str) -> None:
     assert names and frozen(pattern).tensors == names
     assert frozen(train=(pattern,)).tensors == STORED - names
     assert frozen("text", pattern).tensors == frozen("text").tensors | names
+
+
+@pytest.mark.parametrize(
+    "pattern, module", [("*language_model*", "model."), ("*.visual.*", "*visual."), ("model.v*", "visual.")]
+)
+def test_patterns_of_nested_names(pattern: str, module: str) -> None:
+    """They match as in folders that nest the model's modules."""
+    assert frozen(pattern).tensors == {name for name in STORED if fnmatchcase(name, module + "*")}
+
+
+@pytest.mark.parametrize("pattern", ["model.*", "model.[lv]*"])
+def test_patterns_that_depend_on_the_folder_are_refused(pattern: str) -> None:
+    message = rf"`{re.escape(pattern)}` matches \d+ tensors where folders keep .* and \d+ where they nest them"
+    with pytest.raises(UserError, match=message):
+        frozen(pattern)
+
+
+@pytest.mark.parametrize(
+    "train, first",
+    [(("text",), 0), (("*norm*",), 0), (("model.layers.7.*", "lm_head.weight"), 7), (("lm_head.weight",), 12)],
+)
+def test_the_first_layer_that_gradients_go_back_to(train: tuple[str, ...], first: int) -> None:
+    assert frozen(train=train).first_layer(TWO) == first
+
+
+def test_layers_before_the_first_that_trains_have_no_gradients() -> None:
+    text, tokens = TWO.text.architecture, Tokens([9])
+    every, from_seven, forward = (
+        text.operations(tokens, passes=passes, first=first)
+        for passes, first in ((Passes(), 0), (Passes(), 7), (Passes(False, False), 0))
+    )
+    of_layer = {layer.operations(tokens).of(Passes()) - layer.operations(tokens).of(FORWARD) for layer in text.layers}
+    assert every - from_seven == 7 * of_layer.pop() and not of_layer and from_seven > forward
 
 
 def test_train_selects_and_freeze_excepts() -> None:
@@ -98,7 +132,7 @@ def test_what_cannot_be_is_an_error(freeze: tuple[str, ...], train: tuple[str, .
         (("model.layers.*.self_attn.q_proj.weight",), ()),
         (("model.layers.3.mlp.gate_proj.weight", "vision"), ()),
         (("model.layers.[0-3].mlp.up_proj.*",), ()),
-        (("model.*.q_proj.*", "model.*.gate_proj.*"), ()),
+        (("model.*.q_proj.*", "model.layers.*.gate_proj.*"), ()),
         ((), ("*.q_proj.*",)),
         (("*.q_proj.bias",), ("text",)),
     ],

@@ -81,6 +81,8 @@ def test_slices_are_those_of_the_whole_tensors(copy: Path, files: int) -> None:
         matrix = tensor.flatten(1) if tensor.dim() > 1 else tensor
         assert torch.equal(weights.read(TensorSlice(name, rows)), matrix[slice(*rows)])
         assert len(weights.read(TensorSlice(name, (1, 1)))) == 0
+        drawn = replace(weights, fresh={name: tensor.float()})
+        assert torch.equal(drawn.read(TensorSlice(name, rows)), matrix[slice(*rows)].float())
         if tensor.dim() == 2:
             columns = (tensor.shape[1] // 4, tensor.shape[1])
             assert torch.equal(

@@ -108,7 +108,7 @@ def test_shapes_are_those_of_the_folder(folders: Path) -> None:
 @pytest.mark.parametrize("key, value, message", [
     ("vision_config.hidden_act", "silu", "found vision_config.hidden_act = 'silu', expected 'gelu_pytorch_tanh'"),
     ("vision_config.num_position_embeddings", 37, "num_position_embeddings beyond a square = 1, expected 0"),
-    ("vision_config.deepstack_visual_indexes", [0, 3], "deepstack_visual_indexes from depth on = [3], expected []"),
+    ("vision_config.deepstack_visual_indexes", [0, 3], "deepstack_visual_indexes that no layer has = [3], expected []"),
     ("vision_config.deepstack_visual_indexes", [1, 0], "deepstack_visual_indexes = [1, 0], expected [0, 1]"),
     ("vision_config.deepstack_visual_indexes", [0, 1, 2], "gives deepstack.2 in addition to rows"),
     ("vision_config.out_hidden_size", 32, "found vision_config.out_hidden_size = 32, expected 48"),

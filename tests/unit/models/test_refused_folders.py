@@ -111,6 +111,11 @@ CASES: list[tuple[str, str, Any, str]] = [
     # Odd values.
     (CONFIG, "text_config.vocab_size", "many", "expected int, got str (value: 'many')"),
     (CONFIG, "vision_config.num_heads", 0, "cannot be used (ZeroDivisionError"),
+    (CONFIG, "vision_config.patch_size", 0, "cannot be used (ZeroDivisionError"),
+    (CONFIG, "text_config.intermediate_size", -8, "found text_config.intermediate_size = -8, expected 'a number above"),
+    (CONFIG, "text_config.rms_norm_eps", NAN, "found text_config.rms_norm_eps = nan"),
+    (CONFIG, "text_config.rope_parameters.rope_theta", 0, "rope_theta = 0, expected 'a number above 0'"),
+    (CONFIG, "text_config.rope_parameters.mrope_section", [2, 4], "the number of sections in mrope_section = 2"),
     (CONFIG, "tie_word_embeddings", "yes", "found 'yes', expected true or false"),
     (CONFIG, "text_config.rope_parameters.partial_rotary_factor", 0.5, "found 0.5, expected 1 or null"),
     (CONFIG, "model_type", ["qwen2_5_vl"], "found model_type ['qwen2_5_vl']"),

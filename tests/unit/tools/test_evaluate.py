@@ -93,6 +93,13 @@ def test_decoding_is_greedy_whatever_the_folder_asks_for(demo: Path, data: tuple
     assert exact_match(tmp_path / "model", *data, limit=4) == plain
 
 
+def test_an_end_of_answers_that_is_no_number_is_refused(demo: Path, data: tuple[Path, Path], tmp_path: Path):
+    shutil.copytree(demo / "model", tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text('{"eos_token_id": ["<|im_end|>"]}')
+    with pytest.raises(UserError, match="eos_token_id: found .*im_end.*, expected the number of a token"):
+        exact_match(tmp_path / "model", *data, limit=4)
+
+
 def test_samples_with_two_pictures_and_none_are_answered_together(demo: Path):
     train = demo / "data" / "train.jsonl"
     result = exact_match(demo / "model", train, demo / "data" / "images", limit=80, max_new_tokens=1)

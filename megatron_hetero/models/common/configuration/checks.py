@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
     rope = vision.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
     return (
+        *positive("vision_config", vision, "depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size"),
+        *positive("vision_config", vision, "patch_size", "spatial_merge_size", "temporal_patch_size"),
+        *positive("vision_config.rope_parameters", rope, "rope_theta"),
         ("vision_config.out_hidden_size", vision.out_hidden_size, text.hidden_size),
         ("vision_config.hidden_size % num_heads", vision.hidden_size % vision.num_heads, 0),
         *head_dim("vision_config", vision, vision.hidden_size // vision.num_heads),
@@ -60,7 +64,13 @@ def of_text(text: Any, size_of_heads: int, sections: Sequence[int]) -> tuple[Exp
     rope = text.rope_parameters or {}
     layer_types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    given = rope.get("mrope_section", sections)
     return (
+        *positive("text_config", text, "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
+        *positive("text_config", text, "num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
+        *positive("text_config.rope_parameters", rope, "rope_theta"),
+        ("the number of sections in mrope_section", len(given), 3),
+        ("the sections in mrope_section below 0", [each for each in given if each < 0], []),
         ("text_config.hidden_act", text.hidden_act, "silu"),
         ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
         ("text_config.rope_parameters with rope_theta", "rope_theta" in rope, True),
@@ -69,9 +79,17 @@ def of_text(text: Any, size_of_heads: int, sections: Sequence[int]) -> tuple[Exp
         ("the length of text_config.layer_types", len(layer_types), text.num_hidden_layers),
         ("text_config.num_attention_heads % num_key_value_heads",
          text.num_attention_heads % text.num_key_value_heads, 0),
-        ("2 * sum of mrope_section", 2 * sum(rope.get("mrope_section", sections)), size_of_heads),
+        ("2 * sum of mrope_section", 2 * sum(given), size_of_heads),
         ("text_config.pad_token_id below vocab_size", (text.pad_token_id or 0) < text.vocab_size, True),
     )  # fmt: skip
+
+
+def positive(name: str, values: Any, *keys: str) -> Iterator[Expectation]:
+    """The numbers among the attributes, or the items, of `values` that are to be above 0."""
+    for key in keys:
+        value = values.get(key) if isinstance(values, dict) else getattr(values, key, None)
+        if value is not None and not 0 < value < math.inf:
+            yield f"{name}.{key}", value, "a number above 0"
 
 
 def head_dim(name: str, module: Any, implied: int) -> tuple[Expectation, ...]:
