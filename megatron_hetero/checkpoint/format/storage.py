@@ -37,7 +37,7 @@ from megatron_hetero.checkpoint.format.index import (
     to_json,
 )
 from megatron_hetero.checkpoint.format.keys import Entry
-from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
+from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first_of_all
 from megatron_hetero.errors import UserError, in_short, os_errors_as, reason
 from megatron_hetero.files.opening import open_regular
 from megatron_hetero.hf.folder_writer import plan_shards
@@ -98,9 +98,7 @@ def write_entries(
         with os_errors_as(refused):
             return list(_write(folder, rank, entries, value, records))
 
-    parts = on_every(group, write, working)
-
-    def write_index() -> None:
+    def write_index(parts: list[list[Part]]) -> None:
         try:
             text = to_json(index_of(itertools.chain(*parts)))
         except ValueError as error:
@@ -110,7 +108,7 @@ def write_entries(
         with os_errors_as(refused):
             records[INDEX] = write_synced(folder / INDEX, text)
 
-    on_first(group, write_index, working)
+    on_first_of_all(group, write, write_index, working)
     return records
 
 
