@@ -34,6 +34,7 @@ MANIFEST, LATEST, LOCK = "manifest.json", "latest", ".lock"
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
 _REMOVED = re.compile(rf"\.{_NAME.pattern}\.removed")
+ANOTHER = "use another checkpoint (of a run: --checkpoint.resume PATH)"
 SEEN_S = 30.0
 """Seconds until a network file system shows to one host what another has written."""
 _CHUNK = 1 << 22
@@ -209,9 +210,9 @@ def unwritable(where: Path, error: OSError) -> UserError:
     gone = isinstance(error, FileNotFoundError)
     remedy = "see who removes the folder" if gone else "free space or grant access"
     return UserError.at(
-        f"checkpoint.dir: {error.filename or where}",
+        error.filename or where,
         problem=f"cannot write a checkpoint ({in_the_way(where, error)}){'' if gone else '; older ones are intact'}",
-        fix=f"{remedy}, or choose another folder with --checkpoint.dir DIR",
+        fix=f"{remedy}, or choose another folder (of a run: --checkpoint.dir DIR)",
     )
 
 
@@ -239,7 +240,7 @@ def _fault(path: Path, expected: FileRecord) -> str | None:
 
 def _another(checkpoint: Path) -> str:
     others = [path for path in whole(checkpoint.parent).values() if path.name != checkpoint.name]
-    return f"use another checkpoint (--checkpoint.resume {others[-1] if others else 'PATH'})"
+    return ANOTHER.replace("PATH", str(others[-1])) if others else ANOTHER
 
 
 def _children(folder: Path) -> list[Path]:

@@ -17,10 +17,9 @@ from megatron_hetero.checkpoint.format.keys import Entry, Shape
 from megatron_hetero.errors import UserError, in_short, listed
 from megatron_hetero.files.opening import read_bytes
 from megatron_hetero.hf.weight_map import Interval
-from megatron_hetero.outputs.checkpoints import FileRecord
+from megatron_hetero.outputs.checkpoints import ANOTHER, FileRecord
 
 INDEX = "tensors.json"
-ANOTHER = "use another checkpoint (--checkpoint.resume PATH)"
 DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
