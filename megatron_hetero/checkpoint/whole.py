@@ -107,7 +107,7 @@ def _finish(partial: Path, records: Mapping[str, FileRecord], keep_last: int | N
                 fix="choose a folder on storage that all nodes share (of a run: --checkpoint.dir DIR)",
             )
     target = publish(partial, records)
-    prune(target.parent, keep_last)
+    prune(target.parent, keep_last, target)
     return Saved(target, sum(record.size for record in records.values()))
 
 

@@ -163,11 +163,14 @@ def set_aside(path: Path) -> Path:
     return other
 
 
-def prune(folder: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` complete checkpoints (None: keep all). What cannot be removed stays."""
+def prune(folder: Path, keep: int | None, written: Path | None = None) -> None:
+    """Remove all but the newest `keep` complete checkpoints (None: keep all), and never the one that was just
+    `written`. What cannot be removed stays.
+    """
     for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
         with contextlib.suppress(OSError):  # Renamed first: a half-removed checkpoint must not look complete.
-            path.rename(path.with_name(f".{path.name}.removed"))
+            if path != written:
+                path.rename(path.with_name(f".{path.name}.removed"))
     clean(folder)
 
 
@@ -198,6 +201,20 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         problem = f"unreadable ({error})"
     raise UserError.at(path, problem=problem, fix=_another(checkpoint))
+
+
+def require_own_name(checkpoint: Path, step: int, record: str) -> None:
+    """Check that a checkpoint is not named after another step than that of its `record`: names decide which is newest,
+    and which are deleted. Raises `UserError`.
+    """
+    if step_of(checkpoint) not in (None, step):
+        raise UserError.at(
+            checkpoint,
+            found=f"step {step_of(checkpoint)} in the name",
+            expected=f"{name_of(step)}, as in its {record}",
+            because="the newest checkpoint is found by name",
+            fix=f"rename the folder to {name_of(step)}",
+        )
 
 
 def verify(checkpoint: Path, records: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
