@@ -25,6 +25,10 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "U8": torch.uint8,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
 }
 """By the names that safetensors gives them."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
