@@ -190,7 +190,7 @@ TENSOR = {"dtype": "F32", "shape": [2, 3], "chunks": [PART]}
 
 
 @pytest.mark.parametrize("changes, said", [
-    ({"dtype": "F64"}, "describes no tensor"),
+    ({"dtype": "F8_E4M3"}, "describes no tensor"),
     ({"shape": [2, 3, 1]}, "describes no tensor"),
     ({"shape": [1 << 40, 1 << 40]}, "do not cover the tensor"),
     ({"more": 1}, "unexpected keyword argument"),
