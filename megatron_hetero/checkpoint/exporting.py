@@ -29,7 +29,7 @@ from megatron_hetero.job import DTYPES
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.models.writer import companions_of, model_writer
-from megatron_hetero.outputs.checkpoints import chosen_in, damaged, read_manifest, verify
+from megatron_hetero.outputs.checkpoints import chosen_in, damaged, read_manifest, require_own_name, verify
 from megatron_hetero.step.number_formats import nearest_bfloat16
 
 STORED = "stored"
@@ -68,7 +68,7 @@ class OpenCheckpoint:
         if faults:
             raise damaged(folder, faults)
         record = RunRecord.read(folder)
-        record.require_own_name(folder)
+        require_own_name(folder, record.step, RECORD)
         return cls(folder, record, open_index(folder, manifest))
 
     def require(self, shapes: ModelShapes) -> None:

@@ -2,31 +2,43 @@
 
 Weights, masters and moments are stored as whole tensors, `MODULE.PARAMETER`, that each rank writes and reads its own
 part of, in the format of the program's checkpoints: safetensors and JSON, hashes of all files, complete or not there.
+Persistent buffers are stored once, from the first replica. `modules.json` has the settings of each parameter.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron_hetero.checkpoint.contents import read, written
-from megatron_hetero.checkpoint.format.index import INDEX, index_shapes, open_index
-from megatron_hetero.checkpoint.format.keys import WEIGHTS, Shape, matrix
+from megatron_hetero.checkpoint.format.index import INDEX, NAMES, index_shapes, open_index
+from megatron_hetero.checkpoint.format.keys import BUFFERS, WEIGHTS, Entry, Shape, matrix
 from megatron_hetero.checkpoint.format.storage import read_entries
+from megatron_hetero.checkpoint.shared_folder import lock_folder
 from megatron_hetero.checkpoint.whole import save, verified
-from megatron_hetero.distributed.collective import on_every, on_first
-from megatron_hetero.errors import UserError, listed
+from megatron_hetero.distributed.collective import on_every, on_first, on_first_of_all, together
+from megatron_hetero.errors import UserError, in_short, listed
+from megatron_hetero.files.lock import Lock
 from megatron_hetero.files.opening import read_text
-from megatron_hetero.outputs.checkpoints import chosen_in, step_of
+from megatron_hetero.outputs.checkpoints import LOCK, MANIFEST, chosen_in, name_of, require_own_name, unwritable, whole
+from megatron_hetero.step.held import global_names
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.wrapped import Wrapped, is_sharded
 
 RECORD = "modules.json"
-_ELSEWHERE = "save it with torch.distributed.checkpoint (docs/library.md), or give the module `AdamW` or `SGD`"
+_ELSEWHERE = "save it with torch.distributed.checkpoint (docs/library.md)"
+_BUILD = "build the modules that it was saved from, or load another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -47,12 +59,13 @@ def save_checkpoint(
 ) -> Path:
     """Write modules and optimizers after `step` to `folder`/step-N. All ranks call it, between steps.
 
-    A checkpoint is complete once it has its name: an interrupted save leaves none, and older ones are intact.
+    A checkpoint is complete once it has its name: an interrupted save leaves none, and older ones are intact. It has
+    parameters, persistent buffers, states and settings (`param_groups`) of optimizers, but no random states.
 
     Args:
         folder: of checkpoints, on a disk that all ranks share.
         optimizer: made by `build_optimizers`, of modules that it gave `AdamW` or `SGD`, or that are frozen.
-        step: number of the last step.
+        step: number of the last step, greater than those of all checkpoints in `folder`.
         extra: what the program needs to go on, as JSON has it; of the first rank.
         keep_last: number of newest checkpoints to keep; None keeps all.
 
@@ -60,58 +73,204 @@ def save_checkpoint(
         The checkpoint.
 
     Raises:
-        UserError: on all ranks. It cannot be written, or a module has another optimizer.
+        UserError: on all ranks. It cannot be written, a module has another optimizer, `folder` has a later checkpoint,
+            or another run is writing there.
     """
-    group, folder = optimizer.topology.files, Path(folder).absolute()
-    on_every(group, lambda: _require_own(optimizer))
+    group, folder, held = optimizer.topology.files, Path(folder).absolute(), list[Lock]()
+    on_every(group, lambda: _require_own(optimizer, keep_last))
+    text, writers = on_first_of_all(group, lambda: _described(optimizer), lambda every: _joined(every, step, extra))
     optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
-    entries = list(written(optimizer.modules, optimizers, _shapes(optimizer.modules)))
-    on_first(group, lambda: folder.mkdir(parents=True, exist_ok=True))
-    texts = {RECORD: json.dumps(asdict(Loaded(step, dict(extra or {}))))}
-    return save(entries, folder, step, lambda: texts, keep_last, group).path
+    buffers = {n: _entry(n, b) for n, b in _buffers(optimizer.modules) if writers.get(n) == optimizer.topology.rank}
+    entries = [*written(optimizer.modules, optimizers, _shapes(optimizer.modules)), *buffers.values()]
+    try:
+        on_first(group, lambda: _take(folder, step, held))
+        return save(entries, folder, step, lambda: {RECORD: text}, keep_last, group).path
+    finally:
+        for lock in held:
+            lock.release(remove=True)
 
 
 def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | None:
-    """Load weights and optimizer states into modules and optimizers, in any layout. All ranks call it.
+    """Load weights, buffers, and states and settings of optimizers, in any layout. All ranks call it.
 
     Args:
         folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
         optimizer: as for `save_checkpoint`; its modules have the same parameters.
 
     Returns:
-        The step and what was saved with it; None where `folder` has no checkpoint.
+        The step and what was saved with it; None where `folder`, which is not named as a checkpoint, is not there or
+        has none.
 
     Raises:
-        UserError: on all ranks. The checkpoint is damaged, or of other modules.
+        UserError: on all ranks. The checkpoint is missing, damaged, or of other modules or optimizers.
     """
     group = optimizer.topology.files
     on_every(group, lambda: _require_own(optimizer))
-    chosen = on_first(group, lambda: chosen_in(Path(folder).absolute()))
-    if on_first(group, lambda: step_of(chosen) is None or not chosen.is_dir()):
+    chosen = on_first(group, lambda: _chosen(Path(folder).absolute()))
+    if chosen is None:
         return None
     manifest = verified(chosen, (INDEX, RECORD), group)
     index = on_first(group, lambda: open_index(chosen, manifest))
-    shapes, stored = _shapes(optimizer.modules), index_shapes(index)
-    on_every(group, lambda: _require_same(shapes, stored, chosen))
+    record = on_first(group, lambda: json.loads(read_text(chosen / RECORD)))
+    on_first(group, lambda: require_own_name(chosen, record["step"], RECORD))
+    shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
+    own = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
+    own |= {(entry := _entry(*each)).key: entry.size for each in buffers}
+    on_first_of_all(
+        group, lambda: _require_same(own, stored, chosen), lambda every: _require_all(chain(*every), stored, chosen)
+    )
+    settings = together(group, lambda: list(_settings(optimizer, record, chosen)))
     optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     optimizer.wait_for_weights()
-    read_entries(chosen, index, read(optimizer.modules, optimizers, shapes, stored), group)
+    entries = chain(read(optimizer.modules, optimizers, shapes, stored), _read_buffers(buffers))
+    read_entries(chosen, index, entries, group)
     for each in optimizer.sharded.values():
         each.renew_weights()
     optimizer.wait_for_weights()
-    found = on_first(group, lambda: json.loads(read_text(chosen / RECORD)))
-    return Loaded(int(found["step"]), found["extra"])
+    for param_group, found in settings:
+        param_group.update(found)
+    return Loaded(record["step"], record["extra"])
 
 
-def _require_own(optimizer: JointOptimizer) -> None:
-    """Check that the states of all modules are in flat tensors. Raises `UserError`."""
+def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> None:
+    """Check that all states are in flat tensors, of dtypes that checkpoints have. Raises `UserError`."""
+    if keep_last is not None and keep_last < 1:
+        fix = "use None to keep all"
+        raise UserError.at("save_checkpoint: keep_last", found=str(keep_last), expected="1 or more", fix=fix)
     for module in optimizer.modules:
-        where, sharing = f"checkpoint of module `{module.name}`", module.data_parallel
+        where = f"checkpoint of module `{module.name}`"
         if module.key in optimizer.optimizers and module.key not in optimizer.sharded:
             found = f"an optimizer of another kind, {type(optimizer.parts[module.key]).__name__}"
-            raise UserError.at(where, found=found, expected="`AdamW` or `SGD`", fix=_ELSEWHERE)
-        if isinstance(sharing, Wrapped) and any(map(is_sharded, module.parameters.values())):
-            raise UserError.at(where, found="DTensors", expected="tensors", fix=_ELSEWHERE)
+            fix = f"{_ELSEWHERE}, or give the module `AdamW` or `SGD`"
+            raise UserError.at(where, found=found, expected="`AdamW` or `SGD`", fix=fix)
+        for name, values in chain(module.parameters.items(), _buffers([module])):
+            sharded = isinstance(module.data_parallel, Wrapped) and is_sharded(values)
+            if sharded or values.dtype not in NAMES:
+                found = "DTensors" if sharded else str(values.dtype)
+                expected = f"tensors of {', '.join(str(each).removeprefix('torch.') for each in NAMES)}"
+                raise UserError.at(where, found=f"{found} ({name})", expected=expected, fix=_ELSEWHERE)
+
+
+def _take(folder: Path, step: int, held: list[Lock]) -> None:
+    """Lock the folder, and check that a checkpoint after `step` would be its newest. Raises `UserError`."""
+    held.append(lock_folder(folder, "folder of checkpoints", LOCK, "their checkpoints", unwritable))
+    if held[0].note:
+        warnings.warn(held[0].note, stacklevel=2)
+    if later := [name_of(each) for each in whole(folder) if each >= step]:
+        because, fix = "the newest is resumed from", f"save to another folder, or remove {listed(later)} first"
+        raise UserError.at(folder / name_of(step), problem=f"not after {later[-1]}", because=because, fix=fix)
+
+
+def _chosen(path: Path) -> Path | None:
+    """The checkpoint to load, None where a folder has none. One that is named but missing is refused as it is read."""
+    chosen = chosen_in(path)
+    named = (chosen / MANIFEST).is_file() or path.is_file() or re.fullmatch(r"step-\d+", path.name)
+    return chosen if named else None
+
+
+# ---------------------------------------------------------------------------------------- besides tensors
+
+_Described = tuple[dict[str, str], dict[str, Any], list[tuple[str, str]]]
+
+
+def _described(optimizer: JointOptimizer) -> _Described:
+    """Of this rank: optimizers by module, settings by parameter, and hashes of buffers in first replicas.
+    Raises `UserError`.
+    """
+    kinds, settings = {key: each.algorithm.kind.name for key, each in optimizer.sharded.items()}, dict[str, Any]()
+    for group, names in _groups(optimizer):
+        own = {key: value for key, value in group.items() if key not in ("params", "names")}
+        settings |= dict.fromkeys(names, json.loads(_json(own, "param_groups", default=float)))
+    return kinds, settings, [(n, _hash(b)) for n, b in _buffers(m for m in optimizer.modules if not m.replicas.rank())]
+
+
+def _joined(every: Sequence[_Described], step: int, extra: Mapping[str, Any] | None) -> tuple[str, dict[str, int]]:
+    """The text of the record, from what all ranks have, and by buffer the rank that writes it. Raises `UserError`."""
+    optimizers, settings, buffers = dict[str, str](), dict[str, Any](), dict[str, tuple[int, str]]()
+    for rank, (own_optimizers, own_settings, hashes) in enumerate(every):
+        optimizers |= own_optimizers
+        settings |= own_settings
+        for name, found in hashes:
+            first, expected = buffers.setdefault(name, (rank, found))
+            if found != expected:
+                problem = f"differs between ranks {first} and {rank}, of one replica"
+                fix = "make it equal, since one of them is saved, or register it with persistent=False"
+                raise UserError.at(f"save_checkpoint: buffer {name}", problem=problem, fix=fix)
+    record = {"step": step, "extra": dict(extra or {}), "optimizers": optimizers, "settings": settings}
+    return _json(record, "extra"), {name: rank for name, (rank, _) in buffers.items()}
+
+
+def _settings(optimizer: JointOptimizer, record: Any, checkpoint: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Groups of parameters with the settings that they had. Raises `UserError`, also if another optimizer was saved."""
+    for key, each in optimizer.sharded.items():
+        if (kind := each.algorithm.kind.name) != (found := record["optimizers"].get(key, kind)):
+            fix = "build the optimizer that was saved, or load another checkpoint"
+            raise UserError.at(checkpoint, found=f"{found} of module `{key}`", expected=kind, fix=fix)
+    for group, names in _groups(optimizer):
+        found = [record["settings"][name] for name in names if name in record["settings"]]  # Not of what was frozen.
+        if any(each != found[0] for each in found):
+            fix = "choose `lr` and `weight_decay` that group parameters as before"
+            raise UserError.at(checkpoint, problem=f"other settings in each of one group ({listed(names)})", fix=fix)
+        yield group, {k: tuple(v) if isinstance(v, list) else v for each in found[:1] for k, v in each.items()}
+
+
+def _groups(optimizer: JointOptimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Groups of parameters, and the names of their tensors."""
+    for each in optimizer.sharded.values():
+        for group in each.param_groups:
+            yield group, [each.module.own_map[name][0].name for name in group["names"]]
+
+
+def _json(value: Any, what: str, default: Any = None) -> str:
+    try:
+        if not _has_text_keys(value):
+            raise TypeError("keys that are not text")
+        return json.dumps(value, default=default)
+    except (TypeError, ValueError) as error:
+        fix = "save numbers, texts, lists of them, and dicts by text (for schedulers see docs/library.md)"
+        raise UserError.at(f"save_checkpoint: {what}", problem=f"no JSON ({in_short(error)})", fix=fix) from None
+
+
+def _has_text_keys(value: Any) -> bool:
+    """Whether JSON keeps the keys of all dicts."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) for key in value) and _has_text_keys(list(value.values()))
+    return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
+
+
+# ------------------------------------------------------------------------------------------------ tensors
+
+
+def _buffers(modules: Iterable[TrainedModule]) -> list[tuple[str, Tensor]]:
+    """Persistent buffers of this rank, with names as parameters have them; several have one name where stages do."""
+    found = list[tuple[str, Tensor]]()
+    for module in modules:
+        for stage, chunk in zip(module.stages, module.chunks, strict=True):
+            left = (f"{at}.{each}" for at, part in chunk.named_modules() for each in part._non_persistent_buffers_set)
+            transient = {path.removeprefix(".") for path in left}
+            own = {path: values.detach() for path, values in chunk.named_buffers() if path not in transient}
+            names = global_names(chunk, list(own))
+            other = f"stage {stage}: " if module.topology.layouts[module.name].pp > 1 else ""
+            found += [(f"{module.name}.{names.get(path, other + path)}", values) for path, values in own.items()]
+    return found
+
+
+def _hash(values: Tensor) -> str:
+    data = values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return f"{values.dtype}{tuple(values.shape)}{hashlib.sha256(data).hexdigest()}"
+
+
+def _entry(name: str, values: Tensor) -> Entry:
+    """A whole buffer."""
+    size = matrix(tuple(values.shape)) or (1,)
+    return Entry(f"{BUFFERS}/{name}", size, (0,) * len(size), values.reshape(size))
+
+
+def _read_buffers(buffers: Iterable[tuple[str, Tensor]]) -> Iterator[Sequence[Entry]]:
+    for name, values in buffers:
+        staged = torch.empty(values.shape, dtype=values.dtype)
+        yield [_entry(name, staged)]
+        values.copy_(staged)
 
 
 def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
@@ -130,14 +289,21 @@ def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
     return found
 
 
-def _require_same(shapes: Mapping[str, Shape], stored: Mapping[str, Shape], checkpoint: Path) -> None:
-    """Check that the checkpoint has all weights of this rank, in their shapes. Raises `UserError`."""
-    wrong = [name for name, shape in shapes.items() if stored.get(f"{WEIGHTS}/{name}") != matrix(shape)]
+def _require_same(own: Mapping[str, Shape], stored: Mapping[str, Shape], checkpoint: Path) -> list[str]:
+    """The tensors of this rank, which the checkpoint has in their shapes. Raises `UserError`."""
+    wrong = [key for key, shape in own.items() if stored.get(key) != shape]
     if wrong:
-        first = stored.get(f"{WEIGHTS}/{wrong[0]}")
+        first = stored.get(wrong[0])
         raise UserError.at(
             checkpoint,
-            found=f"{wrong[0]} of shape {first}" if first else f"no weights of {listed(wrong)}",
-            expected=f"shape {matrix(shapes[wrong[0]])}" if first else "those of all parameters of the modules",
-            fix="build the modules that it was saved from, or load another checkpoint",
+            found=f"{wrong[0]} of shape {first}" if first else f"no {listed(wrong)}",
+            expected=f"shape {own[wrong[0]]}" if first else "all parameters and buffers of the modules",
+            fix=_BUILD,
         )
+    return list(own)
+
+
+def _require_all(own: Iterable[str], stored: Iterable[str], checkpoint: Path) -> None:
+    """Check that the ranks have all tensors of the checkpoint. Raises `UserError`."""
+    if more := {key for key in stored if key.startswith((f"{WEIGHTS}/", f"{BUFFERS}/"))}.difference(own):
+        raise UserError.at(checkpoint, found=listed(more), expected="nothing that no module has", fix=_BUILD)

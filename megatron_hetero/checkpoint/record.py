@@ -22,7 +22,6 @@ from megatron_hetero.hf.folder_files import CONFIG
 from megatron_hetero.models.frozen import frozen_tensors
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.outputs.checkpoints import name_of, step_of
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
@@ -81,20 +80,6 @@ class RunRecord:
                 problem=f"cannot be read ({reason(error) if isinstance(error, OSError) else in_short(error)})",
                 fix="use another checkpoint (--checkpoint.resume PATH)",
             ) from None
-
-    def require_own_name(self, checkpoint: Path) -> None:
-        """Check that the checkpoint is not named after another step: names decide which is newest, and which are
-        deleted. Raises `UserError`.
-        """
-        named = step_of(checkpoint)
-        if named not in (None, self.step):
-            raise UserError.at(
-                checkpoint,
-                found=f"step {named} in the name",
-                expected=f"{name_of(self.step)}, as in its {FILE_NAME}",
-                because="the newest checkpoint is found by name",
-                fix=f"rename the folder to {name_of(self.step)}",
-            )
 
     def frozen(self, shapes: ModelShapes) -> frozenset[str]:
         """The stored tensors of the model that did not train. Earlier versions had no `model.train`."""

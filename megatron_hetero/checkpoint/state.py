@@ -25,6 +25,7 @@ from megatron_hetero.models.frozen import tensors_of_parts
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.names import parts_of
+from megatron_hetero.outputs.checkpoints import require_own_name
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.optimizer import ShardOptimizer
@@ -106,7 +107,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     manifest = verified(checkpoint, (INDEX, RECORD), group, working)
     rank, ranks = state.topology.rank, state.topology.world_size
     record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
-    on_first(group, lambda: record.require_own_name(checkpoint))
+    on_first(group, lambda: require_own_name(checkpoint, record.step, RECORD))
     on_first(group, lambda: record.require_resumable(new, allowed, checkpoint))
     on_first(group, lambda: _require_steps(record, new, checkpoint))
     index = on_first(group, lambda: open_index(checkpoint, manifest), working)

@@ -104,10 +104,10 @@ def _finish(partial: Path, records: Mapping[str, FileRecord], keep_last: int | N
             raise UserError.at(
                 partial / name,
                 problem=f"missing or truncated on the first rank ({record.size} bytes written by another)",
-                fix="choose a checkpoint.dir on storage that all nodes share",
+                fix="choose a folder on storage that all nodes share (of a run: --checkpoint.dir DIR)",
             )
     target = publish(partial, records)
-    prune(target.parent, keep_last)
+    prune(target.parent, keep_last, target)
     return Saved(target, sum(record.size for record in records.values()))
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_hetero.errors import SharedError, UserError
 
 T = TypeVar("T")
+R = TypeVar("R")
 FIRST = 0
 """The rank that decides where one must."""
 Working = Callable[[], AbstractContextManager[None]]
@@ -50,6 +51,25 @@ def on_first(group: dist.ProcessGroup | None, work: Callable[[], T], working: Wo
     if problem is not None:
         raise SharedError(problem)
     return result
+
+
+def on_first_of_all(
+    group: dist.ProcessGroup | None, work: Callable[[], T], then: Callable[[list[T]], R], working: Working = nullcontext
+) -> R:
+    """What `then` gives on the first rank for what `work` gives on each, by rank; only the first rank receives that.
+    The first `UserError` is raised on every rank, as a `SharedError`. Without a group, this process is the only rank.
+    """
+    if group is None:
+        return then([work()])
+    mine, is_first = _attempt(work, working), dist.get_rank(group) == FIRST
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.gather_object(mine, gathered if is_first else None, dst=FIRST, group=group)
+
+    def finish() -> R:
+        _raise(next((problem for _, problem in gathered if problem is not None), None))
+        return then([result for result, _ in gathered])
+
+    return on_first(group, finish, working)
 
 
 def together(group: dist.ProcessGroup, work: Callable[[], T], working: Working = nullcontext) -> T:

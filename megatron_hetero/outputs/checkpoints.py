@@ -34,6 +34,7 @@ MANIFEST, LATEST, LOCK = "manifest.json", "latest", ".lock"
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
 _REMOVED = re.compile(rf"\.{_NAME.pattern}\.removed")
+ANOTHER = "use another checkpoint (of a run: --checkpoint.resume PATH)"
 SEEN_S = 30.0
 """Seconds until a network file system shows to one host what another has written."""
 _CHUNK = 1 << 22
@@ -162,11 +163,14 @@ def set_aside(path: Path) -> Path:
     return other
 
 
-def prune(folder: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` complete checkpoints (None: keep all). What cannot be removed stays."""
+def prune(folder: Path, keep: int | None, written: Path | None = None) -> None:
+    """Remove all but the newest `keep` complete checkpoints (None: keep all), and never the one that was just
+    `written`. What cannot be removed stays.
+    """
     for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
         with contextlib.suppress(OSError):  # Renamed first: a half-removed checkpoint must not look complete.
-            path.rename(path.with_name(f".{path.name}.removed"))
+            if path != written:
+                path.rename(path.with_name(f".{path.name}.removed"))
     clean(folder)
 
 
@@ -199,6 +203,20 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
     raise UserError.at(path, problem=problem, fix=_another(checkpoint))
 
 
+def require_own_name(checkpoint: Path, step: int, record: str) -> None:
+    """Check that a checkpoint is not named after another step than that of its `record`: names decide which is newest,
+    and which are deleted. Raises `UserError`.
+    """
+    if step_of(checkpoint) not in (None, step):
+        raise UserError.at(
+            checkpoint,
+            found=f"step {step_of(checkpoint)} in the name",
+            expected=f"{name_of(step)}, as in its {record}",
+            because="the newest checkpoint is found by name",
+            fix=f"rename the folder to {name_of(step)}",
+        )
+
+
 def verify(checkpoint: Path, records: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
     """What is wrong with these files of a checkpoint, one line each."""
     return [fault for name in names if (fault := _fault(checkpoint / name, records[name]))]
@@ -209,9 +227,9 @@ def unwritable(where: Path, error: OSError) -> UserError:
     gone = isinstance(error, FileNotFoundError)
     remedy = "see who removes the folder" if gone else "free space or grant access"
     return UserError.at(
-        f"checkpoint.dir: {error.filename or where}",
+        error.filename or where,
         problem=f"cannot write a checkpoint ({in_the_way(where, error)}){'' if gone else '; older ones are intact'}",
-        fix=f"{remedy}, or choose another folder with --checkpoint.dir DIR",
+        fix=f"{remedy}, or choose another folder (of a run: --checkpoint.dir DIR)",
     )
 
 
@@ -239,7 +257,7 @@ def _fault(path: Path, expected: FileRecord) -> str | None:
 
 def _another(checkpoint: Path) -> str:
     others = [path for path in whole(checkpoint.parent).values() if path.name != checkpoint.name]
-    return f"use another checkpoint (--checkpoint.resume {others[-1] if others else 'PATH'})"
+    return ANOTHER.replace("PATH", str(others[-1])) if others else ANOTHER
 
 
 def _children(folder: Path) -> list[Path]:

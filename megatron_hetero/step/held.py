@@ -178,13 +178,14 @@ def _hold(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> Train
     )
 
 
-def global_names(chunk: nn.Module) -> dict[str, str]:
-    """The names in the whole module of the parameters of a stage that has them: by its method `global_name`, or as
-    layers of Megatron-Core are numbered, which count over all stages.
+def global_names(chunk: nn.Module, buffers: Sequence[str] = ()) -> dict[str, str]:
+    """The names in the whole module of the parameters and `buffers` of a stage that has them: by its method
+    `global_name`, or as layers of Megatron-Core are numbered, which count over all stages.
     """
+    paths = [*(path for path, _ in chunk.named_parameters()), *buffers]
     own: Any = getattr(chunk, "global_name", None)
     if callable(own):
-        return {path: str(own(path)) for path, _ in chunk.named_parameters()}
+        return {path: str(own(path)) for path in paths}
     layers = {
         path: f"{path.rpartition('.')[0]}.{number - 1}"
         for path, part in chunk.named_modules()
@@ -192,11 +193,11 @@ def global_names(chunk: nn.Module) -> dict[str, str]:
     }
     numbered = {
         path: layers[owner] + path.removeprefix(owner)
-        for path, _ in chunk.named_parameters()
+        for path in paths
         for owner in layers
         if path.startswith(f"{owner}.")
     }
-    return {path: path for path, _ in chunk.named_parameters()} | numbered if layers else {}
+    return {path: path for path in paths} | numbered if layers else {}
 
 
 # --------------------------------------------------------------------------------- what wrappers have done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_hetero.distributed.collective import Facts, require_alike, require_equal, together
+from megatron_hetero.distributed.collective import Facts, on_first_of_all, require_alike, require_equal, together
 from megatron_hetero.errors import SharedError, UserError
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
@@ -58,3 +58,15 @@ def test_a_problem_of_one_rank_is_everybody_s() -> None:
     with pytest.raises(SharedError, match="no file on rank 2"):
         together(world(), work)
     assert together(world(), dist.get_rank) == dist.get_rank()
+
+
+@on_ranks(4)
+def test_the_first_rank_alone_receives_what_it_alone_needs() -> None:
+    def work() -> int:
+        if dist.get_rank() > 1:
+            raise UserError(f"no file on rank {dist.get_rank()}")
+        return dist.get_rank()
+
+    assert on_first_of_all(world(), dist.get_rank, lambda of_ranks: (dist.get_rank(), of_ranks)) == (0, [0, 1, 2, 3])
+    with pytest.raises(SharedError, match="no file on rank 2"):
+        on_first_of_all(world(), work, len)

@@ -95,8 +95,8 @@ def test_code_in_the_guide_calls_names_of_the_guide_only() -> None:
     nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     of_others = set(
-        "ColwiseParallel GPTModel RowwiseParallel Siglip forward_backward fully_shard get_state_dict len "
-        "parallelize_module partial range scatter_to_sequence_parallel_region set_state_dict vars zip".split()
+        "ColwiseParallel CosineAnnealingLR GPTModel RowwiseParallel Siglip forward_backward fully_shard get_state_dict "
+        "len parallelize_module partial range scatter_to_sequence_parallel_region set_state_dict vars zip".split()
     )
     own = {"boundary", "encoder", "decoder", "run", "text_loss", "vision"}
     assert called - {name for _, name in NAMES.values()} == own | of_others

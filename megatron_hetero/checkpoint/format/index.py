@@ -17,15 +17,18 @@ from megatron_hetero.checkpoint.format.keys import Entry, Shape
 from megatron_hetero.errors import UserError, in_short, listed
 from megatron_hetero.files.opening import read_bytes
 from megatron_hetero.hf.weight_map import Interval
-from megatron_hetero.outputs.checkpoints import FileRecord
+from megatron_hetero.outputs.checkpoints import ANOTHER, FileRecord
 
 INDEX = "tensors.json"
-ANOTHER = "use another checkpoint (--checkpoint.resume PATH)"
 DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "U8": torch.uint8,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
 }
 """By the names that safetensors gives them."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_hetero.config.optimizers import OptimizerKind
 
-WEIGHTS, STEP, RANDOM = "weights", "step", "random"
+WEIGHTS, STEP, RANDOM, BUFFERS = "weights", "step", "random", "buffers"
 
 Shape = tuple[int, ...]
 

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from megatron_hetero.checkpoint.format.blocks import common
 from megatron_hetero.checkpoint.format.index import (
-    ANOTHER,
     DTYPES,
     INDEX,
     NAMES,
@@ -37,12 +36,12 @@ from megatron_hetero.checkpoint.format.index import (
     to_json,
 )
 from megatron_hetero.checkpoint.format.keys import Entry
-from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
+from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first_of_all
 from megatron_hetero.errors import UserError, in_short, os_errors_as, reason
 from megatron_hetero.files.opening import open_regular
 from megatron_hetero.hf.folder_writer import plan_shards
 from megatron_hetero.hf.weight_map import Interval
-from megatron_hetero.outputs.checkpoints import FileRecord, wait_for, write_synced
+from megatron_hetero.outputs.checkpoints import ANOTHER, FileRecord, wait_for, write_synced
 
 FILE_BYTES = 5 * 10**9
 """Maximum size of a tensor file, unless one tensor is larger: ranks verify a checkpoint file by file."""
@@ -91,16 +90,14 @@ def write_entries(
         return UserError.at(
             error.filename or folder,
             problem=f"{reason(error)} on rank {rank}",
-            fix="free space or grant access, or choose another folder (of a run with --checkpoint.dir DIR)",
+            fix="free space or grant access, or choose another folder (of a run: --checkpoint.dir DIR)",
         )
 
     def write() -> list[Part]:
         with os_errors_as(refused):
             return list(_write(folder, rank, entries, value, records))
 
-    parts = on_every(group, write, working)
-
-    def write_index() -> None:
+    def write_index(parts: list[list[Part]]) -> None:
         try:
             text = to_json(index_of(itertools.chain(*parts)))
         except ValueError as error:
@@ -110,7 +107,7 @@ def write_entries(
         with os_errors_as(refused):
             records[INDEX] = write_synced(folder / INDEX, text)
 
-    on_first(group, write_index, working)
+    on_first_of_all(group, write, write_index, working)
     return records
 
 

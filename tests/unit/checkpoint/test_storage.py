@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from megatron_hetero.checkpoint.format.index import read_index
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.format.storage import read_entries, write_entries
 from megatron_hetero.errors import UserError
+from tests.support.pool import world
+from tests.support.ranks import on_ranks
 
 VALUES = {
     "weights/a": torch.arange(21.0).view(7, 3),
@@ -63,3 +67,12 @@ def test_a_tensor_that_is_not_written_whole_is_refused(tmp_path: Path) -> None:
     parts = [entry for entry in entries(VALUES) if entry.offsets != (0, 1)]
     with pytest.raises(UserError, match=r"tensors\.json: what ranks wrote does not fit .*'weights/a' do not cover"):
         write_entries(tmp_path, parts, None)
+
+
+@on_ranks(2)
+def test_the_index_is_gathered_by_the_rank_that_writes_it(tmp_path: Path) -> None:
+    rank, values = dist.get_rank(), torch.arange(2.0)
+    with mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("parts for all ranks")):
+        records = write_entries(tmp_path, [Entry("weights/a", (4,), (2 * rank,), values)], world())
+    assert ("tensors.json" in records) == (rank == 0)
+    assert [chunk.rows for chunk in read_index(tmp_path)["weights/a"].chunks] == [(0, 2), (2, 4)]

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStepLR
 
+from megatron_hetero.checkpoint import shared_folder
 from megatron_hetero.checkpoint.modules import load_checkpoint, save_checkpoint
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
+from megatron_hetero.outputs.checkpoints import prune, whole
 from megatron_hetero.step.joint import JointOptimizer, build_optimizers
-from megatron_hetero.step.optimizer import AdamW
+from megatron_hetero.step.optimizer import SGD, AdamW
 from tests.support.ranks import on_ranks
+from tests.unit.checkpoint.test_whose_folder import HOLD
 from tests.unit.step import gpt, running
-from tests.unit.step.test_optimizers import batch_of, loss_of_rows, of_pytorch, pictures, vision
+from tests.unit.step.test_optimizers import INPUTS, batch_of, loss_of_rows, of_pytorch, pictures, vision
 
 GATED = {"gated_linear_unit": True, "num_query_groups": 2, "num_layers": 4}
 
@@ -32,6 +41,9 @@ def fresh(layouts: dict[str, str], tied: bool, seed: int, **options: Any) -> tup
         config = gpt.configuration(layout, sequence_parallel=layout.tp > 1, **GATED)
         modules["text"] = gpt.model(config, topology.collection("text"), tied=tied)
         gpt.fill(modules["text"], gpt.whole(topology.rank, tied=tied, **GATED), tied)
+        layers: Any = modules["text"].decoder.layers
+        for layer in layers:
+            layer.register_buffer("number", torch.tensor(layer.layer_number + seed))
         if seed:
             for parameter in modules["text"].parameters():
                 parameter.data.zero_()
@@ -72,6 +84,8 @@ def test_a_run_goes_on_in_another_layout(
     other = fresh(after, tied, 7, **options)
     loaded = load_checkpoint(tmp_path, other[-1])
     assert loaded is not None and loaded.step == 2 and loaded.extra == {"seen": [1, 2]}
+    layers = other[1]["text"].decoder.layers if other[0].has("text") else ()
+    assert all(layer.number == layer.layer_number for layer in layers)
     assert train(*other, range(2, 4)) == pytest.approx(whole[2:], rel=1e-4)
 
 
@@ -102,6 +116,101 @@ def test_numbers_are_saved_as_they_are(options: dict[str, Any], tmp_path: Path) 
         assert all(torch.equal(*each) for each in pairs)
 
 
+SCHEDULERS = {
+    "exponential": partial(ExponentialLR, gamma=0.5),
+    "cosine": partial(CosineAnnealingLR, T_max=5),
+    "milestones": partial(MultiStepLR, milestones=[1, 3], gamma=0.3),
+}
+
+
+@pytest.mark.parametrize("after", ["here", "elsewhere"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@on_ranks(2, timeout_s=40)
+def test_learning_rates_go_on(kind: str, after: str, tmp_path: Path) -> None:
+    """As `group["lr"]`, from which schedulers compute the next, and by groups, which other ranks hold elsewhere."""
+
+    def build(where: str, lr: float) -> tuple[Topology, dict[str, Any], JointOptimizer]:
+        layouts = {"vision": "dp:2", "text": "dp:2"} if where == "here" else {"vision": "dp:1@0", "text": "dp:1@1"}
+        topology = running.topology_of_world(2, **layouts)
+        modules = {name: vision(seed) for seed, name in enumerate(layouts) if topology.has(name)}
+        settings = AdamW(lr=lambda name: lr / (2 if name == "0.weight" else 1), weight_decay=0.1)
+        return topology, modules, build_optimizers(topology, modules, settings)
+
+    def train(topology: Topology, modules: Any, optimizer: Any, scheduler: Any, steps: range) -> list[Any]:
+        for step in steps:
+            optimizer.zero_grad()
+            for name, module in modules.items():
+                layout = topology.layouts[name]
+                loss_of_rows(module, pictures(step)[layout.replica_of(topology.rank) :: layout.dp]).backward()
+            optimizer.step(tokens=8)
+            scheduler.step()
+        return [torch.cat([p.detach().flatten() for p in module.parameters()]) for module in modules.values()]
+
+    build_scheduler, whole_run, saved = SCHEDULERS[kind], build("here", 0.02), build("here", 0.02)
+    expected = train(*whole_run, build_scheduler(whole_run[-1]), range(4))
+    scheduler = build_scheduler(saved[-1])
+    train(*saved, scheduler, range(2))
+    state = {key: value for key, value in scheduler.state_dict().items() if key != "milestones"}
+    save_checkpoint(tmp_path, saved[-1], 2, extra={"scheduler": state})
+    for anew in (True, False) if after == "here" else (True,):
+        resumed = build(after, 7.0)
+        scheduler = None if anew else build_scheduler(resumed[-1])
+        last = load_checkpoint(tmp_path, resumed[-1])
+        assert last is not None
+        if scheduler is None:
+            scheduler = build_scheduler(resumed[-1], last_epoch=last.step - 1)
+        else:
+            scheduler.load_state_dict(last.extra["scheduler"])
+        found = train(*resumed, scheduler, range(2, 4))
+        own = expected if after == "here" else expected[dist.get_rank() :][:1]
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, own, strict=True))
+
+
+class Counting(nn.Module):
+    """With persistent buffers of several dtypes and dims, of which one is not contiguous, and one that is not saved."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm, self.out = nn.BatchNorm1d(INPUTS), nn.Linear(INPUTS, 4)
+        self.register_buffer("table", torch.randn(3, 2, 2).transpose(0, 2))
+        self.register_buffer("seen", torch.tensor([bool(seed)]))
+        self.register_buffer("scratch", torch.randn(2), persistent=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(rows))
+
+
+@on_ranks(2, timeout_s=40)
+def test_persistent_buffers_are_those_of_the_first_replica(tmp_path: Path) -> None:
+    def build(seed: int, layout: str) -> tuple[Any, JointOptimizer]:
+        topology = running.topology_of_world(2, vision=layout, text="dp:2")
+        modules: dict[str, nn.Module] = {"text": vision()}
+        if topology.has("vision"):
+            modules["vision"] = Counting(seed)
+        return modules.get("vision"), build_optimizers(topology, modules, AdamW(lr=0.01))
+
+    model, optimizer = build(1, "dp:2")
+    for step in range(2):
+        loss_of_rows(model, pictures(step)[dist.get_rank() :: 2]).backward()
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, {k: v.clone() for k, v in model.state_dict().items() if not k.startswith("out")})
+    save_checkpoint(tmp_path, optimizer, 2)
+    for layout in ("dp:2", "dp:1@1", "tp:2"):
+        other, optimizer = build(0, layout)
+        scratch = torch.empty(0) if other is None else other.scratch.clone()
+        assert load_checkpoint(tmp_path, optimizer) is not None
+        if other is not None:
+            assert len(of_ranks[0]) == 7 and other.norm.num_batches_tracked == 2 and torch.equal(other.scratch, scratch)
+            assert all(torch.equal(other.state_dict()[name], values) for name, values in of_ranks[0].items())
+            other.table = torch.zeros(1)
+    with pytest.raises(UserError, match=r"found buffers/vision\.table of shape \(2, 6\), expected shape \(1,\)"):
+        load_checkpoint(tmp_path, optimizer)
+    model, optimizer = build(dist.get_rank(), "tp:2")
+    with pytest.raises(UserError, match=r"buffer vision\.table: differs between ranks 0 and 1"):
+        save_checkpoint(tmp_path, optimizer, 3)
+
+
 @on_ranks(2, timeout_s=40)
 def test_what_checkpoints_refuse(tmp_path: Path) -> None:
     topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4)
@@ -109,11 +218,17 @@ def test_what_checkpoints_refuse(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "nothing", optimizer) is None
     path = save_checkpoint(tmp_path, optimizer, 1)
     wider = build_optimizers(topology, {"text": nn.Linear(4, 5)}, AdamW())
-    with pytest.raises(UserError, match=r"found text\.weight of shape \(4, 4\), expected shape \(5, 4\)"):
+    with pytest.raises(UserError, match=r"found weights/text\.weight of shape \(4, 4\), expected shape \(5, 4\)"):
         load_checkpoint(tmp_path, wider)
     other = build_optimizers(topology, {"text": nn.Sequential(nn.Linear(4, 4))}, AdamW())
-    with pytest.raises(UserError, match=r"found no weights of text\.0\.bias"):
+    with pytest.raises(UserError, match=r"found no weights/text\.0\.bias"):
         load_checkpoint(tmp_path, other)
+    more = build_optimizers(topology, {"text": nn.Linear(4, 4, bias=False)}, AdamW())
+    with pytest.raises(UserError, match=r"found weights/text\.bias, expected nothing that no module has"):
+        load_checkpoint(tmp_path, more)
+    sgd = build_optimizers(topology, {"text": nn.Linear(4, 4)}, SGD())
+    with pytest.raises(UserError, match="found adamw of module `text`, expected sgd"):
+        load_checkpoint(tmp_path, sgd)
     of_torch = build_optimizers(topology, {"text": nn.Linear(4, 4)}, of_pytorch)
     with pytest.raises(UserError, match="`text`: found an optimizer of another kind, AdamW, expected `AdamW` or `SGD`"):
         save_checkpoint(tmp_path, of_torch, 2)
@@ -121,5 +236,93 @@ def test_what_checkpoints_refuse(tmp_path: Path) -> None:
     if topology.rank == 0:
         next(path.glob("*.safetensors")).write_bytes(b"cut")
     dist.barrier()
-    with pytest.raises(UserError, match="damaged file .tensors-"):
+    with pytest.raises(UserError, match=r"damaged file .tensors-.*another checkpoint \(of a run: --checkpoint.resume"):
         load_checkpoint(tmp_path, optimizer)
+
+
+def one_module(weights: nn.Module | None = None) -> JointOptimizer:
+    topology = running.topology_of_world(2, text="dp:2")
+    return build_optimizers(topology, {"text": nn.Linear(4, 4) if weights is None else weights}, AdamW())
+
+
+@on_ranks(2, timeout_s=40)
+def test_only_newer_checkpoints_are_written_and_the_newest_are_kept(tmp_path: Path) -> None:
+    optimizer = one_module()
+    for step in (10, 20, 30):
+        save_checkpoint(tmp_path, optimizer, step)
+    for step in (15, 30):
+        with pytest.raises(UserError, match=rf"step-000000{step}: not after step-00000030, .* remove .*step-00000030"):
+            save_checkpoint(tmp_path, optimizer, step, keep_last=2)
+    with pytest.raises(UserError, match="keep_last: found 0, expected 1 or more"):
+        save_checkpoint(tmp_path, optimizer, 40, keep_last=0)
+    assert list(whole(tmp_path)) == [10, 20, 30] and not (tmp_path / ".lock").exists()
+    assert save_checkpoint(tmp_path, optimizer, 40, keep_last=2).is_dir()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        prune(tmp_path, 1, tmp_path / "step-00000030")
+    dist.barrier()
+    assert list(whole(tmp_path)) == [30, 40]
+
+
+@on_ranks(2, timeout_s=40)
+def test_one_run_alone_saves_into_a_folder(tmp_path: Path) -> None:
+    optimizer, other = one_module(), None
+    (tmp_path / ".step-00000001.partial").mkdir(exist_ok=True)
+    if dist.get_rank() == 0:
+        other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / ".lock")], stdout=subprocess.PIPE)
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+    dist.barrier()
+    with (
+        mock.patch.object(shared_folder, "_FREE_S", 0.1),
+        pytest.raises(UserError, match="in use by another run .the other one.*another folder of checkpoints, or end"),
+    ):
+        save_checkpoint(tmp_path, optimizer, 1)
+    assert (tmp_path / ".step-00000001.partial").is_dir()
+    if other is not None:
+        other.kill()
+        other.communicate()
+    assert save_checkpoint(tmp_path, optimizer, 1).is_dir()
+
+
+@on_ranks(2, timeout_s=40)
+def test_a_checkpoint_that_is_named_must_be_there(tmp_path: Path) -> None:
+    optimizer = one_module()
+    path = save_checkpoint(tmp_path / "of run", optimizer, 3)
+    for missing in (path.with_name("step-00000099"), path.with_name("step-99"), path.with_name("latest")):
+        with pytest.raises(UserError, match=rf"{missing.name}/manifest\.json: .*step-00000003"):
+            load_checkpoint(missing, optimizer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copytree(path, tmp_path / "best")
+        path.rename(path.with_name("step-00000004"))
+    dist.barrier()
+    loaded = load_checkpoint(tmp_path / "best", optimizer)
+    assert loaded is not None and loaded.step == 3
+    with pytest.raises(UserError, match=r"found step 4 in the name, expected step-00000003, as in its modules\.json"):
+        load_checkpoint(tmp_path / "of run", optimizer)
+    assert load_checkpoint(tmp_path, optimizer) is None
+
+
+@on_ranks(2, timeout_s=40)
+def test_what_cannot_be_stored_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    topology, model = running.topology_of_world(2, vision="dp:1@0", text="dp:1@1"), vision()
+    odd = nn.Linear(4, 4)
+    odd.codes = nn.Parameter(torch.ones(4).to(torch.float8_e5m2), requires_grad=False)
+    modules: dict[str, nn.Module] = {"vision": odd} if topology.has("vision") else {"text": model}
+    optimizer = build_optimizers(topology, modules, AdamW())
+    with pytest.raises(UserError, match=r"`vision`: found torch.float8_e5m2 \(codes\), expected tensors of float32"):
+        save_checkpoint(tmp_path, optimizer, 1)
+    odd = nn.Linear(4, 4)
+    odd.codes = nn.Parameter(torch.arange(4, dtype=torch.float64), requires_grad=False)
+    optimizer = one_module(odd)
+    for extra in ({"seen": {1}}, {"milestones": {30: 1}}):
+        with pytest.raises(UserError, match="save_checkpoint: extra: no JSON"):
+            save_checkpoint(tmp_path, optimizer, 1, extra=extra if dist.get_rank() == 0 else None)
+    optimizer.param_groups[0]["note"] = object()
+    with pytest.raises(UserError, match="save_checkpoint: param_groups: no JSON"):
+        save_checkpoint(tmp_path, optimizer, 1)
+    del optimizer.param_groups[0]["note"]
+    save_checkpoint(tmp_path, optimizer, 1)
+    odd.codes.data.zero_()
+    load_checkpoint(tmp_path, optimizer)
+    assert odd.codes.tolist() == [0, 1, 2, 3]
