@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that each rank writes and reads, in terms of the tensors in `keys`."""
+"""What a checkpoint of a model holds, and the parts of it that each rank writes and reads, by the names in `keys`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from torch import Tensor
 
 from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
 from megatron_hetero.checkpoint.format.keys import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
+from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.number_formats import Plain, RoundedMaster, Spread, Stored, unpacked, write_all
 from megatron_hetero.step.optimizer import ShardOptimizer
 from megatron_hetero.step.optimizer_state import OptimizerShard
+
+
+def expected_shapes(shapes: Mapping[str, Shape], frozen: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
+    """Every tensor of a checkpoint of a model with the stored `shapes`, except random states. `frozen`: those that do
+    not train.
+    """
+    trained = {name: shape for name, shape in shapes.items() if optimizer.moments and name not in frozen}
+    expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
+    expected |= {f"{kind}/{name}": matrix(shape) for kind in optimizer.moments for name, shape in trained.items()}
+    return expected | {f"{STEP}/{name}": (1,) for name in trained}
 
 
 def written(

@@ -29,7 +29,7 @@ from megatron_hetero.job import DTYPES
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.models.writer import companions_of, model_writer
-from megatron_hetero.outputs.checkpoints import chosen_in, damaged, read_manifest, require_own_name, verify
+from megatron_hetero.outputs.checkpoints import chosen_in, damaged, is_ours, read_manifest, require_own_name, verify
 from megatron_hetero.step.number_formats import nearest_bfloat16
 
 STORED = "stored"
@@ -111,6 +111,7 @@ def export_checkpoint(
         UserError: the model's folders are missing or of another model, or `target` cannot be written.
     """
     require_apart(target, {"the checkpoint": checkpoint.folder, **sources.folders})
+    _require_no_checkpoints_name(target, checkpoint.folder.parent)
     require_folders(sources, checkpoint.folder)
     require_writable(target)
     folders, shapes = sources.read()
@@ -161,6 +162,13 @@ def require_apart(target: Path, others: Mapping[str, Path]) -> None:
                 because="an export replaces the whole folder",
                 fix="choose another folder",
             )
+
+
+def _require_no_checkpoints_name(target: Path, checkpoints: Path) -> None:
+    """Check that no run would take an export for a checkpoint next to it, or delete it. Raises `UserError`."""
+    if is_ours(target.name) and resolved(target.parent, "the target") == resolved(checkpoints, "the checkpoint"):
+        problem = f"the name {target.name} is reserved in a folder of checkpoints"
+        raise UserError.at(target, problem=problem, fix=f"try {target.with_name('export')}")
 
 
 def require_folders(sources: ModelSources, checkpoint: Path) -> None:

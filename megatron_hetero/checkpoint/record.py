@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 import yaml
 
-from megatron_hetero.checkpoint.format.keys import RANDOM, Shape, expected_shapes
+from megatron_hetero.checkpoint.contents import expected_shapes
+from megatron_hetero.checkpoint.format.keys import RANDOM, Shape
 from megatron_hetero.checkpoint.model_files import Hashes, alone, differences
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.config.optimizers import optimizer_kind

@@ -15,7 +15,7 @@ from megatron_hetero.outputs.exports import lock_of, partial_of, replaced_of
 if TYPE_CHECKING:
     from megatron_hetero.config.schema import Config
 
-CHECKPOINTS = "checkpoint.dir"
+CHECKPOINTS, LOGS = "checkpoint.dir", "log.dir"
 
 
 class _Conflict(NamedTuple):
@@ -32,6 +32,10 @@ class _Conflict(NamedTuple):
 def check_paths(config: Config) -> None:
     """Check the paths of a run. Raises `UserError` with one that works."""
     places, target = {name: resolved(path, name) for name, path in _given(config)}, config.export.hf_dir
+    for conflict in _in_checkpoints(places[LOGS], places):
+        where, found, because = f"{LOGS} (--{LOGS})", str(config.log.dir), conflict.because
+        expected, fix = f"a folder separate from {CHECKPOINTS} ({conflict.path})", "choose another"
+        raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
     if target is None:
         return
     conflict = next(_conflicts(resolved(target, "export.hf_dir"), places), None)
@@ -63,7 +67,7 @@ def _given(config: Config) -> Iterator[tuple[str, Path]]:
         yield "checkpoint.resume", Path(checkpoint.resume)
     if checkpoint.dir is not None:
         yield CHECKPOINTS, checkpoint.dir
-    yield "log.dir", config.log.dir
+    yield LOGS, config.log.dir
 
 
 def _conflicts(target: Path, places: Mapping[str, Path]) -> Iterator[_Conflict]:
@@ -74,6 +78,11 @@ def _conflicts(target: Path, places: Mapping[str, Path]) -> Iterator[_Conflict]:
             yield _Conflict(setting, path, "the export replaces the whole folder")
         if setting.startswith("model.") and path in target.parents:
             yield _Conflict(setting, path, "a model folder holds one model")
+    yield from _in_checkpoints(target, places)
+
+
+def _in_checkpoints(path: Path, places: Mapping[str, Path]) -> Iterator[_Conflict]:
+    """A run moves and deletes what has a reserved name in its folder of checkpoints."""
     folder = places.get(CHECKPOINTS)
-    if folder is not None and folder in target.parents and is_ours(name := target.relative_to(folder).parts[0]):
+    if folder is not None and folder in path.parents and is_ours(name := path.relative_to(folder).parts[0]):
         yield _Conflict(CHECKPOINTS, folder, f"{name} is reserved there")

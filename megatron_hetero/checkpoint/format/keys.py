@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
-
-from megatron_hetero.config.optimizers import OptimizerKind
 
 WEIGHTS, STEP, RANDOM, BUFFERS = "weights", "step", "random", "buffers"
 
@@ -36,13 +34,3 @@ class Entry:
 def matrix(shape: Shape) -> Shape:
     """The shape of a stored tensor in checkpoints: at most two dims."""
     return shape if len(shape) <= 2 else (shape[0], prod(shape[1:]))
-
-
-def expected_shapes(shapes: Mapping[str, Shape], frozen: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
-    """Every tensor of a checkpoint of a model with the stored `shapes`, except random states. `frozen`: those that do
-    not train.
-    """
-    trained = {name: shape for name, shape in shapes.items() if optimizer.moments and name not in frozen}
-    expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
-    expected |= {f"{kind}/{name}": matrix(shape) for kind in optimizer.moments for name, shape in trained.items()}
-    return expected | {f"{STEP}/{name}": (1,) for name in trained}

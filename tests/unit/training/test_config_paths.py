@@ -69,3 +69,8 @@ def test_the_default_may_be_a_link_to_itself(tmp_path: Path, monkeypatch: pytest
     line = "--model.hf_path m --data.registry.d.annotations a.json --data.datasets d"
     with pytest.raises(UserError, match="log.dir: found .*runs.* .too many levels of symbolic links"):
         load_config(line.split())
+
+
+def test_logs_are_in_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"log\.dir .*separate from checkpoint\.dir .*step-00000001 is reserved there"):
+        config(tmp_path, f"--log.dir {tmp_path}/runs/checkpoints/step-00000001/log")
