@@ -419,7 +419,7 @@ def _common_defaults(topology: Topology, optimizers: Mapping[str, ModuleOptimize
     change, also on ranks that train nothing.
     """
     of_ranks = on_every(topology.host, lambda: [_defaults_of(each) for each in optimizers.values()])
-    everyone = [defaults for of_rank in of_ranks for defaults in of_rank]
+    everyone = [defaults for of_rank in of_ranks for defaults in of_rank if defaults]  # A share may have no elements.
     common = set[str].intersection(*(set(defaults) for defaults in everyone)) if everyone else set[str]()
     return {name: everyone[0][name] for name in sorted(common)}
 

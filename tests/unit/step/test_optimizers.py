@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.step.finish import finish_gradients
@@ -510,6 +512,58 @@ def test_numbers_of_states(options: dict[str, Any], zero: int) -> None:
     assert torch.equal(found, trained(options, resumes=True))
 
 
+@pytest.mark.parametrize("options", NARROW, ids=str)
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2, timeout_s=40)
+def test_weights_of_two_dtypes(first: torch.dtype, options: dict[str, Any], fused: bool) -> None:
+    """Those in fp32 are their own masters, whatever the others have; a resumed run goes on alike."""
+    topology = running.topology_of_world(2, text="dp:2")
+    second = torch.float32 if first == torch.bfloat16 else torch.bfloat16
+
+    def fresh(seed: int) -> tuple[list[nn.Parameter], JointOptimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 20).to(first), nn.LayerNorm(20).to(second), nn.Linear(20, 8).to(first))
+        own = ours(**options)
+        return list(model.parameters()), build_optimizers(topology, {"text": model}, own, clip_grad=0.0)
+
+    weights, optimizer = fresh(0)
+    masters = [nn.Parameter(p.detach().float()) for p in weights]
+    expected, start = of_pytorch(masters), [p.detach().clone() for p in masters]
+    for step in range(4):
+        if step == 2:
+            state = optimizer.state_dict()
+            weights, optimizer = fresh(1)
+            optimizer.load_state_dict(state)
+        random = torch.Generator().manual_seed(step)
+        drawn = [[torch.randn(p.shape, generator=random).bfloat16() for p in weights] for _ in range(2)]
+        mine = drawn[topology.rank]
+        torch.stack([(p.float() * g.float()).sum() for p, g in zip(weights, mine, strict=True)]).sum().backward()
+        with patch.object(Platform, "compiles", fused), torch.compiler.set_stance("force_eager"):
+            optimizer.step(tokens=2)
+        optimizer.zero_grad()
+        for master, one, other in zip(masters, *drawn, strict=True):
+            master.grad = (one.float() + other.float()) / 2
+        expected.step()
+    for found, master in zip(weights, masters, strict=True):
+        exact = found.dtype == torch.float32 and "moments" not in options
+        torch.testing.assert_close(found.float(), master, rtol=1e-6, atol=1e-6 if exact else RATE)
+    assert (masters[-1] - start[-1]).abs().max() > 3 * RATE
+
+
+@on_ranks(2, timeout_s=40)
+def test_a_rank_that_owns_nothing() -> None:
+    """The first has all elements: weights are cut at multiples of 128."""
+    topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(8, 4, bias=False)
+    optimizer = build_optimizers(topology, {"text": model}, AdamW(lr=1.0))
+    own, before = optimizer.sharded["text"], model.weight.detach().clone()
+    assert bool(own.param_groups) == (topology.rank == 0) and "betas" in optimizer.defaults
+    model.weight.sum().backward()
+    with patch.object(Platform, "compiles", True), torch.compiler.set_stance("force_eager"):
+        optimizer.step(tokens=2)
+    torch.testing.assert_close(model.weight, before - 1.0)
+
+
 @on_ranks(2, timeout_s=40)
 def test_plain_sgd() -> None:
     topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4, bias=False)
@@ -531,6 +585,9 @@ def test_what_an_optimizer_of_shards_refuses() -> None:
         build_optimizers(topology, {"text": wrapped}, ours())
     with pytest.raises(UserError, match=r"found torch\.float64 parameters \(weight\), expected float32 or bfloat16"):
         build_optimizers(topology, {"text": nn.Linear(4, 4).double()}, ours())
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
+    with pytest.raises(UserError, match=r"found torch\.bfloat16 and torch\.float32 parameters with zero=2, expected one"):
+        build_optimizers(topology, {"text": mixed}, ours(zero=2))
     build_optimizers(topology, {"text": model}, ours())
     for again in (lambda: build_optimizers(topology, {"text": model}, ours()),
                   lambda: finish_gradients(topology, {"text": model}, 1)):  # fmt: skip
