@@ -148,6 +148,11 @@ class JointOptimizer(Optimizer):
         """
         self._started |= start_sums(self._overlapping(module))
 
+    def require_unsummed(self) -> None:
+        """Check that further backward passes may add to the gradients of the step. Raises `UserError`."""
+        for module in self.modules:
+            module.data_parallel.require_unsummed()
+
     def _overlapping(self, name: str) -> list[TrainedModule]:
         return [each for each in self.modules if each.name == name and each.overlaps_sums]
 
@@ -245,6 +250,7 @@ class JointOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Before the first backward pass of a step."""
         forget_finished(self.modules)
+        self._started = {}
         for module in self.modules:
             module.data_parallel.zero_gradients(set_to_none=set_to_none)
         for each in self.optimizers.values():
