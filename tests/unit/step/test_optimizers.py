@@ -479,6 +479,32 @@ def test_replicas_that_differ_are_found() -> None:
     dist.barrier()
 
 
+@on_ranks(2, timeout_s=40)
+def test_ends_that_share_a_parameter_are_compared() -> None:
+    """Each would wait for the other, if only one trained it or knew of it."""
+    topology, sgd = running.topology_of_world(2, text="pp:2"), partial(torch.optim.SGD, lr=1.0)
+
+    def end(*, trained: bool = True, shared: bool = True) -> nn.Module:
+        module = nn.Linear(2, 2, bias=False)
+        weight: Any = module.weight.requires_grad_(trained)
+        weight.shared_embedding, weight.shared = shared, topology.rank == 1
+        return module
+
+    message = "trainable parameters: parameter 0: found trained copy of a parameter .* on rank 0 and {} .* on rank 1"
+    with pytest.raises(UserError, match=message.format("frozen copy")):
+        build_optimizers(topology, {"text": end(trained=topology.rank == 0)}, sgd)
+    with pytest.raises(UserError, match=message.format("none")):
+        build_optimizers(topology, {"text": end(shared=topology.rank == 0)}, sgd)
+    for trained in (True, False):
+        optimizer = build_optimizers(topology, {"text": end(trained=trained)}, sgd)
+        assert [slices[0].name for slices in optimizer.modules[0].maps[0].values()] == ["text.stage 0: weight"]
+    layouts = {"text": topology.layouts["text"]}
+    without = Topology.build(layouts, topology.platform, megatron=[])
+    with pytest.raises(UserError, match="this rank has no group with the other end of the pipeline. Name the module"):
+        build_optimizers(without, {"text": end()}, sgd)
+    build_optimizers(Topology.build(layouts, topology.platform, megatron=[], tied=["text"]), {"text": end()}, sgd)
+
+
 NARROW = [{}, {"master": "split"}, {"master": "none"}, {"moments": "bfloat16"}, {"moments": "8bit"}, {"offload": True}]
 
 
