@@ -137,6 +137,7 @@ def _wrappers(chunks: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
 
 def _hold(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> TrainedModule:
     layout = topology.layouts[name]
+    _require_main_view(name, layout)
     stages = tuple(layout.coordinate(topology.rank).pp + i * layout.pp for i in range(len(chunks)))
     here, found, known = _Here(topology, name), dict[str, _Found](), set[int]()
     for stage, chunk in zip(stages, chunks, strict=True):
@@ -323,6 +324,21 @@ class _Here:
         own = rows // parts
         starts = [part * own * tp + rank * own for part in range(parts)]
         return tuple(TensorSlice(name, (start, start + own), at=part * own) for part, start in enumerate(starts))
+
+
+def _require_main_view(name: str, layout: Layout) -> None:
+    """Check that gradients are summed over the same ranks in all views: a parameter does not say which it belongs to.
+    Raises `UserError`.
+    """
+    for view in layout.views:
+        if layout.groups(*view.sum_axes) != layout.groups(*GRADIENT_AXES):
+            raise UserError.at(
+                f"module `{name}`",
+                found=f"layout {layout}, whose view `{view.name}` sums gradients over other ranks than the main one",
+                expected="the same ranks in both",
+                because="parameters would be summed, and replicas made equal, over those of the main view",
+                fix="leave the further view out, or sum gradients over its groups and update with an optimizer of your own",
+            )
 
 
 def _require_megatron_fits(here: _Here, inside: _Inside) -> None:

@@ -20,6 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.axes import Axis
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.views import View
 from megatron_hetero.step.finish import finish_gradients
 from megatron_hetero.step.joint import JointOptimizer, build_optimizers
 from megatron_hetero.step.optimizer import SGD, AdamW
@@ -473,10 +476,26 @@ def test_a_model_in_bfloat16(wrapper: str) -> None:
 def test_replicas_that_differ_are_found() -> None:
     topology, module = running.topology_of_world(2, text="dp:2"), nn.Linear(2, 2)
     module.bias.requires_grad_(topology.rank == 0)
-    message = r"`text`: trainable parameters: parameter 1: found `bias`, .* on rank 0 and none on rank 1"
+    message = r"`text`: trainable parameters: parameter 1: found `bias`, .* on rank 0 and nothing on rank 1"
     with pytest.raises(UserError, match=message):
         build_optimizers(topology, {"text": module}, partial(torch.optim.SGD, lr=1.0))
     dist.barrier()
+
+
+@on_ranks(4, timeout_s=40)
+def test_views_that_sum_over_other_ranks_are_refused() -> None:
+    """Experts of all ranks would become those of the first."""
+    experts = View("experts", (Axis("ep", "experts"), Axis("edp", "samples")))
+    for text, fits in [("dp:4,ep:2", False), ("tp:2,dp:2", False), ("tp:2,dp:2,ep:2", True), ("dp:4", True)]:
+        topology = Topology.build({"text": Layout.parse(text, 4, views=[experts])}, running.platform(), megatron=[])
+        model, sgd = nn.Linear(2, 2), partial(torch.optim.SGD, lr=1.0)
+        if fits:
+            build_optimizers(topology, {"text": model}, sgd)
+            continue
+        for refused in (lambda: build_optimizers(topology, {"text": model}, sgd),
+                        lambda: finish_gradients(topology, {"text": model}, 1)):  # fmt: skip
+            with pytest.raises(UserError, match=f"found layout {text}@0-3, whose view `experts` sums gradients over other"):
+                refused()
 
 
 @on_ranks(2, timeout_s=40)
