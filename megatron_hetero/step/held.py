@@ -337,7 +337,7 @@ def _require_main_view(name: str, layout: Layout) -> None:
                 found=f"layout {layout}, whose view `{view.name}` sums gradients over other ranks than the main one",
                 expected="the same ranks in both",
                 because="parameters would be summed, and replicas made equal, over those of the main view",
-                fix="leave the further view out, or sum gradients over its groups and update with an optimizer of your own",
+                fix="leave the further view out, or sum gradients over its groups with an optimizer of your own",
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -309,8 +309,8 @@ def build_optimizers(
             The same on all ranks.
 
     Raises:
-        UserError: on all ranks. `modules` are not those of the rank, replicas have different parameters, or a setting
-            cannot be had for a module.
+        UserError: on all ranks. `modules` are not those of the rank, replicas have different parameters, ranks have
+            different settings, or a setting cannot be had for a module.
     """
 
     def read() -> tuple[tuple[TrainedModule, ...], dict[str, Config], float]:
@@ -320,6 +320,9 @@ def build_optimizers(
 
     held, configs, clip = together(topology.host, read)
     facts = {"check": str(check), "clip_grad": str(clip)}
+    for name, each in configs.items():
+        own = {setting.name: getattr(each, setting.name, None) for setting in fields(AdamW)}
+        facts |= {f"{setting} of `{name}`": "a function" if callable(of) else str(of) for setting, of in own.items()}
     require_equal(topology.host, "build_optimizers", facts, "call it alike on all ranks")
     together(topology.host, lambda: require_replicas(held))
     held = tuple(map(_with_tied_names, held))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.optim.adamw import adamw
 
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.distributed.platform import Platform, compiled, on_device
+from megatron_hetero.errors import UserError
 from megatron_hetero.step.fused_batches import Batch, Brought, batches_of, ends_on, is_fused, numbers_of
 from megatron_hetero.step.fused_update import CallRates, SegmentRates, update_
 from megatron_hetero.step.gradients import scale_gradients, squares_of
@@ -32,9 +33,7 @@ from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.noise import Noise
 from megatron_hetero.step.number_formats import (
     PIECE,
-    Fp32Master,
     Fp32Weights,
-    Plain,
     Stored,
     batch_elements,
     unpacked,
@@ -58,6 +57,9 @@ class AdamW:
         zero: ZeRO stage: 1, or with `units()` of the model (docs/library.md) 2 or 3.
         offload: whether masters and moments are in host memory.
         seed: of stochastic rounding.
+
+    Raises:
+        UserError: a setting has a value that it cannot have.
     """
 
     lr: float | Callable[[str], float] = 1e-3
@@ -72,6 +74,9 @@ class AdamW:
     seed: int = 0
 
     kind: ClassVar[OptimizerKind] = OPTIMIZERS["adamw"]
+
+    def __post_init__(self) -> None:
+        _require_possible(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +95,28 @@ class SGD:
     eps: ClassVar[float] = 0.0
     weight_decay: ClassVar[float] = 0.0
     moments: ClassVar[Literal["float32"]] = "float32"
+
+    def __post_init__(self) -> None:
+        _require_possible(self)
+
+
+def _require_possible(settings: AdamW | SGD) -> None:
+    """Check the values of settings. Raises `UserError`."""
+    kinds, lr = get_type_hints(type(settings)), 0.0 if callable(settings.lr) else settings.lr
+    expected = {name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal}
+    problems = {
+        name: f"one of {', '.join(map(repr, known))}"
+        for name, known in expected.items()
+        if getattr(settings, name) not in known
+    }
+    for name, value in {"lr": lr, "eps": settings.eps, "weight_decay": settings.weight_decay}.items():
+        if not (isinstance(value, int | float) and 0 <= value < math.inf):
+            problems[name] = "a finite number of 0 or more"
+    if not (len(settings.betas) == 2 and all(0 <= beta < 1 for beta in settings.betas)):
+        problems["betas"] = "two numbers in [0, 1)"
+    for name, possible in problems.items():
+        where, found = f"{type(settings).__name__}: {name}", repr(getattr(settings, name))
+        raise UserError.at(where, found=found, expected=possible, fix="correct it")
 
 
 Algorithm = AdamW | SGD

@@ -232,6 +232,30 @@ def test_optimizers_with_other_settings_on_other_ranks_are_refused() -> None:
     for setting in ("check", "clip_grad"):
         with pytest.raises(UserError, match=f"build_optimizers: {setting}: found .* on rank 0 and .* on rank 1"):
             build_optimizers(topology, {"text": nn.Linear(2, 2)}, adam(), **{setting: topology.rank == 0})
+    others: tuple[dict[str, Any], ...] = ({"zero": 2}, {"lr": 0.5}, {"lr": lambda _: 0.5}, {"betas": (0.5, 0.5)})
+    for own in others:
+        config = AdamW(**own if topology.rank else {})
+        with pytest.raises(
+            UserError, match=f"build_optimizers: {next(iter(own))} of `text`: found .* on rank 0 and .*"
+        ):
+            build_optimizers(topology, {"text": nn.Linear(2, 2)}, config)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"zero": 4}, {"zero": "3"}, {"master": "fp32"}, {"gradients": "float16"}, {"moments": "int8"}, {"lr": -1.0},
+        {"lr": float("nan")}, {"lr": "1e-4"}, {"betas": (0.9,)}, {"betas": (0.9, 1.0)}, {"eps": -1e-8},
+        {"weight_decay": float("inf")},
+    ],
+)  # fmt: skip
+def test_settings_that_there_are_not(setting: dict[str, Any]) -> None:
+    [name] = setting
+    for kind in (AdamW, SGD) if name in ("zero", "master", "gradients", "lr") else (AdamW,):
+        with pytest.raises(
+            UserError, match=f"{kind.__name__}: {name}: found .*, expected (one of|a finite|two numbers)"
+        ):
+            kind(**setting)
 
 
 @pytest.mark.parametrize("wrapper, flat", [("plain", False), ("fsdp", False), ("plain", True)])
@@ -492,9 +516,13 @@ def test_views_that_sum_over_other_ranks_are_refused() -> None:
         if fits:
             build_optimizers(topology, {"text": model}, sgd)
             continue
-        for refused in (lambda: build_optimizers(topology, {"text": model}, sgd),
-                        lambda: finish_gradients(topology, {"text": model}, 1)):  # fmt: skip
-            with pytest.raises(UserError, match=f"found layout {text}@0-3, whose view `experts` sums gradients over other"):
+        for refused in (
+            partial(build_optimizers, topology, {"text": model}, sgd),
+            partial(finish_gradients, topology, {"text": model}, 1),
+        ):
+            with pytest.raises(
+                UserError, match=f"found layout {text}@0-3, whose view `experts` sums gradients over other"
+            ):
                 refused()
 
 
@@ -631,7 +659,9 @@ def test_what_an_optimizer_of_shards_refuses() -> None:
     with pytest.raises(UserError, match=r"found torch\.float64 parameters \(weight\), expected float32 or bfloat16"):
         build_optimizers(topology, {"text": nn.Linear(4, 4).double()}, ours())
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
-    with pytest.raises(UserError, match=r"found torch\.bfloat16 and torch\.float32 parameters with zero=2, expected one"):
+    with pytest.raises(
+        UserError, match=r"found torch\.bfloat16 and torch\.float32 parameters with zero=2, expected one"
+    ):
         build_optimizers(topology, {"text": mixed}, ours(zero=2))
     build_optimizers(topology, {"text": model}, ours())
     for again in (lambda: build_optimizers(topology, {"text": model}, ours()),

@@ -344,7 +344,10 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
     with pytest.raises(UserError, match="vision"):
         build(GRAPH, vision="xp:4" if rank == 1 else "dp:4", text="dp:4", generator="dp:4")
     with pytest.raises(UserError, match=r"layout of `text\.experts`: found a dot in its name, expected none"):
-        build(Graph({"text": [], "text.experts": []}, width=2, dtype=torch.float32), {"text": "dp:4", "text.experts": "dp:4"})
+        build(
+            Graph({"text": [], "text.experts": []}, width=2, dtype=torch.float32),
+            {"text": "dp:4", "text.experts": "dp:4"},
+        )
     topology = build(GRAPH, PLACEMENTS["colocated"])
     with pytest.raises(UserError, match="interpreter on rank 1: found no stage of `text`"):
         Runner(topology, {n: m for n, m in models().items() if n != "text" or rank != 1})
@@ -551,7 +554,9 @@ def test_gradients_that_are_not_applied() -> None:
         with torch.no_grad():
             runner([batch])
         runner([batch], forward_only=True)
-        with pytest.raises(UserError, match="gradients of `text`: a backward pass comes after their sums .* have begun"):
+        with pytest.raises(
+            UserError, match="gradients of `text`: a backward pass comes after their sums .* have begun"
+        ):
             runner([batch])
         with pytest.raises(UserError, match="a backward pass comes after their sums"):
             model(rows).sum().backward()
