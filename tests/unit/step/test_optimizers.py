@@ -4,6 +4,7 @@ together, in layouts, wrappers and kinds of optimizers.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megatron_hetero.distributed.platform import Platform
@@ -622,6 +623,38 @@ def test_weights_of_two_dtypes(first: torch.dtype, options: dict[str, Any], fuse
         exact = found.dtype == torch.float32 and "moments" not in options
         torch.testing.assert_close(found.float(), master, rtol=1e-6, atol=1e-6 if exact else RATE)
     assert (masters[-1] - start[-1]).abs().max() > 3 * RATE
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("older", [False, True])
+@on_ranks(2, timeout_s=40)
+def test_parameters_without_gradients_in_shards(zero: Any, older: bool) -> None:
+    """Others on each rank, also where FSDP2 leaves them out of what it reduces, as PyTorch before 2.13 does."""
+    topology, flag = running.topology_of_world(2, text="dp:2"), "set_reduce_scatter_unused_params"
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts[1](x).sum() + (self.parts[0](x).sum() if topology.rank == 0 else 0)
+
+    model = Model()
+    hides = older and hasattr(FSDPModule, flag)
+    with patch.object(FSDPModule, flag) if hides else nullcontext():
+        if hides:
+            delattr(FSDPModule, flag)
+        optimizer = build_optimizers(topology, {"text": model}, AdamW(lr=0.5, zero=zero, eps=1e-3))
+    before = [whole(p, optimizer).detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        model(torch.ones(1, 4)).backward()
+        model(torch.ones(1, 4)).backward()
+        norm = optimizer.step(tokens=2)
+        assert norm.item() == pytest.approx((16 + 16 * 4) ** 0.5)
+        optimizer.zero_grad()
+    moved = [(own - whole(p, optimizer)).abs().amax().item() for own, p in zip(before, model.parameters(), strict=True)]
+    assert moved == pytest.approx([1.0, 1.0, 0.0], abs=1e-2)
 
 
 @on_ranks(2, timeout_s=40)
