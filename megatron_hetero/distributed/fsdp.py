@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -30,6 +32,23 @@ def forget_order(modules: Sequence[nn.Module]) -> None:
     for group in (group for module in modules for group in fsdp_groups(module)):
         group._post_forward_indices.clear()
         group.comm_ctx.post_forward_order.clear()
+
+
+def reduce_unused(module: Any) -> None:
+    """Have a backward pass reduce zeros for parameters of `module` that train and get no gradient in it."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in fsdp_groups(module):  # PyTorch 2.12 and earlier leave them out.
+        group.post_backward = partial(_with_zeros, group, group.post_backward)
+
+
+def _with_zeros(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+    for each in group.fsdp_params:
+        own = getattr(each, "_unsharded_param", None)
+        if own is not None and own.requires_grad and own.grad is None and each.unsharded_accumulated_grad is None:
+            own.grad = torch.zeros_like(own)
+    post_backward(*args)
 
 
 def fsdp_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -233,6 +233,9 @@ def _require_layouts(layouts: Mapping[str, Layout], world: int) -> None:
     """Check that these are layouts in the world."""
     for name, layout in layouts.items():
         where = f"Topology.build: layout of `{name}`"
+        if "." in name:
+            because, fix = "dots part names of modules, stages and tensors", "rename the module"
+            raise UserError.at(where, found="a dot in its name", expected="none", because=because, fix=fix)
         if not isinstance(layout, Layout):
             found, fix = f"a {type(layout).__name__}", "parse it with `resolve` or `Layout.parse`"
             raise UserError.at(where, found=found, expected="a Layout", fix=fix)

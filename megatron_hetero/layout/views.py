@@ -28,13 +28,16 @@ class View:
     One axis splits samples. It need not be written in a layout's text: its degree is what the others leave.
 
     Raises:
-        UserError: not exactly one axis splits samples.
+        UserError: not exactly one axis splits samples, or the name has a dot.
     """
 
     name: str
     axes: tuple[Axis, ...]
 
     def __post_init__(self) -> None:
+        if "." in self.name:
+            because, fix = "dots part names of modules, views and tensors", "rename the view"
+            raise UserError.at(f"view {self.name}", found="a dot", expected="none", because=because, fix=fix)
         if (found := len(self.axes_of("samples"))) != 1:
             fix = "add one, whose degree is what the others leave of the ranks" if not found else "keep one"
             raise UserError.at(f"view {self.name}", found=f"{found} axes of samples", expected="one", fix=fix)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_hetero.errors import UserError
 from megatron_hetero.step.buffers import Bucket
 
 
@@ -52,6 +53,13 @@ class BucketSums:
             self._hooked = True
         self._expected.update(map(id, parameters))
 
+    def require_before(self, place: int = 0) -> None:
+        """Check that the sum of a bucket has not begun in this step: its gradients may change. Raises `UserError`."""
+        if place < len(self._works):
+            problem, because = "a backward pass comes after their sums over ranks have begun", "its part would be lost"
+            fix = "give all micro-batches of a step to one call of the `Runner`, and call `zero_grad` before the next"
+            raise UserError.at(f"gradients of `{self.name}`", problem=problem, because=because, fix=fix)
+
     def start_rest(self) -> Tensor:
         """Begin the sums that have not begun. Returns whether all gradients of this rank were finite before their sum,
         fp64 scalar.
@@ -67,7 +75,7 @@ class BucketSums:
 
     def _accumulated(self, parameter: nn.Parameter, *_: object) -> None:
         key, place = id(parameter), self._place[id(parameter)]
-        assert place >= len(self._works), f"{self.name}: a gradient came when its bucket was being summed"
+        self.require_before(place)
         if key in self._expected:
             self._missing[place].discard(key)
         while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:

@@ -107,6 +107,9 @@ class DataParallel(ABC):
     def zero_gradients(self, *, set_to_none: bool = True) -> None:
         """Zero the gradients, before a step; those in `grad` become None unless told otherwise."""
 
+    def require_unsummed(self) -> None:  # noqa: B027
+        """Check that further backward passes may add to the gradients of the step. Raises `UserError`."""
+
     def expect(self, parameters: Collection[nn.Parameter]) -> None:  # noqa: B027
         """Know that the next backward pass is the last of the step that gives `parameters` gradients: their sums over
         the group may begin within it.
@@ -265,6 +268,7 @@ class Replicated(DataParallel):
 
     @override
     def zero_gradients(self, *, set_to_none: bool = True) -> None:
+        self.reduce()  # A sum that ends later would write over the zeros.
         for buffer in self.memory:
             buffer.gradients.zero_()
             for bucket in buffer.buckets:
@@ -272,6 +276,11 @@ class Replicated(DataParallel):
                     parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
         if self.sums is not None:
             self.sums.begin_step()
+
+    @override
+    def require_unsummed(self) -> None:
+        if self.sums is not None:
+            self.sums.require_before()
 
     @override
     def expect(self, parameters: Collection[nn.Parameter]) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from megatron_hetero.distributed.fsdp import forget_order, fsdp_groups, fsdp_parameters
+from megatron_hetero.distributed.fsdp import forget_order, fsdp_groups, fsdp_parameters, reduce_unused
 from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.execution.contract import Gathered
 from megatron_hetero.execution.gathering import rows_of_share
@@ -337,8 +337,7 @@ def _unit(part: Gathered, places: _Places, gradients: Tensor, *, adds_up: bool) 
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_all_reduce_hook(_adding_to(gradients))
-        if hasattr(module, "set_reduce_scatter_unused_params"):
-            module.set_reduce_scatter_unused_params(True, recurse=False)
+        reduce_unused(module)
     return Unit(module, gradients, places.starts, part.read_again)
 
 

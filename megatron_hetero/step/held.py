@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.distributed.collective import require_alike
-from megatron_hetero.distributed.communicators import GRADIENT_AXES
+from megatron_hetero.distributed.communicators import ENDS, GRADIENT_AXES
 from megatron_hetero.distributed.fsdp import fsdp_groups, has_reduced
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
@@ -60,8 +60,9 @@ def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tu
 
 
 def require_replicas(modules: Sequence[TrainedModule]) -> None:
-    """Check that the replicas of each module train the same parameters, and that its ranks along `tp` sum the same over
-    `tp`. The ranks of a module call it; those that differ raise `UserError`, all of them.
+    """Check that the replicas of each module train the same parameters, that its ranks along `tp` sum the same over
+    `tp`, and that its first and last stage both train a parameter that they share, or neither. The ranks of a module
+    call it; those that differ raise `UserError`, all of them.
     """
     gathered: list[tuple[str, list[Any], list[int]]] = []
     for module in modules:
@@ -69,6 +70,9 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
             GRADIENT_AXES: [f"{_sums(module, n)}, {tuple(p.shape)} {p.dtype}" for n, p in module.trained.items()],
             ("tp",): [_sums(module, name) for name in module.over_tp],
         }
+        if _has_ends(module.topology, module.name):
+            trains = "trained" if module.tied in module.trained else "frozen"
+            along[ENDS] = [f"{trains} copy of a parameter of the other end" if module.tied else "none of the other end"]
         for axes, facts in along.items():
             group = module.topology.group(module.name, *axes)
             if group.size() > 1:
@@ -78,6 +82,14 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
     fix = "build, freeze and wrap the module alike on all its ranks, whose gradients are summed together"
     for name, of_ranks, ranks in gathered:  # Only now: ranks that raise would leave those of other groups waiting.
         require_alike(f"module `{name}`: trainable parameters", of_ranks, ranks, fix)
+
+
+def _has_ends(topology: Topology, name: str) -> bool:
+    """Whether this rank has a group of a module's first and last stage."""
+    try:
+        return topology.group(name, *ENDS).size() > 1
+    except KeyError:
+        return False
 
 
 def _sums(module: TrainedModule, name: str) -> str:
@@ -125,6 +137,7 @@ def _wrappers(chunks: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
 
 def _hold(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> TrainedModule:
     layout = topology.layouts[name]
+    _require_main_view(name, layout)
     stages = tuple(layout.coordinate(topology.rank).pp + i * layout.pp for i in range(len(chunks)))
     here, found, known = _Here(topology, name), dict[str, _Found](), set[int]()
     for stage, chunk in zip(stages, chunks, strict=True):
@@ -169,8 +182,12 @@ def _hold(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> Train
         each: how for each, of in trained.items() if layout.tp > 1 and (how := _over_tp(of)) is not None
     }
     maps = tuple({each: here.slices(each, of, rank) for each, of in found.items()} for rank in range(layout.tp))
-    copies = [e for e, of in trained.items() if layout.pp > 1 and getattr(of.parameter, "shared_embedding", False)]
+    copies = [e for e, of in found.items() if layout.pp > 1 and getattr(of.parameter, "shared_embedding", False)]
     tied = copies[0] if copies else None
+    if tied is not None and not _has_ends(topology, name):
+        fix = "name the module in `tied` of `build`, and only the first and the last stage have such a parameter"
+        problem = f"{tied} is a shared embedding, and this rank has no group with the other end of the pipeline"
+        raise UserError.at(f"module `{name}`", problem=problem, fix=fix)
     counts_elsewhere = tied is not None and getattr(found[tied].parameter, "shared", False)
     return TrainedModule(
         *(name, topology, stages, chunks, maps, held(maps), parameters, sharing, over_tp, tied),
@@ -308,6 +325,21 @@ class _Here:
         own = rows // parts
         starts = [part * own * tp + rank * own for part in range(parts)]
         return tuple(TensorSlice(name, (start, start + own), at=part * own) for part, start in enumerate(starts))
+
+
+def _require_main_view(name: str, layout: Layout) -> None:
+    """Check that gradients are summed over the same ranks in all views: a parameter does not say which it belongs to.
+    Raises `UserError`.
+    """
+    for view in layout.views:
+        if layout.groups(*view.sum_axes) != layout.groups(*GRADIENT_AXES):
+            raise UserError.at(
+                f"module `{name}`",
+                found=f"layout {layout}, whose view `{view.name}` sums gradients over other ranks than the main one",
+                expected="the same ranks in both",
+                because="parameters would be summed, and replicas made equal, over those of the main view",
+                fix="leave the further view out, or sum gradients over its groups with an optimizer of your own",
+            )
 
 
 def _require_megatron_fits(here: _Here, inside: _Inside) -> None:

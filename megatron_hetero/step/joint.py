@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -148,6 +148,11 @@ class JointOptimizer(Optimizer):
         """
         self._started |= start_sums(self._overlapping(module))
 
+    def require_unsummed(self) -> None:
+        """Check that further backward passes may add to the gradients of the step. Raises `UserError`."""
+        for module in self.modules:
+            module.data_parallel.require_unsummed()
+
     def _overlapping(self, name: str) -> list[TrainedModule]:
         return [each for each in self.modules if each.name == name and each.overlaps_sums]
 
@@ -245,6 +250,7 @@ class JointOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Before the first backward pass of a step."""
         forget_finished(self.modules)
+        self._started = {}
         for module in self.modules:
             module.data_parallel.zero_gradients(set_to_none=set_to_none)
         for each in self.optimizers.values():
@@ -303,8 +309,8 @@ def build_optimizers(
             The same on all ranks.
 
     Raises:
-        UserError: on all ranks. `modules` are not those of the rank, replicas have different parameters, or a setting
-            cannot be had for a module.
+        UserError: on all ranks. `modules` are not those of the rank, replicas have different parameters, ranks have
+            different settings, or a setting cannot be had for a module.
     """
 
     def read() -> tuple[tuple[TrainedModule, ...], dict[str, Config], float]:
@@ -314,6 +320,9 @@ def build_optimizers(
 
     held, configs, clip = together(topology.host, read)
     facts = {"check": str(check), "clip_grad": str(clip)}
+    for name, each in configs.items():
+        own = {setting.name: getattr(each, setting.name, None) for setting in fields(AdamW)}
+        facts |= {f"{setting} of `{name}`": "a function" if callable(of) else str(of) for setting, of in own.items()}
     require_equal(topology.host, "build_optimizers", facts, "call it alike on all ranks")
     together(topology.host, lambda: require_replicas(held))
     held = tuple(map(_with_tied_names, held))
@@ -419,7 +428,7 @@ def _common_defaults(topology: Topology, optimizers: Mapping[str, ModuleOptimize
     change, also on ranks that train nothing.
     """
     of_ranks = on_every(topology.host, lambda: [_defaults_of(each) for each in optimizers.values()])
-    everyone = [defaults for of_rank in of_ranks for defaults in of_rank]
+    everyone = [defaults for of_rank in of_ranks for defaults in of_rank if defaults]  # A share may have no elements.
     common = set[str].intersection(*(set(defaults) for defaults in everyone)) if everyone else set[str]()
     return {name: everyone[0][name] for name in sorted(common)}
 

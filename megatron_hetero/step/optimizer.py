@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.optim.adamw import adamw
 
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.distributed.platform import Platform, compiled, on_device
+from megatron_hetero.errors import UserError
 from megatron_hetero.step.fused_batches import Batch, Brought, batches_of, ends_on, is_fused, numbers_of
 from megatron_hetero.step.fused_update import CallRates, SegmentRates, update_
 from megatron_hetero.step.gradients import scale_gradients, squares_of
@@ -32,15 +33,13 @@ from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.noise import Noise
 from megatron_hetero.step.number_formats import (
     PIECE,
-    Fp32Master,
     Fp32Weights,
-    Plain,
     Stored,
     batch_elements,
     unpacked,
     write_all,
 )
-from megatron_hetero.step.optimizer_state import Numbers, OptimizerShard, OptimizerState, build_state
+from megatron_hetero.step.optimizer_state import Numbers, OptimizerShard, OptimizerState, build_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +57,9 @@ class AdamW:
         zero: ZeRO stage: 1, or with `units()` of the model (docs/library.md) 2 or 3.
         offload: whether masters and moments are in host memory.
         seed: of stochastic rounding.
+
+    Raises:
+        UserError: a setting has a value that it cannot have.
     """
 
     lr: float | Callable[[str], float] = 1e-3
@@ -72,6 +74,9 @@ class AdamW:
     seed: int = 0
 
     kind: ClassVar[OptimizerKind] = OPTIMIZERS["adamw"]
+
+    def __post_init__(self) -> None:
+        _require_possible(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +96,35 @@ class SGD:
     weight_decay: ClassVar[float] = 0.0
     moments: ClassVar[Literal["float32"]] = "float32"
 
+    def __post_init__(self) -> None:
+        _require_possible(self)
+
+
+def _require_possible(settings: AdamW | SGD) -> None:
+    """Check the values of settings. Raises `UserError`."""
+    kinds, lr = get_type_hints(type(settings)), 0.0 if callable(settings.lr) else settings.lr
+    expected = {name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal}
+    problems = {
+        name: f"one of {', '.join(map(repr, known))}"
+        for name, known in expected.items()
+        if getattr(settings, name) not in known
+    }
+    for name, value in {"lr": lr, "eps": settings.eps, "weight_decay": settings.weight_decay}.items():
+        if not (isinstance(value, int | float) and 0 <= value < math.inf):
+            problems[name] = "a finite number of 0 or more"
+    if not (len(settings.betas) == 2 and all(0 <= beta < 1 for beta in settings.betas)):
+        problems["betas"] = "two numbers in [0, 1)"
+    for name, possible in problems.items():
+        where, found = f"{type(settings).__name__}: {name}", repr(getattr(settings, name))
+        raise UserError.at(where, found=found, expected=possible, fix="correct it")
+
 
 Algorithm = AdamW | SGD
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [start, stop) of the states of a module, all of parameter `name`."""
+    """Elements [start, stop) of an `OptimizerState`, all of parameter `name`."""
 
     name: str
     start: int
@@ -111,7 +138,7 @@ class ShardOptimizer:
     Attributes:
         module: what it updates.
         algorithm: with its settings.
-        state: of the parameters of which this rank updates any elements.
+        states: of the parameters of which this rank updates any elements; none where there are none.
         param_groups: of these, as those of PyTorch's optimizers; with the `names` of the parameters.
         platform: where this rank computes.
         streams: of the device, where states in host memory are streamed: one batch is copied while the next is
@@ -120,20 +147,15 @@ class ShardOptimizer:
 
     module: TrainedModule
     algorithm: Algorithm
-    state: OptimizerState
+    states: tuple[OptimizerState, ...]
     param_groups: list[dict[str, Any]]
     platform: Platform
     streams: Sequence[torch.cuda.Stream] = ()
 
-    @property
+    @cached_property
     def shards(self) -> Mapping[str, OptimizerShard]:
-        """Of the state, by the names of parameters."""
-        return self.state.shards
-
-    @property
-    def updates(self) -> Tensor:
-        """How often each of them was updated, fp32 [shards] on the host."""
-        return self.state.updates
+        """Of the states, by the names of parameters."""
+        return {name: shard for state in self.states for name, shard in state.shards.items()}
 
     def squares(self) -> Tensor:
         """What this rank adds to the square of the norm of the module's gradients, fp64 []."""
@@ -146,21 +168,22 @@ class ShardOptimizer:
         many there were.
         """
         if step is None:
-            step = int(self.updates.max()) + 1 if len(self.updates) else 1
+            step = 1 + max((int(state.updates.max()) for state in self.states), default=0)
         self.module.data_parallel.wait_for_weights()
-        fused = self.platform.compiles and is_fused(self.state)
+        fused = self.platform.compiles and all(map(is_fused, self.states))
         if isinstance(scale, Tensor) or (scale != 1.0 and not fused):
             scale_gradients([self.module], scale)
             scale = 1.0
         if fused:
             self._update_fused(step, scale)
         else:
-            for place, pieces in enumerate(self._batches):
+            for place, (state, pieces) in enumerate(self._batches):
                 with self._on(place):
-                    self._update(pieces, step)
+                    self._update(state, pieces, step)
         for stream in self._used_streams:
             torch.cuda.current_stream().wait_stream(stream)
-        self.updates.add_(1)
+        for state in self.states:
+            state.updates.add_(1)
         self.share_weights()
 
     def share_weights(self) -> None:
@@ -201,34 +224,37 @@ class ShardOptimizer:
     @torch.no_grad()
     def renew_weights(self) -> None:
         """Make the weights those of the masters, where these were loaded."""
-        master = self.state.master
         self.module.data_parallel.wait_for_weights()
-        for pieces in () if isinstance(master, Fp32Weights) else self._batches:
-            start, stop = pieces[0].start, pieces[-1].stop
-            master.write(start, master.read(start, stop))
+        for state, pieces in self._batches:
+            if not isinstance(state.master, Fp32Weights):
+                start, stop = pieces[0].start, pieces[-1].stop
+                state.master.write(start, state.master.read(start, stop))
         self.share_weights()
 
     def _update_fused(self, step: int, scale: float) -> None:
-        device, group = self.platform.device, self.param_groups[0]
-        counts = zip(self.shards, (self.updates + 1).tolist(), strict=True)
-        own = {name: self._segment(self._group_of[name], count) for name, count in counts}
-        segments = [batch.segments(own) for batch in self._fused_batches]
-        beta1, beta2 = group["betas"]
-        calls = [
-            CallRates(scale, 1 - beta1, 1 - beta2, group["eps"], self._noise(batch.names[0], batch.start, step), rates)
-            for batch, (rates, _) in zip(self._fused_batches, segments, strict=True)
-        ]
-        numbers, ends = numbers_of(calls, device), [ends_on(device, each) for _, each in segments]
-        for place, batch in enumerate(self._fused_batches):
+        device, calls, ends = self.platform.device, list[CallRates](), list[Tensor | None]()
+        own = {
+            name: self._segment(self._group_of[name], count)
+            for state in self.states
+            for name, count in zip(state.shards, (state.updates + 1).tolist(), strict=True)
+        }
+        for state, batch in self._fused_batches:
+            (rates, of_rates), group = batch.segments(own), self._group_of[batch.names[0]]
+            noise = self._noise(state, batch.names[0], batch.start, step)
+            first, second = (1 - beta for beta in group["betas"])
+            calls.append(CallRates(scale, first, second, group["eps"], noise, rates))
+            ends.append(ends_on(device, of_rates))
+        numbers = numbers_of(calls, device) if calls else ()
+        for place, (state, batch) in enumerate(self._fused_batches):
             with self._on(place):
-                brought = Brought.of(self.state, batch)
+                brought = Brought.of(state, batch)
                 compiled(update_)(*brought.arguments(), numbers[place], ends[place])
                 brought.put_back()
 
     def _segment(self, group: Mapping[str, Any], count: float) -> SegmentRates:
         """Those of a parameter of `group` at its update number `count`."""
         rate = group["lr"]
-        if not self.state.moments:
+        if not self.algorithm.kind.moments:
             return SegmentRates(rate)
         first, second = (1 - beta**count for beta in group["betas"])
         return SegmentRates(rate / first, second**-0.5, 1 - rate * group["weight_decay"])
@@ -238,12 +264,13 @@ class ShardOptimizer:
         return {name: group for group in self.param_groups for name in group["names"]}
 
     @cached_property
-    def _fused_batches(self) -> tuple[Batch, ...]:
-        return tuple(batches_of(self.state, self.module.tied, self._share, streamed=self.algorithm.offload))
+    def _fused_batches(self) -> tuple[tuple[OptimizerState, Batch], ...]:
+        tied, most, streamed = self.module.tied, self._share, self.algorithm.offload
+        return tuple((each, batch) for each in self.states for batch in batches_of(each, tied, most, streamed=streamed))
 
-    def _update(self, pieces: Sequence[_Piece], step: int) -> None:
-        master, moments = _Unpacked.of(self.state.master, pieces), self._moments(pieces)
-        gradients = self._gradients(pieces)
+    def _update(self, state: OptimizerState, pieces: Sequence[_Piece], step: int) -> None:
+        master, gradients = _Unpacked.of(state.master, pieces), _gradients(state, pieces)
+        moments = [_Unpacked.of(state.moments[name], pieces) for name in self.algorithm.kind.moments]
         # Copies: a parameter in several pieces is counted once.
         counts: Sequence[Tensor] = ()
         if moments:
@@ -278,27 +305,21 @@ class ShardOptimizer:
                 maximize=False,
             )
         noise = None
-        if not self._is_plain:
-            noise = self._noise(pieces[0].name, pieces[0].start, step)
+        if not self._is_plain(state):
+            noise = self._noise(state, pieces[0].name, pieces[0].start, step)
         for number, moment in enumerate(moments):
             moment.pack(noise and noise.draw(number))
         master.pack(noise and noise.draw(2))
 
-    def _moments(self, pieces: Sequence[_Piece]) -> list[_Unpacked]:
-        names = self.algorithm.kind.moments
-        return [_Unpacked.of(self.state.moments[name], pieces) for name in names]
-
-    def _gradients(self, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
-        """Fp32; views where they are that."""
-        gradients = self.state.gradients
-        if gradients.dtype == torch.float32:
-            return [gradients.read(piece.start, piece.stop) for piece in pieces]
-        return gradients.read(pieces[0].start, pieces[-1].stop).float().split(_sizes(pieces))
-
     @cached_property
-    def _batches(self) -> tuple[tuple[_Piece, ...], ...]:
+    def _batches(self) -> tuple[tuple[OptimizerState, tuple[_Piece, ...]], ...]:
         """The pieces that are updated together."""
-        return tuple(_together(self.shards, math.inf if self._is_plain else self._share, self.module.tied))
+        most = [math.inf if self._is_plain(state) else self._share for state in self.states]
+        return tuple(
+            (state, pieces)
+            for state, size in zip(self.states, most, strict=True)
+            for pieces in _together(state.shards, size, self.module.tied)
+        )
 
     @property
     def _share(self) -> int:
@@ -306,27 +327,20 @@ class ShardOptimizer:
         size = sum(shard.stop - shard.start for shard in self.shards.values())
         return batch_elements(size)
 
-    @cached_property
-    def _is_plain(self) -> bool:
-        """Whether all numbers are kept as they are computed with."""
-        stored = [self.state.master, *self.state.moments.values()]
-        kept = [*self.state.gradients.tensors, *(tensor for each in stored for tensor in each.tensors)]
-        return (
-            not self.algorithm.offload
-            and all(isinstance(each, Fp32Weights | Fp32Master | Plain) for each in stored)
-            and all(tensor.dtype == torch.float32 for tensor in kept)
-        )
+    def _is_plain(self, state: OptimizerState) -> bool:
+        """Whether all numbers are kept as, and where, they are computed with."""
+        return state.is_plain and not self.algorithm.offload
 
-    def _noise(self, first: str, start: int, step: int) -> Noise:
-        """What elements of the states from `start` on, the first of them of parameter `first`, are rounded with: the
+    def _noise(self, state: OptimizerState, first: str, start: int, step: int) -> Noise:
+        """What elements of a state from `start` on, the first of them of parameter `first`, are rounded with: the
         same on all ranks that hold them, after a resume, and however many are updated at a time. By the name of a
         stored tensor: parameters are named as torch modules happen to be.
         """
-        name, shard = next(iter(self.shards.items()))
+        name, shard = next(iter(state.shards.items()))
         name = self.module.own_map[name][0].name
         if first == self.module.tied:
             # Its copies have other names, and other places, on other stages.
-            name, shard = "tied", self.shards[first]
+            name, shard = "tied", state.shards[first]
             start += shard.start - shard.at
         return Noise.of(f"{self.algorithm.seed}/{self.module.name}/{name}/{shard.start}/{step}").at(start)
 
@@ -345,7 +359,7 @@ class ShardOptimizer:
 
 @dataclass(frozen=True, eq=False)
 class _Unpacked:
-    """Numbers in fp32, from `start` on in the states of a module: `whole`, and its `pieces`. Weights that are kept in
+    """Numbers in fp32, from `start` on in an `OptimizerState`: `whole`, and its `pieces`. Weights that are kept in
     fp32 are updated where they lie: they have no `whole`.
     """
 
@@ -367,6 +381,13 @@ class _Unpacked:
         """Keep the numbers, rounded with `noise`."""
         if self.whole is not None:
             self.stored.write(self.start, self.whole, noise)
+
+
+def _gradients(state: OptimizerState, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
+    """Fp32; views where they are that."""
+    if state.gradients.dtype == torch.float32:
+        return [state.gradients.read(piece.start, piece.stop) for piece in pieces]
+    return state.gradients.read(pieces[0].start, pieces[-1].stop).float().split(_sizes(pieces))
 
 
 def _sizes(pieces: Sequence[_Piece]) -> list[int]:
@@ -399,16 +420,16 @@ def build_shard_optimizer(
     """The optimizer of a module of which something trains. `streams`: for states in host memory."""
     platform = module.topology.platform
     numbers = Numbers(algorithm.kind.moments, algorithm.master, algorithm.moments, algorithm.offload)
-    state = build_state(module, numbers, platform)
+    states = build_states(module, numbers, platform)
     groups: dict[tuple[float, float], dict[str, Any]] = {}
-    for name in state.shards:
+    for name in (each for state in states for each in state.shards):
         lr = algorithm.lr(name) if callable(algorithm.lr) else algorithm.lr
         decay = algorithm.weight_decay if module.parameters[name].dim() > 1 else 0.0
         settings = {"lr": lr, "weight_decay": decay, "betas": algorithm.betas, "eps": algorithm.eps}
         group = groups.setdefault((lr, decay), {"params": [], "names": [], **settings})
         group["params"].append(module.parameters[name])
         group["names"].append(name)
-    return ShardOptimizer(module, algorithm, state, list(groups.values()), platform, streams)
+    return ShardOptimizer(module, algorithm, states, list(groups.values()), platform, streams)
 
 
 def learning_rate(

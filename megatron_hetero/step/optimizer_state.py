@@ -1,12 +1,14 @@
 """What an optimizer keeps of a module on this rank: master weights and moments of a flat range of each parameter.
 
-They lie one after the other, in the order of the gradients' memory: what is done to all of them is done at once.
+Those of weights of one dtype lie one after the other, in the order of the gradients' memory: what is done to all of
+them is done at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -37,7 +39,7 @@ class OptimizerShard:
     Attributes:
         start: in the parameter of this rank.
         stop: in the parameter of this rank.
-        at: where they begin in the states of the module.
+        at: where they begin in the `OptimizerState`.
         gradient: a view of the gradient buffer, [stop - start].
         master: the weights that are updated.
         moments: by their names in the state of PyTorch's optimizer.
@@ -60,7 +62,7 @@ class OptimizerShard:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerState:
-    """What an optimizer keeps of a module on this rank.
+    """What an optimizer keeps of a module's weights of one dtype on this rank.
 
     Attributes:
         gradients: of all shards, one after the other.
@@ -75,6 +77,15 @@ class OptimizerState:
     moments: Mapping[str, Stored]
     updates: Tensor
     shards: Mapping[str, OptimizerShard]
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all numbers are kept as they are computed with, but for the memory that they are in."""
+        stored = [self.master, *self.moments.values()]
+        kept = [*self.gradients.tensors, *(tensor for each in stored for tensor in each.tensors)]
+        return all(isinstance(each, Fp32Weights | Fp32Master | Plain) for each in stored) and all(
+            tensor.dtype == torch.float32 for tensor in kept
+        )
 
 
 @dataclass(frozen=True)
@@ -94,29 +105,36 @@ class Numbers:
     offload: bool
 
 
-def build_state(module: TrainedModule, numbers: Numbers, platform: Platform) -> OptimizerState:
-    """The state of all trained parameters of which this rank updates any elements. Moments are zero."""
+def build_states(module: TrainedModule, numbers: Numbers, platform: Platform) -> tuple[OptimizerState, ...]:
+    """The states of all trained parameters of which this rank updates any elements, one for each dtype of weights.
+    Moments are zero.
+    """
     ranges = {name: owned for name, owned in module.data_parallel.owned.items() if owned[0] < owned[1]}
-    gradients = {name: module.gradient(name) for name in ranges}
-    names = _in_memory_order(gradients)
-    weights = [module.weight(name) for name in names]
-    make = _Make(tuple(map(len, weights)), platform, numbers.offload)
-    master = make.master(weights, numbers.master)
-    moments = {name: make.moment(numbers.moments, squares=name == SECOND_MOMENT) for name in numbers.names}
-    updates = torch.zeros(len(names))
-    ends = accumulate(make.sizes)
-    shards = {
-        name: OptimizerShard(
-            *ranges[name],
-            end - size,
-            gradients[name],
-            master.part(end - size, end),
-            {moment: stored.part(end - size, end) for moment, stored in moments.items()},
-            count,
-        )
-        for name, size, end, count in zip(names, make.sizes, ends, updates.unbind(), strict=True)
-    }
-    return OptimizerState(Spread.of([gradients[name] for name in names]), master, moments, updates, shards)
+    gradients, by_dtype = {name: module.gradient(name) for name in ranges}, dict[torch.dtype, list[str]]()
+    for name in _in_memory_order(gradients):
+        by_dtype.setdefault(module.parameters[name].dtype, []).append(name)
+
+    def build(names: Sequence[str]) -> OptimizerState:
+        weights = [module.weight(name) for name in names]
+        make = _Make(tuple(map(len, weights)), platform, numbers.offload)
+        master = make.master(weights, numbers.master)
+        moments = {name: make.moment(numbers.moments, squares=name == SECOND_MOMENT) for name in numbers.names}
+        updates = torch.zeros(len(names))
+        ends = accumulate(make.sizes)
+        shards = {
+            name: OptimizerShard(
+                *ranges[name],
+                end - size,
+                gradients[name],
+                master.part(end - size, end),
+                {moment: stored.part(end - size, end) for moment, stored in moments.items()},
+                count,
+            )
+            for name, size, end, count in zip(names, make.sizes, ends, updates.unbind(), strict=True)
+        }
+        return OptimizerState(Spread.of([gradients[name] for name in names]), master, moments, updates, shards)
+
+    return tuple(map(build, by_dtype.values()))
 
 
 def _in_memory_order(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -140,7 +158,7 @@ class _Make:
     def master(self, weights: list[Tensor], numbers: str) -> Stored:
         """Master weights that are the `weights`."""
         spread, size = Spread.of(weights), sum(self.sizes)
-        if not weights or spread.dtype == torch.float32:
+        if spread.dtype == torch.float32:
             return Fp32Weights(spread)
         if numbers == "none":
             return RoundedMaster(spread)

@@ -131,7 +131,8 @@ class Runner:
         self.interpreter = Interpreter.build(topology, held, graph, watch=watch, watchdog=watchdog, check=check)
 
     def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> StepResult:
-        """Run a step; gradients accumulate in the parameters.
+        """Run a step; gradients accumulate in the parameters. Where it has begun to sum these in buffers, another with
+        a backward pass needs `optimizer.zero_grad()` before.
 
         Args:
             micro_batches: equally many on all ranks.
@@ -141,13 +142,13 @@ class Runner:
             This rank's sums of losses and metrics by module; `total_loss` adds them up over ranks.
 
         Raises:
-            UserError: on all ranks, with `check`. Ranks differ in the number of micro-batches or in `forward_only`, or
-                those of a module in whether it has an input; a module without one has rows; or rows are of no edge of
-                the graph or do not fit, see `Boundary.plan`.
+            UserError: on all ranks, with `check`. Gradients that were summed are not zeroed; ranks differ in the number
+                of micro-batches or in `forward_only`, or those of a module in whether it has an input; a module without
+                one has rows; or rows are of no edge of the graph or do not fit, see `Boundary.plan`.
         """
         forward_only = not torch.is_grad_enabled() if forward_only is None else forward_only
         if self._check:
-            together(self.topology.host, lambda: self._require_known(micro_batches))
+            together(self.topology.host, lambda: self._require_known(micro_batches, trains=not forward_only))
             facts = {"micro-batches": str(len(micro_batches)), "forward_only": str(forward_only)}
             facts |= {
                 f"micro-batches with an input of `{name}`": self._with_input(name, micro_batches)
@@ -171,6 +172,8 @@ class Runner:
         if self._optimizer is None or not torch.is_grad_enabled():
             return self.interpreter.run(schedule, load)
         optimizer, watchdog = self._optimizer, self.interpreter.watchdog
+        if any(module.backward for module in schedule.modules):
+            optimizer.require_unsummed()
 
         def start_sums(module: str) -> None:
             with watchdog.doing(lambda: f"{SUMS}, with all other ranks,"):
@@ -231,10 +234,12 @@ class Runner:
             return None
         return str([m for m, each in enumerate(micro_batches) if each.inputs.get(name) is not None])
 
-    def _require_known(self, micro_batches: Sequence[MicroBatchInputs]) -> None:
-        """Check that inputs are of modules of this rank, rows of edges of the graph, and that modules with rows have an
-        input.
+    def _require_known(self, micro_batches: Sequence[MicroBatchInputs], *, trains: bool) -> None:
+        """Check that inputs are of modules of this rank, rows of edges of the graph, that modules with rows have an
+        input, and that gradients may be added to.
         """
+        if trains and self._optimizer is not None:
+            self._optimizer.require_unsummed()
         rank, held = self.topology.rank, [name for name in self.topology.layouts if self.topology.has(name)]
         for each in micro_batches:
             if unknown := [name for name, given in each.inputs.items() if given is not None and name not in held]:

@@ -29,6 +29,9 @@ def shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModule
             adds_up=False,
         )
         return module.shared_by(sharing)
+    if len(dtypes := {str(p.dtype) for p in module.trained.values()}) > 1:
+        found = f"{' and '.join(sorted(dtypes))} parameters with zero={algorithm.zero}"
+        refuse(module, found, "one dtype, which FSDP2 asks for, or zero=1")
     trained, names = frozenset(module.trained), {id(p): name for name, p in module.parameters.items()}
     places = [{path: names[id(p)] for path, p in chunk.named_parameters()} for chunk in module.chunks]
     stages = [

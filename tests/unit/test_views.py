@@ -47,6 +47,8 @@ def test_what_a_view_says_of_its_axes() -> None:
     for axes in ((), (Axis("a", "samples"), Axis("b", "samples"))):
         with pytest.raises(UserError, match=f"view x: found {len(axes)} axes of samples, expected one"):
             View("x", axes)
+    with pytest.raises(UserError, match=r"view a\.b: found a dot, expected none"):
+        View("a.b", EXPERTS.axes)
 
 
 def test_the_table_in_the_source() -> None:

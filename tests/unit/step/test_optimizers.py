@@ -4,8 +4,10 @@ together, in layouts, wrappers and kinds of optimizers.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.axes import Axis
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.views import View
 from megatron_hetero.step.finish import finish_gradients
 from megatron_hetero.step.joint import JointOptimizer, build_optimizers
 from megatron_hetero.step.optimizer import SGD, AdamW
@@ -227,6 +233,30 @@ def test_optimizers_with_other_settings_on_other_ranks_are_refused() -> None:
     for setting in ("check", "clip_grad"):
         with pytest.raises(UserError, match=f"build_optimizers: {setting}: found .* on rank 0 and .* on rank 1"):
             build_optimizers(topology, {"text": nn.Linear(2, 2)}, adam(), **{setting: topology.rank == 0})
+    others: tuple[dict[str, Any], ...] = ({"zero": 2}, {"lr": 0.5}, {"lr": lambda _: 0.5}, {"betas": (0.5, 0.5)})
+    for own in others:
+        config = AdamW(**own if topology.rank else {})
+        with pytest.raises(
+            UserError, match=f"build_optimizers: {next(iter(own))} of `text`: found .* on rank 0 and .*"
+        ):
+            build_optimizers(topology, {"text": nn.Linear(2, 2)}, config)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"zero": 4}, {"zero": "3"}, {"master": "fp32"}, {"gradients": "float16"}, {"moments": "int8"}, {"lr": -1.0},
+        {"lr": float("nan")}, {"lr": "1e-4"}, {"betas": (0.9,)}, {"betas": (0.9, 1.0)}, {"eps": -1e-8},
+        {"weight_decay": float("inf")},
+    ],
+)  # fmt: skip
+def test_settings_that_there_are_not(setting: dict[str, Any]) -> None:
+    [name] = setting
+    for kind in (AdamW, SGD) if name in ("zero", "master", "gradients", "lr") else (AdamW,):
+        with pytest.raises(
+            UserError, match=f"{kind.__name__}: {name}: found .*, expected (one of|a finite|two numbers)"
+        ):
+            kind(**setting)
 
 
 @pytest.mark.parametrize("wrapper, flat", [("plain", False), ("fsdp", False), ("plain", True)])
@@ -477,6 +507,52 @@ def test_replicas_that_differ_are_found() -> None:
     dist.barrier()
 
 
+@on_ranks(4, timeout_s=40)
+def test_views_that_sum_over_other_ranks_are_refused() -> None:
+    """Experts of all ranks would become those of the first."""
+    experts = View("experts", (Axis("ep", "experts"), Axis("edp", "samples")))
+    for text, fits in [("dp:4,ep:2", False), ("tp:2,dp:2", False), ("tp:2,dp:2,ep:2", True), ("dp:4", True)]:
+        topology = Topology.build({"text": Layout.parse(text, 4, views=[experts])}, running.platform(), megatron=[])
+        model, sgd = nn.Linear(2, 2), partial(torch.optim.SGD, lr=1.0)
+        if fits:
+            build_optimizers(topology, {"text": model}, sgd)
+            continue
+        for refused in (
+            partial(build_optimizers, topology, {"text": model}, sgd),
+            partial(finish_gradients, topology, {"text": model}, 1),
+        ):
+            with pytest.raises(
+                UserError, match=f"found layout {text}@0-3, whose view `experts` sums gradients over other"
+            ):
+                refused()
+
+
+@on_ranks(2, timeout_s=40)
+def test_ends_that_share_a_parameter_are_compared() -> None:
+    """Each would wait for the other, if only one trained it or knew of it."""
+    topology, sgd = running.topology_of_world(2, text="pp:2"), partial(torch.optim.SGD, lr=1.0)
+
+    def end(*, trained: bool = True, shared: bool = True) -> nn.Module:
+        module = nn.Linear(2, 2, bias=False)
+        weight: Any = module.weight.requires_grad_(trained)
+        weight.shared_embedding, weight.shared = shared, topology.rank == 1
+        return module
+
+    message = "trainable parameters: parameter 0: found trained copy of a parameter .* on rank 0 and {} .* on rank 1"
+    with pytest.raises(UserError, match=message.format("frozen copy")):
+        build_optimizers(topology, {"text": end(trained=topology.rank == 0)}, sgd)
+    with pytest.raises(UserError, match=message.format("none")):
+        build_optimizers(topology, {"text": end(shared=topology.rank == 0)}, sgd)
+    for trained in (True, False):
+        optimizer = build_optimizers(topology, {"text": end(trained=trained)}, sgd)
+        assert [slices[0].name for slices in optimizer.modules[0].maps[0].values()] == ["text.stage 0: weight"]
+    layouts = {"text": topology.layouts["text"]}
+    without = Topology.build(layouts, topology.platform, megatron=[])
+    with pytest.raises(UserError, match="this rank has no group with the other end of the pipeline. Name the module"):
+        build_optimizers(without, {"text": end()}, sgd)
+    build_optimizers(Topology.build(layouts, topology.platform, megatron=[], tied=["text"]), {"text": end()}, sgd)
+
+
 NARROW = [{}, {"master": "split"}, {"master": "none"}, {"moments": "bfloat16"}, {"moments": "8bit"}, {"offload": True}]
 
 
@@ -510,6 +586,90 @@ def test_numbers_of_states(options: dict[str, Any], zero: int) -> None:
     assert torch.equal(found, trained(options, resumes=True))
 
 
+@pytest.mark.parametrize("options", NARROW, ids=str)
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2, timeout_s=40)
+def test_weights_of_two_dtypes(first: torch.dtype, options: dict[str, Any], fused: bool) -> None:
+    """Those in fp32 are their own masters, whatever the others have; a resumed run goes on alike."""
+    topology = running.topology_of_world(2, text="dp:2")
+    second = torch.float32 if first == torch.bfloat16 else torch.bfloat16
+
+    def fresh(seed: int) -> tuple[list[nn.Parameter], JointOptimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 20).to(first), nn.LayerNorm(20).to(second), nn.Linear(20, 8).to(first))
+        own = ours(**options)
+        return list(model.parameters()), build_optimizers(topology, {"text": model}, own, clip_grad=0.0)
+
+    weights, optimizer = fresh(0)
+    masters = [nn.Parameter(p.detach().float()) for p in weights]
+    expected, start = of_pytorch(masters), [p.detach().clone() for p in masters]
+    for step in range(4):
+        if step == 2:
+            state = optimizer.state_dict()
+            weights, optimizer = fresh(1)
+            optimizer.load_state_dict(state)
+        random = torch.Generator().manual_seed(step)
+        drawn = [[torch.randn(p.shape, generator=random).bfloat16() for p in weights] for _ in range(2)]
+        mine = drawn[topology.rank]
+        torch.stack([(p.float() * g.float()).sum() for p, g in zip(weights, mine, strict=True)]).sum().backward()
+        with patch.object(Platform, "compiles", fused), torch.compiler.set_stance("force_eager"):
+            optimizer.step(tokens=2)
+        optimizer.zero_grad()
+        for master, one, other in zip(masters, *drawn, strict=True):
+            master.grad = (one.float() + other.float()) / 2
+        expected.step()
+    for found, master in zip(weights, masters, strict=True):
+        exact = found.dtype == torch.float32 and "moments" not in options
+        torch.testing.assert_close(found.float(), master, rtol=1e-6, atol=1e-6 if exact else RATE)
+    assert (masters[-1] - start[-1]).abs().max() > 3 * RATE
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("older", [False, True])
+@on_ranks(2, timeout_s=40)
+def test_parameters_without_gradients_in_shards(zero: Any, older: bool) -> None:
+    """Others on each rank, also where FSDP2 leaves them out of what it reduces, as PyTorch before 2.13 does."""
+    topology, flag = running.topology_of_world(2, text="dp:2"), "set_reduce_scatter_unused_params"
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts[1](x).sum() + (self.parts[0](x).sum() if topology.rank == 0 else 0)
+
+    model = Model()
+    hides = older and hasattr(FSDPModule, flag)
+    with patch.object(FSDPModule, flag) if hides else nullcontext():
+        if hides:
+            delattr(FSDPModule, flag)
+        optimizer = build_optimizers(topology, {"text": model}, AdamW(lr=0.5, zero=zero, eps=1e-3))
+    before = [whole(p, optimizer).detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        model(torch.ones(1, 4)).backward()
+        model(torch.ones(1, 4)).backward()
+        norm = optimizer.step(tokens=2)
+        assert norm.item() == pytest.approx((16 + 16 * 4) ** 0.5)
+        optimizer.zero_grad()
+    moved = [(own - whole(p, optimizer)).abs().amax().item() for own, p in zip(before, model.parameters(), strict=True)]
+    assert moved == pytest.approx([1.0, 1.0, 0.0], abs=1e-2)
+
+
+@on_ranks(2, timeout_s=40)
+def test_a_rank_that_owns_nothing() -> None:
+    """The first has all elements: weights are cut at multiples of 128."""
+    topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(8, 4, bias=False)
+    optimizer = build_optimizers(topology, {"text": model}, AdamW(lr=1.0))
+    own, before = optimizer.sharded["text"], model.weight.detach().clone()
+    assert bool(own.param_groups) == (topology.rank == 0) and "betas" in optimizer.defaults
+    model.weight.sum().backward()
+    with patch.object(Platform, "compiles", True), torch.compiler.set_stance("force_eager"):
+        optimizer.step(tokens=2)
+    torch.testing.assert_close(model.weight, before - 1.0)
+
+
 @on_ranks(2, timeout_s=40)
 def test_plain_sgd() -> None:
     topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4, bias=False)
@@ -531,6 +691,11 @@ def test_what_an_optimizer_of_shards_refuses() -> None:
         build_optimizers(topology, {"text": wrapped}, ours())
     with pytest.raises(UserError, match=r"found torch\.float64 parameters \(weight\), expected float32 or bfloat16"):
         build_optimizers(topology, {"text": nn.Linear(4, 4).double()}, ours())
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
+    with pytest.raises(
+        UserError, match=r"found torch\.bfloat16 and torch\.float32 parameters with zero=2, expected one"
+    ):
+        build_optimizers(topology, {"text": mixed}, ours(zero=2))
     build_optimizers(topology, {"text": model}, ours())
     for again in (lambda: build_optimizers(topology, {"text": model}, ours()),
                   lambda: finish_gradients(topology, {"text": model}, 1)):  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_hetero import (
+    AdamW,
     Boundary,
     Graph,
     Layout,
@@ -340,6 +343,11 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
         build(GRAPH, vision="dp:4", text="tp:4" if rank == 2 else "dp:4", generator="dp:4")
     with pytest.raises(UserError, match="vision"):
         build(GRAPH, vision="xp:4" if rank == 1 else "dp:4", text="dp:4", generator="dp:4")
+    with pytest.raises(UserError, match=r"layout of `text\.experts`: found a dot in its name, expected none"):
+        build(
+            Graph({"text": [], "text.experts": []}, width=2, dtype=torch.float32),
+            {"text": "dp:4", "text.experts": "dp:4"},
+        )
     topology = build(GRAPH, PLACEMENTS["colocated"])
     with pytest.raises(UserError, match="interpreter on rank 1: found no stage of `text`"):
         Runner(topology, {n: m for n, m in models().items() if n != "text" or rank != 1})
@@ -513,6 +521,53 @@ def test_the_kind_of_gradients_is_compared_for_each_kind() -> None:
         different([part("invariant")])
     with pytest.raises(UserError, match="that are equal on ranks 0-3, expected parts"):
         run([part("invariant"), part("partial")])
+
+
+class LateSum:
+    """A sum over ranks that lands when it is waited for, as one in a stream of a GPU may."""
+
+    def __init__(self, tensor: Tensor, group: Any, async_op: bool):
+        self.tensor, self.summed = tensor, tensor.clone()
+        dist.all_reduce(self.summed, group=group)
+
+    def wait(self) -> None:
+        self.tensor.copy_(self.summed)
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_applied() -> None:
+    """After `zero_grad` nothing is left of a step, in which one run is summed."""
+    topology = build(Graph({"text": []}, width=WIDTH, dtype=torch.float32), text="dp:2")
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 1, bias=False)
+    optimizer = build_optimizers(topology, {"text": model}, AdamW(lr=0.5, eps=1.0))
+    runner = Runner(topology, {"text": lambda rows: model(rows).sum()}, optimizer=optimizer)
+    rows = torch.full((1, WIDTH), topology.rank + 1.0)
+    batch, [buffer] = MicroBatchInputs({"text": rows}), optimizer.modules[0].data_parallel.buffers
+    with patch("megatron_hetero.step.bucket_sums.dist", SimpleNamespace(all_reduce=LateSum)):
+        runner([batch])
+        optimizer.zero_grad()
+    assert not buffer.any()
+    for _ in range(2):
+        model(rows).sum().backward()
+        norm = optimizer.step(tokens=3)
+        assert norm.item() == pytest.approx(WIDTH**0.5), "the sum over ranks"
+        optimizer.zero_grad()
+    for _ in range(2):
+        runner([batch])
+        with torch.no_grad():
+            runner([batch])
+        runner([batch], forward_only=True)
+        with pytest.raises(
+            UserError, match="gradients of `text`: a backward pass comes after their sums .* have begun"
+        ):
+            runner([batch])
+        with pytest.raises(UserError, match="a backward pass comes after their sums"):
+            model(rows).sum().backward()
+        optimizer.step(tokens=3)
+        with pytest.raises(UserError, match="call `zero_grad` before the next"):
+            runner([batch])
+        optimizer.zero_grad()
 
 
 def test_a_graph_is_checked() -> None:
