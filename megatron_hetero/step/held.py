@@ -5,6 +5,7 @@ around any part of it.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -75,13 +76,19 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
             along[ENDS] = [f"{trains} copy of a parameter of the other end" if module.tied else "none of the other end"]
         for axes, facts in along.items():
             group = module.topology.group(module.name, *axes)
-            if group.size() > 1:
-                of_ranks: list[Any] = [None] * group.size()
-                dist.all_gather_object(of_ranks, {f"parameter {n}": fact for n, fact in enumerate(facts)}, group=group)
+            if group.size() > 1 and len({*_of_ranks(zlib.crc32(repr(facts).encode()), group)}) > 1:
+                of_ranks = _of_ranks({f"parameter {n}": fact for n, fact in enumerate(facts)}, group)
                 gathered.append((module.name, of_ranks, dist.get_process_group_ranks(group)))
     fix = "build, freeze and wrap the module alike on all its ranks, whose gradients are summed together"
     for name, of_ranks, ranks in gathered:  # Only now: ranks that raise would leave those of other groups waiting.
         require_alike(f"module `{name}`: trainable parameters", of_ranks, ranks, fix)
+
+
+def _of_ranks(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The values of all ranks of a group."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def _has_ends(topology: Topology, name: str) -> bool:
