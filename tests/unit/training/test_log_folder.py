@@ -160,5 +160,5 @@ def test_a_link_that_leads_nowhere_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "log").symlink_to("/nowhere/x")
     with pytest.raises(UserError, match=r"log\.dir.*a link to /nowhere/x, which does not exist"):
         LogFolder(tmp_path / "log", "", "")
-    with pytest.raises(UserError, match=r"checkpoint\.dir.*a link to /nowhere/x, which does not exist"):
+    with pytest.raises(UserError, match=r"cannot write a checkpoint .a link to /nowhere/x, which does not exist"):
         lock_folder(tmp_path / "log", "checkpoint.dir", ".lock", "their checkpoints", unwritable)
