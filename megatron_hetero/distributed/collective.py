@@ -115,8 +115,16 @@ def require_same(
     because: str = "",
     working: Working = nullcontext,
 ) -> None:
-    """Check that `state` gives the same facts, all of the same names, on all ranks of a group of any device. They are
-    exchanged only where their digests differ. A `UserError` of `state` is raised on every rank, as a `SharedError`.
+    """Check that `state` gives the same facts, all of the same names, on all ranks of a group of any device. A
+    `UserError` of `state` is raised on every rank, as a `SharedError`.
+    """
+    if of_ranks := unlike(group, state, working):
+        require_alike(where, of_ranks, dist.get_process_group_ranks(group), fix, because)
+
+
+def unlike(group: dist.ProcessGroup | None, state: Callable[[], Facts], working: Working = nullcontext) -> list[Facts]:
+    """What `state` gives on each rank, by rank; empty where it is the same on all. Facts are exchanged only where
+    their digests differ. A `UserError` of `state` is raised on every rank, as a `SharedError`.
     """
     mine: list[Facts] = []
 
@@ -124,8 +132,7 @@ def require_same(
         mine.append(state())
         return zlib.crc32(repr(list(mine[0].items())).encode())
 
-    if len(set(on_every(group, digest, working))) > 1:
-        require_alike(where, on_every(group, lambda: mine[0]), dist.get_process_group_ranks(group), fix, because)
+    return on_every(group, lambda: mine[0]) if len(set(on_every(group, digest, working))) > 1 else []
 
 
 def require_alike(

@@ -5,7 +5,6 @@ around any part of it.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -16,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_hetero.distributed.collective import require_alike
+from megatron_hetero.distributed.collective import Facts, require_alike, unlike
 from megatron_hetero.distributed.communicators import ENDS, GRADIENT_AXES
 from megatron_hetero.distributed.fsdp import fsdp_groups, has_reduced
 from megatron_hetero.distributed.topology import Topology
@@ -65,7 +64,7 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
     `tp`, and that its first and last stage both train a parameter that they share, or neither. The ranks of a module
     call it; those that differ raise `UserError`, all of them.
     """
-    gathered: list[tuple[str, list[Any], list[int]]] = []
+    gathered: list[tuple[str, list[Facts], list[int]]] = []
     for module in modules:
         along = {
             GRADIENT_AXES: [f"{_sums(module, n)}, {tuple(p.shape)} {p.dtype}" for n, p in module.trained.items()],
@@ -76,19 +75,12 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
             along[ENDS] = [f"{trains} copy of a parameter of the other end" if module.tied else "none of the other end"]
         for axes, facts in along.items():
             group = module.topology.group(module.name, *axes)
-            if group.size() > 1 and len({*_of_ranks(zlib.crc32(repr(facts).encode()), group)}) > 1:
-                of_ranks = _of_ranks({f"parameter {n}": fact for n, fact in enumerate(facts)}, group)
+            numbered = {f"parameter {n}": fact for n, fact in enumerate(facts)}
+            if group.size() > 1 and (of_ranks := unlike(group, numbered.copy)):
                 gathered.append((module.name, of_ranks, dist.get_process_group_ranks(group)))
     fix = "build, freeze and wrap the module alike on all its ranks, whose gradients are summed together"
     for name, of_ranks, ranks in gathered:  # Only now: ranks that raise would leave those of other groups waiting.
         require_alike(f"module `{name}`: trainable parameters", of_ranks, ranks, fix)
-
-
-def _of_ranks(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The values of all ranks of a group."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
 
 
 def _has_ends(topology: Topology, name: str) -> bool:
