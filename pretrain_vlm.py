@@ -16,18 +16,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 try:
+    from megatron_hetero.base.errors import SharedError
     from megatron_hetero.config.schema import Config, load_command
-    from megatron_hetero.distributed.launch import guarded, note_stop, process_group, rank
-    from megatron_hetero.errors import SharedError
-    from megatron_hetero.training.stopping import StopRequest, stop_requests
+    from megatron_hetero.groups.launch import guarded, note_stop, process_group, rank
+    from megatron_hetero.train.stopping import StopRequest, stop_requests
 except (ImportError, SyntaxError) as error:
     sys.exit(f"error: {error}. Run `make venv`, and start this with .venv/bin/python (Python 3.11 or newer).")
 
 # torch and Megatron-Core are imported where they are used: a signal handler should not wait for them.
 if TYPE_CHECKING:
-    from megatron_hetero.distributed.platform import Platform
-    from megatron_hetero.training.log.writer import Writer
-    from megatron_hetero.training.trainer import Trainer
+    from megatron_hetero.groups.platform import Platform
+    from megatron_hetero.train.log import Writer
+    from megatron_hetero.train.trainer import Trainer
 
 
 def main(argv: Sequence[str]) -> None:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
         with stop_requests(config.checkpoint.dir is not None) as request:
             train(config, request)
     else:
-        from megatron_hetero.planning.command import show_plan
+        from megatron_hetero.estimate.report import show_plan
 
         show_plan(config, planned)
 
@@ -49,7 +49,7 @@ def train(config: Config, request: StopRequest) -> None:
     if not finished:
         note_stop()
     elif config.answers and rank() == 0:
-        from megatron_hetero.evaluation.exported import evaluate_export
+        from megatron_hetero.train.generate import evaluate_export
 
         evaluate_export(config, platform)
 
@@ -58,12 +58,12 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
     """Build the run, train and evaluate it, and export the model. Returns whether it finished, rather than being asked
     to stop. Raises `UserError`, after saving what was trained if possible.
     """
-    from megatron_hetero.watch.watchdog import Watchdog
+    from megatron_hetero.groups.watchdog import Watchdog
 
     watchdog = Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
     with watchdog.working():  # Imports may take long while other ranks wait.
-        from megatron_hetero.training.ending import Ending
-        from megatron_hetero.training.starting import build_trainer
+        from megatron_hetero.train.ending import Ending
+        from megatron_hetero.train.start import build_trainer
 
     run = build_trainer(config, platform, watchdog)
     request.begin()
@@ -88,9 +88,8 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
 
 def train_steps(run: Trainer, writer: Writer, request: StopRequest) -> int | None:
     """Train the remaining steps, save and evaluate. Returns the step after which the run was stopped, if it was."""
-    from megatron_hetero.evaluation.held_out import HeldOutEvaluation
-    from megatron_hetero.training.report import describe, describe_boundaries
-    from megatron_hetero.training.trainer import MustStop
+    from megatron_hetero.train.held_out import HeldOutEvaluation
+    from megatron_hetero.train.trainer import MustStop, describe, describe_boundaries
 
     evaluation, step, stopping = HeldOutEvaluation.build(run), run.resumed.step, False
     writer.print(describe(run))

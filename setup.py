@@ -35,7 +35,7 @@ setup(
         "typing-extensions>=4.12",
     ],
     extras_require={
-        # As in megatron_hetero/models/common/optional.py; both build against an installed torch (docs/installation.md).
+        # As in megatron_hetero/models/layers/kernels.py; both build against an installed torch (docs/installation.md).
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.12", "flash-attn>=2.1,<3"],
         "tensorboard": ["tensorboard>=2.17"],
         "wandb": ["wandb>=0.19"],

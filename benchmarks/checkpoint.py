@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.checkpoint_report import CheckpointReport
 from benchmarks.crew import Crew
-from measuring.material import ModelSize, write_samples
+from benchmarks.measuring.material import ModelSize, write_samples
 
 RESULTS = Path(__file__).parent / "results"
 SIZE = ModelSize(vision_hidden=512, text_hidden=1024, text_layers=12)

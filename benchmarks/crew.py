@@ -115,7 +115,7 @@ def join_group(rank: int, ranks: int, store: str) -> Any:
     import torch
     import torch.distributed as dist
 
-    from megatron_hetero.distributed.platform import CPU, Platform
+    from megatron_hetero.groups.platform import CPU, Platform
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(ranks)
     torch.set_num_threads(1)

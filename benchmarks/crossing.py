@@ -28,7 +28,7 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.groups.platform import Platform
 from megatron_hetero.layout.layout import Layout
 
 RowIndex = slice | Tensor

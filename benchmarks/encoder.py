@@ -7,10 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from measuring.encoder import Encoder, encoder_shape, over_ranks
-from measuring.meter import predicted_sp_bytes, total_bytes, total_seconds
-from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.models.items.pictures.geometry import ImageSize
+from benchmarks.measuring.encoder import Encoder, encoder_shape, over_ranks
+from benchmarks.measuring.meter import predicted_sp_bytes, total_bytes, total_seconds
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.models.items.pictures import ImageSize
 
 SYSTEMS = {"sp": ("sp", True), "tp": ("tp", True), "tp, whole activations": ("tp", False)}
 """What is compared: the axis that covers all ranks, and whether activations are split over tp."""

@@ -33,11 +33,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.crew import join_group
+from benchmarks.measuring.material import ModelSize, write_samples
 from benchmarks.report import Ratio, table
-from measuring.material import ModelSize, write_samples
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.data.loader import StepLoader
 from megatron_hetero.data.readers import ReaderProcesses
-from megatron_hetero.data.step_loader import StepLoader
 
 RESULTS = Path(__file__).parent / "results"
 DEEP = ModelSize(
@@ -109,7 +109,7 @@ def _measure(folder: Path, rounds: int, seconds: float) -> dict[str, list[float]
 
 
 def _trainer(folder: Path, log: str) -> Any:
-    from megatron_hetero.training.starting import build_trainer
+    from megatron_hetero.train.start import build_trainer
 
     flags = f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
     flags += (

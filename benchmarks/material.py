@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring.material import ModelSize, write_samples
+from benchmarks.measuring.material import ModelSize, write_samples
 
 SAMPLES = 4
 """Samples of a step: the global batch."""

@@ -25,10 +25,10 @@ import numpy as np
 from benchmarks.report import table, verdict
 from megatron_hetero.boundary.ownership import Groups, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.data.metadata import PackShape, Pieces
+from megatron_hetero.data.dealing import PackShape, Pieces
 from megatron_hetero.data.step_plan import StepPlanner
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 
 RESULTS = Path(__file__).parent / "results"
 MOST_MS = 50.0

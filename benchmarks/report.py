@@ -10,7 +10,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.material import Case
-from measuring.material import ModelSize
+from benchmarks.measuring.material import ModelSize
 
 COMMUNICATING = 0.35
 """Share of uniform tp's encoder time from which `sp` must be `FASTER`."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.measuring.scheduling import run_flags
 from benchmarks.systems import Memory
-from measuring.scheduling import run_flags
 from megatron_hetero.checkpoint.saver import HostCopies, Saver
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.training.starting import build_trainer
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.train.start import build_trainer
 
 BLOCK = 1 << 22
 APART = 1000

@@ -24,8 +24,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.crew import Crew
+from benchmarks.measuring.material import ModelSize, write_samples
 from benchmarks.schedule_report import EVEN, UNEVEN, ScheduleReport
-from measuring.material import ModelSize, write_samples
 from megatron_hetero.schedule.settings import ScheduleSettings
 
 RESULTS = Path(__file__).parent / "results"
@@ -84,13 +84,13 @@ def _crew(
     vision: str, text: str, ranks: int, size: ModelSize, sides: Sequence[int], settings: Mapping[str, ScheduleSettings]
 ) -> Iterator[Crew]:
     """Ranks with a batch of a micro-batch for each side, that have run each schedule once."""
-    from measuring.scheduling import ScheduleBench
+    from benchmarks.measuring.scheduling import ScheduleBench
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_samples(folder, size, sides)
         arguments = folder, vision, text, len(sides), settings
-        crew = Crew(ranks, folder / "store", ScheduleBench, *arguments, preload="measuring.scheduling")
+        crew = Crew(ranks, folder / "store", ScheduleBench, *arguments, preload="benchmarks.measuring.scheduling")
         losses = {crew.run("loss", schedule)[0] for schedule in settings}
         assert max(losses) - min(losses) <= 1e-6 * max(losses), f"schedules of {vision}|{text} differ: {losses}"
         yield crew
@@ -106,7 +106,7 @@ def _record(
     size: ModelSize,
     settings: ScheduleSettings,
 ) -> None:
-    from measuring.recording import on_one_clock, require_order
+    from benchmarks.measuring.recording import on_one_clock, require_order
 
     side = WINDOWED if ranks > 2 else 168
     with _crew(vision, text, ranks, size, [side] * 8, {"": settings}) as crew:

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.measuring.recording import Recorded, bubble, least_transfers, median_durations, step_seconds
 from benchmarks.report import Ratio, table, verdict, write
-from measuring.recording import Recorded, bubble, least_transfers, median_durations, step_seconds
 from megatron_hetero.schedule.drawing import draw
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import simulate

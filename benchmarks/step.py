@@ -18,9 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.crew import Crew
 from benchmarks.material import Case, write_material
+from benchmarks.measuring.material import ModelSize
 from benchmarks.report import EncoderReport, StepReport
-from measuring.material import ModelSize
-from megatron_hetero.models.items.pictures.geometry import ImageSize
+from megatron_hetero.models.items.pictures import ImageSize
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -113,7 +113,7 @@ def _measure_case(crews: dict[str, Crew], case: int, rounds: int) -> tuple[dict[
 
 def _encoder_sweep(options: argparse.Namespace, folder: Path) -> EncoderReport:
     from benchmarks.encoder import EncoderBench
-    from measuring.encoder import encoder_shape
+    from benchmarks.measuring.encoder import encoder_shape
 
     crew = Crew(options.ranks, folder / "store", EncoderBench)
     report = EncoderReport(options.layers, options.ranks)

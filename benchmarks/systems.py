@@ -15,21 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.material import SAMPLES
-from measuring.memory import Memory
-from measuring.meter import CollectiveMeter, total_bytes, total_seconds
+from benchmarks.measuring.memory import Memory
+from benchmarks.measuring.meter import CollectiveMeter, total_bytes, total_seconds
 from megatron_hetero.config.schema import DatasetConfig, load_config
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import TokenizedSample
-from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.validation import IMAGES
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.items.pictures.reader import PixelLimits
+from megatron_hetero.models.items.pictures import PixelLimits
 from megatron_hetero.models.items.types import Piece
-from megatron_hetero.models.layers import products
-from megatron_hetero.step.bucket_sums import BucketSums
-from megatron_hetero.training.starting import build_trainer
-from megatron_hetero.watch.stopwatch import Stopwatch
+from megatron_hetero.models.layers import linear as products
+from megatron_hetero.step.buffers import BucketSums
+from megatron_hetero.train.start import build_trainer
 
 LEARNING_RATE = 1e-4
 MAX_PIXELS = 4_000_000

@@ -31,17 +31,17 @@ from megatron_hetero import Graph, Layout, UserError, finish_gradients, guarded,
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
-from megatron_hetero.execution.runtime import Interpreter
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.check import check_schedule
+from megatron_hetero.schedule.check import check_schedule
+from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.drawing import timeline
 from megatron_hetero.schedule.simulator import simulate
+from megatron_hetero.step.runtime import Interpreter
 
 WIDTH = 32
 SIDE = 8  # pixels of a picture

@@ -34,7 +34,7 @@ from megatron_hetero import (
     guarded,
     process_group,
 )
-from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.groups.topology import Topology
 
 TEXT, GENERATOR = "text", "generator"
 TOKENS, WORDS, WIDTH, SIDE = 5, 16, 32, 6

@@ -28,7 +28,7 @@ from siglip_gpt import HIDDEN, TextStage, Tower
 from torch import Tensor, nn
 
 import megatron_hetero as mh
-from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.groups.topology import Topology
 
 SAMPLES, MICRO_BATCHES, RATE, CLIP = 16, 4, 2e-3, 1.0
 GRAPH = mh.Graph({"vision": ["text"]}, width=HIDDEN, dtype=torch.bfloat16)

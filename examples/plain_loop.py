@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hetero import Boundary, Layout, UserError, guarded, micro_batch, process_group
-from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.groups.topology import Topology
 
 VISION, TEXT = "vision", "text"
 WIDTH, ROWS, SIDE, LABELS = 32, 4, 8, 4

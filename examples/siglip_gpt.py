@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.groups.topology import Topology
 
 HIDDEN, HEADS, LAYERS = 64, 4, 6
 

@@ -19,18 +19,17 @@ warnings.filterwarnings(
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .*\(FSDP(Text|Vision|Language)\w*\) returned a view")
 
 if TYPE_CHECKING:
+    from megatron_hetero.base.errors import UserError
     from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch
     from megatron_hetero.checkpoint.modules import load_checkpoint, save_checkpoint
-    from megatron_hetero.distributed.launch import guarded, process_group
-    from megatron_hetero.errors import UserError
+    from megatron_hetero.groups.launch import guarded, process_group
     from megatron_hetero.layout.graph import Graph
     from megatron_hetero.layout.layout import Layout
-    from megatron_hetero.step.build import build
-    from megatron_hetero.step.finish import count_tokens, finish_gradients, total_loss
+    from megatron_hetero.step.gradients import count_tokens, finish_gradients, total_loss
     from megatron_hetero.step.joint import build_optimizers
     from megatron_hetero.step.megatron import megatron_schedule, prepare_megatron
     from megatron_hetero.step.optimizer import SGD, AdamW
-    from megatron_hetero.step.runner import MicroBatchInputs, Runner, Stage
+    from megatron_hetero.step.runner import MicroBatchInputs, Runner, Stage, build
 
 __all__ = [
     "SGD",
@@ -60,16 +59,15 @@ __all__ = [
 _HOMES = {
     "boundary.boundary": "Boundary Rows micro_batch",
     "checkpoint.modules": "load_checkpoint save_checkpoint",
-    "distributed.launch": "guarded process_group",
-    "errors": "UserError",
+    "groups.launch": "guarded process_group",
+    "base.errors": "UserError",
     "layout.graph": "Graph",
     "layout.layout": "Layout",
-    "step.build": "build",
-    "step.finish": "count_tokens finish_gradients total_loss",
+    "step.gradients": "count_tokens finish_gradients total_loss",
     "step.megatron": "megatron_schedule prepare_megatron",
     "step.joint": "build_optimizers",
     "step.optimizer": "AdamW SGD",
-    "step.runner": "MicroBatchInputs Runner Stage",
+    "step.runner": "MicroBatchInputs Runner Stage build",
 }
 """Where each public name is defined, by submodule."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -11,22 +11,19 @@ from typing import Any
 
 import torch
 
+from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config, require_modules
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge
-from megatron_hetero.layout.graph import Graph
+from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.layout.stages import Stage, cut_stages, even_split, stage_of
-from megatron_hetero.models.assumed import assumed_sample
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
-from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.names import TEXT
+from megatron_hetero.models.shapes import ModelShapes, assumed_sample
 from megatron_hetero.schedule.builders import build_schedule, last_entered
-from megatron_hetero.schedule.checks.check import check_schedule
+from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
 

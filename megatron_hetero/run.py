@@ -29,9 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.distributed.launch import FINAL, STOPPED_FILE, ended, hide_stack_traces
-from megatron_hetero.environment.ranks import LAUNCHER, MOST_PORT
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.environment import LAUNCHER, MOST_PORT
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.launch import FINAL, STOPPED_FILE, ended, hide_stack_traces
 
 # torch is imported in `main`: it takes seconds that Ctrl-C may interrupt.
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _serve(options: argparse.Namespace) -> dist.Store:
 
 def _meet(options: argparse.Namespace, config: Any) -> dist.Store:
     """The store of a run on several hosts, once all have come. Raises `UserError`."""
-    from megatron_hetero.distributed.meeting import Place, gather
+    from megatron_hetero.groups.launch import Place, gather
 
     where, host, port = _place(options, _PORT)
     if not port:

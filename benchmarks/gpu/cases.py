@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from measuring.material import ModelSize, write_samples
+from benchmarks.measuring.material import ModelSize, write_samples
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.groups.platform import Platform
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.training.export import Value, assemble, gather_parameters
-from megatron_hetero.training.starting import build_trainer
-from megatron_hetero.training.trainer import Trainer
+from megatron_hetero.train.export import Value, assemble, gather_parameters
+from megatron_hetero.train.start import build_trainer
+from megatron_hetero.train.trainer import Trainer
 
 SIZE = ModelSize(
     vision_hidden=256, vision_layers=8, vision_heads=4, text_hidden=512, text_layers=4, text_heads=8, text_kv_heads=4

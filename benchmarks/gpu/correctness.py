@@ -10,8 +10,8 @@ import torch
 from benchmarks.gpu import cases
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.reference import Reference, difference, errors
-from megatron_hetero.distributed.launch import process_group
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.groups.launch import process_group
+from megatron_hetero.groups.platform import Platform
 
 LOSS, GRADIENTS, UPDATE = 1e-5, 1e-4, 1e-3
 """In fp32, largest relative errors of the loss, of any gradient (as `reference.errors` has it), and of what the weights

@@ -16,7 +16,7 @@ import torch
 from torch.cuda import nccl
 
 from benchmarks.gpu.record import Record
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.groups.platform import Platform
 
 LIBRARIES = (
     "torch", "triton", "transformers", "megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "pillow",
@@ -101,7 +101,7 @@ def _best(platform: Platform, *, small: bool) -> dict[str, float]:
 
 def seconds(work: Callable[[], Any], platform: Platform, rounds: int = 7) -> float:
     """Median time of `work` after two rounds that do not count: of the device's stream, or of the host on a CPU."""
-    from megatron_hetero.watch.stopwatch import Stopwatch
+    from megatron_hetero.groups.watchdog import Stopwatch
 
     watch = Stopwatch(platform)
     for turn in range(rounds + 2):

@@ -17,8 +17,8 @@ from benchmarks.systems import MAX_PIXELS, plain_inputs
 from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import TokenizedSample
-from megatron_hetero.data.processor.processor import Processor
-from megatron_hetero.models.items.pictures.reader import PixelLimits
+from megatron_hetero.data.processor import Processor
+from megatron_hetero.models.items.pictures import PixelLimits
 
 FLOOR = 1e-3
 """Of the norm of all gradients: what is added to a gradient's norm before errors are divided by it."""

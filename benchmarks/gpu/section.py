@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sections import SECTIONS
-from megatron_hetero.environment.cuda import prepare_environment
+from megatron_hetero.base.environment import prepare_environment
 
 
 def main() -> None:

@@ -19,17 +19,16 @@ import torch.distributed as dist
 
 from benchmarks.gpu import cases, groups, trace
 from benchmarks.gpu.record import Record
-from measuring.material import write_samples
-from measuring.trial import assumed_step, drawn_trainer
+from benchmarks.measuring.material import write_samples
+from benchmarks.measuring.trial import assumed_step, drawn_trainer
 from megatron_hetero.config.schema import Config, load_config
-from megatron_hetero.data.step_loader import StepBatch
-from megatron_hetero.data.to_device import to_device
-from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.planning.estimate import KINDS, Plan
+from megatron_hetero.data.loader import StepBatch
+from megatron_hetero.estimate.estimate import KINDS, Plan
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.training.mfu import peak_flops, step_flops
-from megatron_hetero.training.step_trainer import StepTrainer
-from megatron_hetero.watch.stopwatch import Stopwatch
+from megatron_hetero.train.measures import peak_flops, step_flops
+from megatron_hetero.train.step_trainer import StepTrainer, to_device
 
 MODELS = Path(__file__).parents[2] / "examples/models"
 RANK = 0

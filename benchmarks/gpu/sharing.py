@@ -21,7 +21,7 @@ from benchmarks.crew import Crew
 from benchmarks.gpu import cases, groups
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.reference import difference, errors
-from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.groups.platform import CPU, Platform
 
 LOSS, GRADIENTS = 1e-5, 1e-4
 """Largest relative errors in fp32: of the loss, and of any gradient (as `reference.errors` has it)."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.groups.platform import Platform
 
 KINDS = (
     ("attention", r"flash|fmha|attention|sdpa"),

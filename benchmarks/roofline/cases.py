@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_hetero.base.errors import TEXT
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.estimate.estimate import Plan
+from megatron_hetero.estimate.shards import AssumedBatch
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.layers.parts import Tokens
-from megatron_hetero.names import TEXT
-from megatron_hetero.planning.assumed import AssumedBatch
-from megatron_hetero.planning.estimate import Plan
 from tests.fake_cuda.cases import SMALL, Case
 
 WORLD, PACK, TEXT_TOKENS = 8, 8192, 256

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.roofline.devices import ASSUMED, BEST, COLLECTIVE, CTA, LINKS, MEMORY, PRODUCTS, Assumed, Gpu
 from benchmarks.roofline.timeline import Timeline, works_noted
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.groups.platform import Platform
 from tests.fake_cuda.device import FakeGpu
 from tests.fake_cuda.rank import BEFORE, SUMS, WEIGHTS
 

@@ -23,9 +23,7 @@ from benchmarks.roofline.costs import ask_of
 from benchmarks.roofline.timeline import Timeline, works_noted
 from megatron_hetero.models.layers.linear import _Linear
 from megatron_hetero.models.layers.overlapped import first_in_parts, second_in_parts
-from megatron_hetero.step.bucket_sums import BucketSums
-from megatron_hetero.step.buffers import Bucket
-from megatron_hetero.step.weight_gathers import WeightGathers
+from megatron_hetero.step.buffers import Bucket, BucketSums, WeightGathers
 
 RANKS, PARTS, ROWS, WIDTH = 4, 4, 6, 8
 """Parts of a layer's tokens, or buckets; rows that a rank has of each, of so many elements."""

@@ -20,8 +20,8 @@ from benchmarks.roofline.measured import read, with_measured
 from benchmarks.roofline.prediction import MODULES, PhaseTime, Prediction, phase_times
 from benchmarks.roofline.report import compared, numbers_of, text_of
 from benchmarks.roofline.timeline import Timeline
-from megatron_hetero.distributed.communicators import GRADIENT_CTAS
-from megatron_hetero.environment.cuda import prepare_environment
+from megatron_hetero.base.environment import prepare_environment
+from megatron_hetero.layout.communicators import GRADIENT_CTAS
 from tests.fake_cuda import guard
 from tests.fake_cuda.rank import within
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import LoadedPlan
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Edge
 
 _NOT_KEPT = str(
     UserError.at(

@@ -1,15 +1,119 @@
-"""Boundary plans whose indices are on the device."""
+"""Staging buffers of a communicator, reused across crossings, and indexed copies of rows into and out of them.
+
+Boundary plans whose indices are on the device.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from megatron_hetero.boundary.buffers import RowIndex, load_index
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import DirectionPlan, Exchange, Phase
-from megatron_hetero.errors import UserError
+from megatron_hetero.groups.platform import on_device
+
+RowIndex = slice | Tensor
+"""Rows of a buffer: a contiguous run, sent and received without a copy, or int64 indices on the device."""
+
+
+class BufferPool:
+    """A free list of byte buffers, so that a crossing allocates only its result once crossings of its size have run.
+
+    Buffers are untyped, for rows of any dtype. Their sizes are powers of two, so that slowly growing batches do not
+    each allocate new ones.
+    """
+
+    def __init__(self, width: int, device: torch.device):
+        self.width = width
+        self._device = device
+        self._free: list[Tensor] = []
+
+    def lease(self) -> BufferLease:
+        """Buffers that are acquired one by one and released together."""
+        return BufferLease(self)
+
+    def acquire(self, size: int) -> Tensor:
+        """A buffer of at least `size` bytes, uninitialized."""
+        fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= size]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
+        if self._free:  # Replace the smallest, so that the pool holds no more buffers than are in use at once.
+            self._free.pop(min(range(len(self._free)), key=lambda i: len(self._free[i])))
+        return torch.empty(1 << max(0, size - 1).bit_length(), dtype=torch.uint8, device=self._device)
+
+    def release(self, buffer: Tensor) -> None:
+        """Return a buffer to the free list."""
+        self._free.append(buffer)
+
+
+class BufferLease:
+    """Buffers of a pool, released together: by `release` or at the end of a `with`."""
+
+    def __init__(self, pool: BufferPool):
+        self._pool = pool
+        self._acquired: list[Tensor] = []
+
+    def acquire(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialized buffer, [rows, width]."""
+        width = self._pool.width
+        size = rows * width * dtype.itemsize
+        buffer = self._pool.acquire(size)
+        self._acquired.append(buffer)
+        return buffer[:size].view(dtype).view(rows, width)
+
+    def release(self) -> None:
+        """Release all buffers. On a GPU, later work on the current stream may overwrite them."""
+        while self._acquired:
+            self._pool.release(self._acquired.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+# ------------------------------------------------------------------------------------------------ indices
+
+
+def load_index(index: np.ndarray, device: torch.device) -> RowIndex:
+    """`index`, int64 [rows], on the device; a slice where it is a contiguous run."""
+    if not len(index):
+        return slice(0, 0)
+    if index[-1] - index[0] == len(index) - 1 and np.all(np.diff(index) == 1):
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return on_device(torch.from_numpy(index), device)
+
+
+def gather_rows(rows: Tensor, index: RowIndex, lease: BufferLease) -> Tensor:
+    """`rows[index]`, contiguous; in a buffer of `lease` unless they are so already."""
+    if not isinstance(index, slice):
+        return torch.index_select(rows, 0, index, out=lease.acquire(len(index), rows.dtype))
+    run = rows[index]
+    return run if run.is_contiguous() else lease.acquire(len(run), rows.dtype).copy_(run)
+
+
+def scatter_rows(target: Tensor, index: RowIndex, rows: Tensor) -> None:
+    """`target[index] = rows`."""
+    if isinstance(index, slice):
+        target[index] = rows
+    else:
+        target.index_copy_(0, index, rows)
+
+
+def scatter_add_rows(target: Tensor, index: RowIndex, rows: Tensor, lease: BufferLease) -> None:
+    """`target[index] += rows`, in the dtype of `target`."""
+    if rows.dtype != target.dtype:
+        rows = lease.acquire(len(rows), target.dtype).copy_(rows)
+    if isinstance(index, slice):
+        target[index] += rows
+    else:
+        target.index_add_(0, index, rows)
 
 
 @dataclass(frozen=True, eq=False)

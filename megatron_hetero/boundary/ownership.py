@@ -26,7 +26,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 
 Gradient = Literal["invariant", "partial"]
 Groups = tuple[tuple[int, ...], ...]

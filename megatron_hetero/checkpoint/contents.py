@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
-from megatron_hetero.checkpoint.format.keys import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
+from megatron_hetero.checkpoint.index import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
+from megatron_hetero.checkpoint.storage import Block, cut, first_held
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.step.module import TrainedModule

@@ -13,23 +13,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_hetero.checkpoint.format.index import INDEX, Index, index_dtypes, index_shapes, open_index
-from megatron_hetero.checkpoint.format.keys import WEIGHTS, Entry, Shape, matrix
-from megatron_hetero.checkpoint.format.storage import read_entries
-from megatron_hetero.checkpoint.model_files import alone, differences, hashes
-from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.files import resolved
+from megatron_hetero.base.outputs import chosen_in, damaged, is_ours, read_manifest, require_own_name, verify
+from megatron_hetero.checkpoint.index import (
+    INDEX,
+    WEIGHTS,
+    Entry,
+    Index,
+    Shape,
+    index_dtypes,
+    index_shapes,
+    matrix,
+    open_index,
+)
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.data.processor.two_folders import export_changes
-from megatron_hetero.errors import UserError
-from megatron_hetero.files.paths import resolved
-from megatron_hetero.hf.folder_files import CONFIG
-from megatron_hetero.hf.folder_writer import SHARD_BYTES, require_writable
+from megatron_hetero.checkpoint.sources import ModelSources, alone, differences, hashes
+from megatron_hetero.checkpoint.storage import read_entries
+from megatron_hetero.data.processor import export_changes
+from megatron_hetero.hf.folders import CONFIG, SHARD_BYTES, require_writable
 from megatron_hetero.job import DTYPES
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.models.writer import companions_of, model_writer
-from megatron_hetero.outputs.checkpoints import chosen_in, damaged, is_ours, read_manifest, require_own_name, verify
+from megatron_hetero.models.weights import companions_of, model_writer, stored_shapes
 from megatron_hetero.step.number_formats import nearest_bfloat16
 
 STORED = "stored"

@@ -15,25 +15,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_hetero.base import lock as file_lock
+from megatron_hetero.base.errors import TEXT, UserError, reason
+from megatron_hetero.base.outputs import LATEST, MANIFEST, lock_of, name_of, partial_of, publish, whole, write_synced
 from megatron_hetero.checkpoint.exporting import Advance, Copied, names_of
-from megatron_hetero.checkpoint.format.keys import WEIGHTS, Entry, matrix
-from megatron_hetero.checkpoint.format.storage import write_entries
-from megatron_hetero.checkpoint.model_files import hashes
-from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.checkpoint.index import WEIGHTS, Entry, matrix
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.errors import UserError, reason
-from megatron_hetero.files import lock as file_lock
-from megatron_hetero.hf.folder_files import CONFIG, ENCODERS
-from megatron_hetero.hf.stored_weights import StoredWeights
-from megatron_hetero.hf.weight_files import ROWS
+from megatron_hetero.checkpoint.sources import ModelSources, hashes
+from megatron_hetero.checkpoint.storage import write_entries
+from megatron_hetero.hf.folders import CONFIG, ENCODERS, ROWS
 from megatron_hetero.hf.weight_map import TensorSlice
-from megatron_hetero.models.opening import open_encoders, open_modules
+from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import drawn_tensors, prefix_of, stored_shapes
-from megatron_hetero.names import TEXT
-from megatron_hetero.outputs.checkpoints import LATEST, MANIFEST, name_of, partial_of, publish, whole, write_synced
-from megatron_hetero.outputs.exports import lock_of
+from megatron_hetero.models.weights import drawn_tensors, open_encoders, open_modules, prefix_of, stored_shapes
 
 UNTRAINED = name_of(0)
 """The name of imported weights in a `checkpoint.dir`, from which a run starts at step 1."""

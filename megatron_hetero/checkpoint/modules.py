@@ -20,17 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hetero.base.errors import UserError, in_short, listed
+from megatron_hetero.base.files import read_text
+from megatron_hetero.base.lock import Lock
+from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, require_own_name, unwritable, whole
 from megatron_hetero.checkpoint.contents import read, written
-from megatron_hetero.checkpoint.format.index import INDEX, NAMES, index_shapes, open_index
-from megatron_hetero.checkpoint.format.keys import BUFFERS, WEIGHTS, Entry, Shape, matrix
-from megatron_hetero.checkpoint.format.storage import read_entries
-from megatron_hetero.checkpoint.shared_folder import lock_folder
-from megatron_hetero.checkpoint.whole import save, verified
-from megatron_hetero.distributed.collective import on_every, on_first, on_first_of_all, together
-from megatron_hetero.errors import UserError, in_short, listed
-from megatron_hetero.files.lock import Lock
-from megatron_hetero.files.opening import read_text
-from megatron_hetero.outputs.checkpoints import LOCK, MANIFEST, chosen_in, name_of, require_own_name, unwritable, whole
+from megatron_hetero.checkpoint.index import (
+    BUFFERS,
+    INDEX,
+    NAMES,
+    WEIGHTS,
+    Entry,
+    Shape,
+    index_shapes,
+    matrix,
+    open_index,
+)
+from megatron_hetero.checkpoint.resume import lock_folder
+from megatron_hetero.checkpoint.storage import read_entries, save, verified
+from megatron_hetero.groups.collective import on_every, on_first, on_first_of_all, together
 from megatron_hetero.step.held import global_names
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule

@@ -10,16 +10,15 @@ from typing import Any, get_args
 
 import yaml
 
+from megatron_hetero.base.errors import UserError, in_short, listed, reason
+from megatron_hetero.base.files import read_text
 from megatron_hetero.checkpoint.contents import expected_shapes
-from megatron_hetero.checkpoint.format.keys import RANDOM, Shape
-from megatron_hetero.checkpoint.model_files import Hashes, alone, differences
-from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.checkpoint.index import RANDOM, Shape
+from megatron_hetero.checkpoint.sources import Hashes, ModelSources, alone, differences
 from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.config.schema import Overridable
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.errors import UserError, in_short, listed, reason
-from megatron_hetero.files.opening import read_text
-from megatron_hetero.hf.folder_files import CONFIG
+from megatron_hetero.hf.folders import CONFIG
 from megatron_hetero.models.frozen import frozen_tensors
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes

@@ -12,17 +12,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_hetero.checkpoint.format.keys import Entry
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.terminal import size_text
+from megatron_hetero.checkpoint.index import Entry
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.state import HISTORY, History, TrainState
-from megatron_hetero.checkpoint.whole import Saved, save
+from megatron_hetero.checkpoint.storage import Saved, save
 from megatron_hetero.config.schema import Config
-from megatron_hetero.distributed.collective import Watched
-from megatron_hetero.distributed.meeting import in_background
-from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.errors import UserError
-from megatron_hetero.terminal import size_text
+from megatron_hetero.groups.collective import Watched
+from megatron_hetero.groups.launch import in_background
+from megatron_hetero.groups.platform import Platform
 
 SETTLED_S = 600.0
 """Seconds that a failed run waits for a save in progress."""

@@ -10,22 +10,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_hetero.base.errors import UserError, listed, parts_of
+from megatron_hetero.base.outputs import require_own_name
 from megatron_hetero.checkpoint.contents import random_entries, read, written
-from megatron_hetero.checkpoint.format.index import INDEX, index_shapes, open_index
-from megatron_hetero.checkpoint.format.keys import Entry
-from megatron_hetero.checkpoint.format.storage import read_entries
+from megatron_hetero.checkpoint.index import INDEX, Entry, index_shapes, open_index
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.whole import verified
-from megatron_hetero.distributed.collective import Working, on_every, on_first
-from megatron_hetero.distributed.megatron import random_states, set_random_states
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import UserError, listed
+from megatron_hetero.checkpoint.storage import read_entries, verified
+from megatron_hetero.groups.collective import Working, on_every, on_first
+from megatron_hetero.groups.megatron import random_states, set_random_states
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.models.frozen import tensors_of_parts
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.names import parts_of
-from megatron_hetero.outputs.checkpoints import require_own_name
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.optimizer import ShardOptimizer

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_hetero.errors import UserError, quoted
-from megatron_hetero.files.paths import unusable
+from megatron_hetero.base.errors import UserError, quoted
+from megatron_hetero.base.files import unusable
 
 if TYPE_CHECKING:
     from megatron_hetero.checkpoint.exporting import Advance

@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.terminal import Parser, console
 from megatron_hetero.cli.command import a_path
-from megatron_hetero.distributed.launch import ended
-from megatron_hetero.errors import UserError
+from megatron_hetero.groups.launch import ended
 from megatron_hetero.models.registry import titles
-from megatron_hetero.terminal import Parser, console
 
 
 def _positive(text: str) -> int:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _evaluate(options: argparse.Namespace) -> None:
     from transformers.utils.logging import disable_progress_bar
 
-    from megatron_hetero.evaluation.generate import exact_match, result_table
+    from megatron_hetero.train.generate import exact_match, result_table
 
     disable_progress_bar()
     if options.images is not None and not options.images.is_dir():

@@ -11,9 +11,9 @@ import argparse
 import time
 from collections.abc import Sequence
 
+from megatron_hetero.base.terminal import Parser, size_text
 from megatron_hetero.cli.command import a_path, add_encoders, by_name, progress
-from megatron_hetero.distributed.launch import ended
-from megatron_hetero.terminal import Parser, size_text
+from megatron_hetero.groups.launch import ended
 
 # Modules that import torch are imported where they are used: that takes seconds, which `--help` need not wait for and
 # Ctrl-C may interrupt.
@@ -22,7 +22,7 @@ from megatron_hetero.terminal import Parser, size_text
 def export(options: argparse.Namespace) -> str:
     """Export, and return a summary. Raises `UserError`."""
     from megatron_hetero.checkpoint.exporting import OpenCheckpoint, export_checkpoint
-    from megatron_hetero.checkpoint.model_sources import ModelSources
+    from megatron_hetero.checkpoint.sources import ModelSources
 
     start, target, encoders = time.perf_counter(), options.hf_dir.absolute(), by_name(options.encoder)
     with progress() as advance:

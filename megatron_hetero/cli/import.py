@@ -11,16 +11,16 @@ import argparse
 import time
 from collections.abc import Sequence
 
+from megatron_hetero.base.terminal import Parser, size_text
 from megatron_hetero.cli.command import a_path, add_encoders, by_name, progress
-from megatron_hetero.distributed.launch import ended
+from megatron_hetero.groups.launch import ended
 from megatron_hetero.models.registry import titles
-from megatron_hetero.terminal import Parser, size_text
 
 
 def import_model(options: argparse.Namespace) -> str:
     """Import, and return a summary. Raises `UserError`."""
     from megatron_hetero.checkpoint.importing import UNTRAINED, import_folders, with_own_encoders
-    from megatron_hetero.checkpoint.model_sources import ModelSources
+    from megatron_hetero.checkpoint.sources import ModelSources
 
     start, target = time.perf_counter(), options.checkpoint.absolute()
     given = ModelSources(options.hf_dir, options.vision, options.fresh_projector, by_name(options.encoder))

@@ -15,11 +15,11 @@ import numpy as np
 from rich.markup import escape
 from rich.text import Text
 
+from megatron_hetero.base.errors import printable
+from megatron_hetero.base.terminal import Parser, console
 from megatron_hetero.data.packing import TokenizedSample
-from megatron_hetero.data.processor.processor import Processor
-from megatron_hetero.distributed.launch import ended
-from megatron_hetero.errors import printable
-from megatron_hetero.terminal import Parser, console
+from megatron_hetero.data.processor import Processor
+from megatron_hetero.groups.launch import ended
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,7 @@ def show_sample(console: Console, processor: Processor, sample: TokenizedSample,
 def show(config: Config, count: int, console: Console) -> None:
     """Print the first ``count`` samples that a run with this configuration reads."""
     from megatron_hetero.data.mixture import open_mixture
-    from megatron_hetero.data.processor.processor import open_processor
+    from megatron_hetero.data.processor import open_processor
 
     processor = open_processor(config)
     mixture = open_mixture(config, processor.fields)

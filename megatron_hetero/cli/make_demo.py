@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megatron_hetero.base.errors import UserError, reason
+from megatron_hetero.base.terminal import Parser
 from megatron_hetero.cli.command import a_path
 from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, DemoSizes, flag_of, write_model
 from megatron_hetero.cli.demo.records import Sample, draw, held_out_samples, training_samples
-from megatron_hetero.distributed.launch import ended
-from megatron_hetero.errors import UserError, reason
+from megatron_hetero.groups.launch import ended
 from megatron_hetero.models.registry import titles
-from megatron_hetero.terminal import Parser
 
 # Moved into place in this order: the marker comes last, so a folder that has it is complete.
 MARKER = "demo.json"

@@ -16,12 +16,10 @@ from typing import Any, NamedTuple, get_origin
 from rich.console import Console
 from rich.text import Text
 
-from megatron_hetero.config.conversion import describe
-from megatron_hetero.config.load import Setting, Tree, children, is_leaf, item_type, shown_name, step
-from megatron_hetero.environment.ranks import LAUNCHER
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.environment import LAUNCHER
+from megatron_hetero.base.errors import TEXT, VISION, UserError
+from megatron_hetero.config.load import Setting, Tree, children, describe, is_leaf, item_type, shown_name, step
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
-from megatron_hetero.names import TEXT, VISION
 
 
 class PlanRequest(NamedTuple):

@@ -1,4 +1,4 @@
-"""The optimizers: what each keeps of a parameter, and which settings mean something to it. Pure."""
+"""The optimizers that a configuration can name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The configuration of a run: all settings with their defaults. `checks` validates the values.
+"""GPUs by name, for `plan.memory_gb`.
+
+The optimizers: what each keeps of a parameter, and which settings mean something to it. Pure.
+
+The configuration of a run: all settings with their defaults. `checks` validates the values.
 
 Flags override the YAML file, which overrides the defaults. The sentence at each field is its help text and its row in
 docs/configuration.md.
@@ -11,19 +15,41 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_hetero.base.errors import TEXT, VISION, UserError, parts_of
 from megatron_hetero.config.checks import check
-from megatron_hetero.config.flags import (
-    CommandLine,
-    PlanRequest,
-    print_help,
-    read_flags,
-    without_plan,
-)
-from megatron_hetero.config.gpus import GpuName, usable_bytes
+from megatron_hetero.config.flags import CommandLine, PlanRequest, print_help, read_flags, without_plan
 from megatron_hetero.config.load import build, merge, option, read_yaml, required, shown_name, yaml_of
-from megatron_hetero.errors import UserError
 from megatron_hetero.layout.grammar import did_you_mean
-from megatron_hetero.names import TEXT, VISION, parts_of
+
+GpuName = Literal[
+    "a10", "a100", "a100-40", "a100-80", "b200", "b300", "gb200", "h100", "h200", "l4", "l40s", "rtx-4090"
+]
+"""The GPUs that `plan.memory_gb` names."""
+
+# As `torch.cuda.mem_get_info` sees them: less than on the data sheet, since the driver and error correction keep some
+# (NVIDIA's data sheets say 24, 40, 48, 80, 141, 180, 186 and 288 GB). It differs by 0.3 % between drivers; this is the
+# least of what PyTorch printed in reports ("GPU 0 has a total capacity of ...").
+USABLE_GIB: Mapping[GpuName, float] = {
+    "a10": 22.03,  # A10G; 22.03 to 22.09 reported
+    "a100": 79.14,  # the one of 80 GB; 79.14 to 79.25
+    "a100-40": 39.38,  # 39.38 to 39.56
+    "a100-80": 79.14,
+    "b200": 178.35,  # 178.35 and 178.36
+    "b300": 267.69,
+    "gb200": 184.31,
+    "h100": 79.10,  # SXM; 79.10 to 79.18 (vllm-project/vllm#27508: 79.11)
+    "h200": 139.72,  # 139.72 to 139.81
+    "l4": 22.03,
+    "l40s": 44.34,  # 44.34 to 44.42 (QwenLM/Qwen3-VL#2097: 44.40)
+    "rtx-4090": 23.63,  # 23.63 to 23.68 (zai-org/CogVideo#36: 23.68, 3DTopia/Phidias-Diffusion#8: 23.64)
+}
+"""Memory that a process can use, in GiB."""
+
+
+def usable_bytes(memory: float | GpuName) -> int:
+    """Of a GPU by its name, or of a number of GB (10^9 bytes)."""
+    return round(USABLE_GIB[memory] * 2**30) if isinstance(memory, str) else round(memory * 1e9)
+
 
 Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.global_batch_size", "model.hf_path"]
 """Settings that `checkpoint.allow_changes` lets differ from the checkpoint's."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_hetero.base.errors import UserError, in_short
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.validation import IMAGES, ItemField, split_at_placeholders
-from megatron_hetero.errors import UserError, in_short
 
 END_OF_TURN = "<|im_end|>"
 _MARK = "\ufdd0answer\ufdd0"

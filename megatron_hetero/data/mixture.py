@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_hetero.config.sampled_dataset import SampledDataset
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.checks import SampledDataset
 from megatron_hetero.config.schema import Config, DatasetConfig
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import IMAGES, ItemField
-from megatron_hetero.errors import UserError
 
 
 class Mixture:

@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.records import MOST_CHARACTERS, Record
-from megatron_hetero.errors import UserError
 from megatron_hetero.models.items.types import Size
 
 IGNORED = -100

@@ -17,7 +17,7 @@ import sys
 import traceback
 from typing import Any
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 
 _NUMBER = struct.Struct("<Q")
 

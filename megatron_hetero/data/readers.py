@@ -18,13 +18,13 @@ from weakref import finalize
 
 import numpy as np
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.data import reader_process
-from megatron_hetero.data.metadata import SampleMetadata
+from megatron_hetero.data.dealing import SampleMetadata
 from megatron_hetero.data.packing import TokenizedSample, check_length, check_patches, check_text
-from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.reader_process import receive, send
 from megatron_hetero.data.records import Record
-from megatron_hetero.errors import UserError
 from megatron_hetero.models.items.types import ItemShape, Piece
 
 # Not in the processes, which are to start fast.

@@ -16,18 +16,16 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_hetero.base.errors import ROWS, TEXT, UserError
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import RankPlan, plan_boundary
-from megatron_hetero.data.metadata import PackShape, Pieces
-from megatron_hetero.data.sharding.balance import assign, assign_in_order, loads_of
-from megatron_hetero.data.sharding.calls import cut_calls
-from megatron_hetero.data.sharding.encoder_shards import EncoderShards, EncoderShare
-from megatron_hetero.data.sharding.token_shards import TokenShards, TokenShare
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.data.balance import assign, assign_in_order, cut_calls, loads_of
+from megatron_hetero.data.dealing import PackShape, Pieces
+from megatron_hetero.data.encoder_shards import EncoderShards, EncoderShare
+from megatron_hetero.data.token_shards import TokenShards, TokenShare
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.items.types import ItemShape, Size
-from megatron_hetero.names import ROWS, TEXT
 
 Balance = Literal["off", "replica"]
 """How pieces are assigned to the encoder's replicas: in order, or so that predicted work is even."""

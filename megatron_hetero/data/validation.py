@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_hetero.errors import UserError, quoted
+from megatron_hetero.base.errors import VISION, UserError, quoted
 from megatron_hetero.models.items.types import Modality
-from megatron_hetero.names import VISION
 
 VIDEO_PLACEHOLDER = "<video>"
 

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import Any
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.axes import AXES
 
 Grid = tuple[str, list[tuple[str, int]], list[int]]

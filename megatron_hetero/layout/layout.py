@@ -21,13 +21,22 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from megatron_hetero.environment.ranks import LAUNCHER
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.axes import AXES, Split
-from megatron_hetero.layout.degrees import ModuleShape, closest_degrees, problem_of
+from megatron_hetero.base.environment import LAUNCHER
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.axes import (
+    AXES,
+    MAIN,
+    VIEWS,
+    Fold,
+    ModuleShape,
+    Split,
+    View,
+    axis_names,
+    closest_degrees,
+    problem_of,
+)
 from megatron_hetero.layout.foreign import grid_of_hyper_grid, grid_of_mesh, grid_of_mpu, in_layout_order
 from megatron_hetero.layout.grammar import MOST_PLANNED, GrammarError, did_you_mean, format_ranks, read, salvage
-from megatron_hetero.layout.views import MAIN, VIEWS, Fold, View, axis_names
 
 __all__ = ["AXES", "Coordinate", "Layout", "ModuleShape"]
 
@@ -59,7 +68,7 @@ class Coordinate(NamedTuple):
 # Each row shows the group that the rank belongs to.
 #
 # A further view numbers the ranks of each stage in the same order and reads them along its own axes, the first fastest.
-# For tp:2,dp:2,pp:2,ep:2@4-11 with the view of `megatron_hetero.layout.views`:
+# For tp:2,dp:2,pp:2,ep:2@4-11 with the view of `megatron_hetero.layout.axes`:
 #
 #     rank        4   5   6   7   8   9  10  11     groups("ep")   (4, 5) (6, 7) (8, 9) (10, 11)
 #     ep          0   1   0   1   0   1   0   1     groups("edp")  (4, 6) (5, 7) (8, 10) (9, 11)

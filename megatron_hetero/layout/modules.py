@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.degrees import LayoutProblem, ModuleShape, divisors, problem_of
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.axes import MAIN, VIEWS, LayoutProblem, ModuleShape, divisors, problem_of
 from megatron_hetero.layout.grammar import did_you_mean, format_ranks
 from megatron_hetero.layout.layout import Layout, as_given, closest_layout, mended_layout, titled
-from megatron_hetero.layout.views import MAIN, VIEWS
 
 
 def resolve(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 
 LAYERS = "layers."
 """What the names of the layers' parameters begin with, before the number of the layer."""

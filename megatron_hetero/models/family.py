@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from megatron_hetero.files.json_objects import Only
-from megatron_hetero.layout.axes import Split
-from megatron_hetero.layout.views import View
+from megatron_hetero.base.files import Only
+from megatron_hetero.layout.axes import Split, View
 from megatron_hetero.models.items.types import ItemShape, ItemType
 
 # Layers import torch, which takes a second: families do not, until a shape is asked for.

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.errors import UserError, in_short
-from megatron_hetero.files.json_objects import check, read_object, shown
+from megatron_hetero.base.errors import UserError, in_short
+from megatron_hetero.base.files import check, read_object, shown
+from megatron_hetero.base.outputs import advice_to_export
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.registry import FAMILIES, family_of, titles
-from megatron_hetero.outputs.checkpoints import advice_to_export
 
 VISION_FOLDER = "model.hf_path_vision"
 

@@ -14,14 +14,13 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 
-from megatron_hetero.errors import UserError, listed
+from megatron_hetero.base.errors import UserError, is_pattern, listed, parts_of
 from megatron_hetero.hf.weight_map import Share
-from megatron_hetero.models.common.stored_names import nested_name
+from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.layers.parts import Passes
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import folder_shapes, parts_of_tensors, stored_shapes, weight_map
-from megatron_hetero.names import is_pattern, parts_of
 
 _MOST_SUGGESTED = 8
 

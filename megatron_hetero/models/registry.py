@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 
+from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
+from megatron_hetero.models.families.qwen3_vl.family import QWEN3_VL
 from megatron_hetero.models.family import Family
-from megatron_hetero.models.qwen2_5_vl.family import QWEN2_5_VL
-from megatron_hetero.models.qwen3_vl.family import QWEN3_VL
 
 ENTRY_POINTS = "megatron_hetero.families"
 """The group of entry points by which packages that are installed beside this one add families."""

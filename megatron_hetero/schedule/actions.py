@@ -74,7 +74,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Edge
 
 Op = Literal["run", "send", "irecv", "wait", "start", "finish"]
 WorkKind = Literal["F", "R", "B"]

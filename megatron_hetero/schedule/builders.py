@@ -1,4 +1,17 @@
-"""Builds schedules. docs/schedules.md says what each kind does; a schedule combines one or several of these cases:
+"""The order in which a pipeline rank of the text module runs forwards and backwards.
+
+For pp:3 and five micro-batches (1F1B; time goes to the right):
+
+    stage 0   F0 F1 F2          B0 F3    B1 F4    B2       B3       B4
+    stage 1      F0 F1       B0 F2    B1 F3    B2 F4    B3       B4
+    stage 2         F0 B0       F1 B1    F2 B2    F3 B3    F4 B4
+
+1F1B: Narayanan et al. 2019 (PipeDream), in the flushing variant of Narayanan et al. 2021 (arXiv 2104.04473).
+Interleaving of virtual stages: section 2.2 of the latter, with the warm-up of Megatron-LM.
+
+What the orders of all roles are built from.
+
+Builds schedules. docs/schedules.md says what each kind does; a schedule combines one or several of these cases:
 
   1. *Colocated, text pp:1*: `waves` of one micro-batch.
   2. *Colocated, text pp > 1*: every rank encodes, in `waves` or with `recompute`.
@@ -30,19 +43,159 @@ stage's list, one step behind in what they receive and ahead in what they send. 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain, product
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, pairwise, product
+from typing import NamedTuple
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge, Ends, as_edge, edge_of
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.graph import Edge, Ends, as_edge, edge_of
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.schedule.actions import Action, finish, run, start
-from megatron_hetero.schedule.context import BuildContext, first_stage, text_parts
-from megatron_hetero.schedule.graph import build_graph_schedule, fed_by_all
-from megatron_hetero.schedule.orders import Work
+from megatron_hetero.schedule.actions import Action, WorkKind, finish, run, start
+from megatron_hetero.schedule.graph import build_graph_schedule, fed_by_all, with_transfers
 from megatron_hetero.schedule.program import Module, Role, Schedule, find_roles
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
-from megatron_hetero.schedule.transfers import with_transfers
+
+
+class Work(NamedTuple):
+    """A unit of work of the text module."""
+
+    kind: WorkKind
+    stage: int
+    micro_batch: int
+
+
+def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
+    """The work of the ranks at a pipeline coordinate, in order: 1F1B, interleaved if the module has virtual stages."""
+    pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
+    if module.virtual == 1:
+        warm_up, forwards = left, [Work("F", coordinate, m) for m in micro_batches]
+        backwards = [Work("B", coordinate, m) for m in micro_batches]
+    else:
+        warm_up = 2 * left + (module.virtual - 1) * pp
+        forwards = _interleaved("F", module, coordinate, micro_batches)
+        backwards = _interleaved("B", module, coordinate, micro_batches)
+    order = forwards if not module.backward else _alternated(forwards, backwards, warm_up)
+    return [work for work in order if work.micro_batch >= 0]
+
+
+def _alternated(forwards: list[Work], backwards: list[Work], warm_up: int) -> list[Work]:
+    """`warm_up` forwards, then forwards and backwards alternating, then the remaining backwards."""
+    warm_up = min(warm_up, len(forwards))
+    steady = len(forwards) - warm_up
+    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
+    return [*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[steady:]]
+
+
+def _interleaved(kind: WorkKind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
+    """pp micro-batches through each of the rank's stages in turn, then the next pp of them.
+
+    The micro-batches are padded to a multiple of pp; the padding has number -1 and is dropped later. Dropping a
+    micro-batch everywhere adds no cycle to an order.
+    """
+    pp = module.layout.pp
+    padded = [*micro_batches, *[-1] * (-len(micro_batches) % pp)]
+    stages = range(coordinate, module.stages, pp)
+    return [
+        Work(kind, stage, m)
+        for first in range(0, len(padded), pp)
+        for stage in (stages if kind == "F" else reversed(stages))
+        for m in padded[first : first + pp]
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class BuildContext:
+    """Shared by the orders of all roles."""
+
+    schedule: Schedule
+    settings: ScheduleSettings
+
+    @property
+    def text(self) -> Module:
+        """The text module."""
+        return self.schedule.text
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches of the step."""
+        return self.schedule.micro_batches
+
+    @cached_property
+    def ahead(self) -> tuple[Module, ...]:
+        """Encoders on their own ranks."""
+        return tuple(e for e in self.schedule.encoders if e.style == "ahead")
+
+    @cached_property
+    def sharing(self) -> tuple[Module, ...]:
+        """Encoders that take turns with the text module."""
+        return tuple(e for e in self.schedule.encoders if e.style != "ahead")
+
+    @cached_property
+    def run_ahead(self) -> int:
+        """Micro-batches that encoders may be ahead by."""
+        return self.settings.run_ahead or 0
+
+    @property
+    def waves(self) -> tuple[range, ...]:
+        """The micro-batches of each wave."""
+        return self.schedule.waves
+
+    @cached_property
+    def turns(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """For each turn of the encoders that share ranks with the text module, after the first encoding: the
+        micro-batches whose gradients return, and those that are encoded.
+        """
+        return list(zip(self.schedule.returned, [*self.waves[1:], range(0)], strict=True))
+
+    @cached_property
+    def pace(self) -> list[Work]:
+        """The work of the first text stage, in order."""
+        return [work for part in text_parts(self, 0) for work in part if work.stage == 0]
+
+    @property
+    def starts_back_early(self) -> bool:
+        """Whether gradients go back to encoders that take turns with the text module before their turn."""
+        return any(self.schedule.returns_early(e) for e in self.schedule.edges if e.source in self._sharing_names)
+
+    @cached_property
+    def _sharing_names(self) -> list[str]:
+        return [encoder.name for encoder in self.sharing]
+
+    def crossed(self, role: Role, encoder: Module) -> list[tuple[Edge, int]]:
+        """The edges of an encoder that the role is on a side of, each with the stage that its rows leave."""
+        schedule = self.schedule
+        edges = [e for e in schedule.edges if e.source == encoder.name and any(schedule.crosses(role, e))]
+        return [(edge, schedule.stages_of(edge)[0]) for edge in edges]
+
+    def leaving(self, encoder: Module, stage: int) -> tuple[Edge, ...]:
+        """The edges that leave a stage of an encoder."""
+        return self.schedule.leaving.get((encoder.name, stage), ())
+
+    def arriving(self, role: Role) -> list[Edge]:
+        """The edges of encoders that run ahead to any text stage of the role."""
+        names = [encoder.name for encoder in self.ahead]
+        return [e for e in self.schedule.edges if e.source in names and self.schedule.crosses(role, e)[1]]
+
+    def has_backward(self, edge: Edge) -> bool:
+        """Whether gradients go back along the edge."""
+        return self.schedule.returns(edge)
+
+
+def first_stage(role: Role, module: Module) -> int | None:
+    """The (first) stage of `module` that the role holds."""
+    return next((stage for name, stage in role.held_stages if name == module.name), None)
+
+
+def text_parts(ctx: BuildContext, stage: int | None) -> list[list[Work]]:
+    """Before each turn of the encoders, the work of ranks whose first text stage is `stage`; none without a stage."""
+    if stage is None:
+        return [[] for _ in ctx.turns]
+    if ctx.text.virtual > 1:
+        return [pipeline_order(ctx.text, stage, wave) for wave in ctx.waves]
+    works = pipeline_order(ctx.text, stage, range(ctx.batches))
+    cuts = [works.index(Work("F", stage, max(0, wave[0] - stage // 3))) for wave in ctx.waves[1:]]
+    return [works[first:last] for first, last in pairwise([0, *cuts, len(works)])]
 
 
 def build_schedule(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import Simulation, Span, role_label

@@ -1,4 +1,10 @@
-"""Schedules of any acyclic graph of stages, such as text > generator or audio > text > talker, on any ranks: one
+"""Adds the transfers between pipeline stages to the work of each role.
+
+An output is sent right after its work. A receive is posted one work before the one that uses it, so that they overlap,
+and waited for directly before its use. Receives are posted in the order in which the sender sends: those that precede
+it from the same rank are posted with it.
+
+Schedules of any acyclic graph of stages, such as text > generator or audio > text > talker, on any ranks: one
 pipeline with branches, see docs/schedules.md, "Other graphs".
 
 The orders of all ranks come from one simulated run, in which a forward takes one unit of time and a backward two, and a
@@ -10,19 +16,131 @@ action that has not ended can proceed, and nothing deadlocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge, as_edge
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.graph import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.schedule.actions import Action, WorkKind, finish, irecv, run, start
-from megatron_hetero.schedule.program import Module, Schedule, StageId, find_roles
-from megatron_hetero.schedule.transfers import input_of, output_of
+from megatron_hetero.schedule.actions import Action, WorkKind, finish, irecv, run, send, start, wait
+from megatron_hetero.schedule.program import Module, Role, Schedule, StageId, find_roles
+
+Source = tuple[str, int]
+"""A module and the sender's pipeline coordinate."""
+
+
+def source_stage(module: Module, work: Action) -> int | None:
+    """The stage whose output `work` uses, if any."""
+    assert work.stage is not None, "work has a stage"
+    source = work.stage + (1 if work.kind == "B" else -1)
+    return source if 0 <= source < module.stages else None
+
+
+def target_stage(module: Module, work: Action) -> int | None:
+    """The stage that uses the output of `work`, if any."""
+    assert work.stage is not None, "work has a stage"
+    target = work.stage - (1 if work.kind == "B" else -1)
+    return target if 0 <= target < module.stages else None
+
+
+def input_of(module: Module, work: Action) -> tuple[Action, Action] | None:
+    """The `irecv` and the `wait` of the input of `work`, if it comes from another stage."""
+    source = source_stage(module, work)
+    if source is None:
+        return None
+    assert work.stage is not None, "work has a stage"
+    where = work.kind, work.module, work.stage, source, work.micro_batch
+    return irecv(*where), wait(*where)
+
+
+def output_of(module: Module, work: Action) -> Action | None:
+    """The `send` of the output of `work`, if another stage uses it."""
+    target = target_stage(module, work)
+    if target is None:
+        return None
+    assert work.stage is not None, "work has a stage"
+    return send(work.kind, work.module, work.stage, target, work.micro_batch)
+
+
+def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[Role, ...]:
+    """The schedule's roles with actions: `orders`, the work and crossings of each, and the transfers between stages."""
+    sent = _sent(schedule, orders)
+    return tuple(
+        replace(role, actions=tuple(_completed(schedule, role, order, sent)))
+        for role, order in zip(schedule.roles, orders, strict=True)
+    )
+
+
+def _sent(schedule: Schedule, orders: Iterable[Sequence[Action]]) -> dict[tuple[Source, int], list[Action]]:
+    """The messages from each source to each coordinate of its module, in order, as the receiver's `irecv`."""
+    found: dict[tuple[Source, int], list[Action]] = {}
+    known: set[Source] = set()
+    for role, order in zip(schedule.roles, orders, strict=True):
+        # All ranks of a stage run the module in one order, whatever other modules they hold.
+        new = {_source(schedule, name, stage) for name, stage in role.held_stages} - known
+        known |= new
+        for work in order:
+            if work.op != "run" or _source(schedule, work.module, work.stage) not in new:
+                continue
+            module = schedule.module[work.module]
+            target = target_stage(module, work)
+            if target is not None:
+                assert work.stage is not None, "work has a stage"
+                arriving = irecv(work.kind, work.module, target, work.stage, work.micro_batch)
+                source = _source(schedule, work.module, work.stage)
+                found.setdefault((source, module.coordinate(target)), []).append(arriving)
+    return found
+
+
+def _source(schedule: Schedule, module: str, stage: int | None) -> Source:
+    assert stage is not None, "work has a stage"
+    return module, schedule.module[module].coordinate(stage)
+
+
+def _completed(
+    schedule: Schedule, role: Role, order: Sequence[Action], sent: dict[tuple[Source, int], list[Action]]
+) -> Iterator[Action]:
+    queues: dict[Source, deque[Action]] = {}
+    for name, stage in role.held_stages:
+        module = schedule.module[name]
+        for coordinate in {(module.coordinate(stage) + by) % module.layout.pp for by in (1, -1)}:
+            arriving = sent.get(((name, coordinate), module.coordinate(stage)), ())
+            queues[name, coordinate] = deque(arriving)
+    posted: set[Action] = set()
+    works = [action for action in order if action.op == "run"]
+    following = iter([*works[1:], None])
+    for action in order:
+        if action.op != "run":
+            yield action
+            continue
+        for work in (action, next(following)):
+            yield from _irecvs(schedule, work, queues, posted)
+        module = schedule.module[action.module]
+        if arriving := input_of(module, action):
+            yield arriving[1]
+        yield action
+        if sending := output_of(module, action):
+            yield sending
+
+
+def _irecvs(
+    schedule: Schedule, work: Action | None, queues: dict[Source, deque[Action]], posted: set[Action]
+) -> Iterator[Action]:
+    """Post the receive of the input of `work`, and before it all earlier ones from the same sender."""
+    arriving = work and input_of(schedule.module[work.module], work)
+    if not arriving:
+        return
+    assert isinstance(arriving[0].peer, int), "the peer of a transfer is a stage"
+    queue = queues[_source(schedule, arriving[0].module, arriving[0].peer)]
+    while arriving[0] not in posted:
+        posted.add(queue[0])
+        yield queue.popleft()
+
 
 _UNITS: dict[WorkKind, int] = {"F": 1, "B": 2}
 

@@ -2,6 +2,8 @@
 
 Ranks that hold the same stages of the same modules share one *role* and one list of actions, so the size of a schedule
 grows with the number of roles (about that of pipeline stages), not of ranks.
+
+The communicators and the peers of actions. Pure.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.communicators import Direction, EdgeUse, Link
 from megatron_hetero.layout.grammar import format_ranks
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, WorkKind
 
@@ -112,7 +115,7 @@ class Schedule:
     """The actions of every rank in a step of `micro_batches`. `edges`: of the graph of `modules`. Where they are
     encoders and the text module that all of them feed, it is the last one.
 
-    Its text is in `megatron_hetero.schedule.grid`, its invariants in `megatron_hetero.schedule.checks`.
+    Its text is in `megatron_hetero.schedule.check`, its invariants in `megatron_hetero.schedule.checks`.
     """
 
     modules: tuple[Module, ...]
@@ -262,3 +265,37 @@ def _by_stage(ends: Iterable[tuple[str, int, Edge]]) -> dict[StageId, tuple[Edge
     for module, stage, edge in ends:
         found[module, stage] = (*found.get((module, stage), ()), edge)
     return found
+
+
+def use_of(schedule: Schedule, action: Action) -> Link | EdgeUse:
+    """The use of a communicator by a transfer or crossing."""
+    direction: Direction = "backward" if action.kind == "B" else "forward"
+    if action.op in ("start", "finish"):
+        return EdgeUse(action.edge, direction)
+    sender = action.stage if action.op == "send" else action.peer
+    assert isinstance(sender, int), "work uses no communicator"
+    return Link(action.module, direction, schedule.module[action.module].coordinate(sender))
+
+
+def starts_early(schedule: Schedule, work: Action, following: Action | None) -> bool:
+    """Whether `following`, the next crossing of the rank after the backward `work`, starts amid it: it returns the
+    gradients of rows that entered this stage.
+    """
+    return (
+        following is not None
+        and (following.op, following.kind, following.micro_batch) == ("start", "B", work.micro_batch)
+        and following.edge in schedule.entering.get((work.module, work.stage or 0), ())
+        and schedule.returns_early(following.edge)
+    )
+
+
+def describe_action(schedule: Schedule, rank: int, action: Action) -> str:
+    """An action of `rank` in words: its micro-batch, its peers and its communicator."""
+    if action.op == "run":
+        others = "the other ranks of its stage"
+    elif action.op in ("start", "finish"):
+        source, destination = schedule.sides(action.edge)
+        others = f"ranks {format_ranks(sorted({*source, *destination} - {rank}))} over {use_of(schedule, action)}"
+    else:
+        others = f"rank {schedule.peer_rank(rank, action)} over {use_of(schedule, action)}"
+    return f"action {action} of micro-batch {action.micro_batch}, with {others},"

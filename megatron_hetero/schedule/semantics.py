@@ -1,15 +1,22 @@
-"""The specification in `actions` as functions: the actions that a role executes, and the dependencies of each."""
+"""The specification in `actions` as functions: the actions that a role executes, and the dependencies of each.
+
+Simulates the order in which the actions of a schedule can happen, and finds those that wait forever. No times.
+
+Which ranks share weights, what each keeps, and after which runs of a stage what is gathered stays. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.actions import Action, WorkKind, finish, run, start
+from megatron_hetero.schedule.graph import input_of, output_of
 from megatron_hetero.schedule.program import Module, Role, Schedule
-from megatron_hetero.schedule.transfers import input_of, output_of
 
 
 def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
@@ -145,3 +152,121 @@ class Dependencies:
                 ends = zip(module.stage_ranks(here), module.stage_ranks(there), strict=True)
                 for pair in {(role_of[a], role_of[b]) for a, b in ends}:
                     yield module.name, here, there, pair
+
+
+Point = tuple[int, int]
+"""A role and the index of one of its actions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """The result of `replay`.
+
+    `order`: the actions in an order in which they can happen; `done`: the number that each role executes; `needed`: the
+    dependencies on other roles of each `wait` and `finish` that was reached; `happened`: all events.
+    """
+
+    schedule: Schedule
+    order: list[Point]
+    done: list[int]
+    needed: dict[Point, list[Event]]
+    happened: set[Event]
+
+    @property
+    def stuck(self) -> list[Point]:
+        """The actions at which roles wait forever."""
+        ends = (len(role.actions) for role in self.schedule.roles)
+        return [(role, at) for role, (at, end) in enumerate(zip(self.done, ends, strict=True)) if at < end]
+
+
+def replay(schedule: Schedule) -> Replay:
+    """Execute all actions symbolically, each as soon as possible."""
+    dependencies, found = Dependencies(schedule), Replay(schedule, [], [0] * len(schedule.roles), {}, set())
+    sleeping: dict[Event, list[int]] = defaultdict(list)
+    awake = deque(range(len(schedule.roles)))
+
+    def announce(event: Event) -> None:
+        found.happened.add(event)
+        awake.extend(sleeping.pop(event, ()))
+
+    while awake:
+        role = awake.popleft()
+        actions = schedule.roles[role].actions
+        for at in range(found.done[role], len(actions)):
+            if actions[at].op in ("finish", "wait"):
+                announce(Event(role, actions[at], reached=True))
+                needed = found.needed.setdefault((role, at), dependencies.of(role, actions[at]))
+                missing = next((event for event in needed if event not in found.happened), None)
+                if missing is not None:
+                    sleeping[missing].append(role)
+                    break
+            found.order.append((role, at))
+            found.done[role] = at + 1
+            announce(Event(role, actions[at]))
+    return found
+
+
+def steps(found: Replay) -> dict[Point, int]:
+    """The step of each action, if each takes one step. Actions that never happen follow the last one of their role."""
+    roles = found.schedule.roles
+    index = {(role, action): at for role, each in enumerate(roles) for at, action in enumerate(each.actions)}
+    never = [(role, at) for role, first in found.stuck for at in range(first, len(roles[role].actions))]
+    step: dict[Point, int] = {}
+
+    def after(event: Event) -> int:
+        """The first step that may follow the event. An action is reached after the action before it."""
+        at = index.get((event.role, event.action), 0)
+        return step.get((event.role, at - event.reached), -1) + 1
+
+    for role, at in [*found.order, *never]:
+        events = found.needed.get((role, at), ())
+        step[role, at] = max([step.get((role, at - 1), -1) + 1, *map(after, events)])
+    return step
+
+
+Span = Literal["run", "wave", "step"]
+"""How long gathered weights stay: for one run of a stage, which may be that of several micro-batches; for all runs of a
+wave, once forward and once backward; or for all runs of a step.
+"""
+BUCKET, BUCKETS = 40_000_000, 8
+"""Elements of a bucket of gradients, at least, and about the most buckets of a module on a rank."""
+
+
+def shares_weights(zero: int, ranks: int, trains: bool) -> bool:
+    """Whether `ranks` that hold the same parameters keep only shares of them, at a ZeRO stage. `trains`: whether any
+    of these does; without gradients ZeRO-2 shares nothing.
+    """
+    return ranks > 1 and (zero == 3 or (zero == 2 and trains))
+
+
+def rows_of_share(rows: int, ranks: int) -> int:
+    """Rows of a parameter on the first of `ranks` that share it, which has the most."""
+    return -(-rows // ranks)
+
+
+def bucket_elements(trained: int, ranks: int) -> int:
+    """Elements of parameters that a bucket of gradients is closed at. `trained`: of all parameters that train of a
+    module on a rank, where `ranks` share their sum. Megatron's size, and at most so many buckets.
+    """
+    return max(BUCKET, BUCKET // 40 * ranks, -(-trained // BUCKETS))
+
+
+def span_of(module: Module, zero: int) -> Span:
+    """That of a module whose weights are shared at a ZeRO stage: 2 or 3."""
+    if zero == 2:
+        return "step"
+    return "wave" if module.style == "waves" and module.window > 1 else "run"
+
+
+def stays_gathered(actions: Iterable[Action], module: Module, zero: int) -> frozenset[Action]:
+    """Those of a rank's runs of `module` after which its weights stay gathered, for the next run of the stage."""
+    span, stays = span_of(module, zero), set[Action]()
+    last: dict[int | None, Action] = {}
+    for action in actions:
+        if action.op != "run" or action.module != module.name:
+            continue
+        before = last.get(action.stage)
+        if before is not None and (span == "step" or (span == "wave" and before.kind == action.kind)):
+            stays.add(before)
+        last[action.stage] = action
+    return frozenset(stays)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, get_args
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.layout.layout import Layout
 

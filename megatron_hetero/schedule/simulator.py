@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.schedule.actions import Action, start
-from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule, live_activations
-from megatron_hetero.schedule.checks.replay import replay
+from megatron_hetero.schedule.check import ScheduleError, check_schedule, live_activations
 from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.semantics import Dependencies
+from megatron_hetero.schedule.semantics import Dependencies, replay
 
 DurationKey = tuple[str, str, int]
 """Work: (module, kind (F, R, B), stage). Transfer: the same, of the sender. Crossing: (encoder, kind, -1)."""

@@ -4,18 +4,37 @@ Parameters lie in the reverse of their order, about that in which a backward pas
 first bucket is complete first. A parameter's gradient is accumulated in its attribute `main_grad`, a view, in a dtype
 that may be wider than that of the weights; layers may add to it themselves and say so by `grad_added_to_main_grad`, as
 Megatron-Core's do.
+
+The sums of a module's gradients over ranks, bucket by bucket: within its last backward pass of a step, else behind
+it.
+
+All ranks of a group begin the same sums in one order, that of the buckets, whatever they hold: a bucket that is ready
+before the one ahead of it waits for that one, and what a backward pass has not begun (without images there is none, and
+a parameter may get no gradient) begins behind it. When a rank begins is its own affair: nothing that is computed waits
+for a sum before the end of the step, and the group's communicator has no other use meanwhile.
+
+The gathering of a module's weights after an update, bucket by bucket, beside the forward pass that reads them.
+
+When a rank has updated its shares it begins to gather all buckets, those first that are read first. Each part of a
+stage (an embedding, a layer, what is left) waits, before it runs, for the buckets that its parameters lie in. All ranks
+of a group begin the same gathers in one order, whenever each of them runs the module, or if it does not in this step;
+whoever reads or writes weights otherwise waits for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.schedule.contract import Gathered
 
 Range = tuple[int, int]
 """Elements [start, stop)."""
@@ -190,3 +209,131 @@ def _add(parameter: Any, *_: object) -> None:
     ):
         parameter.main_grad.add_(parameter.grad.data)
     parameter.grad = None
+
+
+class BucketSums:
+    """Those of a step, one step after the other. `name`: of the module. `accumulators`: of all parameters, the nodes in
+    which autograd accumulates gradients, once for each backward pass.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        buckets: Sequence[Bucket],
+        group: dist.ProcessGroup,
+        accumulators: Sequence[tuple[nn.Parameter, Any]],
+    ):
+        self.name, self.buckets, self.group = name, buckets, group
+        self._place = {id(p): place for place, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._accumulators, self._hooked = accumulators, False
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Nothing has been summed, and no backward pass is known to be the last."""
+        self._missing = [set(map(id, bucket.parameters)) for bucket in self.buckets]
+        self._expected = set[int]()
+        self._finite: list[Tensor] = []
+        self._works: list[dist.Work] = []
+
+    def expect(self, parameters: Collection[nn.Parameter]) -> None:
+        """The next backward pass is the last of the step that gives `parameters` gradients, and gives them once."""
+        if not self._hooked:  # Behind Megatron's hooks, which add gradients up.
+            for parameter, accumulator in self._accumulators:
+                accumulator.register_hook(partial(self._accumulated, parameter))
+            self._hooked = True
+        self._expected.update(map(id, parameters))
+
+    def require_before(self, place: int = 0) -> None:
+        """Check that the sum of a bucket has not begun in this step: its gradients may change. Raises `UserError`."""
+        if place < len(self._works):
+            problem, because = "a backward pass comes after their sums over ranks have begun", "its part would be lost"
+            fix = "give all micro-batches of a step to one call of the `Runner`, and call `zero_grad` before the next"
+            raise UserError.at(f"gradients of `{self.name}`", problem=problem, because=because, fix=fix)
+
+    def start_rest(self) -> Tensor:
+        """Begin the sums that have not begun. Returns whether all gradients of this rank were finite before their sum,
+        fp64 scalar.
+        """
+        for place in range(len(self._works), len(self.buckets)):
+            self._start(place)
+        return torch.stack(self._finite).isfinite().all().double()
+
+    def wait(self) -> None:
+        """What is computed from here on sees the sums."""
+        for work in self._works:
+            work.wait()
+
+    def _accumulated(self, parameter: nn.Parameter, *_: object) -> None:
+        key, place = id(parameter), self._place[id(parameter)]
+        self.require_before(place)
+        if key in self._expected:
+            self._missing[place].discard(key)
+        while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
+            self._start(len(self._works))
+
+    def _start(self, place: int) -> None:
+        bucket = self.buckets[place]
+        with torch.no_grad(), torch.profiler.record_function(f"{self.name} gradient sums"):
+            # The extremes are finite where all of it is; NaN counts as both. Many times as fast as a norm.
+            self._finite.extend(torch.aminmax(bucket.gradients))
+            sums: Callable[..., Any] = dist.all_reduce
+            tensors = [bucket.gradients]
+            if bucket.summed is not bucket.gradients:
+                sums, tensors = dist.reduce_scatter_tensor, [bucket.summed, bucket.gradients]
+            work = sums(*tensors, group=self.group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        self._works.append(work)
+
+
+Part = tuple[nn.Module, Collection[nn.Parameter]]
+"""What waits for its weights before it runs, and which these are."""
+
+
+class WeightGathers:
+    """Those of a module, one update after the other. `name`: of the module. `parts`: of its stages on this rank, in the
+    order in which they run.
+    """
+
+    def __init__(self, name: str, buckets: Sequence[Bucket], group: dist.ProcessGroup, parts: Sequence[Part]):
+        self.name, self.group = name, group
+        first_read = {id(p): place for place, (_, own) in reversed(list(enumerate(parts))) for p in own}
+        self.buckets = sorted(buckets, key=lambda bucket: min(first_read[id(p)] for p in bucket.parameters))
+        self._works: dict[int, dist.Work] = {}
+        places = {id(p): place for place, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        for module, own in parts:
+            read = sorted({places[id(p)] for p in own if id(p) in places})
+            if read:
+                module.register_forward_pre_hook(partial(self._before_run, read))
+
+    def start(self) -> None:
+        """Begin to give all ranks what each has updated. Collective. Nothing that is computed waits for it."""
+        self.wait()
+        with torch.profiler.record_function(f"{self.name} weights"):
+            for place, bucket in enumerate(self.buckets):
+                assert bucket.weights is not None and bucket.share is not None, "ranks update shares"
+                work = dist.all_gather_into_tensor(bucket.weights, bucket.share, group=self.group, async_op=True)
+                assert work is not None, "this rank is in the group"
+                self._works[place] = work
+
+    def wait(self, places: Iterable[int] | None = None) -> None:
+        """What is computed from here on sees the weights of the buckets at `places`, by default of all."""
+        for place in list(self._works) if places is None else places:
+            if (work := self._works.pop(place, None)) is not None:
+                work.wait()
+
+    def _before_run(self, places: Sequence[int], *_: Any) -> None:
+        if self._works:
+            self.wait(places)
+
+
+def parts_of_stage(stage: Any) -> list[Part]:
+    """What is left of it besides its `units()`, which its first run needs, and these."""
+    units = [(unit.module, list(unit.module.parameters())) for unit in units_of(stage)]
+    inside = {id(p) for _, own in units for p in own}
+    return [(stage, [p for p in stage.parameters() if id(p) not in inside]), *units]
+
+
+def units_of(stage: Any) -> list[Gathered]:
+    """The parts that the stage names in `units()`, in the order in which they run; none where it has no such method."""
+    named = stage.units() if hasattr(stage, "units") else ()
+    return [unit if isinstance(unit, Gathered) else Gathered(unit) for unit in named]

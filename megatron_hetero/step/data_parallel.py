@@ -22,11 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from megatron_hetero.execution.contract import GatheredStage
-from megatron_hetero.execution.gathering import bucket_elements
-from megatron_hetero.step.bucket_sums import BucketSums
-from megatron_hetero.step.buffers import Buffer, Range, accumulate
-from megatron_hetero.step.weight_gathers import WeightGathers, parts_of_stage
+from megatron_hetero.schedule.contract import GatheredStage
+from megatron_hetero.schedule.semantics import bucket_elements
+from megatron_hetero.step.buffers import BucketSums, Buffer, Range, WeightGathers, accumulate, parts_of_stage
 
 
 @dataclass(frozen=True, eq=False)

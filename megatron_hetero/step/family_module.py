@@ -11,20 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.execution.gathering import shares_weights
+from megatron_hetero.base.errors import TEXT
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share, WeightMap, WeightSource, held, load_slices
+from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.stages import Stage, stages_of_rank
-from megatron_hetero.layout.views import MAIN, View
-from megatron_hetero.models.common.offload.activations import ActivationOffload
-from megatron_hetero.models.common.recompute.policy import Recompute
+from megatron_hetero.models.layers.offload import ActivationOffload
 from megatron_hetero.models.layers.parts import Backend, Site
+from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.stages.encoder import EncoderModel
-from megatron_hetero.models.stages.text import TextModel
+from megatron_hetero.models.stages import EncoderModel, TextModel
 from megatron_hetero.models.weights import tied_parameter, weight_map
-from megatron_hetero.names import TEXT
+from megatron_hetero.schedule.semantics import shares_weights
 from megatron_hetero.step.data_parallel import DataParallel, Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage, without_weights
 from megatron_hetero.step.module import OverTp, TrainedModule

@@ -25,13 +25,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from megatron_hetero.distributed.fsdp import forget_order, fsdp_groups, fsdp_parameters, reduce_unused
-from megatron_hetero.distributed.local_group import LocalGroup
-from megatron_hetero.execution.contract import Gathered
-from megatron_hetero.execution.gathering import rows_of_share
-from megatron_hetero.step.buffers import Range
+from megatron_hetero.groups.local_group import LocalGroup
+from megatron_hetero.groups.megatron import forget_order, fsdp_groups, fsdp_parameters, reduce_unused
+from megatron_hetero.schedule.contract import Gathered
+from megatron_hetero.schedule.semantics import rows_of_share
+from megatron_hetero.step.buffers import Range, units_of
 from megatron_hetero.step.data_parallel import DataParallel
-from megatron_hetero.step.weight_gathers import units_of
 
 Load = Callable[[str, Tensor], None]
 """Fills a parameter, by its name."""

@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_hetero.distributed.collective import Facts, require_alike, unlike
-from megatron_hetero.distributed.communicators import ENDS, GRADIENT_AXES
-from megatron_hetero.distributed.fsdp import fsdp_groups, has_reduced
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.collective import Facts, require_alike, unlike
+from megatron_hetero.groups.megatron import fsdp_groups, has_reduced
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import TensorSlice, held
 from megatron_hetero.layout.axes import AXES
+from megatron_hetero.layout.communicators import ENDS, GRADIENT_AXES
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.step.module import OverTp, TrainedModule

@@ -1,4 +1,7 @@
-"""One optimizer for the modules of a topology: gradients summed by one rule, one norm over all modules, one clip."""
+"""Which ranks share what of a module that a library user has built, by the ZeRO stage of its optimizer.
+
+One optimizer for the modules of a topology: gradients summed by one rule, one norm over all modules, one clip.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_hetero.distributed.collective import on_every, require_equal, together
-from megatron_hetero.distributed.communicators import GRADIENT_AXES
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import UserError
-from megatron_hetero.step.finish import (
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.collective import on_every, require_equal, together
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.communicators import GRADIENT_AXES
+from megatron_hetero.schedule.semantics import shares_weights
+from megatron_hetero.step.data_parallel import DataParallel, Replicated
+from megatron_hetero.step.fully_sharded import FullySharded, shard_stage
+from megatron_hetero.step.gradients import (
+    GradientTable,
     Tokens,
+    add_up,
     factor_of,
     finish,
     forget_finished,
@@ -23,21 +31,76 @@ from megatron_hetero.step.finish import (
     note_finished,
     require_equal_tokens,
     require_ready,
+    start_sums,
+    sum_gradients,
 )
-from megatron_hetero.step.gradients import GradientTable, add_up, start_sums, sum_gradients
 from megatron_hetero.step.held import Chunks, held_modules, require_replicas, reshard
-from megatron_hetero.step.megatron_optimizer import (
-    build_with_megatrons_settings,
-    in_megatrons_ddp,
-    is_megatron_config,
-    refuse,
-)
+from megatron_hetero.step.megatron import build_with_megatrons_settings, in_megatrons_ddp, is_megatron_config, refuse
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.optimizer import SGD, AdamW, ShardOptimizer, build_shard_optimizer
-from megatron_hetero.step.reduction import copy_from_first
-from megatron_hetero.step.sharing import shared_by_zero
+from megatron_hetero.step.optimizer import SGD, AdamW, Algorithm, ShardOptimizer, build_shard_optimizer
 from megatron_hetero.step.torch_optimizer import TorchOptimizer
-from megatron_hetero.step.wrapped import is_sharded, local
+from megatron_hetero.step.wrapped import Wrapped, copy_from_first, is_sharded, local
+
+
+def shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModule:
+    """The module with gradients in buffers, and what its ranks share. Raises `UserError` for one that is wrapped."""
+    _require_plain(module)
+    group, platform = module.replicas, module.topology.platform
+    gradients = getattr(torch, algorithm.gradients)
+    if not shares_weights(algorithm.zero, group.size(), bool(module.trained)):
+        sharing: DataParallel = Replicated.of(
+            *(module.name, module.parameters, module.chunks, group),
+            in_one_bucket=False,
+            prefers_all_reduce=platform.prefers_all_reduce,
+            sharded=algorithm.kind.sharded,
+            gradients=gradients,
+            adds_up=False,
+        )
+        return module.shared_by(sharing)
+    if len(dtypes := {str(p.dtype) for p in module.trained.values()}) > 1:
+        found = f"{' and '.join(sorted(dtypes))} parameters with zero={algorithm.zero}"
+        refuse(module, found, "one dtype, which FSDP2 asks for, or zero=1")
+    trained, names = frozenset(module.trained), {id(p): name for name, p in module.parameters.items()}
+    places = [{path: names[id(p)] for path, p in chunk.named_parameters()} for chunk in module.chunks]
+    stages = [
+        stage
+        for chunk, place in zip(module.chunks, places, strict=True)
+        for stage in shard_stage(
+            *(chunk, place.__getitem__, group, platform.device, _filled, trained),
+            gradients=gradients,
+            zero=algorithm.zero,
+            adds_up=False,
+        )
+    ]
+    for stage in stages:
+        stage.before_run(algorithm.zero == 2)  # Also where no interpreter says it.
+    named = {
+        place[path]: p
+        for chunk, place in zip(module.chunks, places, strict=True)
+        for path, p in chunk.named_parameters()
+    }
+    return module.shared_by(FullySharded(named, group, tuple(stages)))
+
+
+def _filled(name: str, _: Tensor) -> None:
+    raise AssertionError(f"{name} has values")
+
+
+def _require_plain(module: TrainedModule) -> None:
+    """Check that no wrapper shares the module already, and that weights are in a dtype that there are masters for."""
+    sharing = module.data_parallel
+    assert isinstance(sharing, Wrapped), "a module of a library user"
+    for name, parameter in module.trained.items():
+        expected = "the module itself: this optimizer shares its states, and with `zero` its weights"
+        if name in sharing.in_main_grad:
+            refuse(module, "Megatron's DistributedDataParallel", expected)
+        if is_sharded(parameter):
+            refuse(module, f"a DTensor ({name})", expected)
+        if sharing.done[name].factor != 1.0:
+            refuse(module, "PyTorch's DistributedDataParallel", expected)
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            refuse(module, f"{parameter.dtype} parameters ({name})", "float32 or bfloat16")
+
 
 Config = Any  # A union with a function would hide the fields of the others.
 """`AdamW` or `SGD`, Megatron's `OptimizerConfig`, or a function that makes an optimizer of PyTorch from a list of

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_hetero.distributed.communicators import ENDS
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.execution.contract import GatheredStage
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Held, WeightMap
-from megatron_hetero.layout.views import MAIN, View
+from megatron_hetero.layout.axes import MAIN, View
+from megatron_hetero.layout.communicators import ENDS
+from megatron_hetero.schedule.contract import GatheredStage
 from megatron_hetero.step.data_parallel import DataParallel
 
 OverTp = Literal["sum", "mean"]

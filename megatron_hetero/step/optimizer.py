@@ -23,22 +23,23 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
-from megatron_hetero.distributed.platform import Platform, compiled, on_device
-from megatron_hetero.errors import UserError
-from megatron_hetero.step.fused_batches import Batch, Brought, batches_of, ends_on, is_fused, numbers_of
-from megatron_hetero.step.fused_update import CallRates, SegmentRates, update_
+from megatron_hetero.groups.platform import Platform, compiled, on_device
+from megatron_hetero.step.fused import (
+    Batch,
+    Brought,
+    CallRates,
+    SegmentRates,
+    batches_of,
+    ends_on,
+    is_fused,
+    numbers_of,
+    update_,
+)
 from megatron_hetero.step.gradients import scale_gradients, squares_of
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.noise import Noise
-from megatron_hetero.step.number_formats import (
-    PIECE,
-    Fp32Weights,
-    Stored,
-    batch_elements,
-    unpacked,
-    write_all,
-)
+from megatron_hetero.step.number_formats import PIECE, Fp32Weights, Noise, Stored, batch_elements, unpacked, write_all
 from megatron_hetero.step.optimizer_state import Numbers, OptimizerShard, OptimizerState, build_states
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.groups.platform import Platform
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.number_formats import (
     BLOCK,

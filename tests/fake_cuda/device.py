@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_hetero.distributed import platform
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.groups import platform
+from megatron_hetero.groups.platform import Platform
 from megatron_hetero.models.layers import mlp, rotary
-from megatron_hetero.step.fused_update import update_
+from megatron_hetero.step.fused import update_
 
 GPU = torch.device("cuda", 0)
 NAME = "NVIDIA H100 80GB HBM3"

@@ -12,16 +12,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from measuring.trial import FAKE, assumed_step, drawn_trainer
+from benchmarks.measuring.trial import FAKE, assumed_step, drawn_trainer
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.planning.estimate import KINDS, Plan
+from megatron_hetero.estimate.estimate import KINDS, Plan
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.step.bucket_sums import BucketSums
-from megatron_hetero.step.weight_gathers import WeightGathers
-from megatron_hetero.training.step_trainer import StepTrainer
-from megatron_hetero.watch.stopwatch import Stopwatch
-from megatron_hetero.watch.watchdog import Watchdog
+from megatron_hetero.step.buffers import BucketSums, WeightGathers
+from megatron_hetero.train.step_trainer import StepTrainer
 from tests.fake_cuda.cases import Case
 from tests.fake_cuda.device import GPU, FakeGpu, Usage
 

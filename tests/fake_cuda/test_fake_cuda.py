@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_hetero.models.layers import mlp, rotary
 from megatron_hetero.models.layers.compiled import run
 from megatron_hetero.models.layers.rotary import Order
-from megatron_hetero.step.fused_update import update_
+from megatron_hetero.step.fused import update_
 from tests.fake_cuda import device, guard, runs
 from tests.fake_cuda.cases import CASES, LONG, Case
 from tests.support.matrix import long
@@ -27,7 +27,7 @@ WAITS = {
     # Refused before the update where a loss or gradient is not finite, and the norm that gradients are clipped by.
     ("gradient sums", "megatron_hetero/step/gradients.py read: a copy to the host"),
     # The end of the step: peak memory and seconds of all ranks, and whether one was asked to stop.
-    ("update", "megatron_hetero/training/step_trainer.py all_gather: a copy to the host"),
+    ("update", "megatron_hetero/train/step_trainer.py all_gather: a copy to the host"),
 }
 """Where the host waits for the device in a step: the phase and the place, once each."""
 

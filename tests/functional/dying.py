@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_vlm
-from megatron_hetero.distributed.launch import guarded, rank
-from megatron_hetero.watch.stopwatch import Stopwatch
+from megatron_hetero.groups.launch import guarded, rank
+from megatron_hetero.groups.watchdog import Stopwatch
 
 CALLS = {
-    "start-up": ("megatron_hetero.distributed.platform", "Platform.init_process_group", 1),
-    "open": ("megatron_hetero.training.inputs", "open_mixture", 1),
-    "comparison": ("megatron_hetero.training.inputs", "on_every", 1),
+    "start-up": ("megatron_hetero.groups.platform", "Platform.init_process_group", 1),
+    "open": ("megatron_hetero.train.inputs", "open_mixture", 1),
+    "comparison": ("megatron_hetero.train.inputs", "on_every", 1),
     "groups": ("torch.distributed", "new_group", 3),
-    "data": ("megatron_hetero.data.step_loader", "StepLoader.load", 2),
-    "gradient sums": ("megatron_hetero.training.step_trainer", "reduce_gradients", 2),
-    "update": ("megatron_hetero.training.trainer", "Trainer._update", 2),
-    "evaluation": ("megatron_hetero.training.step_trainer", "StepTrainer.all_reduce", 1),
-    "save": ("megatron_hetero.checkpoint.whole", "write_entries", 2),
-    "save, written": ("megatron_hetero.checkpoint.format.storage", "HashedFile.record", 2),
-    "export": ("megatron_hetero.training.export", "gather_parameters", 1),
-    "export, written": ("megatron_hetero.hf.folder_writer", "FolderWriter.finish", 1),
+    "data": ("megatron_hetero.data.loader", "StepLoader.load", 2),
+    "gradient sums": ("megatron_hetero.train.step_trainer", "reduce_gradients", 2),
+    "update": ("megatron_hetero.train.trainer", "Trainer._update", 2),
+    "evaluation": ("megatron_hetero.train.step_trainer", "StepTrainer.all_reduce", 1),
+    "save": ("megatron_hetero.checkpoint.storage", "write_entries", 2),
+    "save, written": ("megatron_hetero.checkpoint.storage", "HashedFile.record", 2),
+    "export": ("megatron_hetero.train.export", "gather_parameters", 1),
+    "export, written": ("megatron_hetero.hf.folders", "FolderWriter.finish", 1),
 }
 """Phases that are the n-th call of a function."""
 ACTIONS = {

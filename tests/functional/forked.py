@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pretrain_vlm
-from megatron_hetero.distributed.launch import guarded
+from megatron_hetero.groups.launch import guarded
 from tests.support.pool import PRELOADED
 
 Program = Callable[..., None]

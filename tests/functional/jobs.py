@@ -6,10 +6,10 @@ import contextlib
 
 import torch.distributed as dist
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.errors import UserError
-from megatron_hetero.training.starting import build_trainer
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.train.start import build_trainer
 
 
 def refusal(flags: list[str]) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pretrain_vlm
-from megatron_hetero.distributed.launch import guarded, rank
+from megatron_hetero.groups.launch import guarded, rank
 
 
 def main(folder: str, *flags: str) -> None:

@@ -18,14 +18,14 @@ from megatron_hetero import Graph, Layout, UserError, build
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
-from megatron_hetero.execution.runtime import Interpreter
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.watchdog import Watchdog
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.watch.watchdog import Watchdog
+from megatron_hetero.step.runtime import Interpreter
 
 
 def trained(options: Options) -> tuple[list[float], list[str]]:

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_hetero.base.outputs import unfinished, whole
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
-from megatron_hetero.outputs.checkpoints import unfinished, whole
 from megatron_hetero.schedule.builders import build_schedule
 from tests.functional.dying import ACTIONS, CALLS
 from tests.functional.test_torchrun import CONFIG, started

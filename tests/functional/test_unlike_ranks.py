@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_hetero.training.inputs import fingerprint
+from megatron_hetero.train.inputs import fingerprint
 from tests.functional import jobs
 from tests.functional.test_bad_input import flags, merged
 from tests.support.folders import ModelChoice, write_data, write_model

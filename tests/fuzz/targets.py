@@ -19,22 +19,22 @@ import torch.distributed as dist
 import yaml
 
 import pretrain_vlm
-from megatron_hetero.checkpoint.format.index import INDEX
-from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.base.environment import require_numbers
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.outputs import MANIFEST, record_file
+from megatron_hetero.checkpoint.index import INDEX
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.resume import choose
+from megatron_hetero.checkpoint.sources import ModelSources
 from megatron_hetero.cli import evaluate, export
 from megatron_hetero.cli import inspect_data as inspect
 from megatron_hetero.config.flags import flag_rows
 from megatron_hetero.config.schema import Config, load_command
 from megatron_hetero.data.mixture import open_held_out, open_mixture
-from megatron_hetero.data.processor.processor import Processor, open_processor
+from megatron_hetero.data.processor import Processor, open_processor
 from megatron_hetero.data.records import Record, Turn
-from megatron_hetero.environment.ranks import require_numbers
-from megatron_hetero.errors import UserError
 from megatron_hetero.job import JobSpec
-from megatron_hetero.models.opening import open_modules
-from megatron_hetero.outputs.checkpoints import MANIFEST, record_file
+from megatron_hetero.models.weights import open_modules
 from tests.fuzz import good_input, words
 from tests.support.items import pictures, whole
 from tests.support.mutations import ODD, SMALL, mutated_bytes, mutated_json, mutated_text, mutated_value

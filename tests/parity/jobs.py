@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.execution import gathering
+from megatron_hetero.schedule import semantics as gathering
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.training.starting import build_trainer
-from megatron_hetero.training.trainer import Trainer
+from megatron_hetero.train.start import build_trainer
+from megatron_hetero.train.trainer import Trainer
 from tests.support.pool import platform
-from tests.unit.training.jobs_run import stored
+from tests.unit.train.jobs_run import stored
 
 
 def train(flags: list[str]) -> dict[str, Any] | None:

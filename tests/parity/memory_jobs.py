@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from measuring.encoder import Encoder, encoder_shape
-from measuring.meter import total_bytes
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.models.items.pictures.geometry import ImageSize
-from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
+from benchmarks.measuring.encoder import Encoder, encoder_shape
+from benchmarks.measuring.meter import total_bytes
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.models.items.pictures import ImageSize
 
 
 def shape() -> VisionShape:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from measuring.meter import predicted_sp_bytes, predicted_sp_collectives
-from megatron_hetero.models.items.pictures.geometry import ImageSize
+from benchmarks.measuring.meter import predicted_sp_bytes, predicted_sp_collectives
+from megatron_hetero.models.items.pictures import ImageSize
 from tests.parity import memory_jobs
 from tests.support.pool import Pool
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from measuring.material import ModelSize, write_samples
-from measuring.recording import on_one_clock, require_order, step_seconds
-from measuring.scheduling import ScheduleBench
-from megatron_hetero.distributed.platform import CPU, Platform
+from benchmarks.measuring.material import ModelSize, write_samples
+from benchmarks.measuring.recording import on_one_clock, require_order, step_seconds
+from benchmarks.measuring.scheduling import ScheduleBench
+from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.pool import Pool
 

@@ -9,10 +9,10 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.errors import UserError
 from megatron_hetero.job import JobSpec
-from megatron_hetero.layout.degrees import divisors
+from megatron_hetero.layout.axes import divisors
 from tests.support.folders import ModelChoice
 
 BATCH = 12

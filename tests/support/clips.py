@@ -16,10 +16,9 @@ from unittest import mock
 import numpy as np
 
 from megatron_hetero.config.schema import PlanConfig
-from megatron_hetero.models.items.pictures.geometry import ImageSize
-from megatron_hetero.models.items.pictures.item_type import Pictures
+from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
+from megatron_hetero.models.items.pictures import ImageSize, Pictures
 from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
-from megatron_hetero.models.qwen2_5_vl.family import QWEN2_5_VL
 
 [PICTURES] = QWEN2_5_VL.items
 assert isinstance(PICTURES, Pictures)

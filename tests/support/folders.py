@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
-from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
-from megatron_hetero.models.qwen3_vl.joining import rope_settings
+from megatron_hetero.models.families.qwen2_5_vl.family import mrope_section
+from megatron_hetero.models.families.qwen3_vl.family import rope_settings
 
 CORPUS = [
     "What is in the picture? A red disc on the left.",

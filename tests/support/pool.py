@@ -177,7 +177,7 @@ def platform() -> Any:
     """The platform of the pool, to the functions that its workers run."""
     import torch.distributed as dist
 
-    from megatron_hetero.distributed.platform import CPU, Platform
+    from megatron_hetero.groups.platform import CPU, Platform
 
     backend = dist.get_backend()
     return Platform(CPU, backend, host_backend="host_rules" if backend == "nccl_rules" else backend)

@@ -1,7 +1,7 @@
 """Executes the actions of a schedule on the process group with NCCL's rules, with small tensors and no model, to see
 whether they end.
 
-What an action does is what `megatron_hetero.execution.runtime` and the boundary's communicator do: a work is a
+What an action does is what `megatron_hetero.step.runtime` and the boundary's communicator do: a work is a
 collective of the ranks of its stage; a crossing has all of its exchanges, between all ranks of its sides.
 """
 
@@ -17,13 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.distributed.communicators import DIRECTIONS, EdgeUse, Link
+from megatron_hetero.groups.watchdog import Watchdog
+from megatron_hetero.layout.communicators import DIRECTIONS, EdgeUse, Link
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.checks.deadlock import DESIGN
-from megatron_hetero.schedule.checks.streams import Wiring
-from megatron_hetero.schedule.communication import use_of
-from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.watch.watchdog import Watchdog
+from megatron_hetero.schedule.deadlock import DESIGN, Wiring
+from megatron_hetero.schedule.program import Schedule, use_of
 from tests.support.pool import Pool, world
 
 Ranks = tuple[int, ...]

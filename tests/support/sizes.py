@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_hetero.data.packing import TokenizedSample
-from megatron_hetero.models.items.pictures.geometry import ImageSize
+from megatron_hetero.models.items.pictures import ImageSize
 
 
 def grids(source: TokenizedSample) -> np.ndarray:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_hetero.layout.axes import Axis
-from megatron_hetero.layout.views import View
+from megatron_hetero.layout.axes import Axis, View
 
 EXPERTS = View("experts", (Axis("ep", "experts"), Axis("edp", "samples")))
 BLOCKS = View("blocks", (Axis("wp", "weights"), Axis("xp", "experts"), Axis("xdp", "samples")))

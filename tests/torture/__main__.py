@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_hetero.outputs.checkpoints import name_of, unfinished
+from megatron_hetero.base.outputs import name_of, unfinished
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.torture.kills import Durations, Kill, Killed, draw, newest_whole, phase_of, strike, wait_for_moment
 from tests.torture.watched import Off, Said, Watched

@@ -13,7 +13,7 @@ from typing import Literal
 
 import psutil
 
-from megatron_hetero.outputs.checkpoints import LATEST, name_of, read_manifest, unfinished, verify, whole
+from megatron_hetero.base.outputs import LATEST, name_of, read_manifest, unfinished, verify, whole
 from tests.torture.watched import Off, Said, Watched
 
 Aim = Literal["start-up", "step", "save", "rename"]

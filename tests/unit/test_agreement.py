@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_hetero.distributed.collective import Facts, on_first_of_all, require_alike, require_equal, together
-from megatron_hetero.errors import SharedError, UserError
+from megatron_hetero.base.errors import SharedError, UserError
+from megatron_hetero.groups.collective import Facts, on_first_of_all, require_alike, require_equal, together
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
 

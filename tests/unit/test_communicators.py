@@ -18,7 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_hetero.distributed.communicators import (
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.axes import MAIN
+from megatron_hetero.layout.communicators import (
     AXES_OF_GROUPS,
     CTAS,
     GRADIENT_CTAS,
@@ -34,12 +38,8 @@ from megatron_hetero.distributed.communicators import (
     gradient_uses,
     require_streams,
 )
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.layout.views import MAIN
 from tests.support.views import BLOCKS, EXPERTS
 
 EDGE = ("vision", "text")

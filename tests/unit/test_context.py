@@ -14,7 +14,7 @@ from megatron_hetero.layout.context import (
     zigzag_segments,
     zigzag_tokens,
 )
-from megatron_hetero.models.layers.exchange import padded_index
+from megatron_hetero.models.layers.segments import padded_index
 
 PACKS = st.lists(st.integers(0, 20), max_size=6)
 MEMBERS = st.integers(1, 5)

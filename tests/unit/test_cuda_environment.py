@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_hetero.environment.cuda import group_timeout, prepare_environment, prepare_traces, write_trace
+from megatron_hetero.base.environment import group_timeout, prepare_environment, prepare_traces, write_trace
 
 VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -42,12 +42,12 @@ config = SimpleNamespace(schedule=SimpleNamespace(timeout_s=60.0), answers=False
 pretrain_vlm.guarded(lambda _: pretrain_vlm.train(config, None), [])
 """,
     "a library user's": """
-from megatron_hetero.distributed.launch import process_group
+from megatron_hetero.groups.launch import process_group
 with process_group():
     pass
 """,
     "one with groups of its own": """
-from megatron_hetero.distributed.launch import guarded
+from megatron_hetero.groups.launch import guarded
 guarded(lambda _: __import__("torch"), [])
 """,
 }

@@ -10,14 +10,13 @@ import pytest
 
 from megatron_hetero.cli.make_demo import DemoOptions, make_demo
 from megatron_hetero.config.schema import PlanConfig, load_config, require_modules
+from megatron_hetero.estimate.estimate import Plan
+from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
-from megatron_hetero.models.assumed import item_type
 from megatron_hetero.models.registry import FAMILIES
-from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.planning.estimate import Plan
-from megatron_hetero.planning.problems import problems_of
+from megatron_hetero.models.shapes import ModelShapes, item_type
 from tests.support.shapes import parameter_count, shapes_of_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.errors import UserError
 from megatron_hetero.job import JobSpec
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "qwen3_vl_8b"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.files.json_objects import Only, check, read_object
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.files import Only, check, read_object
 
 UNREADABLE = {
     "[1]": "found [1] in place of an object",

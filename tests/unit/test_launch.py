@@ -17,8 +17,8 @@ from tests.support.matrix import thinned
 HEAD = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
-from megatron_hetero.errors import UserError
-from megatron_hetero.distributed.launch import guarded, process_group, rank, world_size
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.launch import guarded, process_group, rank, world_size
 """
 TORCHRUN = [
     "-m",

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.degrees import problem_of
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.axes import problem_of
 from megatron_hetero.layout.layout import AXES, Coordinate, Layout, ModuleShape
 from megatron_hetero.layout.modules import resolve, validate
 

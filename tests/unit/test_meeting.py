@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from megatron_hetero.distributed.meeting import gather, meet
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.launch import gather, meet
 
 
 def test_nobody_goes_on_before_all_have_come() -> None:

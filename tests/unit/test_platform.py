@@ -18,9 +18,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.config import cpp
 from torch._inductor.utils import fresh_inductor_cache
 
-from megatron_hetero.distributed import platform as module
-from megatron_hetero.distributed.platform import CPU, HEADROOM, Platform, _Compiler, _CudaMeansCpu, compiled
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups import platform as module
+from megatron_hetero.groups.platform import CPU, HEADROOM, Platform, _Compiler, _CudaMeansCpu, compiled
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
 
@@ -156,9 +156,9 @@ def test_inside_the_scope_cuda_means_the_cpu() -> None:
 
 MEGATRON = """
 import torch
-from megatron_hetero.errors import UserError
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.distributed.megatron import MODEL_PARALLEL_STREAM, prepare_globals
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.megatron import MODEL_PARALLEL_STREAM, prepare_globals
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 platform = Platform(CPU, "gloo")
 for _ in range(2):

@@ -6,14 +6,8 @@ import resource
 
 import pytest
 
-from megatron_hetero.environment.ranks import (
-    named_place,
-    raise_open_files,
-    rank,
-    require_meeting_place,
-    require_numbers,
-)
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.environment import named_place, raise_open_files, rank, require_meeting_place, require_numbers
+from megatron_hetero.base.errors import UserError
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 WRONG = [

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from megatron_hetero.distributed.launch import STOPPED_FILE
+from megatron_hetero.groups.launch import STOPPED_FILE
 from megatron_hetero.run import FAILED, main
 from tests.support.matrix import thinned
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 GUARDED = """
 import os, signal, sys, time
-from megatron_hetero.errors import UserError
-from megatron_hetero.distributed.launch import guarded, note_stop, rank
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.launch import guarded, note_stop, rank
 def main(argv):
 {body}
 if __name__ == "__main__":
@@ -156,7 +156,7 @@ def test_a_run_on_one_host_listens_on_its_loopback_interface_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The store, and what gloo opens."""
-    body = "from megatron_hetero.distributed.launch import process_group\nwith process_group():\n"
+    body = "from megatron_hetero.groups.launch import process_group\nwith process_group():\n"
     assert main(["--nproc-per-node", "1", program(tmp_path, body + f"    exec({LISTENING!r})")]) == 0
     assert capfd.readouterr().out == "127.0.0.1\n"
 
@@ -206,7 +206,7 @@ def test_what_ends_one_host_ends_both(
 ) -> None:
     """With the status of its own on the host that is the cause, and 70 on the other (docs/checkpoints.md)."""
     body = f"""import torch.distributed as dist
-from megatron_hetero.distributed.launch import process_group
+from megatron_hetero.groups.launch import process_group
 with process_group():
     dist.barrier()
     if str(rank()) in "{where}":

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.terminal import Parser, guarded_output
+from megatron_hetero.base.terminal import Parser, guarded_output
 from tests.unit.test_launch import program
 
 TABLE = """
 from rich.table import Table
-from megatron_hetero.terminal import console
+from megatron_hetero.base.terminal import console
 table = Table("one", "two")
 table.add_row("a" * 90, "b" * 90)
 console().print(table)"""

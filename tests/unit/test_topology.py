@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.distributed.communicators import AXES_OF_GROUPS, ENDS
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.distributed.topology import Topology, _check_message, _check_messages, _check_sum
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.topology import Topology, _check_message, _check_messages, _check_sum
+from megatron_hetero.layout.communicators import AXES_OF_GROUPS, ENDS
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import world
 from tests.support.ranks import on_ranks

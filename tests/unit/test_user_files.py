@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from megatron_hetero.checkpoint.format.index import INDEX, read_index
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.files import is_unfit, open_regular, read_bytes, read_text
+from megatron_hetero.base.outputs import MANIFEST, FileRecord, read_manifest, verify
+from megatron_hetero.checkpoint.index import INDEX, read_index
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.config.load import MOST_BYTES, read_yaml
 from megatron_hetero.config.schema import Config
-from megatron_hetero.data.processor.folder import check_folder
-from megatron_hetero.data.reading import read_records
-from megatron_hetero.errors import UserError
-from megatron_hetero.files.opening import is_unfit, open_regular, read_bytes, read_text
-from megatron_hetero.outputs.checkpoints import MANIFEST, FileRecord, read_manifest, verify
+from megatron_hetero.data.processor import check_folder
+from megatron_hetero.data.records import read_records
 
 
 @pytest.fixture(autouse=True)

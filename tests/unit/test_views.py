@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.axes import AXES, Axis
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.axes import AXES, MAIN, Axis, Fold, View
 from megatron_hetero.layout.layout import Coordinate, Layout, ModuleShape
 from megatron_hetero.layout.modules import resolve, validate
-from megatron_hetero.layout.views import MAIN, Fold, View
 from tests.support.views import BLOCKS, EXPERTS
 
 VIEWS = (EXPERTS, BLOCKS)

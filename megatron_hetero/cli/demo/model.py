@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.models.items.pictures.item_type import IMAGE_TOKENS
-from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
-from megatron_hetero.models.qwen3_vl.joining import rope_settings
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.models.families.qwen2_5_vl.family import mrope_section
+from megatron_hetero.models.families.qwen3_vl.family import rope_settings
+from megatron_hetero.models.items.pictures import IMAGE_TOKENS
 from megatron_hetero.models.registry import FAMILIES
 
 # transformers and torch are imported where they are used: that takes seconds, which Ctrl-C may interrupt.

@@ -4,7 +4,7 @@ Shape suffixes: n tokens of this rank without padding, S tokens with padding, H 
 K keys that this rank's queries see.
 
 Queries and keys are turned by a table with one entry per token, which serves 2-D and multimodal positions of packed
-samples; padding never enters attention; `megatron_hetero.models.layers.exchange` has the exchanges under `sp` and `cp`.
+samples; padding never enters attention; `megatron_hetero.models.layers.segments` has the exchanges under `sp` and `cp`.
 A sequence is assigned to the members of `cp` first, the tokens of each of them to the members of `sp`:
 
     own tokens, own heads    -- sp: heads for tokens -->    the cp member's tokens, 1 / sp of the heads
@@ -31,9 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, columns, stack, whole
-from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 from megatron_hetero.models.layers import compiled
-from megatron_hetero.models.layers.exchange import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import (
@@ -45,7 +43,9 @@ from megatron_hetero.models.layers.overlapped import (
     second_in_parts,
 )
 from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens, named
+from megatron_hetero.models.layers.recompute import not_keeping, remake
 from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads, split_heads
+from megatron_hetero.models.layers.segments import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
 
 if TYPE_CHECKING:
     from megatron_hetero.models.layers.segments import PackedSegments

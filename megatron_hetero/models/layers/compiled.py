@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hetero.distributed.platform import compile_problem
-from megatron_hetero.distributed.platform import compiled as compiled_once
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.platform import compile_problem
+from megatron_hetero.groups.platform import compiled as compiled_once
 
 Activation = Callable[[Tensor], Tensor]
 _DENSE = torch.contiguous_format

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
-from megatron_hetero.models.common.recompute.remake import remake
 from megatron_hetero.models.layers import compiled
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import AttentionPart, Drawn, MLPPart, Operations, Site, Tokens, named
+from megatron_hetero.models.layers.recompute import remake
 
 
 @dataclass(frozen=True)

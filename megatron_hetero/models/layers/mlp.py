@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.distributed.platform import compiled, compiles_for
+from megatron_hetero.groups.platform import compiled, compiles_for
 from megatron_hetero.hf.weight_map import (
     ALIGNMENT,
     Share,
@@ -29,10 +29,10 @@ from megatron_hetero.hf.weight_map import (
     split_rows,
     whole,
 )
-from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 from megatron_hetero.models.layers.compiled import activated
 from megatron_hetero.models.layers.overlapped import Overlapping, first_in_parts, parts_of, second_in_parts
 from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens
+from megatron_hetero.models.layers.recompute import not_keeping, remake
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

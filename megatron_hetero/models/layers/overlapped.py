@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.models.layers.products import adds_to_main_grad, gradient_of_weight
+from megatron_hetero.models.layers.linear import adds_to_main_grad, gradient_of_weight
 
 TILE = 64
 """Tokens of a rank that fill tiles of a matrix product, 128 rows or a multiple, with those of others under any tp."""

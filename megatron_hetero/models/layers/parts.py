@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.groups.platform import Platform
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
-from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT, Recompute
+from megatron_hetero.models.layers.recompute import EVERYTHING_KEPT, Recompute
 
 # Megatron-Core is imported where modules are built: estimates need the values alone.
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_hetero.distributed.module_groups import ModuleGroups
+    from megatron_hetero.groups.topology import ModuleGroups
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.distributed.platform import compiles_for, on_device
+from megatron_hetero.groups.platform import compiles_for, on_device
 from megatron_hetero.models.layers.compiled import run
 
 

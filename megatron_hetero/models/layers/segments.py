@@ -1,20 +1,139 @@
-"""The segments of attention in a pack, as kernels take them."""
+"""What attention exchanges between the ranks that share a sequence: heads for tokens under `sp`, keys and values under
+`cp`.
+
+Shape suffixes: n tokens of this rank, N of all members of the group, H heads of this rank, m members of the group,
+D elements per head, c columns.
+
+    sp   ulysses_scatter_heads    one all-to-all each way     [n, H, D] -> [N, H / m, D]
+         ulysses_gather_heads    one all-to-all each way     [N, H / m * D] -> [n, H * D]
+    cp   gather_keys         one all-gather forward, one reduce-scatter backward
+                             [n, H, D] -> [keys that this rank's queries see, H, D]
+
+Lengths are part of the plan and known to every member, so that members without tokens take part like all others.
+
+Sources: Ulysses, Jacobs et al. 2023, arXiv 2309.14509; context parallelism that gathers keys and values, Llama Team
+2024, arXiv 2407.21783, section 3.3.2.
+
+The segments of attention in a pack, as kernels take them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_hetero.distributed.platform import on_device
+from megatron_hetero.groups.platform import on_device
 from megatron_hetero.layout.context import AttentionSegments
-from megatron_hetero.models.layers.exchange import padded_index
+
+
+def ulysses_scatter_heads(
+    q_nHD: Tensor, k_nHD: Tensor, v_nHD: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give away heads, receive tokens: [n, H, D] to [N, H / m, D] for each, in one all-to-all.
+
+    Those that are [n, m, H / m, D] already have gradients of that shape: without a copy, of which each would be one.
+    Key/value heads fewer than m are repeated first, so that each member gets those that its query heads use.
+    """
+    members = group.size()
+    parts = [_by_member(x, members) for x in (q_nHD, k_nHD, v_nHD)]
+    widths = [x.shape[2] for x in parts]
+    # One buffer, ordered by receiver: [m, n, (q | k | v heads of that receiver), D]
+    packed = torch.cat([x.transpose(0, 1) for x in parts], dim=2)
+    mine, dim = len(q_nHD), q_nHD.shape[-1]
+    rows = packed.flatten(0, 1).flatten(1)  # [m * n, heads * D], also where n is 0
+    received = _all_to_all(rows, [mine] * members, list(lengths), group)
+    return received.unflatten(1, (sum(widths), dim)).split(widths, dim=1)  # pyright: ignore[reportReturnType]
+
+
+def ulysses_gather_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """Give away tokens, receive heads: [N, H / m * D] to [n, H * D]."""
+    members, mine = group.size(), lengths[group.rank()]
+    received = _all_to_all(x_Nc, list(lengths), [mine] * members, group)
+    return received.unflatten(0, (members, mine)).transpose(0, 1).flatten(1)
+
+
+def gather_keys(
+    k_nHD: Tensor, v_nHD: Tensor, lengths: tuple[int, ...], index: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """The keys and values at `index` (of `padded_index`) among all members' tokens: [len(index), H, D] for each.
+
+    One all-gather; the backward pass is one reduce-scatter. `lengths`: tokens of each member.
+    """
+    gathered = _gather_padded(torch.cat((k_nHD, v_nHD), dim=1), max(lengths), group)
+    return gathered.index_select(0, index).chunk(2, dim=1)  # pyright: ignore[reportReturnType]
+
+
+def padded_index(index: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """`index` counts over the members' tokens one after the other; the result over members padded to the longest.
+
+    >>> padded_index(np.array([0, 1, 2, 3]), (1, 0, 3)).tolist()
+    [0, 6, 7, 8]
+    """
+    ends = np.cumsum(np.asarray(lengths, np.int64))
+    member = np.searchsorted(ends, index, side="right")
+    return index - (ends - lengths)[member] + member * max(lengths)
+
+
+def _by_member(x: Tensor, members: int) -> Tensor:
+    """[n, m, heads of a member, D]."""
+    if x.dim() == 4:
+        return x
+    copies = math.lcm(x.shape[1], members) // x.shape[1]
+    return (x if copies == 1 else x.repeat_interleave(copies, dim=1)).unflatten(1, (members, -1))
+
+
+class _AllToAll(torch.autograd.Function):
+    """All-to-all of rows with uneven splits; the backward pass is the same with the splits exchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _AllToAll.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    return _AllToAll.apply(x, sent, received, group)  # pyright: ignore[reportReturnType]
+
+
+class _GatherPadded(torch.autograd.Function):
+    """Everybody's rows, each member's padded with zeros to `longest`: [n, ...] to [m * longest, ...].
+
+    The gradients that the members hold are parts of one sum: the backward pass adds them up where the row came from.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, longest: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.rows, ctx.longest, ctx.group = len(x), longest, group
+        padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, longest - len(x))).contiguous()
+        out = x.new_empty(group.size() * longest, *x.shape[1:])
+        dist.all_gather_into_tensor(out, padded, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        own = grads[0].new_empty(ctx.longest, *grads[0].shape[1:])
+        dist.reduce_scatter_tensor(own, grads[0].contiguous(), group=ctx.group)
+        return own[: ctx.rows], None, None
+
+
+def _gather_padded(x: Tensor, longest: int, group: dist.ProcessGroup) -> Tensor:
+    return _GatherPadded.apply(x, longest, group)  # pyright: ignore[reportReturnType]
 
 
 class ShapeBucket(NamedTuple):

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.training.step_trainer import StepTrainer
-from megatron_hetero.watch.watchdog import Watchdog
+from megatron_hetero.groups.watchdog import Watchdog
+from megatron_hetero.train.step_trainer import StepTrainer
 from tests.support.nccl_rules.client import DEVICE, HOST, Client
 from tests.support.nccl_rules.group import CPU, WORLD, RulesGroup
 

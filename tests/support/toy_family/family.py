@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from megatron_hetero.files.json_objects import Only
+from megatron_hetero.base.files import Only
 from megatron_hetero.models.family import Family
 from tests.support.toy_family.tones import Tones
 

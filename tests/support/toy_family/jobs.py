@@ -9,10 +9,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.training.starting import build_trainer
+from megatron_hetero.train.start import build_trainer
 from tests.support.pool import platform
 from tests.support.toy_family.family import known
-from tests.unit.training import jobs_run
+from tests.unit.train import jobs_run
 
 
 def step(flags: list[str]) -> dict[str, Any]:

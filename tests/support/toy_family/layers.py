@@ -20,8 +20,7 @@ from megatron_hetero.hf.weight_map import (
     stack,
     whole,
 )
-from megatron_hetero.layout.axes import Axis
-from megatron_hetero.layout.views import View
+from megatron_hetero.layout.axes import Axis, View
 from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens
 
 SLOTS = View("slots", (Axis("xp", "experts"), Axis("xdp", "samples")))

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.layout.axes import Split
-from megatron_hetero.layout.views import View
+from megatron_hetero.base.errors import ROWS
+from megatron_hetero.layout.axes import Split, View
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Head, Merger, PatchEmbedding, TokenEmbedding
@@ -18,7 +18,6 @@ from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import FORWARD, MLPPart, Tokens
 from megatron_hetero.models.layers.rotary import MultimodalRotary
-from megatron_hetero.names import ROWS
 from tests.support.toy_family.layers import SLOTS, Pairs, Slots
 from tests.support.toy_family.tones import Tone, ToneOrder
 

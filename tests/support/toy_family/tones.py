@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_hetero.errors import UserError, reason
+from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
 
 

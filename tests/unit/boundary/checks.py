@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.boundary.plan_text import SHOWN, Move
+from megatron_hetero.boundary.plan import SHOWN, Move
 from tests.unit.boundary.simulation import ROW_BYTES, Boundary, SimulatedDirection
 
 

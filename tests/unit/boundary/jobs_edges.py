@@ -20,12 +20,12 @@ from megatron_hetero import Layout
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import BoundaryPlan, plan_boundary
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
-from megatron_hetero.execution.runtime import Interpreter
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.step.runtime import Interpreter
 from tests.support.pool import platform
 from tests.unit.boundary.cases import random_ownership
 from tests.unit.boundary.jobs import CPU, Spy

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from megatron_hetero.boundary.boundary import Boundary, micro_batch
-from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import platform
 

@@ -12,8 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.boundary.plan import BoundaryPlan, RankPlan, plan_boundary
-from megatron_hetero.boundary.plan_text import Move
+from megatron_hetero.boundary.plan import BoundaryPlan, Move, RankPlan, plan_boundary
 from megatron_hetero.boundary.routes import PHASES, DirectionPlan, Exchange
 
 ROW_BYTES = 24

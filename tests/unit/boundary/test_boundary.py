@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers.modeling_outputs import BaseModelOutput
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.boundary import Boundary, micro_batch
 from megatron_hetero.boundary.communicator import boundary_communicators
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.boundary.plan_text import SHOWN, Move
+from megatron_hetero.boundary.plan import SHOWN, Move, plan_boundary
 from tests.unit.boundary.cases import PLACEMENTS, random_boundary
 from tests.unit.boundary.checks import check_everything, check_received
 from tests.unit.boundary.simulation import ROW_BYTES, Boundary

@@ -19,7 +19,7 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.crossings import MicroBatchCrossings
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Edge
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
 from tests.unit.boundary.cases import PLACEMENTS, Placement

@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero import Layout
-from megatron_hetero.data.sharding.balance import assign_in_order
-from megatron_hetero.data.sharding.encoder_shards import EncoderShards
-from megatron_hetero.data.sharding.token_shards import TokenShards
+from megatron_hetero.base.errors import ROWS
+from megatron_hetero.data.balance import assign_in_order
+from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.step_plan import MicroBatchPlan, PackShape, StepPlanner
-from megatron_hetero.layout.edge import Edge
-from megatron_hetero.names import ROWS
+from megatron_hetero.data.token_shards import TokenShards
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.boundary.checks import Values, check_everything, inner_product
 from tests.unit.boundary.jobs_edges import ITEM, WIDTH, Arrays, Graph, MicroBatch, crossed
 from tests.unit.boundary.simulation import Boundary, SimulatedDirection
-from tests.unit.training.jobs_packs import BATCHES, SHAPE, needed_rows, random_packs
+from tests.unit.train.jobs_packs import BATCHES, SHAPE, needed_rows, random_packs
 
 Pools = Callable[[int], Pool]
 AHEAD, RECOMPUTE, WAVES = (ScheduleSettings(run_ahead=1), ScheduleSettings("recompute"), ScheduleSettings(waves=1))

@@ -9,20 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Gradient, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.distributed.platform import CPU
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import UserError
-from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
-from megatron_hetero.execution.runtime import Interpreter
-from megatron_hetero.execution.step import StepExecution
-from megatron_hetero.layout.edge import Edge
-from megatron_hetero.layout.graph import Graph
+from megatron_hetero.groups.platform import CPU
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.step.interpreter import StepExecution
+from megatron_hetero.step.runtime import Interpreter
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 

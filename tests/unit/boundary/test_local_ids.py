@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hetero.boundary.local_ids import Known, ownerships_of
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.boundary.boundary import Known, ownerships_of
 
 
 def known(*sides: tuple[Any, Any], gradient: Any = "invariant") -> list[Known]:

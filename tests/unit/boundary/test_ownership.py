@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.errors import UserError
 from tests.unit.boundary.cases import random_ownership
 
 

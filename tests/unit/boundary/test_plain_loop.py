@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.groups.topology import Topology
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.boundary.plain_loop import PLACEMENTS, Case, Loop, Modules, alone, compare, replicated

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.boundary import micro_batch
 from megatron_hetero.boundary.loaded import LoadedPlan
-from megatron_hetero.errors import UserError
 from tests.support.ranks import on_ranks
 from tests.unit.boundary.plain_loop import (
     PLACEMENTS,

@@ -20,24 +20,24 @@ import torch
 import torch.distributed as dist
 
 import pretrain_vlm
-from megatron_hetero.checkpoint import shared_folder
-from megatron_hetero.checkpoint import whole as writing
+from megatron_hetero.base import outputs as folder_module
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.outputs import MANIFEST, record_file, whole
+from megatron_hetero.checkpoint import resume as shared_folder
+from megatron_hetero.checkpoint import storage
+from megatron_hetero.checkpoint import storage as writing
 from megatron_hetero.checkpoint.contents import Entry
-from megatron_hetero.checkpoint.format import storage
-from megatron_hetero.checkpoint.format.index import index_dtypes, index_shapes, read_index
-from megatron_hetero.checkpoint.format.storage import read_entries
+from megatron_hetero.checkpoint.index import index_dtypes, index_shapes, read_index
 from megatron_hetero.checkpoint.saver import Saver
+from megatron_hetero.checkpoint.storage import read_entries
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.errors import UserError
-from megatron_hetero.evaluation.held_out import HeldOutEvaluation
-from megatron_hetero.outputs import checkpoints as folder_module
-from megatron_hetero.outputs.checkpoints import MANIFEST, record_file, whole
+from megatron_hetero.groups.platform import Platform
 from megatron_hetero.step import number_formats, optimizer
-from megatron_hetero.training.stopping import StopRequest, stop_requests
-from megatron_hetero.training.trainer import Trainer
+from megatron_hetero.train.held_out import HeldOutEvaluation
+from megatron_hetero.train.stopping import StopRequest, stop_requests
+from megatron_hetero.train.trainer import Trainer
 from tests.support.pool import platform
-from tests.unit.training.jobs_run import build, build_logged, stored
+from tests.unit.train.jobs_run import build, build_logged, stored
 
 
 def flags(folders: Path, run: Path, vision: str, text: str, more: str = "", model: str = "plain") -> list[str]:

@@ -13,12 +13,12 @@ from unittest import mock
 import torch.distributed as dist
 
 import pretrain_vlm
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.distributed import collective
-from megatron_hetero.errors import UserError
+from megatron_hetero.groups import collective
 from megatron_hetero.step.gradients import GradientSummary
-from megatron_hetero.training.stopping import StopRequest
-from megatron_hetero.training.trainer import Trainer
+from megatron_hetero.train.stopping import StopRequest
+from megatron_hetero.train.trainer import Trainer
 from tests.support.pool import platform
 
 Harm = Callable[[int, Path], object]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
+from megatron_hetero.checkpoint.storage import Block, cut, first_held
 from megatron_hetero.hf.weight_map import TensorSlice, load_slices, share, stack
 
 

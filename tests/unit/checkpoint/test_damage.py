@@ -16,29 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.outputs import damaged, prune, read_manifest, unfinished, verify, whole, without_manifest
 from megatron_hetero.checkpoint.exporting import OpenCheckpoint
-from megatron_hetero.checkpoint.format.index import (
-    INDEX,
-    Chunk,
-    index_shapes,
-    overlap,
-    read_index,
-)
-from megatron_hetero.checkpoint.format.keys import Entry
-from megatron_hetero.checkpoint.format.storage import read_entries
+from megatron_hetero.checkpoint.index import INDEX, Chunk, Entry, index_shapes, overlap, read_index
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
 from megatron_hetero.checkpoint.resume import choose
+from megatron_hetero.checkpoint.storage import read_entries
 from megatron_hetero.config.schema import CheckpointConfig
-from megatron_hetero.errors import UserError
-from megatron_hetero.outputs.checkpoints import (
-    damaged,
-    prune,
-    read_manifest,
-    unfinished,
-    verify,
-    whole,
-    without_manifest,
-)
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched

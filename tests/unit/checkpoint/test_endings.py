@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.outputs.checkpoints import unfinished, whole
-from megatron_hetero.outputs.exports import MARK
+from megatron_hetero.base.outputs import MARK, unfinished, whole
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_endings as jobs
 from tests.unit.checkpoint.jobs_checkpoint import flags, once

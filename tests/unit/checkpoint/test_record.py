@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from megatron_hetero.checkpoint.model_files import hashes
-from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord
-from megatron_hetero.errors import UserError
+from megatron_hetero.checkpoint.sources import ModelSources, hashes
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_hetero.checkpoint.format.index import read_index
-from megatron_hetero.checkpoint.format.keys import Entry
-from megatron_hetero.checkpoint.format.storage import read_entries, write_entries
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.checkpoint.index import Entry, read_index
+from megatron_hetero.checkpoint.storage import read_entries, write_entries
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
 

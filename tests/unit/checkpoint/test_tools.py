@@ -22,21 +22,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from megatron_hetero.checkpoint.format import index as tensors_index
-from megatron_hetero.checkpoint.format.keys import Entry
-from megatron_hetero.checkpoint.format.storage import write_entries
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.outputs import MANIFEST, MARK, lock_of
+from megatron_hetero.checkpoint import index as tensors_index
 from megatron_hetero.checkpoint.importing import UNTRAINED, require_free
+from megatron_hetero.checkpoint.index import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.resume import choose
+from megatron_hetero.checkpoint.storage import write_entries
 from megatron_hetero.cli import export
 from megatron_hetero.config.schema import CheckpointConfig
-from megatron_hetero.errors import UserError
-from megatron_hetero.hf.stored_weights import StoredWeights
-from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.models.common.stored_names import canonical_name
+from megatron_hetero.hf.folders import INDEX, SINGLE
+from megatron_hetero.hf.weights import StoredWeights
+from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.outputs.checkpoints import MANIFEST
-from megatron_hetero.outputs.exports import MARK, lock_of
 from megatron_hetero.step.number_formats import nearest_bfloat16
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
@@ -47,7 +46,7 @@ from tests.unit.checkpoint.conftest import Untouched
 from tests.unit.checkpoint.jobs_checkpoint import flags, seal
 from tests.unit.checkpoint.test_across_layouts import same
 from tests.unit.models.test_folder_writer import HOLD
-from tests.unit.training.test_two_folders import write_language_model
+from tests.unit.train.test_two_folders import write_language_model
 
 Pools = Callable[[int], Pool]
 Capture = pytest.CaptureFixture[str]
@@ -552,7 +551,7 @@ def test_an_interruption_leaves_nothing(untouched: Untouched, folders: Path, tmp
 
     with mock.patch.object(StoredWeights, "whole", interrupted):
         assert imported(folders / "plain", tmp_path / "checkpoint") == 130
-    with mock.patch("megatron_hetero.checkpoint.format.storage.chunk_of", side_effect=KeyboardInterrupt):
+    with mock.patch("megatron_hetero.checkpoint.storage.chunk_of", side_effect=KeyboardInterrupt):
         assert exported(untouched.folder / "checkpoints", tmp_path / "export") == 130
     assert capsys.readouterr().err == "interrupted; nothing is left half-written\n" * 2
     assert list(tmp_path.iterdir()) == []
@@ -580,7 +579,7 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
 
     sizes = {str(k): (2, 12 - k) for k in range(6)}
     entries = [Entry(key, size, (0, 0), torch.empty(size, device="meta")) for key, size in sizes.items()]
-    with mock.patch("megatron_hetero.checkpoint.format.storage.FILE_BYTES", 200):
+    with mock.patch("megatron_hetero.checkpoint.storage.FILE_BYTES", 200):
         write_entries(tmp_path, entries, None, value)
     found = jobs.tensors(tmp_path)
     assert all(torch.equal(found[key], torch.arange(24.0).view(2, 12)[:, int(key) :]) for key in sizes)

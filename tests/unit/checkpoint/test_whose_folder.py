@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.outputs import partial_of, prune, publish, unfinished, whole
 from megatron_hetero.checkpoint.resume import choose, started_again
 from megatron_hetero.config.schema import CheckpointConfig
-from megatron_hetero.errors import UserError
-from megatron_hetero.outputs.checkpoints import partial_of, prune, publish, unfinished, whole
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.jobs_checkpoint import flags

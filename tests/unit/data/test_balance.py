@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from megatron_hetero.data.sharding import balance
-from megatron_hetero.data.sharding.balance import assign, assign_in_order, idle_share, loads_of
-from megatron_hetero.models.items.pictures.geometry import ImageSize
-from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.data import balance
+from megatron_hetero.data.balance import assign, assign_in_order, idle_share, loads_of
+from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.models.items.pictures import ImageSize
 
 REPLICAS = 8
 SEEDS = range(200)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data.sharding.bins import UNLIMITED, fill_bins, into_rounds
-from megatron_hetero.models.items.pictures.geometry import ImageSize
+from megatron_hetero.data.balance import UNLIMITED, fill_bins, into_rounds
+from megatron_hetero.models.items.pictures import ImageSize
 from tests.unit.data.test_balance import SHAPE
 
 BUDGET = 8192

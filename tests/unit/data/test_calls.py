@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data.sharding.calls import PATCHES_OF_A_CALL, cut_calls
+from megatron_hetero.data.balance import PATCHES_OF_A_CALL, cut_calls
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.check import check_schedule
+from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.unit.schedule.oracle import execute

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from megatron_hetero.errors import SharedError, UserError, in_short, printable, quoted
+from megatron_hetero.base.errors import SharedError, UserError, in_short, printable, quoted
 
 
 def test_the_message_has_the_whole_story_and_survives_pickling() -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from megatron_hetero.cli import inspect_data as inspect
-from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.data.sharding.ownerships import own_samples, own_tokens, tokens_of
-from megatron_hetero.errors import UserError
+from megatron_hetero.data.token_shards import own_samples, own_tokens, tokens_of
 from megatron_hetero.layout.layout import Layout
 
 DEGREE = st.integers(1, 3)

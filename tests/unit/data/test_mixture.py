@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.config.sampled_dataset import SampledDataset
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.checks import SampledDataset
 from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.errors import UserError
 
 SIZES = {"a": 1, "b": 4, "c": 7}
 

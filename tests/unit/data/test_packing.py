@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.packing import PackedBatch, TokenizedSample, check_length, check_text, pack
-from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import MOST_CHARACTERS, Record
-from megatron_hetero.errors import UserError
-from megatron_hetero.models.items.pictures.geometry import ImageSize, rope_positions
+from megatron_hetero.models.items.pictures import ImageSize, rope_positions
 from tests.support.items import IMAGE as PICTURES
 from tests.support.items import pictures
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.boundary.routes import DirectionPlan
-from megatron_hetero.data.step_loader import place_rows
+from megatron_hetero.data.loader import place_rows
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 3), st.booleans(), st.integers(0, 1 << 30))

@@ -25,14 +25,13 @@ from PIL import Image
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.cli.demo.model import chat_template as demo_template
 from megatron_hetero.data import chat
 from megatron_hetero.data.packing import TokenizedSample
-from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
-from megatron_hetero.errors import UserError
-from megatron_hetero.models.items.pictures.geometry import ImageSize, rope_positions
-from megatron_hetero.models.items.pictures.reader import PixelLimits
+from megatron_hetero.models.items.pictures import ImageSize, PixelLimits, rope_positions
 from tests.support.items import IMAGE, whole
 from tests.support.sizes import grids
 

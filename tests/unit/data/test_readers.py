@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.reader_process import receive, send
 from megatron_hetero.data.readers import ReaderProcesses, SampleReader, Wanted
 from megatron_hetero.data.records import Record
-from megatron_hetero.errors import UserError
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.items import whole
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.data.odd_reader import OddReader
-from tests.unit.training import jobs_run as jobs
-from tests.unit.training.jobs_run import MakeFlags
+from tests.unit.train import jobs_run as jobs
+from tests.unit.train.jobs_run import MakeFlags
 
 RECORD = Record("d", 0, "train.jsonl:1", ())
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Annotations
-from megatron_hetero.errors import UserError
 from tests.support.items import whole
 
 RECORD = {

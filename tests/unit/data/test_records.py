@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hetero.data import reading, records
-from megatron_hetero.data.reading import MOST_RECORD_BYTES, read_records
-from megatron_hetero.data.records import Annotations, Turn
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.data import records
+from megatron_hetero.data import records as reading
+from megatron_hetero.data.records import MOST_RECORD_BYTES, Annotations, Turn, read_records
 from tests.support.items import pictures
 
 Write = Callable[[Sequence[Any]], Path]

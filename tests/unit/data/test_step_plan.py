@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.step_plan import MicroBatchPlan, PackShape, Pieces
-from megatron_hetero.errors import UserError
 from megatron_hetero.layout.context import zigzag_tokens
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
-from tests.unit.training.jobs_packs import (
+from tests.unit.train.jobs_packs import (
     BATCHES,
     SHAPE,
     decoded_units,

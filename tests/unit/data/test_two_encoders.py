@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import EncoderConfig
-from megatron_hetero.data.metadata import PieceSource, SampleMetadata, pack_metadata
+from megatron_hetero.data.dealing import PieceSource, SampleMetadata, pack_metadata
 from megatron_hetero.data.packing import pack
-from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Annotations
 from megatron_hetero.data.validation import item_fields
-from megatron_hetero.errors import UserError
 from tests.support.items import IMAGE
 from tests.support.sizes import grids
 

@@ -13,15 +13,13 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from measuring.meter import CollectiveMeter
-from megatron_hetero.distributed.megatron import prepare_globals
-from megatron_hetero.distributed.module_groups import ModuleGroups
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.distributed.topology import Topology
+from benchmarks.measuring.meter import CollectiveMeter
+from megatron_hetero.groups.megatron import prepare_globals
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.topology import ModuleGroups, Topology
 from megatron_hetero.layout.context import contiguous_segments, zigzag_segments, zigzag_tokens
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.backend import TorchSpecProvider
-from megatron_hetero.models.common.loss import VocabularyShard, head_loss, vocab_parallel_hits
+from megatron_hetero.models.language import VocabularyShard, head_loss, vocab_parallel_hits
 from megatron_hetero.models.layers.attention import (
     AttentionPlan,
     PackedSelfAttention,
@@ -29,14 +27,15 @@ from megatron_hetero.models.layers.attention import (
     TorchAttention,
     attend_across,
 )
-from megatron_hetero.models.layers.exchange import (
+from megatron_hetero.models.layers.backend import TorchSpecProvider
+from megatron_hetero.models.layers.parts import Site
+from megatron_hetero.models.layers.segments import (
+    PackedSegments,
     gather_keys,
     padded_index,
     ulysses_gather_heads,
     ulysses_scatter_heads,
 )
-from megatron_hetero.models.layers.parts import Site
-from megatron_hetero.models.layers.segments import PackedSegments
 from tests.support.pool import world
 
 PLATFORM = Platform(CPU, "gloo")

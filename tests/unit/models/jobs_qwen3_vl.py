@@ -11,16 +11,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hetero.data.sharding.encoder_shards import EncoderShards
-from megatron_hetero.data.sharding.token_shards import TokenShards
-from megatron_hetero.distributed.platform import CPU
+from megatron_hetero.base.errors import HIDDEN, ROWS
+from megatron_hetero.data.encoder_shards import EncoderShards
+from megatron_hetero.data.token_shards import TokenShards
+from megatron_hetero.groups.platform import CPU
 from megatron_hetero.layout.stages import Stage, cut_stages
-from megatron_hetero.models.common.inputs import EncoderInput, TextInput
-from megatron_hetero.models.items.pictures.geometry import ImageSize
+from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.layers.attention import AttentionPlan
 from megatron_hetero.models.layers.segments import PackedSegments
-from megatron_hetero.names import HIDDEN, ROWS
-from tests.unit.training.jobs_stages import Case, Trainee
+from megatron_hetero.models.stages import EncoderInput, TextInput
+from tests.unit.train.jobs_stages import Case, Trainee
 
 Arrays = dict[str, np.ndarray]
 

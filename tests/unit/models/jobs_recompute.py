@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from measuring.trial import assumed_step, drawn_trainer
+from benchmarks.measuring.trial import assumed_step, drawn_trainer
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.groups.platform import CPU, Platform
 
 
 def train(flags: list[str], steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:

@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.distributed.megatron import prepare_globals
-from megatron_hetero.distributed.module_groups import ModuleGroups
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.groups.megatron import prepare_globals
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.topology import ModuleGroups, Topology
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.layers.attention import AttentionPlan, SelfAttention
+from megatron_hetero.models.layers.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.layers.segments import PackedSegments
 from tests.unit.models.jobs_attention import assign

@@ -17,11 +17,11 @@ from torch import nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 from megatron_hetero.layout.context import AttentionSegments, zigzag_segments, zigzag_tokens
-from megatron_hetero.models.common.loss import VocabularyShard, head_loss
+from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.models.language import VocabularyShard, head_loss
 from megatron_hetero.models.layers.attention import TorchAttention
 from megatron_hetero.models.layers.rotary import axial_table, rotate
 from megatron_hetero.models.layers.segments import PackedSegments
-from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from tests.support.matrix import thinned
 from tests.support.pool import Pool, world
 from tests.support.ranks import on_ranks

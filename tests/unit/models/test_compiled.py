@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.config import cpp
 
-from megatron_hetero.distributed.platform import CPU
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.platform import CPU
 from megatron_hetero.models.layers import compiled
 from megatron_hetero.models.layers.compiled import NormWeights, require_compiler
 from megatron_hetero.models.layers.mlp import swiglu

@@ -11,18 +11,16 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_hetero.hf.stored_weights import StoredWeights
+from megatron_hetero.base.errors import TEXT, VISION
 from megatron_hetero.hf.weight_map import Share, TensorShapes, TensorSlice, WeightMap
-from megatron_hetero.models.common.language_shape import LanguageModelShape, _architecture
-from megatron_hetero.models.common.stored_names import canonical_name
+from megatron_hetero.hf.weights import StoredWeights
+from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.folders import ModelFolders
+from megatron_hetero.models.language import LanguageModelShape, _architecture
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.parts import Drawn
-from megatron_hetero.models.opening import open_modules
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.models.writer import companions_of, model_writer
-from megatron_hetero.names import TEXT, VISION
+from megatron_hetero.models.weights import companions_of, model_writer, open_modules, stored_shapes
 from tests.support.folders import ModelChoice, write_model
 
 

@@ -20,15 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_hetero.data.processor.processor import Processor
-from megatron_hetero.errors import UserError
-from megatron_hetero.files import lock as file_lock
-from megatron_hetero.hf import folder_writer as writer_module
-from megatron_hetero.hf.folder_writer import folder_writer, plan_shards, read_companions, require_writable
-from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.models.common.stored_names import canonical_name
+from megatron_hetero.base import lock as file_lock
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.outputs import MARK, lock_of, partial_export_of
+from megatron_hetero.data.processor import Processor
+from megatron_hetero.hf import folders as writer_module
+from megatron_hetero.hf.folders import INDEX, SINGLE, folder_writer, plan_shards, read_companions, require_writable
+from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.outputs.exports import MARK, lock_of, partial_of
 from tests.support.folders import ModelChoice, write_model
 from tests.support.shapes import shapes_of_folder
 
@@ -127,7 +126,7 @@ def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> Non
 HOLD = """
 import sys, time
 from pathlib import Path
-from megatron_hetero.files.lock import Lock
+from megatron_hetero.base.lock import Lock
 held = Lock.take(Path(sys.argv[1]), "", "", mixed="", fix="")
 print("held", flush=True)
 time.sleep(60)
@@ -138,15 +137,15 @@ def test_two_exports_do_not_mix(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "export"
     write(model, target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    partial_of(target).mkdir()
-    (partial_of(target) / SINGLE).write_text("of the other one")
+    partial_export_of(target).mkdir()
+    (partial_export_of(target) / SINGLE).write_text("of the other one")
     with subprocess.Popen([sys.executable, "-c", HOLD, lock_of(target)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         who = rf"export: in use by another export \(process {other.pid} on .*export\.hf_dir"
         with pytest.raises(UserError, match=who):
             write(model, target, torch.bfloat16)
         other.kill()
-    assert (partial_of(target) / SINGLE).read_text() == "of the other one"
+    assert (partial_export_of(target) / SINGLE).read_text() == "of the other one"
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     write(model, target)  # A lock of one that was killed does no harm.
     assert [path.name for path in tmp_path.iterdir()] == ["export"]

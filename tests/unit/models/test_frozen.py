@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Passes, Tokens
 from megatron_hetero.models.shapes import ModelShapes

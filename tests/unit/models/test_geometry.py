@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from megatron_hetero.data.sharding.encoder_shards import EncoderPlan, plan_encoder
-from megatron_hetero.models.items.pictures.geometry import ImageSize, PictureOrder, picture_order
+from megatron_hetero.data.encoder_shards import EncoderPlan, plan_encoder
+from megatron_hetero.models.items.pictures import ImageSize, PictureOrder, picture_order
 
 PATCH = 14
 COST = (1.0, 0.01)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm, rotate_half
 
-from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.models.layers import mlp, rotary
 from megatron_hetero.models.layers.linear import gradient_of_weight
 from megatron_hetero.models.layers.mlp import swiglu

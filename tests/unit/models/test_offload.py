@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.models.common.offload import activations
-from megatron_hetero.models.common.offload.activations import ActivationOffload, Copy, HostPool, HostRoom
-from megatron_hetero.models.common.offload.hooks import Hooks
-from megatron_hetero.models.common.offload.policy import OffloadSizes, offloaded_layers
-from megatron_hetero.models.common.recompute.remake import not_keeping, remake
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.models.layers import offload as activations
+from megatron_hetero.models.layers.offload import (
+    ActivationOffload,
+    Copy,
+    HostPool,
+    HostRoom,
+    OffloadSizes,
+    offloaded_layers,
+)
+from megatron_hetero.models.layers.recompute import Hooks, not_keeping, remake
 from tests.support.folders import write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.backend import TorchSpecProvider, backend_notices, spec_provider
-from megatron_hetero.models.common.optional import (
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.models.layers.backend import TorchSpecProvider, backend_notices, spec_provider
+from megatron_hetero.models.layers.kernels import (
     FLASH_ATTN,
     FLASH_ATTN_3,
     TRANSFORMER_ENGINE,

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_hetero.distributed.local_group import LocalGroup
-from megatron_hetero.distributed.module_groups import module_groups
-from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.groups.local_group import LocalGroup
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.topology import module_groups
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, held, split_rows
 from megatron_hetero.layout.stages import Stage, cut_stages
 from megatron_hetero.models.architecture import Architecture, End
-from megatron_hetero.models.common.backend import TorchSpecProvider
 from megatron_hetero.models.layers.attention import SelfAttention
+from megatron_hetero.models.layers.backend import TorchSpecProvider
 from megatron_hetero.models.layers.ends import Head, Merger, PatchEmbedding, TokenEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import FORWARD, Operations, Passes, Site, Tokens
-from megatron_hetero.models.stages.stage import ModuleStage
+from megatron_hetero.models.stages import ModuleStage
 
 NORM = Norm(8, 1e-6)
 GATED = MLP(8, 16, ("gate", "up", "down"))

@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.models.items.pictures.files import FORMATS, load_picture, picture_size
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.models.items.image_files import FORMATS, load_picture, picture_size
 
 WHERE = "train.jsonl:7"
 

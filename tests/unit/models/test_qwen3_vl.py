@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_hetero.models.common.recompute.policy import How
-from megatron_hetero.models.items.pictures.geometry import ImageSize
-from megatron_hetero.names import ROWS
+from megatron_hetero.base.errors import ROWS
+from megatron_hetero.models.items.pictures import ImageSize
+from megatron_hetero.models.layers.recompute import How
 from tests.support.folders import ModelChoice, write_model
 from tests.support.oracle import stored_name
 from tests.support.pool import Pool
 from tests.support.shapes import shapes_of_folder
 from tests.unit.models import jobs_qwen3_vl as jobs
-from tests.unit.training.jobs_stages import Case
+from tests.unit.train.jobs_stages import Case
 
 Pools = Callable[[int], Pool]
 CHOICE = ModelChoice(

@@ -24,20 +24,26 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.cli.demo.model import DemoSizes
 from megatron_hetero.cli.demo.model import write_model as write_demo
-from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record, Turn
-from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_map import TensorSlice
-from megatron_hetero.models.common.stored_names import canonical_name, nested_name
+from megatron_hetero.models.families.common import canonical_name, nested_name
+from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.folders import ModelFolders
-from megatron_hetero.models.items.pictures.geometry import ImageSize
-from megatron_hetero.models.opening import open_encoders, open_modules
-from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
+from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import folder_shapes, stored_shapes
-from megatron_hetero.models.writer import companions_of, encoder_folder, model_writer
+from megatron_hetero.models.weights import (
+    companions_of,
+    encoder_folder,
+    folder_shapes,
+    model_writer,
+    open_encoders,
+    open_modules,
+    stored_shapes,
+)
 from tests.support.folders import CORPUS, ModelChoice, randomise, write_model
 from tests.support.items import pictures, whole
 from tests.support.shapes import parameter_count, shapes_of_folder

@@ -14,13 +14,12 @@ from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from megatron_hetero.data.sharding.encoder_shards import plan_encoder
-from megatron_hetero.models.items.pictures.geometry import ImageSize, picture_order
+from megatron_hetero.base.errors import ROWS
+from megatron_hetero.data.encoder_shards import plan_encoder
+from megatron_hetero.models.families.qwen3_vl.family import rope_settings
+from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape, taps
+from megatron_hetero.models.items.pictures import ImageSize, picture_order
 from megatron_hetero.models.layers.rotary import multimodal_table
-from megatron_hetero.models.qwen3_vl.joining import rope_settings
-from megatron_hetero.models.qwen3_vl.position_table import taps
-from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
-from megatron_hetero.names import ROWS
 
 some = settings(max_examples=100)
 SHAPE = VisionShape(4, 48, 4, 52, 3, 16, 2, 2, 64, 1e4, table_side=6, deepstack=(0, 2))

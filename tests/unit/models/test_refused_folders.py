@@ -18,17 +18,17 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from megatron_hetero.checkpoint.model_sources import ModelSources
-from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.checkpoint.sources import ModelSources
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record, Turn
-from megatron_hetero.errors import UserError
-from megatron_hetero.hf.stored_weights import StoredWeights
-from megatron_hetero.hf.weight_files import SINGLE
+from megatron_hetero.hf.folders import SINGLE
 from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.hf.weights import StoredWeights
+from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.folders import ModelFolders
-from megatron_hetero.models.opening import open_modules
-from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import open_modules
 from tests.support.folders import ModelChoice, write_model
 from tests.support.items import pictures, whole
 from tests.support.mutations import SMALL, mutated_json

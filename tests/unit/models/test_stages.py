@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.stages import LAYERS, Stage, cut_stages, even_split, stages_of_rank
-from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
+from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import tied_parameter, weight_map
 

@@ -2,7 +2,7 @@
 
 Each rank has a list of what its host has issued: kernels of work, communication in the queue of a communicator, and
 waits of the compute queue for communication. Whatever may begin begins, whatever may end ends, in any order, until
-nothing changes. Nothing here is shared with `megatron_hetero.schedule.checks.streams`.
+nothing changes. Nothing here is shared with `megatron_hetero.schedule.deadlock`.
 
 A GPU has `sms`: kernels begin where they fit beside those that have begun and not ended, each of as many CTAs as `ctas`
 says of its queue. Sums of gradients take `sum_ctas` of each module of the rank all the while. It has `streams`: from so
@@ -10,7 +10,7 @@ many communicators on two share one, as in PyTorch's pool.
 
 A batch may leave things out: `absent` modules of micro-batches that have nothing for them, and `bare` messages of a
 crossing apart, which carry no row. Which start of a return comes in the middle of the backward, and which receive is
-deferred, is what `megatron_hetero.execution.step` does.
+deferred, is what `megatron_hetero.step.interpreter` does.
 """
 
 from __future__ import annotations

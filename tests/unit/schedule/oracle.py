@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from random import Random
 
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
 

@@ -9,11 +9,11 @@ from random import Random
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule, last_entered
-from megatron_hetero.schedule.checks.check import MOST_CTAS, most_resident
-from megatron_hetero.schedule.checks.streams import Wiring
+from megatron_hetero.schedule.check import MOST_CTAS, most_resident
+from megatron_hetero.schedule.deadlock import Wiring
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, sharing_encoders
 

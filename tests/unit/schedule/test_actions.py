@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.actions import Action, finish, irecv, run, send, start, wait
 
 _NAMES = st.sampled_from(["vision", "text", "vision2", "a", "F", "audio-in", "B_3"])

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.check import check_schedule, live_activations
+from megatron_hetero.schedule.check import check_schedule, live_activations
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, resolve_settings
 from tests.unit.schedule.oracle import execute

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule, find_problem
+from megatron_hetero.schedule.check import ScheduleError, check_schedule, find_problem
 from megatron_hetero.schedule.program import Module, Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.unit.schedule.oracle import Failure, execute

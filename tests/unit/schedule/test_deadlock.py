@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.distributed.communicators import (
+from megatron_hetero.layout.communicators import (
     CTAS,
     DIRECTIONS,
     GRADIENT_CTAS,
@@ -22,12 +22,11 @@ from megatron_hetero.distributed.communicators import (
     Link,
     communicators,
 )
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule, most_resident
-from megatron_hetero.schedule.checks.deadlock import find_cycle
-from megatron_hetero.schedule.checks.streams import Wiring, issues
+from megatron_hetero.schedule.check import ScheduleError, check_schedule, most_resident
+from megatron_hetero.schedule.deadlock import Wiring, find_cycle, issues
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.semantics import local_dependencies
 from megatron_hetero.schedule.settings import ScheduleSettings
@@ -186,7 +185,7 @@ def test_sums_of_gradients_of_modules_on_the_same_ranks_count() -> None:
 
 
 def test_communication_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_hetero.distributed.communicators.CTAS", 24)
+    monkeypatch.setattr("megatron_hetero.layout.communicators.CTAS", 24)
     said = refusal(build_schedule(layouts(vision="dp:1@0", text="pp:3@1-3"), 6), Wiring())
     assert "rank 1 (text.0), at `text.0<1.B1`: found communication that may occupy 96 SMs of a GPU at a time" in said
     begun = next(line for line in said.splitlines() if line.startswith("operations that have begun: "))

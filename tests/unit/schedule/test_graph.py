@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.check import check_schedule, live_activations
+from megatron_hetero.schedule.check import check_schedule, live_activations
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.schedule.simulator import simulate

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.deadlock import find_cycle
-from megatron_hetero.schedule.checks.streams import Wiring
+from megatron_hetero.schedule.deadlock import Wiring, find_cycle
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.pool import Pool

@@ -7,9 +7,9 @@ import itertools
 import pytest
 from hypothesis import given, settings
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.check import ScheduleError
+from megatron_hetero.schedule.check import ScheduleError
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.schedule.simulator import Simulation, simulate

@@ -12,9 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.watch.stopwatch import Stopwatch
-from megatron_hetero.watch.watchdog import MAX_ISSUED, CudaClock, Watchdog, clock_of
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.watchdog import MAX_ISSUED, CudaClock, Stopwatch, Watchdog, clock_of
 
 
 def test_the_stopwatch_keeps_laps_and_starts_again() -> None:
@@ -39,7 +38,7 @@ def test_the_stopwatch_counts_a_part_that_fails() -> None:
 
 STUCK = """
 import time
-from megatron_hetero.watch.watchdog import Watchdog
+from megatron_hetero.groups.watchdog import Watchdog
 watchdog = Watchdog(0.4, rank=3)
 for seconds in (0.2, 0.2, 0.2, 60):
     with watchdog.doing(lambda: f"an action of {seconds} s"):
@@ -145,7 +144,7 @@ def test_the_queue_is_bounded() -> None:
 
 HUNG = """
 import time
-from megatron_hetero.watch.watchdog import Watchdog
+from megatron_hetero.groups.watchdog import Watchdog
 class Mark:
     def __init__(self, end):
         self.end = end
@@ -229,7 +228,7 @@ def test_a_watchdog_of_zero_seconds_does_nothing() -> None:
 RANKS = """
 import os, signal, sys, time
 import torch.distributed as dist
-from megatron_hetero.watch.watchdog import Peers, Watchdog
+from megatron_hetero.groups.watchdog import Peers, Watchdog
 
 def rank(number, ranks, port, does):
     store = dist.PrefixStore("run", dist.TCPStore("127.0.0.1", port, None, False))

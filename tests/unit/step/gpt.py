@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_hetero.distributed.local_group import LocalGroup
-from megatron_hetero.distributed.module_groups import module_groups
+from megatron_hetero.groups.local_group import LocalGroup
+from megatron_hetero.groups.topology import module_groups
 from megatron_hetero.layout.layout import Layout
 
 HIDDEN, VOCABULARY, LENGTH, LAYERS = 32, 64, 8, 2

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_hetero import build
-from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.groups.topology import Topology
 
 
 class Step(NamedTuple):

@@ -11,9 +11,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.step.finish import count_tokens
+from megatron_hetero.step.gradients import count_tokens
 from megatron_hetero.step.megatron import megatron_schedule, prepare_megatron
 from megatron_hetero.step.wrapped import local
 from tests.support.pool import platform

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStepLR
 
-from megatron_hetero.checkpoint import shared_folder
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.outputs import prune, whole
+from megatron_hetero.checkpoint import resume as shared_folder
 from megatron_hetero.checkpoint.modules import load_checkpoint, save_checkpoint
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import UserError
-from megatron_hetero.outputs.checkpoints import prune, whole
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.step.joint import JointOptimizer, build_optimizers
 from megatron_hetero.step.optimizer import SGD, AdamW
 from tests.support.ranks import on_ranks

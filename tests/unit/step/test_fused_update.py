@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megatron_hetero.step.fused_batches import ends_on, numbers_of
-from megatron_hetero.step.fused_update import SEGMENTS, CallRates, SegmentRates, update_
-from megatron_hetero.step.noise import Noise
+from megatron_hetero.step.fused import SEGMENTS, CallRates, SegmentRates, ends_on, numbers_of, update_
 from megatron_hetero.step.number_formats import (
     Fp32Master,
     Fp32Weights,
+    Noise,
     Plain,
     RoundedMaster,
     SplitMaster,

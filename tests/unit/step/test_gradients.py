@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.step import reduction
-from megatron_hetero.step.finish import count_tokens, finish, finish_gradients, total_loss
-from megatron_hetero.step.gradients import squares_of
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.step import wrapped as reduction
+from megatron_hetero.step.gradients import count_tokens, finish, finish_gradients, squares_of, total_loss
 from megatron_hetero.step.held import held_modules
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks

@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor, nn
 
 from megatron_hetero.boundary.boundary import Boundary, micro_batch
-from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.step.joint import build_optimizers
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running

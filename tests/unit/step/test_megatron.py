@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
 
-from megatron_hetero.distributed.local_group import LocalGroup
-from megatron_hetero.errors import UserError
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.step.megatron import megatron_schedule, prepare_megatron
 from tests.support.pool import platform

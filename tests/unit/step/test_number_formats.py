@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.step.noise import Noise
+from megatron_hetero.groups.platform import Platform
 from megatron_hetero.step.number_formats import (
     BLOCK,
     Blocks8,
     Fp32Master,
+    Noise,
     Plain,
     RoundedMaster,
     SplitMaster,

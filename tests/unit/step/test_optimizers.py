@@ -18,13 +18,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.axes import Axis
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.axes import Axis, View
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.layout.views import View
-from megatron_hetero.step.finish import finish_gradients
+from megatron_hetero.step.gradients import finish_gradients
 from megatron_hetero.step.joint import JointOptimizer, build_optimizers
 from megatron_hetero.step.optimizer import SGD, AdamW
 from tests.support.ranks import on_ranks

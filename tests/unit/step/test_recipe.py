@@ -13,8 +13,8 @@ import torch
 
 from megatron_hetero import Boundary, build, finish_gradients, micro_batch, prepare_megatron, total_loss
 from megatron_hetero.cli.demo.records import draw, training_samples
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.step.bucket_sums import BucketSums
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.step.buffers import BucketSums
 from tests.support.matrix import long
 from tests.support.ranks import on_ranks
 from tests.unit.step import running

@@ -28,8 +28,8 @@ from megatron_hetero import (
     total_loss,
 )
 from megatron_hetero import micro_batch as block
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.ranks import on_ranks
 
@@ -544,7 +544,7 @@ def test_gradients_that_are_not_applied() -> None:
     runner = Runner(topology, {"text": lambda rows: model(rows).sum()}, optimizer=optimizer)
     rows = torch.full((1, WIDTH), topology.rank + 1.0)
     batch, [buffer] = MicroBatchInputs({"text": rows}), optimizer.modules[0].data_parallel.buffers
-    with patch("megatron_hetero.step.bucket_sums.dist", SimpleNamespace(all_reduce=LateSum)):
+    with patch("megatron_hetero.step.buffers.dist", SimpleNamespace(all_reduce=LateSum)):
         runner([batch])
         optimizer.zero_grad()
     assert not buffer.any()

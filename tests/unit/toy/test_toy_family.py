@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.cli.demo.model import DemoSizes
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.errors import UserError
+from megatron_hetero.estimate.estimate import Plan
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.registry import ENTRY_POINTS, FAMILIES, family_of
-from megatron_hetero.planning.estimate import Plan
 from tests.support.pool import Pool
 from tests.support.toy_family import jobs
 from tests.support.toy_family.family import TOY, known, write_data, write_model

@@ -1,0 +1,105 @@
+"""A small model folder, and a data set of pictures and words."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+WORDS = "red green blue disc square left right above two pictures describe what is it in the".split()
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Both modules, small; proportions as published (see `encoder_shape`)."""
+
+    vision_hidden: int = 256
+    vision_layers: int = 8
+    vision_heads: int = 16
+    text_hidden: int = 256
+    text_layers: int = 4
+    text_heads: int = 8
+    text_kv_heads: int = 4
+
+
+def write_samples(folder: Path, size: ModelSize, sides: Sequence[int], words: Sequence[int] | None = None) -> None:
+    """`folder/model`, and `folder/data.jsonl` in which each sample has a picture of `sides` pixels, 0 being none, and
+    an answer of so many `words`, or 24.
+    """
+    _write_model(folder / "model", size)
+    (folder / "images").mkdir()
+    rng = random.Random(0)
+    counts = zip(sides, words or [24] * len(sides), strict=True)
+    records = [_record(folder, side, count, f"{i}.png", rng) for i, (side, count) in enumerate(counts)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def _record(folder: Path, side: int, words: int, name: str, rng: random.Random) -> dict[str, object]:
+    question, answer = (" ".join(rng.choices(WORDS, k=n)) for n in (12, words))
+    turns = [
+        {"from": "human", "value": ("<image>\n" if side else "") + question},
+        {"from": "gpt", "value": answer},
+    ]
+    if not side:
+        return {"conversations": turns}
+    picture = Image.frombytes("RGB", (side, side), rng.randbytes(3 * side**2))
+    picture.save(folder / "images" / name, compress_level=0)
+    return {"conversations": turns, "image": name}
+
+
+def _write_model(folder: Path, size: ModelSize) -> None:
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    from benchmarks.measuring.encoder import encoder_shape
+    from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
+    from megatron_hetero.models.families.qwen2_5_vl.family import mrope_section
+
+    tokenizer = train_tokenizer(
+        [" ".join(WORDS), "system user assistant\n"] * 4, 300, chat_template(SYSTEM_PROMPTS["qwen2_5_vl"])
+    )
+    token_id: Any = tokenizer.convert_tokens_to_ids
+    shape = encoder_shape(size.vision_hidden, size.vision_layers, size.vision_heads, size.text_hidden)
+    config = Qwen2_5_VLConfig(
+        vision_config={
+            "depth": shape.layers,
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.ffn,
+            "num_heads": shape.heads,
+            "out_hidden_size": shape.out_hidden,
+            "patch_size": shape.patch,
+            "window_size": shape.window * shape.merge * shape.patch,
+            "fullatt_block_indexes": sorted(shape.full_layers),
+        },
+        text_config={
+            "vocab_size": 512,
+            "hidden_size": size.text_hidden,
+            "intermediate_size": 3 * size.text_hidden,
+            "num_hidden_layers": size.text_layers,
+            "num_attention_heads": size.text_heads,
+            "num_key_value_heads": size.text_kv_heads,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": mrope_section(size.text_hidden // size.text_heads),
+            },
+            "bos_token_id": token_id("<|endoftext|>"),
+            "eos_token_id": token_id("<|im_end|>"),
+            "pad_token_id": token_id("<|endoftext|>"),
+        },
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_processor(folder, "qwen2_5_vl")

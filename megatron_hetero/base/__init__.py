@@ -1,0 +1,1 @@
+"""Errors, files, locks, the terminal and the environment: what any room may use."""

@@ -1,0 +1,221 @@
+"""The environment variables by which torchrun, or another launcher, describes the ranks. Imports no torch.
+
+Environment variables of CUDA, the allocator and NCCL, and NCCL's own time-outs. Does not import torch.
+
+docs/training.md, "Hardware queues", and docs/schedules.md, "When a rank is stuck", say what each is for. CUDA reads its
+variables when its context is created, which eager initialisation of NCCL does; PyTorch's allocator on first use.
+Variables that the user has set are never changed. torch 2.11 and 2.13 read `PYTORCH_ALLOC_CONF`, and first the older
+`PYTORCH_CUDA_ALLOC_CONF` (c10/cuda/CUDAAllocatorConfig.h); the older names of the flight recorder's are read after the
+newer ones (c10d/FlightRecorder.hpp, c10d/ProcessGroupNCCL.hpp).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import socket
+import sys
+import warnings
+from collections.abc import Mapping, MutableMapping
+from datetime import timedelta
+from pathlib import Path
+
+from megatron_hetero.base.errors import UserError
+
+LAUNCHER = "python -m megatron_hetero.run"
+"""Starts the ranks: torchrun, with our handling of their exit."""
+MOST_PORT = 65535
+_LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
+_FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
+
+
+def rank() -> int:
+    """The rank that torchrun gave this process; 0 for a process alone."""
+    return _number("RANK", 0)
+
+
+def world_size() -> int:
+    """The number of ranks that torchrun started; 1 for a process alone."""
+    return _number("WORLD_SIZE", 1)
+
+
+def local_rank() -> int:
+    """The number of this rank on its host."""
+    return _number("LOCAL_RANK", 0)
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun on the first host serves the store of all ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def meeting_address() -> tuple[str, int]:
+    """Host and port of the rendezvous store."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def resolves(address: str) -> bool:
+    """Whether this host can resolve the name. It may take seconds."""
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
+def named_place(address: str, port: int) -> str:
+    """Host and port for a message, with a note if the name does not resolve."""
+    return f"{address}:{port}" + ("" if resolves(address) else " (whose name does not resolve)")
+
+
+def _number(name: str, default: int) -> int:
+    """The value of a variable; the default if it is not a number, which `require_numbers` reports."""
+    text = os.environ.get(name, "")
+    return int(text) if _is_number(text) else default
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
+def require_numbers(environ: Mapping[str, str] = os.environ) -> None:
+    """Check the variables that identify this rank. Raises `UserError`."""
+    for name, least in _LEAST.items():
+        text = environ.get(name)
+        if text is not None and not (_is_number(text) and int(text) >= least):
+            # An empty one counts as unset.
+            fix = _FIX if environ.get("RANK") else f"unset {name}, or {_FIX}"
+            raise _wrong(name, f"`{text}`", f"a number of at least {least}", fix)
+    if int(environ.get("MASTER_PORT", "1")) > MOST_PORT:
+        found, fix = environ["MASTER_PORT"], "choose a free port of the host of rank 0, such as 29500"
+        raise _wrong("MASTER_PORT", found, f"1 to {MOST_PORT}", fix)
+    size = int(environ.get("WORLD_SIZE", "1"))
+    if "RANK" not in environ:
+        if size > 1:
+            raise _wrong("WORLD_SIZE", f"{size} without RANK", "both or neither", f"unset WORLD_SIZE, or {_FIX}")
+    elif "WORLD_SIZE" not in environ:
+        raise _unset("WORLD_SIZE", "the number of ranks")
+    elif int(environ["RANK"]) >= size:
+        raise _wrong("RANK", environ["RANK"], f"0 to {size - 1}, because WORLD_SIZE is {size}", _FIX)
+
+
+def require_meeting_place(environ: Mapping[str, str] = os.environ) -> None:
+    """Check that the rendezvous address is set, for a process that is not alone. Raises `UserError`."""
+    require_numbers(environ)
+    for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port there")):
+        if not environ.get(name):
+            raise _unset(name, what)
+
+
+def stay_on_host(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo and NCCL listen on the loopback interface alone if all ranks are on this host, unless the user names
+    interfaces.
+    """
+    alone = environ.get("LOCAL_WORLD_SIZE", "1") == environ.get("WORLD_SIZE", "1")
+    if alone and "lo" in (name for _, name in socket.if_nameindex()):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environ.setdefault(name, "lo")
+
+
+def raise_open_files() -> None:
+    """Raise this process's limit of open files to the hard one, where that may be: host groups have a socket for each
+    other rank, and the limit is often 1,024.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _unset(name: str, what: str) -> UserError:
+    return UserError.at(f"environment variable {name}", problem=f"not set, but RANK is; it is {what}", fix=_FIX)
+
+
+def _wrong(name: str, found: str, expected: str, fix: str) -> UserError:
+    return UserError.at(f"environment variable {name}", found=found, expected=expected, fix=fix)
+
+
+_QUEUES, _FEW = "CUDA_DEVICE_MAX_CONNECTIONS", range(8)  # 8 is CUDA's default.
+_BEFORE_CUDA = {
+    (_QUEUES,): "32",
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
+}
+_BEFORE_NCCL = {
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+}
+_TRACES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+
+
+def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables of CUDA, the allocator and NCCL that the user has not set. Idempotent; call it before CUDA is
+    initialised, ideally before torch is imported. Warns on rank 0 if it is too late, or if the user of a GPU has set
+    few hardware queues.
+    """
+    late = [names[0] for names in _set(_BEFORE_CUDA, environ)] if _cuda_is_initialized() else []
+    _set(_BEFORE_CUDA | _BEFORE_NCCL, environ)
+    if environ.get("RANK", "0") != "0":
+        return
+    if late:
+        wanted = " ".join(f"{names[0]}={value}" for names, value in _BEFORE_CUDA.items() if names[0] in late)
+        warnings.warn(
+            f"CUDA was initialised without {' and '.join(late)}, which it reads only then. Start the program with "
+            f"{wanted}, or call `prepare_environment` first",
+            stacklevel=2,
+        )
+    torch, queues = sys.modules.get("torch"), environ[_QUEUES]
+    if queues in map(str, _FEW) and torch is not None and torch.cuda.is_available():
+        found = f"{_QUEUES}={queues} makes streams wait for each other: little communication overlaps with computation"
+        warnings.warn(f"{found}. Unset it; 32 are used then", stacklevel=1)  # Once, as Python shows it of one line.
+
+
+def group_timeout(timeout_s: float, environ: MutableMapping[str, str] = os.environ) -> timedelta:
+    """The time-out of process groups, given the `timeout_s` of the watchdog (0: none): longer, so that the watchdog,
+    which knows what the rank was doing, fires first; a day without a watchdog. NCCL's heartbeat, which ends processes
+    whose CUDA calls hang, is set to the same.
+
+    NCCL counts from the issue of an operation, which may be long before its turn.
+    """
+    longest = timedelta(days=24)  # Torch counts the heartbeat in milliseconds, in 32 bits.
+    wanted = timedelta(seconds=max(1800.0, 1.5 * min(timeout_s, 1e9))) if timeout_s > 0 else timedelta(days=1)
+    timeout = min(longest, wanted)
+    environ.setdefault(_HEARTBEAT, str(int(timeout.total_seconds())))
+    return timeout
+
+
+def prepare_traces(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make the flight recorder write to `folder`, which is created, one file per rank. For NCCL only."""
+    if not any(name in environ for name in _TRACES):
+        folder.mkdir(parents=True, exist_ok=True)
+        environ[_TRACES[0]] = str(folder / "rank")
+
+
+def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> Path | None:
+    """Dump the flight recorder of this rank's NCCL operations, for `torch.distributed.flight_recorder`.
+
+    Returns the file; None without NCCL, without a path, or if writing fails: the caller reports its own error anyway.
+    """
+    prefix = next((environ[name] for name in _TRACES if name in environ), None)
+    torch = sys.modules.get("torch")
+    if prefix is None or torch is None or not _cuda_is_initialized():
+        return None
+    try:
+        path = Path(f"{prefix}{rank}")
+        path.write_bytes(torch._C._distributed_c10d._dump_nccl_trace())
+    except (AttributeError, OSError, RuntimeError):
+        return None
+    return path
+
+
+def _set(defaults: dict[tuple[str, ...], str], environ: MutableMapping[str, str]) -> list[tuple[str, ...]]:
+    """Set the first name of each default of which no name is set. Returns those."""
+    missing = [names for names in defaults if not any(name in environ for name in names)]
+    environ.update({names[0]: defaults[names] for names in missing})
+    return missing
+
+
+def _cuda_is_initialized() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()

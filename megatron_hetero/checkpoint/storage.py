@@ -1,0 +1,448 @@
+"""Which rectangles of which stored tensors a flat range of a local parameter is. Pure.
+
+The distributed optimizer cuts each local parameter into flat ranges over its data- and context-parallel ranks. A flat
+range of a matrix is at most three rectangles, so that each rank can write and read its own range in terms of the stored
+tensors, and nothing is gathered:
+
+    . . a a      the rest of the first row,
+    b b b b
+    b b b b      whole rows,
+    c . . .      the beginning of the last row.
+
+Writes and reads `Entry`s: each rank its own safetensors files, and the first rank the index of all.
+
+Not with Megatron's `dist_checkpointing`: it shards every tensor evenly along its dims, unlike ragged vocabulary shards
+and flat ranges of the distributed optimizer, and pickles. Nor with `torch.distributed.checkpoint`: in safetensors it
+writes one part of a tensor per file (`_write_files_from_queue` of torch 2.13 stores them by the tensor's name alone).
+
+Writes checkpoints whole or not at all, and verifies them; collective over all ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from typing import IO, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hetero.base.errors import UserError, in_short, os_errors_as, reason
+from megatron_hetero.base.files import open_regular
+from megatron_hetero.base.outputs import (
+    ANOTHER,
+    FileRecord,
+    clean,
+    damaged,
+    name_of,
+    partial_of,
+    prune,
+    publish,
+    read_manifest,
+    unwritable,
+    verify,
+    wait_for,
+    write_synced,
+)
+from megatron_hetero.checkpoint.index import (
+    DTYPES,
+    INDEX,
+    NAMES,
+    Chunk,
+    Entry,
+    Index,
+    Part,
+    chunk_of,
+    index_of,
+    to_json,
+)
+from megatron_hetero.groups.collective import FIRST, Working, on_every, on_first, on_first_of_all
+from megatron_hetero.hf.folders import plan_shards
+from megatron_hetero.hf.weight_map import Interval, TensorSlice, WeightMap
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows and columns [start, stop) of the stored tensor `name`, and their place in a flat buffer: the first
+    element at `offset`, rows `stride` elements apart.
+
+    Stored tensors count as matrices: of one dim, they have one column; of more than two, all dims but the first are
+    columns.
+    """
+
+    name: str
+    rows: Interval
+    columns: Interval
+    offset: int
+    stride: int
+
+    @property
+    def begins(self) -> bool:
+        """Whether it contains the first element of the stored tensor."""
+        return self.rows[0] == 0 and self.columns[0] == 0
+
+    @property
+    def length(self) -> int:
+        """From its first element in the buffer to behind its last."""
+        return (self.rows[1] - self.rows[0] - 1) * self.stride + self.columns[1] - self.columns[0]
+
+    def view(self, flat: Tensor, dims: int) -> Tensor:
+        """The block in its flat buffer, of one or two dims."""
+        rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+        size, strides = ((rows,), (self.stride,)) if dims == 1 else ((rows, columns), (self.stride, 1))
+        return flat.as_strided(size, strides, int(flat.storage_offset()) + self.offset)
+
+
+def cut(slices: Iterable[TensorSlice], width: int, start: int, stop: int) -> Iterator[Block]:
+    """The blocks of elements [start, stop) of a parameter made of `slices`, with rows of `width` elements. Offsets
+    count from `start`; padding is skipped.
+    """
+    for tensor_slice in slices:
+        left = 0 if tensor_slice.columns is None else tensor_slice.columns[0]
+        used = width if tensor_slice.columns is None else tensor_slice.columns[1] - left
+        lines = (tensor_slice.at, tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0])
+        for rows, columns in _rectangles(start, stop, width):
+            (top, bottom), (first, last) = common(rows, lines), common(columns, (0, used))
+            if top < bottom and first < last:
+                shift = tensor_slice.rows[0] - tensor_slice.at
+                yield Block(
+                    tensor_slice.name,
+                    (top + shift, bottom + shift),
+                    (first + left, last + left),
+                    top * width + first - start,
+                    width,
+                )
+
+
+def first_held(maps: Sequence[WeightMap], tp_rank: int) -> dict[str, tuple[TensorSlice, ...]]:
+    """The slices that `tp_rank` is the first of its tensor-parallel group to hold, each once. Over the group, they
+    cover every held element exactly once.
+    """
+    seen = {tensor_slice.rectangle for m in maps[:tp_rank] for slices in m.values() for tensor_slice in slices}
+    own: dict[str, tuple[TensorSlice, ...]] = {}
+    for name, slices in maps[tp_rank].items():
+        new = {
+            tensor_slice.rectangle: tensor_slice
+            for tensor_slice in reversed(slices)
+            if tensor_slice.rectangle not in seen and not tensor_slice.empty
+        }
+        own[name] = tuple(new.values())
+        seen |= new.keys()
+    return own
+
+
+def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Interval, Interval]]:
+    """Rows and columns of the rectangles that a flat range is."""
+    if start >= stop:
+        return
+    (first, begin), (last, end) = divmod(start, width), divmod(stop, width)
+    if first == last:
+        yield (first, first + 1), (begin, end)
+        return
+    if begin:
+        yield (first, first + 1), (begin, width)
+        first += 1
+    if first < last:
+        yield (first, last), (0, width)
+    if end:
+        yield (last, last + 1), (0, end)
+
+
+def common(a: Interval, b: Interval) -> Interval:
+    """What two intervals have in common; if nothing, it does not begin before it ends."""
+    return max(a[0], b[0]), min(a[1], b[1])
+
+
+FILE_BYTES = 5 * 10**9
+"""Maximum size of a tensor file, unless one tensor is larger: ranks verify a checkpoint file by file."""
+_REPORT = "report this: it is an error of the program; earlier checkpoints are intact"
+_READ_BYTES = 1 << 22
+"""Read at a time, unless one row is larger."""
+
+
+class HashedFile:
+    """A file that is written in order."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """As any file's."""
+        self._digest.update(data)
+        self._size += len(data)
+        self._file.write(data)
+
+    def record(self) -> FileRecord:
+        """Size and hash, once the disk has all of it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(self._size, self._digest.hexdigest())
+
+
+def write_entries(
+    folder: Path,
+    entries: Sequence[Entry],
+    group: dist.ProcessGroup | None,
+    value: Callable[[Entry], Tensor] = Entry.current,
+    working: Working = nullcontext,
+) -> dict[str, FileRecord]:
+    """Write all ranks' entries, each rank to its own files. Collective over `group`; None for a single process.
+
+    `value` returns what to write for an entry, and is called just before; the entry's own values then only need a shape
+    and a dtype (they may be on the `meta` device).
+
+    Returns size and hash of each file that this process has written, on the first rank including the index. Raises
+    `UserError` on every rank if one of them cannot write.
+    """
+    rank, records = _rank(group), dict[str, FileRecord]()
+
+    def refused(error: OSError) -> UserError:
+        return UserError.at(
+            error.filename or folder,
+            problem=f"{reason(error)} on rank {rank}",
+            fix="free space or grant access, or choose another folder (of a run: --checkpoint.dir DIR)",
+        )
+
+    def write() -> list[Part]:
+        with os_errors_as(refused):
+            return list(_write(folder, rank, entries, value, records))
+
+    def write_index(parts: list[list[Part]]) -> None:
+        try:
+            text = to_json(index_of(itertools.chain(*parts)))
+        except ValueError as error:
+            raise UserError.at(
+                folder / INDEX, problem=f"what ranks wrote does not fit ({error})", fix=_REPORT
+            ) from None
+        with os_errors_as(refused):
+            records[INDEX] = write_synced(folder / INDEX, text)
+
+    on_first_of_all(group, write, write_index, working)
+    return records
+
+
+def _write(
+    folder: Path,
+    rank: int,
+    entries: Sequence[Entry],
+    value: Callable[[Entry], Tensor],
+    records: dict[str, FileRecord],
+) -> Iterator[Part]:
+    """Write the files of a rank. Raises `OSError`."""
+    # The first rank makes it. If it does not appear, the ranks do not share the disk, or it was removed.
+    if not wait_for(folder.is_dir):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    sizes = {place: chunk_of(entry).size * entry.values.itemsize for place, entry in enumerate(entries)}
+    for number, places in enumerate(plan_shards(sizes, FILE_BYTES)):
+        name = f"tensors-{rank}-{number}.safetensors"
+        # As safetensors does, to keep tensors aligned: large elements first.
+        shard = sorted((entries[place] for place in places), key=lambda entry: -entry.values.itemsize)
+        head, chunks = _layout(name, shard)
+        with open(folder / name, "wb") as opened:
+            file = HashedFile(opened)
+            file.write(head)
+            for entry in shard:
+                file.write(_content(entry, value(entry)))
+            records[name] = file.record()
+        yield from chunks
+
+
+def _content(entry: Entry, values: Tensor) -> memoryview:
+    assert (values.shape, values.dtype) == (entry.values.shape, entry.values.dtype), "other values than announced"
+    return _bytes_of(values.detach().cpu().contiguous())
+
+
+def _layout(name: str, shard: Sequence[Entry]) -> tuple[bytes, list[Part]]:
+    """The header of a safetensors file of these entries, and where it has them."""
+    head, chunks, end = {}, [], 0
+    for entry in shard:
+        chunk = chunk_of(entry, name, end)
+        begin, end = end, end + chunk.size * entry.values.itemsize
+        (top, bottom), (left, right) = chunk.rows, chunk.columns
+        dtype, shape = NAMES[entry.values.dtype], tuple(entry.values.shape)
+        head[f"{entry.key}[{top}:{bottom},{left}:{right}]"] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": (begin, end),
+        }
+        chunks.append((entry.key, dtype, entry.size, chunk))
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, [(*of, replace(c, at=start + c.at)) for *of, c in chunks]
+
+
+def read_entries(
+    folder: Path,
+    index: Index,
+    entries: Iterable[Entry | Sequence[Entry]],
+    group: dist.ProcessGroup | None,
+    working: Working = nullcontext,
+) -> None:
+    """Fill the values of all entries of this rank, regardless of the chunks in which they were written. Entries of a
+    sequence are filled before what comes after them is asked for. Collective over `group`; None for a
+    single process. Raises `UserError` on every rank if one of them cannot read.
+    """
+
+    def read() -> None:
+        try:
+            alone = list[Entry]()
+            for each in entries:
+                if isinstance(each, Entry):
+                    alone.append(each)
+                else:
+                    _read(folder, index, each)
+            _read(folder, index, alone)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # No fault of the checkpoint.
+        except Exception as error:
+            raise UserError.at(
+                folder, problem=f"unreadable tensors on rank {_rank(group)} ({in_short(error)})", fix=ANOTHER
+            ) from None
+
+    on_every(group, read, working)
+
+
+def _read(folder: Path, index: Index, entries: Sequence[Entry]) -> None:
+    reads: dict[str, list[tuple[Chunk, Entry]]] = {}
+    for entry in entries:
+        wanted = chunk_of(entry)
+        for chunk in index[entry.key].chunks:
+            spans = common(chunk.rows, wanted.rows), common(chunk.columns, wanted.columns)
+            if all(start < stop for start, stop in spans):
+                reads.setdefault(chunk.file, []).append((chunk, entry))
+    for name, parts in reads.items():
+        with open_regular(folder / name) as file:
+            for chunk, entry in sorted(parts, key=lambda part: part[0].at):
+                _read_part(file, chunk, entry, DTYPES[index[entry.key].dtype])
+
+
+def _read_part(file: BufferedReader, chunk: Chunk, entry: Entry, dtype: torch.dtype) -> None:
+    """Fill an entry as far as the chunk goes, some rows of it at a time. Raises `EOFError` and `OSError`."""
+    wanted, width = chunk_of(entry), chunk.columns[1] - chunk.columns[0]
+    rows, columns = common(chunk.rows, wanted.rows), common(chunk.columns, wanted.columns)
+    target = entry.values if entry.values.dim() == 2 else entry.values[:, None]
+    target = target[_within(wanted.rows, rows), _within(wanted.columns, columns)]
+    file.seek(chunk.at + (rows[0] - chunk.rows[0]) * width * dtype.itemsize)
+    for some in target.split(max(1, _READ_BYTES // (width * dtype.itemsize))):
+        values = torch.empty(len(some), width, dtype=dtype)
+        if file.readinto(_bytes_of(values)) != values.nbytes:
+            raise EOFError(f"{chunk.file} ends within {entry.key}")
+        some.copy_(values[:, _within(chunk.columns, columns)])
+
+
+def _within(outer: Interval, inner: Interval) -> slice:
+    return slice(inner[0] - outer[0], inner[1] - outer[0])
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return values.view(-1).view(torch.uint8).numpy().data
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return FIRST if group is None else dist.get_rank(group)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint: its folder, and its size in bytes."""
+
+    path: Path
+    size: int
+
+
+def save(
+    entries: Sequence[Entry],
+    folder: Path,
+    step: int,
+    texts: Callable[[], Mapping[str, str]],
+    keep_last: int | None,
+    group: dist.ProcessGroup,
+    working: Working = nullcontext,
+) -> Saved:
+    """Write the checkpoint after `step` into `folder`: under a temporary name, checked, renamed; then remove older
+    ones. Collective over `group`; `texts`, files other than tensors by name, are the first rank's.
+
+    Raises `UserError` on every rank if it cannot be written; older checkpoints are then intact.
+    """
+    partial, rank = partial_of(folder / name_of(step)), dist.get_rank(group)
+    try:
+        on_first(group, lambda: _writing(partial, lambda: _make(partial)), working)
+        tensors = write_entries(partial, entries, group, working=working)
+        own = on_every(
+            group,
+            lambda: _writing(partial, lambda: tensors | (_write_texts(partial, texts()) if rank == FIRST else {})),
+            working,
+        )
+        records = {name: found for of_rank in own for name, found in of_rank.items()}
+        return on_first(group, lambda: _writing(folder, lambda: _finish(partial, records, keep_last)), working)
+    except UserError:
+        # All ranks have stopped writing; the next checkpoint needs the space.
+        if rank == FIRST:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def verified(
+    checkpoint: Path, needed: Collection[str], group: dist.ProcessGroup, working: Working = nullcontext
+) -> Mapping[str, FileRecord]:
+    """Verify sizes and hashes of all files, those `needed` among them, and return them; the ranks divide the files
+    among them. Raises `UserError` on every rank, naming all faults.
+    """
+    manifest = on_first(group, lambda: read_manifest(checkpoint, needed))
+    mine = sorted(manifest)[dist.get_rank(group) :: dist.get_world_size(group)]
+    faults = on_every(group, lambda: verify(checkpoint, manifest, mine), working)
+    if any(faults):
+        raise damaged(checkpoint, sorted(fault for of_rank in faults for fault in of_rank))
+    return manifest
+
+
+def _make(partial: Path) -> None:
+    clean(partial.parent)
+    partial.mkdir()
+
+
+def _write_texts(partial: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
+    """Write the files of a checkpoint other than tensors."""
+    return {name: write_synced(partial / name, text) for name, text in texts.items()}
+
+
+def _finish(partial: Path, records: Mapping[str, FileRecord], keep_last: int | None) -> Saved:
+    for name, record in records.items():
+        if not wait_for(lambda: _size(partial / name) == record.size):  # noqa: B023 (called in this turn)
+            raise UserError.at(
+                partial / name,
+                problem=f"missing or truncated on the first rank ({record.size} bytes written by another)",
+                fix="choose a folder on storage that all nodes share (of a run: --checkpoint.dir DIR)",
+            )
+    target = publish(partial, records)
+    prune(target.parent, keep_last, target)
+    return Saved(target, sum(record.size for record in records.values()))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _writing(where: Path, work: Callable[[], T]) -> T:
+    """The result of `work`. Raises `UserError` for a full disk and the like."""
+    with os_errors_as(partial(unwritable, where)):
+        return work()

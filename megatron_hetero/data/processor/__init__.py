@@ -1,1 +1,0 @@
-"""From records to tokens and patches, with the files of a `transformers` folder."""

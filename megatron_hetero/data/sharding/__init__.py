@@ -1,1 +1,0 @@
-"""Who works on what: tokens and pieces of items on ranks. Pure."""

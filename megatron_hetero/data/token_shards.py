@@ -1,0 +1,283 @@
+"""Which rank of the text module works on which tokens of its replica's pack. Pure.
+
+A pack is cut three times: zigzag over `cp`, each sample by itself (`megatron_hetero.layout.context`); what a cp
+member got, in contiguous runs over `sp`; and, with sequence-parallel activations, what an sp member got, in runs of
+equal length over `tp`, the last ones filled up with padding. For one sample of 12 tokens under cp:2,sp:2,tp:2:
+
+    cp 0: 0 1 2 9 10 11     sp 0: 0 1 2       tp 0: 0 1      tp 1: 2 .
+                            sp 1: 9 10 11     tp 0: 9 10     tp 1: 11 .
+    cp 1: 3 4 5 6 7 8       sp 0: 3 4 5       ...
+
+Ownerships of modules in a layout: which rank holds, or needs, which rows. Pure.
+
+Rows are numbered sample by sample, in one order for both sides of a boundary. For two samples of three rows and one
+of two, encoded by `sp:2,dp:2` and read by `tp:2,dp:2`, the first two samples by the text module's first replica:
+
+    own_samples(Layout.parse("sp:2,dp:2", 4), [3, 3, 2], [0, 1, 0], split=["sp"])       0: 0-1; 1: 2,6-7; 2: 3; 3: 4-5
+    own_samples(Layout.parse("tp:2,dp:2", 4), [3, 3, 2], [0, 0, 1])                     0,1: 0-5; 2,3: 6-7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.boundary.ownership import Gradient, Groups, Ownership
+from megatron_hetero.layout.axes import axes_of
+from megatron_hetero.layout.context import (
+    AttentionSegments,
+    chunk_bounds,
+    zigzag_member,
+    zigzag_segments,
+    zigzag_tokens,
+)
+from megatron_hetero.layout.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class TokenShare:
+    """What one rank of the text module works on in one micro-batch.
+
+    `tokens`: int64 [n], positions in the pack, ascending; its tp group shares them. `padded`: their number with
+    padding, a multiple of the tp ranks that share activations, and never 0, since Megatron's layers do not accept
+    tensors without elements. `sp_lengths`: tokens of each sp member of this rank's cp member; `cp_lengths`: of each
+    cp member. `segments`: what the cp member attends to. `rows_at`: by encoder, int64, where the rows that reach this
+    rank go in its shard of the embedding, in their order of arrival.
+    """
+
+    tokens: np.ndarray
+    padded: int
+    sp_lengths: tuple[int, ...]
+    cp_lengths: tuple[int, ...]
+    segments: AttentionSegments
+    rows_at: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenShards:
+    """The packs of all replicas, cut. `layout` of the text module; `sharded`: sequence-parallel activations over tp.
+
+    `lengths`: for each pack the tokens of its samples. `places`: by encoder, for each pack, int64, where its rows go.
+    The rows of an encoder are numbered over the packs in turn.
+    """
+
+    layout: Layout
+    sharded: bool
+    lengths: tuple[tuple[int, ...], ...]
+    places: Mapping[str, tuple[np.ndarray, ...]]
+
+    def ownership(self, encoder: str) -> Ownership:
+        """Which rows of an encoder each rank needs, in ascending order: those of the tokens that it embeds."""
+        group, _ = self._cut_places[encoder]
+        return Ownership.from_assignment(holding_groups(self.layout, self.sharded), group)
+
+    def share(self, rank: int) -> TokenShare:
+        """What `rank` works on."""
+        at, layout = self.layout.coordinate(rank), self.layout
+        lengths = self.lengths[at.dp]
+        of_members = zigzag_tokens(lengths, layout.cp)
+        mine = of_members[at.cp]
+        cuts = even_cuts(len(mine), layout.sp)
+        tokens = mine[cuts[at.sp] : cuts[at.sp + 1]]
+        tp = layout.tp if self.sharded else 1
+        return TokenShare(
+            tokens=tokens,
+            padded=int(tp_share(np.array(len(tokens)), tp)) * tp,
+            sp_lengths=tuple(np.diff(cuts).tolist()),
+            cp_lengths=tuple(map(len, of_members)),
+            segments=zigzag_segments(lengths, layout.cp, at.cp),
+            rows_at=self._rows_at(rank),
+        )
+
+    def _rows_at(self, rank: int) -> dict[str, np.ndarray]:
+        groups = holding_groups(self.layout, self.sharded)
+        # Groups come in the order of the layout's ranks, all of one size.
+        mine = self.layout.ranks.index(rank) // len(groups[0])
+        return {encoder: place[group == mine] for encoder, (group, place) in self._cut_places.items()}
+
+    @cached_property
+    def _cut_places(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """By encoder, for each row the group of ranks that needs it, and its place in their shard of the embedding."""
+        return {encoder: self._cut(places) for encoder, places in self.places.items()}
+
+    def _cut(self, places: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+        layout, tp = self.layout, self.layout.tp if self.sharded else 1
+        pack, member, place, total = self._place_in_context(places)
+        # Which run of floor(k * total / sp) a place falls into: the largest k that begins at or before it.
+        sp_rank = ((place + 1) * layout.sp - 1) // total
+        start, stop = sp_rank * total // layout.sp, (sp_rank + 1) * total // layout.sp
+        share = tp_share(stop - start, tp)
+        tp_rank = (place - start) // share
+        group = ((pack * layout.cp + member) * layout.sp + sp_rank) * tp + tp_rank
+        return group, place - start - tp_rank * share
+
+    def _place_in_context(
+        self, places: tuple[np.ndarray, ...]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """For each row its pack, cp member, place among that member's tokens, and their number."""
+        cp = self.layout.cp
+        pack = np.repeat(np.arange(len(self.lengths)), [len(p) for p in places])
+        lengths = np.array([n for samples in self.lengths for n in samples], np.int64)
+        first_sample = np.cumsum([0, *map(len, self.lengths)])
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        token = np.concatenate([np.zeros(0, np.int64), *places]) + ends[first_sample[pack]]
+        sample = np.searchsorted(ends[1:], token, side="right")
+        numbers = np.arange(len(lengths)) - np.repeat(first_sample[:-1], np.diff(first_sample))
+        offset = token - ends[sample]
+        member = zigzag_member(offset, lengths[sample], numbers[sample], cp)
+        # Tokens of each member in the samples before, counted from the pack's first.
+        bounds = chunk_bounds(lengths, numbers, cp)
+        chunks = np.diff(bounds, axis=1)
+        sizes = chunks[:, :cp] + chunks[:, : cp - 1 : -1]
+        before = np.concatenate([np.zeros((1, cp), np.int64), np.cumsum(sizes, axis=0)])
+        start = before[first_sample[pack], member]
+        late = offset >= bounds[sample, 2 * cp - 1 - member]
+        skipped = np.where(late, bounds[sample, 2 * cp - 1 - member] - chunks[sample, member], bounds[sample, member])
+        return (
+            pack, member, before[sample, member] - start + offset - skipped,
+            before[first_sample[pack + 1], member] - start,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def holding_groups(layout: Layout, sharded: bool) -> Groups:
+    """The ranks that hold the same rows: those of a tp group, or single ranks with sequence-parallel activations."""
+    return layout.groups(*(() if sharded else ("tp",)))
+
+
+def even_cuts(total: int, parts: int) -> np.ndarray:
+    """Where even contiguous runs of `total` begin, and the end: int64 [parts + 1]."""
+    return np.arange(parts + 1) * total // parts
+
+
+def tp_share(tokens: np.ndarray, tp: int) -> np.ndarray:
+    """Tokens of each of `tp` ranks that share activations, padding included; at least one."""
+    return np.maximum(1, -(-tokens // tp))
+
+
+CUT = ("cp", "sp", "tp")
+"""Axes over which the rows of a replica may be cut, from the longest runs to the shortest."""
+
+
+def own_samples(
+    layout: Layout,
+    counts: Sequence[int],
+    replicas: Sequence[int] | None = None,
+    *,
+    split: Collection[str] = (),
+    stage: int = -1,
+    gradient: Gradient = "invariant",
+) -> Ownership:
+    """Whole samples on replicas: what an encoder makes of items, or what a replica of the text module reads.
+
+    Args:
+        layout: of the module.
+        counts: rows of each sample, numbered in this order from 0.
+        replicas: the data-parallel replica of each sample; default: sample i on replica i mod dp.
+        split: of `tp`, `sp`, `cp`: axes over which each replica's rows are cut, as evenly as may be, into contiguous
+            runs (`tp`: Megatron's sequence parallelism; `sp`: Ulysses). Ranks along the others hold the same rows.
+        stage: of the pipeline: the last one, which makes rows; 0 for a module that reads them.
+        gradient: of rows on several ranks, see `Ownership`.
+
+    Raises:
+        UserError: numbers do not fit the layout or each other.
+    """
+    places = np.arange(len(counts)) % layout.dp if replicas is None else np.asarray(replicas, np.int64)
+    if len(places) != len(counts):
+        _refuse("replicas", f"{len(places)} of {len(counts)} samples", "one for each of `counts`")
+    if wrong := [int(replica) for replica in places if not 0 <= replica < layout.dp]:
+        _refuse("replicas", f"replica {wrong[0]}", f"0 to {layout.dp - 1}, by the layout `{layout}`")
+    if wrong := [count for count in counts if count < 0]:
+        _refuse("counts", f"a sample of {wrong[0]} rows", "0 or more")
+    if unknown := sorted(set(split) - set(CUT)):
+        _refuse("split", f"axis `{unknown[0]}`", f"some of {', '.join(sorted(CUT))}")
+    there = _stage(layout, stage)
+    ends = np.cumsum([0, *counts], dtype=np.int64)
+    rows: list[list[int]] = [[] for _ in range(layout.dp)]
+    for sample, replica in enumerate(places.tolist()):
+        rows[replica] += range(ends[sample], ends[sample + 1])
+    shared = [axis for axis in axes_of("weights", "tokens") if axis not in split]
+    holders = {ranks: _run(there, ranks[0], rows, split) for ranks in there.groups(*shared)}
+    return Ownership.of(holders, gradient)
+
+
+def _run(layout: Layout, rank: int, rows: Sequence[Sequence[int]], split: Collection[str]) -> Sequence[int]:
+    """The part of its replica's rows that `rank` holds."""
+    at = layout.coordinate(rank)
+    run, runs = 0, 1
+    for axis in CUT:
+        if axis in split:
+            run, runs = run * layout.degrees[axis] + getattr(at, axis), runs * layout.degrees[axis]
+    cuts = even_cuts(len(rows[at.dp]), runs)
+    return rows[at.dp][cuts[run] : cuts[run + 1]]
+
+
+def own_tokens(
+    layout: Layout,
+    lengths: Sequence[Sequence[int]],
+    places: Sequence[Sequence[int] | np.ndarray],
+    *,
+    sequence_parallel: bool = False,
+    stage: int = 0,
+    gradient: Gradient = "invariant",
+) -> Ownership:
+    """The rows of each rank's own tokens (`tokens_of`), ascending; those along `tp` need the same without
+    `sequence_parallel`.
+
+    Args:
+        layout: of the module that reads tokens.
+        lengths: for each data-parallel replica, the tokens of each of its samples, which lie one after the other.
+        places: for each replica, the positions among its tokens where rows go, [rows]. Rows are numbered in this order,
+            replica by replica, from 0.
+        sequence_parallel: whether activations are cut over `tp`, as by Megatron's `sequence_parallel`.
+        stage: of the pipeline; -1 is the last, for a module whose own tokens leave it as rows.
+        gradient: of rows on several ranks, see `Ownership`. Ranks along `tp` have `invariant` ones.
+
+    Raises:
+        UserError: numbers do not fit the layout or each other.
+    """
+    for name, given in (("lengths", lengths), ("places", places)):
+        if len(given) != layout.dp:
+            _refuse(name, f"{len(given)} replicas", f"the {layout.dp} of the layout `{layout}`")
+    packs = tuple(tuple(int(n) for n in each) for each in lengths)
+    arrays = tuple(np.asarray(each, np.int64).reshape(-1) for each in places)
+    for replica, (pack, array) in enumerate(zip(packs, arrays, strict=True)):
+        if outside := [int(place) for place in array if not 0 <= place < sum(pack)]:
+            _refuse(f"places of replica {replica}", f"position {outside[0]}", f"0 to {sum(pack) - 1}")
+    owned = TokenShards(_stage(layout, stage), sequence_parallel, packs, {"rows": arrays}).ownership("rows")
+    return Ownership(owned.groups, owned.ids, owned.starts, gradient)
+
+
+def tokens_of(layout: Layout, rank: int, lengths: Sequence[int], *, sequence_parallel: bool = False) -> np.ndarray:
+    """Positions, int64 ascending, of the tokens that `rank` works on among those of its replica.
+
+    Cut over `cp` in zigzag, each sample by itself (into 2 cp chunks, of which member i has the chunks i and
+    2 cp - 1 - i: Megatron's where 2 cp divides the length), then over `sp` into even contiguous runs, and, with
+    `sequence_parallel`, over `tp` into contiguous runs, of which the last ones are shorter where `tp` does not divide.
+
+    Args:
+        layout: of the module.
+        rank: one of its ranks.
+        lengths: tokens of each sample of the replica, which lie one after the other.
+        sequence_parallel: as for `own_tokens`.
+    """
+    there = _stage(layout, layout.coordinate(rank).pp)
+    at = there.coordinate(rank)
+    packs = tuple(tuple(lengths) if replica == at.dp else () for replica in range(there.dp))
+    tokens = TokenShards(there, sequence_parallel, packs, {}).share(rank).tokens
+    if not sequence_parallel:
+        return tokens
+    share = int(tp_share(np.array(len(tokens)), there.tp))
+    return tokens[at.tp * share : (at.tp + 1) * share]
+
+
+def _stage(layout: Layout, stage: int) -> Layout:
+    return layout.stage(stage + layout.pp if stage < 0 else stage)
+
+
+def _refuse(where: str, found: str, expected: str) -> None:
+    raise UserError.at(where, found=found, expected=expected, fix="correct it")

@@ -1,1 +1,0 @@
-"""Ranks and process groups: how they start, meet, agree and fail together."""

@@ -1,0 +1,213 @@
+"""How many parameters a rank holds, and the bytes of weights, gradients and optimizer that they take. Pure.
+
+  * Trained parameters and their gradients lie in one buffer each, whose padding is not counted.
+  * AdamW: each of n ranks keeps, for an n-th of the trained elements, two moments, and master weights where the weights
+    are bfloat16. With moments of 8 bits each 256 elements have a scale.
+  * SGD: master weights of all trained parameters where the weights are bfloat16, and nothing else.
+  * ZeRO 2 and 3 (FSDP2): there is no buffer of parameters. Each of n ranks keeps, about, an n-th of the rows of each
+    parameter, as many as the first rank: weights, gradients and the optimizer's states. Weights that are gathered are
+    in `gathered`.
+
+Dtypes are those of `precision.MODULE`. With `offload.MODULE.states` no states are on the device.
+
+What ranks that share weights (ZeRO 2 and 3) gather to run a module, and what the exchange of its gradients takes.
+Pure.
+
+As FSDP2 does it, with the units of `step.fully_sharded`: an embedding, each layer, and what is left of a stage.
+
+    weights        of a unit that runs, and of its neighbour, which is fetched ahead; once more of one unit, as they
+                   arrive. What is left of a stage stays from its forward to its backward pass, and so does an embedding
+                   that is the head, too. With ZeRO 2, and with waves of several calls, everything stays
+    gradients      of a unit: whole, and once more in the dtype that they are accumulated in, as they are sent
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
+
+from megatron_hetero.config.optimizers import OptimizerKind
+from megatron_hetero.config.schema import FP32, PrecisionConfig
+from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
+from megatron_hetero.layout.stages import LAYERS, Stage
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import stored_shapes, weight_map
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.semantics import Span, rows_of_share, shares_weights, span_of
+from megatron_hetero.step.number_formats import BLOCK, batch_elements
+
+_MASTER = {"float32": 4, "split": 2, "none": 0}
+_MOMENT = {"float32": 4, "bfloat16": 2, "8bit": 1}
+_GRADIENT = {"float32": 4, "bfloat16": 2}
+UNPACKED = 48
+"""Bytes of an element while it is updated with moments of 8 bits."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a rank: its name in the whole module, rows, elements, and whether it trains."""
+
+    name: str
+    rows: int
+    elements: int
+    trains: bool
+
+
+def parameters_of(
+    module: str, shapes: ModelShapes, holders: int, stages: Sequence[Stage], frozen: Collection[str], view: str = MAIN
+) -> tuple[Parameter, ...]:
+    """The parameters of a rank that holds `stages`, in the order of the model. They are as large on all `holders`, the
+    ranks that the view splits them over. `frozen`: the stored tensors that do not train.
+    """
+    stored, found = stored_shapes(shapes), []
+    for stage in stages:
+        slices = weight_map(module, shapes, Share(0, holders), stage, view)
+        for name in slices:
+            elements = sum(_elements(tensor_slice, stored[tensor_slice.name]) for tensor_slice in slices[name])
+            rows = sum(map(_rows, slices[name]))
+            found.append(Parameter(name, rows, elements, slices[name][0].name not in frozen))
+    return tuple(found)
+
+
+def _elements(tensor_slice: TensorSlice, shape: tuple[int, ...]) -> int:
+    columns = tensor_slice.columns
+    width = math.prod(shape[1:]) if columns is None else columns[1] - columns[0] + tensor_slice.padding
+    return _rows(tensor_slice) * width
+
+
+def _rows(tensor_slice: TensorSlice) -> int:
+    padding = tensor_slice.padding if tensor_slice.columns is None else 0
+    return tensor_slice.rows[1] - tensor_slice.rows[0] + padding
+
+
+@dataclass(frozen=True)
+class ParameterBytes:
+    """What each rank that holds the same stages of a module takes: `parameters`, `trained`: elements; the rest: bytes.
+    `host`: of states in host memory. `update`: that a GPU takes besides while it updates.
+    """
+
+    parameters: int
+    trained: int
+    weights: int
+    gradients: int
+    optimizer: int
+    host: int
+    update: int
+
+    def __add__(self, other: ParameterBytes) -> ParameterBytes:
+        """The bytes with further parameters, which are updated at another time."""
+        added = ParameterBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return replace(added, update=max(self.update, other.update))
+
+
+def parameter_bytes(
+    parameters: Sequence[Parameter],
+    ranks: int,
+    itemsize: int,
+    optimizer: OptimizerKind,
+    precision: PrecisionConfig = FP32,
+    *,
+    on_host: bool = False,
+    zero: int = 1,
+) -> ParameterBytes:
+    """What `parameters` take on each of `ranks` data- and context-parallel ranks. `itemsize`: bytes of a weight.
+    `on_host`: whether states are in host memory. `zero`: the ZeRO stage.
+    """
+    moving, every = [p for p in parameters if p.trains], sum(p.elements for p in parameters)
+    trained = sum(p.elements for p in moving)
+    weights, buffer, held = every, trained, trained
+    shares = shares_weights(zero, ranks, trained > 0)
+    if shares:
+        weights, buffer = (sum(_share(p, ranks) for p in of) for of in (parameters, moving))
+        held = buffer
+    elif optimizer.sharded:
+        held = -(-trained // ranks)
+    moments = len(optimizer.moments)
+    states = held * moments * _MOMENT[precision.moments] + held * _MASTER[precision.master] * (itemsize < 4)
+    states += -(-held // BLOCK) * 4 * moments * (precision.moments == "8bit")
+    return ParameterBytes(
+        every,
+        trained,
+        weights * itemsize,
+        gradient_itemsize(itemsize, precision) * buffer,
+        0 if on_host else states,
+        states if on_host else 0,
+        _update_bytes(held, moments, itemsize, precision, on_host=on_host, apart=shares),
+    )
+
+
+def _update_bytes(
+    elements: int, moments: int, itemsize: int, precision: PrecisionConfig, *, on_host: bool, apart: bool
+) -> int:
+    """Of the batches that are brought together on the device, or unpacked there: two at once where states come from the
+    host. `apart`: whether weights and gradients lie in many places.
+    """
+    batch = min(elements, batch_elements(elements))
+    if precision.moments == "8bit" and moments:
+        return batch * UNPACKED * (2 if on_host else 1)
+    states = moments * _MOMENT[precision.moments] + _MASTER[precision.master] * (itemsize < 4)
+    gathered = itemsize + gradient_itemsize(itemsize, precision) if apart else 0
+    return batch * (2 * (states + gathered) if on_host else gathered)
+
+
+def gradient_itemsize(itemsize: int, precision: PrecisionConfig) -> int:
+    """Bytes of an accumulated gradient of a weight of so many."""
+    return 4 if itemsize == 4 else _GRADIENT[precision.gradients]
+
+
+def _share(parameter: Parameter, ranks: int) -> int:
+    return rows_of_share(parameter.rows, ranks) * (parameter.elements // parameter.rows)
+
+
+_EMBEDDING = "embedding"
+"""The end of a language model that is a unit of its own."""
+
+
+@dataclass(frozen=True)
+class GatheredBytes:
+    """Of a module on one rank: what `stays` between its runs, at most; and what is there only while it runs."""
+
+    stays: int = 0
+    running: int = 0
+
+
+def planned_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range]) -> Span:
+    """How long a module's gathered weights stay. `calls`: of an encoder, its micro-batches in runs that are one call
+    each; where it has one in each of its turns, nothing is left that they could stay for.
+    """
+    span = span_of(schedule.module[name], zero)
+    turns = [turn for turn in (*schedule.waves, *schedule.returned) if turn]
+    once = all(any(call[0] <= turn[0] and turn[-1] <= call[-1] for call in calls) for turn in turns)
+    return "run" if span == "wave" and once else span
+
+
+def gathered_bytes(
+    parameters: Sequence[Parameter], itemsize: int, gradient: int, span: Span, *, is_head: bool
+) -> GatheredBytes:
+    """`itemsize`: bytes of a weight; `gradient`: of its gradient, whole and as it is sent. `is_head`: whether the
+    embedding is read again after the layers.
+    """
+    whole, exchanged = defaultdict[str, int](int), defaultdict[str, int](int)
+    for parameter in parameters:
+        unit = _unit_of(parameter.name)
+        whole[unit] += parameter.elements * itemsize
+        exchanged[unit] += parameter.elements * parameter.trains * gradient
+    if span != "run":
+        return GatheredBytes(sum(whole.values()), max(whole.values()) + max(exchanged.values()))
+    layers = [unit for unit in whole if unit.startswith(LAYERS)]
+    sizes, embedding = [whole[unit] for unit in layers], whole[_EMBEDDING]
+    # All layers are gathered before the gradients of what is left, and of the embedding, are exchanged.
+    of_layers = max((exchanged[unit] for unit in layers), default=0) + max(sizes, default=0)
+    of_layers += max(map(sum, pairwise(sizes)), default=sum(sizes))
+    stays = whole[""] + embedding * is_head
+    return GatheredBytes(stays, max(of_layers, *exchanged.values(), embedding * (1 + (not is_head))))
+
+
+def _unit_of(name: str) -> str:
+    """The layer, or the embedding; what is left of a stage has no name."""
+    if name.startswith(LAYERS):
+        return LAYERS + name.removeprefix(LAYERS).partition(".")[0]
+    return _EMBEDDING if name.startswith(f"{_EMBEDDING}.") else ""

@@ -1,1 +1,0 @@
-"""Evaluation: held-out loss, exact match, greedy answers."""

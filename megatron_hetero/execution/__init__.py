@@ -1,1 +1,0 @@
-"""Executes a schedule on a rank."""

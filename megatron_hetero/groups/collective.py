@@ -1,0 +1,180 @@
+"""Work whose outcome all ranks must know, and facts that must be the same on all of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_hetero.base.errors import SharedError, UserError
+
+T = TypeVar("T")
+R = TypeVar("R")
+FIRST = 0
+"""The rank that decides where one must."""
+Working = Callable[[], AbstractContextManager[None]]
+"""Around what a rank does by itself, for which others wait: see `Watchdog.working`."""
+Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
+"""A context for waiting on other ranks, given a description of the wait: see `Watchdog.waiting`."""
+Facts = Mapping[str, str | None]
+"""What must be the same on all ranks, by name; None where a rank cannot say."""
+_MOST_SHOWN = 120
+"""Characters of a fact in a message."""
+
+
+def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> list[T]:
+    """What `work` gives on each rank, by rank. The first rank's `UserError` is raised on every rank, as a
+    `SharedError`. Without a group, this process is the only rank."""
+    if group is None:
+        return [work()]
+    mine, problem = _attempt(work, working)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (mine, problem), group=group)
+    for _, found in gathered:
+        if found is not None:
+            raise SharedError(found)
+    return [result for result, _ in gathered]
+
+
+def on_first(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> T:
+    """What `work` gives on the first rank, which alone does it. Its `UserError` is raised on every rank, as a
+    `SharedError`. Without a group, this process is the only rank."""
+    if group is None:
+        return work()
+    outcome: list[Any] = [_attempt(work, working) if dist.get_rank(group) == FIRST else None]
+    dist.broadcast_object_list(outcome, src=FIRST, group=group)
+    result, problem = outcome[0]
+    if problem is not None:
+        raise SharedError(problem)
+    return result
+
+
+def on_first_of_all(
+    group: dist.ProcessGroup | None, work: Callable[[], T], then: Callable[[list[T]], R], working: Working = nullcontext
+) -> R:
+    """What `then` gives on the first rank for what `work` gives on each, by rank; only the first rank receives that.
+    The first `UserError` is raised on every rank, as a `SharedError`. Without a group, this process is the only rank.
+    """
+    if group is None:
+        return then([work()])
+    mine, is_first = _attempt(work, working), dist.get_rank(group) == FIRST
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.gather_object(mine, gathered if is_first else None, dst=FIRST, group=group)
+
+    def finish() -> R:
+        _raise(next((problem for _, problem in gathered if problem is not None), None))
+        return then([result for result, _ in gathered])
+
+    return on_first(group, finish, working)
+
+
+def together(group: dist.ProcessGroup, work: Callable[[], T], working: Working = nullcontext) -> T:
+    """What `work` gives on this rank, once it is done on all. The first rank's `UserError` is raised on every rank, at
+    the price of one small all-reduce where there is none. `work` may communicate, if all ranks that take part then
+    raise or none.
+    """
+    mine: Any
+    mine, problem = _attempt(work, working)
+    failed = torch.tensor([problem is not None], dtype=torch.int32)
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    if failed.item():
+        raise_first(group, problem)
+    return mine
+
+
+def raise_first(group: dist.ProcessGroup, problem: str | None) -> None:
+    """Raise the first rank's problem on every rank, as a `SharedError`. All ranks call it, with their own."""
+    if group.size() > 1:  # The only rank may have a `LocalGroup`.
+        on_every(group, lambda: _raise(problem))
+    elif problem is not None:
+        raise SharedError(problem)
+
+
+def require_equal(group: dist.ProcessGroup, where: str, facts: Facts, fix: str) -> None:
+    """Check that each fact is the same on all ranks of a host group that have it. All of them call it, with the same
+    names: one small all-reduce where they agree. Raises `SharedError`.
+    """
+    lowest = torch.iinfo(torch.int64).min
+    digests = [None if fact is None else zlib.crc32(fact.encode()) for fact in facts.values()]
+    ends = [[lowest, lowest] if digest is None else [digest, -digest] for digest in digests]
+    extremes = torch.tensor(ends, dtype=torch.int64)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    if not all(most in (-least, lowest) for most, least in extremes.tolist()):
+        require_alike(where, on_every(group, lambda: dict(facts)), dist.get_process_group_ranks(group), fix)
+
+
+def require_same(
+    group: dist.ProcessGroup | None,
+    where: str,
+    state: Callable[[], Facts],
+    fix: str,
+    because: str = "",
+    working: Working = nullcontext,
+) -> None:
+    """Check that `state` gives the same facts, all of the same names, on all ranks of a group of any device. A
+    `UserError` of `state` is raised on every rank, as a `SharedError`.
+    """
+    if of_ranks := unlike(group, state, working):
+        require_alike(where, of_ranks, dist.get_process_group_ranks(group), fix, because)
+
+
+def unlike(group: dist.ProcessGroup | None, state: Callable[[], Facts], working: Working = nullcontext) -> list[Facts]:
+    """What `state` gives on each rank, by rank; empty where it is the same on all. Facts are exchanged only where
+    their digests differ. A `UserError` of `state` is raised on every rank, as a `SharedError`.
+    """
+    mine: list[Facts] = []
+
+    def digest() -> int:
+        mine.append(state())
+        return zlib.crc32(repr(list(mine[0].items())).encode())
+
+    return on_every(group, lambda: mine[0]) if len(set(on_every(group, digest, working))) > 1 else []
+
+
+def require_alike(
+    where: str,
+    of_ranks: Sequence[Facts],
+    ranks: Sequence[int],
+    fix: str,
+    because: str = "",
+    absent: str | None = "nothing",
+) -> None:
+    """Check that each fact is the same on all `ranks`, of which `of_ranks` are the facts; `absent` stands for one that
+    a rank does not name. Raises `SharedError` naming the first that is not, with two values.
+    """
+    kinds: dict[tuple[tuple[str, str | None], ...], int] = {}  # The first rank of those with the same facts.
+    for rank, facts in zip(ranks, of_ranks, strict=True):
+        kinds.setdefault(tuple(facts.items()), rank)
+    distinct = [(rank, dict(facts)) for facts, rank in kinds.items()]
+    for name in dict.fromkeys(name for _, facts in distinct for name in facts):
+        having = [(rank, fact) for rank, facts in distinct if (fact := facts.get(name, absent)) is not None]
+        for rank, fact in having:
+            if fact != having[0][1]:
+                raise SharedError.at(
+                    f"{where}: {name}",
+                    found=f"{_short(having[0][1])} on rank {having[0][0]} and {_short(fact)} on rank {rank}",
+                    expected="the same on all ranks",
+                    because=because,
+                    fix=fix,
+                )
+
+
+def _attempt(work: Callable[[], T], working: Working) -> tuple[T | None, str | None]:
+    try:
+        with working():
+            return work(), None
+    except UserError as error:
+        return None, str(error)
+
+
+def _raise(problem: str | None) -> None:
+    if problem is not None:
+        raise UserError(problem)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

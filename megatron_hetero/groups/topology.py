@@ -1,0 +1,465 @@
+"""The process groups of a module as Megatron-Core's layers take them.
+
+All modules' layouts bound to a world of ranks, with the process groups that they need.
+
+Which groups there are, and which of them are made together, is in `communicators`. They are made eagerly, by every
+rank, in one order, and each is checked once: by a sum of known values, or a known value that is sent. Then all
+collectives are used once, since on NCCL hosts wait in first uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.local_group import LocalGroup
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.layout.axes import AXES, MAIN, View, axes_of
+from megatron_hetero.layout.communicators import (
+    DIRECTIONS,
+    ENDS,
+    GRADIENT_AXES,
+    REPLICA_AXES,
+    Axes,
+    CommunicatorKind,
+    Direction,
+    EdgeUse,
+    Link,
+    Ranks,
+    Use,
+    communicators,
+    edge_peers,
+    edge_ranks,
+    group_of,
+    max_ctas,
+    replica_groups,
+    require_streams,
+)
+from megatron_hetero.layout.grammar import format_ranks
+from megatron_hetero.layout.graph import Edge, Graph, as_edge
+from megatron_hetero.layout.layout import Layout
+
+
+@dataclass(init=False, repr=False)
+class ModuleGroups(ProcessGroupCollection):
+    """Megatron's collection of process groups, with the two axes of its context-parallel group `cp` by themselves.
+
+    `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
+    i mod sp of its `sp` group and member i // sp of its `context` group.
+
+    `along` gives the group along axes of any view of the module's layout.
+    """
+
+    sp: dist.ProcessGroup = field(init=False)
+    context: dist.ProcessGroup = field(init=False)
+    along: Callable[..., dist.ProcessGroup] = field(init=False)
+
+
+EXPERTS = "experts"
+"""The view that tells how Megatron's layers of experts are split; without it they are split as dense layers are."""
+
+
+def module_groups(
+    group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None, views: Iterable[View] = ()
+) -> ModuleGroups:
+    """From a module's groups along axes; `ends`: of its first and last stage; `views`: further ones of its layout."""
+    # There is one instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is
+    # needed.
+    samples = group(*GRADIENT_AXES)
+    experts = next((view for view in views if view.name == EXPERTS), MAIN)
+    return ModuleGroups(
+        along=group,
+        tp=group("tp"),
+        sp=group("sp"),
+        context=group("cp"),
+        cp=group(*axes_of("tokens")),
+        dp=group("dp"),
+        pp=group("pp"),
+        dp_cp=samples,
+        mp=group("tp", "pp"),
+        tp_cp=group(*REPLICA_AXES),
+        tp_dp_cp=group(*axes_of("weights", "tokens", "samples")),
+        hcp=None,
+        ep=group(*experts.axes_of("experts")),
+        expt_tp=group(*experts.axes_of("weights")),
+        expt_dp=group(*experts.sum_axes),
+        tp_ep=group(*experts.part_axes),
+        tp_ep_pp=group(*experts.part_axes, "pp"),
+        intra_dp_cp=samples,
+        intra_expt_dp=group(*experts.sum_axes),
+        intra_dist_opt=group(*AXES),
+        inter_dist_opt=None,
+        embd=ends,
+        pos_embd=None,  # of positions that several stages embed, of which Megatron's decoders have none
+    )
+
+
+CONNECTING_BYTES = (2**10, 2**20, 2**26)
+"""Of what `_connect` communicates on a GPU; elsewhere size makes no difference."""
+
+Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
+"""Of a pipeline, for one rank: by direction and the pipeline coordinate that sends, the group of the two ranks."""
+
+
+class BoundaryGroups(NamedTuple):
+    """The two process groups of an edge, of the same ranks: rows go one way, their gradients back."""
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Layouts, this process's rank and its process groups.
+
+    `layouts` maps module to layout; `world` spans all ranks on the device's backend, `host` spans them on the hosts for
+    integers and messages that never leave the host, and is not `world`, so that another thread can use it meanwhile.
+    `files` is one more such group, for what writes and reads checkpoints.
+    `host_replicas`: for each module that decodes data, host groups of its replicas' ranks, for that other thread too.
+    `boundaries`: for each edge of the graph of modules the ranks of both its ends. `planned`: host groups of the same
+    ranks, for edges whose ranks plan together.
+    Where this rank has no part in a group, it is missing.
+    `pipelines`: for each of this rank's modules with stages its links to the neighbouring stages.
+    `graph`: of the modules, where the topology was made for one.
+    """
+
+    platform: Platform
+    rank: int
+    world_size: int
+    layouts: Mapping[str, Layout]
+    world: dist.ProcessGroup
+    host: dist.ProcessGroup
+    files: dist.ProcessGroup
+    host_replicas: Mapping[str, dist.ProcessGroup]
+    boundaries: Mapping[Edge, BoundaryGroups]
+    planned: Mapping[Edge, dist.ProcessGroup]
+    pipelines: Mapping[str, Links]
+    _groups: Mapping[Axes, dist.ProcessGroup]
+    graph: Graph | None = None
+
+    @classmethod
+    def build(
+        cls,
+        layouts: Mapping[str, Layout],
+        platform: Platform,
+        *,
+        decoding: Collection[str] = (),
+        edges: Collection[Edge | tuple[str, str]] = (),
+        planned: Collection[Edge | tuple[str, str]] = (),
+        tied: Collection[str] = (),
+        interleaved: Collection[str] = (),
+        megatron: Collection[str] | None = None,
+        check: bool = True,
+    ) -> Topology:
+        """Create all groups on the initialised default process group, and check them.
+
+        Args:
+            layouts: of the modules, by name.
+            platform: where tensors are, and what their collectives use.
+            decoding: modules whose replicas share decoded data.
+            edges: of the graph of modules; (from, to) alone is from the last stage to the first.
+            planned: those of them that are planned from what each rank knows, see `Boundary.plan`.
+            tied: modules whose first and last stage hold copies of one parameter.
+            interleaved: modules with virtual stages.
+            megatron: modules that Megatron's own schedules or optimizers run, which communicate along more axes. All,
+                where left out.
+            check: whether each group is checked, which also connects its ranks: on NCCL schedules rest on that. Not
+                possible where the backend does not communicate.
+
+        Raises:
+            UserError: on all ranks. Layouts, modules or edges do not fit each other or the world.
+            RuntimeError: a group does not reduce to the value that its ranks imply.
+        """
+        _require_layouts(layouts, dist.get_world_size())
+        _require_modules(layouts, decoding=decoding, tied=tied, interleaved=interleaved)
+        _require_order(edges=edges, planned=planned)
+        declared = {as_edge(edge, layouts) for edge in edges}
+        for edge in (as_edge(edge, layouts) for edge in planned):
+            if edge not in declared:
+                expected = f"one of `edges`, {', '.join(map(str, declared)) or 'none'}"
+                raise UserError.at("Topology.build: planned", found=str(edge), expected=expected, fix="give it in both")
+        rank, world = dist.get_rank(), dist.group.WORLD
+        assert world is not None, "the default process group is initialised"
+        everybody = tuple(range(dist.get_world_size()))
+        # Hosts first: the groups of some of them are named by how many groups a rank has.
+        host, files = platform.host_group("host"), platform.host_group("files")
+        replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
+        planning = {edge: (edge_ranks(layouts, edge),) for edge in (as_edge(each, layouts) for each in planned)}
+        hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
+        own = layouts if megatron is None else megatron
+        kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved, megatron=own)
+        if platform.backend == "nccl":
+            require_streams(kinds, everybody)
+        groups = {kind: _make(kind, everybody, platform) for kind in kinds}
+        mine = {kind: group for kind, group in groups.items() if group is not None}
+        if check:
+            _check_sum(files, everybody, rank, CPU)
+            _check_sum(world, everybody, rank, platform.device)
+            for ranks, group in hosts.items():
+                if group is not None and (members := group_of(ranks, rank)):
+                    _check_sum(group, members, rank, CPU)
+            for kind, group in mine.items():
+                _check_kind(kind, group, layouts, rank, platform.device)
+            if platform.connects_late:
+                for group in dict.fromkeys([world, *(group for kind, group in mine.items() if kind.collects)]):
+                    _connect(group, platform.device)
+        by_use = {use: group for kind, group in mine.items() for use in kind.uses_of(rank)}
+        held = {name for name, layout in layouts.items() if rank in layout}
+        return cls(
+            platform,
+            rank,
+            len(everybody),
+            MappingProxyType(dict(layouts)),
+            world,
+            host,
+            files,
+            {name: group for name, groups in replicas.items() if (group := hosts[groups]) is not None},
+            _boundaries(by_use, layouts, edges, rank),
+            {edge: group for edge, groups in planning.items() if (group := hosts[groups]) is not None},
+            {name: _links(by_use, name) for name in layouts if name in held and layouts[name].pp > 1},
+            MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
+        )
+
+    def has(self, module: str) -> bool:
+        """Whether this rank has a part of `module`. `KeyError` where there is no such module."""
+        if module not in self.layouts:
+            raise KeyError(f"no module `{module}`; there are {', '.join(self.layouts)}")
+        return self.rank in self.layouts[module]
+
+    def mesh(self, module: str, view: str = MAIN.name) -> DeviceMesh:
+        """The ranks of `module` as PyTorch's mesh, with the groups of this topology.
+
+        Its dimensions are named as the axes of a view of its layout, `pp`, `dp`, `cp`, `sp` and `tp` in the main one;
+        those of size 1 are there too: ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. `KeyError` as
+        `group`, `UserError` where there is no such view.
+        """
+        self._require(module)
+        return mesh_of(self.layouts[module], self.platform.device, partial(self.group, module), view)
+
+    def group(self, module: str, *axes: str) -> dist.ProcessGroup:
+        """The group of this rank along `axes` of one view of `module`'s layout, or between `ENDS`.
+
+        It has a communicator where these are the ranks along one of the axes, along `sp`, `cp` and `dp` together, along
+        those of a further view that hold its parts or sum its gradients, or along what Megatron communicates
+        (`communicators.MEGATRON_AXES`); other groups know their ranks only, as do those that Megatron alone would use
+        where `build` was told that it does not. The order of axes does not matter.
+
+        Raises:
+            KeyError: there is no such module, or the rank is not in it.
+            UserError: there is no such axis, or the axes are of several views.
+        """
+        if (use := Axes(module, axes)) in self._groups:
+            return self._groups[use]
+        self._require(module)
+        if axes == ENDS:
+            raise KeyError(f"rank {self.rank} has no group of the first and the last stage of `{module}`")
+        layout = self.layouts[module]
+        if (use := Axes(module, axes, layout.view_of(*axes))) in self._groups:
+            return self._groups[use]
+        ranks = layout.group_of(self.rank, *axes)
+        alike = (group for use, group in self._groups.items() if use.module == module and _ranks(group) == ranks)
+        return next(alike, None) or LocalGroup(ranks, self.rank, f"group along {', '.join(axes)} of `{module}`")
+
+    def _require(self, module: str) -> None:
+        if not self.has(module):
+            ranks = format_ranks(self.layouts[module].ranks)
+            raise KeyError(f"rank {self.rank} has no part of `{module}`, whose ranks are {ranks}")
+
+    def collection(self, module: str) -> ModuleGroups:
+        """The process groups of `module`, as this rank sees them and as Megatron wants them. `KeyError` as `group`."""
+        # Here, since it imports Megatron, which other users of a topology need not wait for.
+        # MERGED
+
+        self._require(module)
+        return module_groups(
+            partial(self.group, module), self._groups.get(Axes(module, ENDS)), self.layouts[module].views
+        )
+
+
+def _require_layouts(layouts: Mapping[str, Layout], world: int) -> None:
+    """Check that these are layouts in the world."""
+    for name, layout in layouts.items():
+        where = f"Topology.build: layout of `{name}`"
+        if "." in name:
+            because, fix = "dots part names of modules, stages and tensors", "rename the module"
+            raise UserError.at(where, found="a dot in its name", expected="none", because=because, fix=fix)
+        if not isinstance(layout, Layout):
+            found, fix = f"a {type(layout).__name__}", "parse it with `resolve` or `Layout.parse`"
+            raise UserError.at(where, found=found, expected="a Layout", fix=fix)
+        if layout.ranks[-1] >= world:
+            expected = f"ranks from 0 to {world - 1}, those of the default process group"
+            raise UserError.at(where, found=f"`{layout}`", expected=expected, fix="start more ranks, or use fewer")
+
+
+def _require_modules(layouts: Mapping[str, Layout], **collections: Collection[str]) -> None:
+    """Check that arguments name modules."""
+    for argument, names in collections.items():
+        if unknown := [name for name in names if name not in layouts]:
+            found, expected = f"`{unknown[0]}`", f"some of {', '.join(layouts)}"
+            raise UserError.at(f"Topology.build: {argument}", found=found, expected=expected, fix="name its modules")
+
+
+def _require_order(**collections: Collection[object]) -> None:
+    """Check that all ranks make groups in one order: sets of edges have one of their own in each process."""
+    for name, found in collections.items():
+        if isinstance(found, set | frozenset):
+            because, fix = "all ranks make groups in the order of the edges", "sort it"
+            raise UserError.at(f"Topology.build: {name}", found="a set", expected="a list", because=because, fix=fix)
+
+
+def _ranks(group: dist.ProcessGroup) -> Ranks:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _host_groups(
+    wanted: Mapping[str | Edge, tuple[Ranks, ...]], everybody: Ranks, host: dist.ProcessGroup, platform: Platform
+) -> dict[tuple[Ranks, ...], dist.ProcessGroup | None]:
+    """By groups of ranks, the host group of this rank in them: of all ranks, of modules' replicas, and of edges."""
+    _level(host, platform)
+    found: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {(everybody,): host}
+    for name, groups in wanted.items():
+        if groups not in found:  # Asked by all ranks alike, those outside the module too.
+            found[groups] = platform.split_hosts(groups, f"hosts of {name}")
+    return found
+
+
+def _level(host: dist.ProcessGroup, platform: Platform) -> None:
+    """Give all ranks as many process groups, counted from what they have: members of a group that is made without the
+    other ranks name it by how many they have. A program may have made others before.
+    """
+    counts: list[Any] = [None] * host.size()
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=host)
+    for _ in range(counts[host.rank()], max(counts)):
+        platform.split_hosts((), "filler")
+
+
+def _make(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup | None:
+    """The communicator of this rank, None where it has none of that kind."""
+    if kind.is_worlds(everybody):
+        return dist.group.WORLD
+    return platform.split(kind.groups, str(kind), max_ctas=max_ctas(kind.uses[0]), urgent=kind.is_urgent)
+
+
+def _boundaries(
+    by_use: Mapping[Use, dist.ProcessGroup],
+    layouts: Mapping[str, Layout],
+    edges: Collection[Edge | tuple[str, str]],
+    rank: int,
+) -> dict[Edge, BoundaryGroups]:
+    found = {}
+    for edge in (as_edge(each, layouts) for each in edges):
+        ranks = edge_ranks(layouts, edge)
+        if rank in ranks:
+            alone = None if len(ranks) > 1 else LocalGroup(ranks, rank, f"boundary {edge}")
+            found[edge] = BoundaryGroups(*(alone or by_use[EdgeUse(edge, direction)] for direction in DIRECTIONS))
+    return found
+
+
+def _links(by_use: Mapping[Use, dist.ProcessGroup], module: str) -> Links:
+    links = {use: group for use, group in by_use.items() if isinstance(use, Link) and use.module == module}
+    return MappingProxyType({(use.direction, use.sender): group for use, group in links.items()})
+
+
+# ---------------------------------------------------------------------------------------- the self-check
+
+
+def _check_kind(
+    kind: CommunicatorKind, group: dist.ProcessGroup, layouts: Mapping[str, Layout], rank: int, device: torch.device
+) -> None:
+    """Check a communicator by what it is for.
+
+    NCCL connects two ranks when they first send each other something, and their hosts wait for each other meanwhile: it
+    would hang where one of them has other things to do first. So all that may ever exchange messages do so here, and
+    `_connect` does the same for collectives.
+    """
+    for use in kind.uses_of(rank):
+        if isinstance(use, Link):
+            _check_message(group, rank, layouts[use.module].coordinate(rank).pp == use.sender, device)
+        elif isinstance(use, EdgeUse):
+            _check_messages(group, edge_ranks(layouts, use.edge), rank, *edge_peers(layouts, use, rank), device)
+    ranks = group_of(kind.groups, rank)
+    if ranks is not None and isinstance(kind.uses[0], Axes):
+        _check_sum(group, ranks, rank, device)
+        if any(isinstance(use, Axes) and use.exchanges for use in kind.uses):
+            others = tuple(r for r in ranks if r != rank)
+            _check_messages(group, ranks, rank, others, others, device)
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Use all collectives of NCCL that a run uses, in its types and in sizes from small to large.
+
+    NCCL chooses among algorithms (ring, tree, NVLS, PAT) by size and type. In the first use of each the hosts wait for
+    each other and allocate buffers (NCCL_RUNTIME_CONNECT): in a step that would be amid a backward pass, with the
+    memory already taken by PyTorch. To connect them without use, NCCL_RUNTIME_CONNECT=0, would take those of all
+    communicators, and hung for PAT where nodes have different numbers of ranks (NVIDIA/nccl issue 2385).
+    """
+    for size in CONNECTING_BYTES if device.type == "cuda" else CONNECTING_BYTES[:1]:
+        for dtype in (torch.bfloat16, torch.float32):
+            mine = torch.zeros(-(-size // (dtype.itemsize * group.size())), dtype=dtype, device=device)
+            whole = mine.repeat(group.size())
+            dist.all_reduce(whole, group=group)
+            dist.reduce_scatter_tensor(mine, whole, group=group)
+            dist.all_gather_into_tensor(whole, mine, group=group)
+
+
+def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.device) -> None:
+    """Add up a known value."""
+    total = torch.tensor([rank + 1], dtype=torch.int64, device=device)
+    dist.all_reduce(total, group=group)
+    _require(ranks, rank, f"sum {total.item()}", f"sum {sum(r + 1 for r in ranks)}", group)
+
+
+def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: torch.device) -> None:
+    """Send a known value one way, by the call that a pipeline makes: PyTorch may keep a communicator for that alone."""
+    ranks = _ranks(group)
+    (peer,) = (r for r in ranks if r != rank)
+    value = torch.tensor([rank if sends else -1], dtype=torch.int64, device=device)
+    if sends:
+        dist.send(value, peer, group=group)
+    else:
+        dist.recv(value, peer, group=group)
+    _require(ranks, rank, f"message {value.item()}", f"message {rank if sends else peer}", group)
+
+
+def _check_messages(
+    group: dist.ProcessGroup, ranks: Ranks, rank: int, to: Ranks, back: Ranks, device: torch.device
+) -> None:
+    """Send a known value `to` ranks, and receive one of each that comes `back`."""
+    _require(ranks, rank, f"ranks {_ranks(group)}", f"ranks {ranks}", group)
+    mine = torch.full((len(to),), rank, dtype=torch.int64, device=device)
+    values = torch.full((len(back),), -1, dtype=torch.int64, device=device)
+    counts = ([int(r in peers) for r in ranks] for peers in (back, to))
+    dist.all_to_all_single(values, mine, *counts, group=group)
+    _require(ranks, rank, f"messages {values.tolist()}", f"messages {list(back)}", group)
+
+
+def _require(ranks: Ranks, rank: int, found: str, expected: str, group: dist.ProcessGroup) -> None:
+    if found != expected or dist.get_rank(group) != ranks.index(rank):
+        raise RuntimeError(
+            f"process group of ranks {ranks}: found {found} and position {dist.get_rank(group)}, "
+            f"expected {expected} and {ranks.index(rank)} on rank {rank}; the groups were created in different "
+            "orders, or the ranks run different versions of the program"
+        )
+
+
+def mesh_of(
+    layout: Layout, device: torch.device, group: Callable[..., dist.ProcessGroup], view: str = MAIN.name
+) -> DeviceMesh:
+    """The mesh of a view of a layout. `group`: of this rank, by axis."""
+    degrees = layout.degrees_in(layout.view(view))
+    names = tuple(degrees)[::-1]  # From the slowest among ranks to the fastest.
+    groups = [group(axis) for axis in names]
+    for each in groups:
+        if isinstance(each, LocalGroup):
+            each.register()  # A mesh knows its groups by name.
+    ranks = torch.tensor(layout.ranks, dtype=torch.int).view([degrees[axis] for axis in names])
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)

@@ -1,0 +1,297 @@
+"""File names in a `transformers` folder.
+
+The safetensors files of a `transformers` folder: listed, opened, and checked for finite values.
+
+Writes a model as a `transformers` folder: shard by shard into a temporary folder, renamed when complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_hetero.base import lock as file_lock
+from megatron_hetero.base.errors import UserError, os_errors_as, reason
+from megatron_hetero.base.files import read_object, shown, try_to_write
+from megatron_hetero.base.outputs import lock_of, mark, partial_export_of, replaced_of, what_would_be_lost
+
+CONFIG = "config.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES)
+"""Files other than weights: configuration, tokenizer, processor, chat template."""
+ENCODERS = "encoders"
+"""The subfolder of an exported model with one folder per additional encoder."""
+
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ROWS = 4096
+"""Rows in memory at a time when a whole tensor is checked."""
+_FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
+_AGAIN = "download it again"
+_MOST_INDEX_BYTES = 64 * 2**20
+"""Some half a million tensors."""
+
+
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """The files of a folder, with the tensors that its index says are there; None where there is no index.
+
+    Raises:
+        UserError: there are none, or the index cannot be read or names files elsewhere.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        weight_map = read_object(index, _MOST_INDEX_BYTES).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(_FILE_NAME.fullmatch(str(file)) for file in weight_map.values()):
+            expected = "one that says for each tensor which file of this folder has it (*.safetensors)"
+            raise UserError.at(f"{index}: weight_map", found=shown(weight_map), expected=expected, fix=_AGAIN)
+        files: dict[Path, set[str]] = {}
+        for name, file in weight_map.items():
+            files.setdefault(folder / file, set()).add(name)
+        return dict(files)
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: None}
+    raise UserError.at(
+        folder,
+        found="no safetensors weights",
+        expected=f"{SINGLE} or {INDEX} with its shards",
+        because="pickles are never loaded",
+        fix="convert the model with save_pretrained(..., safe_serialization=True)",
+    )
+
+
+def open_file(path: Path) -> Any:
+    """A handle that reads tensors on demand. Raises `UserError`."""
+    if not path.is_file():
+        expected = f"it because {INDEX} names it"
+        raise UserError.at(path, found="no such file", expected=expected, fix="download the folder again")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        found = f"a file that is truncated or not safetensors ({error})"
+        raise UserError.at(path, found=found, expected="an intact one", fix="restore or download it again") from error
+
+
+@contextlib.contextmanager
+def readable(path: Path, stored: str) -> Iterator[None]:
+    """Inside, a failure to read a tensor is a `UserError`."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise UserError.at(path, problem=f"unreadable tensor {stored} ({error})", fix=_AGAIN) from error
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether the values hold neither NaN nor infinity. Takes no memory, and less time than reading them."""
+    return values.numel() == 0 or all(bool(bound.isfinite()) for bound in torch.aminmax(values))
+
+
+K = TypeVar("K")
+SHARD_BYTES = 5 * 10**9
+NO_CHANGES: Mapping[str, str | None] = {}
+Dtypes = torch.dtype | Mapping[str, torch.dtype]
+"""One type for all tensors of a folder, or one for each by name."""
+Companions = Mapping[str, bytes]
+"""Files other than weights, by name: configuration, tokenizer and processor."""
+
+
+def read_companions(folder: Path, changes: Mapping[str, str | None] = NO_CHANGES) -> Companions:
+    """Those of a folder, except for `changes`: by name the new text, or None to omit a file. Raises `UserError` if one
+    cannot be read.
+    """
+    names = [name for name in COMPANIONS if name not in changes and (folder / name).is_file()]
+    with os_errors_as(lambda error: _unreadable(folder, error)):
+        found = {name: (folder / name).read_bytes() for name in names}
+    return found | {name: text.encode() for name, text in changes.items() if text is not None}
+
+
+def _unreadable(folder: Path, error: OSError) -> UserError:
+    return UserError.at(
+        error.filename or folder,
+        problem=f"cannot be read ({reason(error)})",
+        because="it goes into the exported model",
+        fix="restore the folder",
+    )
+
+
+class FolderWriter:
+    """Writes a `transformers` folder shard by shard into a temporary folder, renamed when complete.
+
+    `shapes`: the shape of every tensor; `dtype`: what they are stored as. Call `put` for each, in any order (in that of
+    `shapes`, at most one shard is in memory), then `finish`.
+    """
+
+    def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Dtypes, limit: int = SHARD_BYTES):
+        self.target = target
+        self.dtypes = {name: dtype if isinstance(dtype, torch.dtype) else dtype[name] for name in shapes}
+        self.partial = partial_export_of(target)
+        sizes = {name: torch.Size(shape).numel() * self.dtypes[name].itemsize for name, shape in shapes.items()}
+        self.shards = plan_shards(sizes, limit)
+        self._shard_of = {name: i for i, names in enumerate(self.shards) for name in names}
+        self._waiting: list[dict[str, Tensor]] = [{} for _ in self.shards]
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Add one tensor (on the CPU); its shard is written once it has all of its tensors."""
+        shard = self._shard_of[name]
+        self._waiting[shard][name] = tensor.to(self.dtypes[name]).contiguous()
+        if len(self._waiting[shard]) == len(self.shards[shard]):
+            path = self.partial / self.file_name(shard)
+            save_file(self._waiting[shard], path, metadata={"format": "pt"})
+            path.chmod(0o666 & ~_umask())  # safetensors creates files readable by their owner only
+            self._waiting[shard].clear()
+
+    def file_name(self, shard: int) -> str:
+        """The file of a shard, named as transformers does."""
+        total = len(self.shards)
+        return SINGLE if total == 1 else f"model-{shard + 1:05d}-of-{total:05d}.safetensors"
+
+    def finish(self, companions: Companions) -> None:
+        """Add the index, the `companions` and the mark of an export, and move into place. The configuration gets the
+        dtype of the tensors, if all have the same. Raises `OSError`, and `UserError` if something other than an export
+        has appeared there meanwhile.
+        """
+        if len(self.shards) > 1:
+            self._write_index()
+        for name, content in companions.items():
+            (self.partial / name).write_bytes(content)
+        if len(dtypes := set(self.dtypes.values())) == 1:
+            _set_dtype(self.partial / CONFIG, dtypes.pop())
+        mark(self.partial)
+        _require_replaceable(self.target)
+        _replace_folder(self.partial, self.target)
+
+    def _write_index(self) -> None:
+        size = sum((self.partial / self.file_name(i)).stat().st_size for i in range(len(self.shards)))
+        weight_map = {name: self.file_name(i) for i, names in enumerate(self.shards) for name in names}
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def plan_shards(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
+    """Tensors, with their bytes, to files of at most `limit` bytes each (a larger tensor gets its own), in the order
+    given: at least one file.
+    """
+    shards: list[list[K]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def require_writable(folder: Path) -> None:
+    """Check, before any work is done, that `folder` can be made or replaced. Raises `UserError`."""
+    if os.path.ismount(folder):  # It can be neither renamed nor removed.
+        raise UserError.at(
+            folder,
+            found="a mount point",
+            expected="a folder that can be replaced",
+            because="an export is written next to its folder and then replaces it",
+            fix=f"choose a folder inside it, such as {folder / 'model'} (of a run export.hf_dir)",
+        )
+    with os_errors_as(lambda error: _unwritable(folder, reason(error))):
+        try_to_write(folder.parent)
+    _require_replaceable(folder)
+
+
+def _unwritable(folder: Path, why: str) -> UserError:
+    return UserError.at(
+        folder,
+        found=f"a folder that cannot be written ({why})",
+        expected="a place for the exported model",
+        fix="free space or grant access, or choose another folder (of a run export.hf_dir)",
+    )
+
+
+def _require_replaceable(folder: Path) -> None:
+    try:
+        found = what_would_be_lost(folder)
+    except OSError as error:
+        found = f"that {error.filename or folder} cannot be read ({reason(error)})"
+    if found is not None:
+        raise UserError.at(
+            folder,
+            found=found,
+            expected="nothing, an empty folder or an export of this version",
+            because="an export replaces the whole folder",
+            fix="choose another folder (of a run export.hf_dir), or remove this one yourself if nobody needs it",
+        )
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _set_dtype(path: Path, dtype: torch.dtype) -> None:
+    before = path.read_text(encoding="utf-8")
+    config = json.loads(before)
+    name = str(dtype).removeprefix("torch.")
+    for part in (config, *(p for p in config.values() if isinstance(p, dict))):
+        for key in ("dtype", "torch_dtype"):
+            if key in part:
+                part[key] = name
+    config.setdefault("torch_dtype" if "torch_dtype" in config else "dtype", name)
+    if config != json.loads(before):
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace_folder(new: Path, target: Path) -> None:
+    old = replaced_of(target)
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def folder_writer(
+    target: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: Dtypes,
+    companions: Companions,
+    limit: int = SHARD_BYTES,
+) -> Iterator[FolderWriter]:
+    """A `FolderWriter` that finishes on success and leaves nothing behind on failure. `companions`: see `finish`.
+
+    Raises `UserError` for a full disk and the like, and if another process writes there.
+    """
+    writer = FolderWriter(target, shapes, dtype, limit)
+    require_writable(target)
+    try:
+        with file_lock.alone(lock_of(target), target, "export"):
+            shutil.rmtree(writer.partial, ignore_errors=True)
+            try:
+                writer.partial.mkdir()
+                yield writer
+                writer.finish(companions)
+            finally:
+                shutil.rmtree(writer.partial, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise _unwritable(target, str(error)) from error

@@ -1,0 +1,324 @@
+"""Which communicators a topology has, and which calls make them. Pure; `Topology.build` makes them.
+
+On NCCL a communicator is one queue, and a receive that was posted early holds up all that follows it. So a communicator
+has one use and, where things are posted early, one direction (docs/schedules.md, "How deadlocks are excluded"):
+
+    use                    ranks                                          communicates
+    axes of a module       a group of the layout along `tp`, `sp`, `cp`   inside layers, in step with the computation
+                           first and last stage                           gradients of a tied embedding
+                           others of `MEGATRON_AXES`                      Megatron's own schedules and optimizers
+                           parts of a further view                        exchanges inside its layers
+    gradients of a module  along `sp`, `cp` and `dp`, and the ranks that  sums of gradients, gathers of weights, both
+                           sum those of a further view                    beside the computation
+    link of a pipeline     two: a stage and the one it sends to           activations, or gradients, one way
+    edge                   a stage of one module and a stage of another   rows, or their gradients, one way
+
+Uses that are in step with the computation share a communicator where their groups are the same, that of the world
+included: a rank does one after the other anyway. Gradients, links and edges share with nobody, but for those of two
+views of a module that the same ranks sum.
+
+A communicator takes one of the 32 streams of a pool of PyTorch's (c10/cuda/CUDAStream.cpp): from the 33rd on two share
+one, and are one queue. The pool of the highest priority is for what is to get multiprocessors before the rest of a
+product that runs: all that is beside the computation, and `tp`, whose exchanges run beside products.
+
+Groups that have no rank in common are made together, by one call that every rank makes (`ncclCommSplit`, a colour for
+each group). They are one *kind* here, so that the number of calls does not grow with ranks or degrees.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.axes import AXES, MAIN, View, axes_of
+from megatron_hetero.layout.graph import Edge, as_edge
+from megatron_hetero.layout.layout import Layout
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+Ranks = tuple[int, ...]
+
+REPLICA_AXES = axes_of("weights", "tokens")
+"""Ranks that work on the same samples."""
+
+GRADIENT_AXES = MAIN.sum_axes
+"""Ranks that hold the same parameters and different tokens, in the main view."""
+
+ENDS = ("first and last pp",)
+"""The pairs of ranks of the first and the last stage that differ in nothing else."""
+
+CTAS = 4
+"""Of a kernel that is posted early. One moves some 20 GB/s over NVLink, two fill a network card: they keep up with the
+computation beside which activations and rows travel. A power of two, as NCCL's channels of messages are.
+"""
+
+GRADIENT_CTAS = 16
+"""Of a kernel that sums gradients or gathers weights: some 320 GB/s over NVLink, where messages of 30 to 60 MB reach
+220 to 300, and six times what a network card moves.
+"""
+
+POOL_STREAMS = 32
+"""Of each of PyTorch's pools."""
+
+AXES_OF_GROUPS: tuple[tuple[str, ...], ...] = (("tp",), *((axis,) for axis in axes_of("tokens")), GRADIENT_AXES)
+"""Along what every module communicates."""
+
+MEGATRON_AXES: tuple[tuple[str, ...], ...] = (
+    axes_of("layers"),  # its pipeline schedules
+    axes_of("tokens"),  # attention
+    axes_of("samples"),  # what its layers log
+    REPLICA_AXES,  # balance of experts
+    axes_of("weights", "tokens", "samples"),
+    axes_of("weights", "layers"),  # norms of gradients
+    AXES,
+    ENDS,
+)
+"""Along what Megatron-Core's own schedules, layers of experts and optimizers communicate besides."""
+
+
+class Axes(NamedTuple):
+    """Communication of a module along axes of a view of its layout, or between `ENDS`."""
+
+    module: str
+    axes: tuple[str, ...]
+    view: View = MAIN
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it runs beside the computation, begun by each rank in its own time: sums of gradients do."""
+        return self.axes == self.view.sum_axes
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it includes all-to-alls: of heads for tokens in attention under `sp`, and of a further view's parts
+        for tokens.
+        """
+        return self.axes == ("sp",) or (self.view != MAIN and self.axes == self.view.part_axes)
+
+    def __str__(self) -> str:
+        return f"{self.module} {','.join(self.axes)}"
+
+
+class Link(NamedTuple):
+    """What the ranks at pipeline coordinate `sender` of a module send to the next stage (`forward`) or the one before.
+
+    With virtual stages the last coordinate's next one is the first.
+    """
+
+    module: str
+    direction: Direction
+    sender: int
+
+    def __str__(self) -> str:
+        return f"{self.module} {self.direction} from stage {self.sender}"
+
+
+class EdgeUse(NamedTuple):
+    """Rows along an edge (`forward`), or their gradients back."""
+
+    edge: Edge
+    direction: Direction
+
+    def __str__(self) -> str:
+        return ">".join(self.edge.ends if self.direction == "forward" else self.edge.ends[::-1])
+
+
+Use = Axes | Link | EdgeUse
+
+
+@dataclass(frozen=True)
+class CommunicatorKind:
+    """Communicators that one call makes, and which groups of ranks use them for what.
+
+    Groups are of at least two ranks, ascending. Several uses are in step with the computation and have the same groups,
+    or they are links of one direction that have no rank in common.
+    """
+
+    members: tuple[tuple[Use, tuple[Ranks, ...]], ...]
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What the communicators are used for."""
+        return tuple(use for use, _ in self.members)
+
+    @cached_property
+    def groups(self) -> tuple[Ranks, ...]:
+        """The ranks of each communicator; no rank is in two of them."""
+        return tuple(dict.fromkeys(ranks for _, groups in self.members for ranks in groups))
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all uses are in step with the computation."""
+        return all(isinstance(use, Axes) and not use.is_beside for use in self.uses)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether its kernels run beside products, and are not to wait for those."""
+        return not self.is_synchronous or any(isinstance(use, Axes) and use.axes == ("tp",) for use in self.uses)
+
+    @property
+    def collects(self) -> bool:
+        """Whether it does other than messages and all-to-alls, which attention under `sp` exchanges heads by."""
+        return any(isinstance(use, Axes) and use.axes != ("sp",) for use in self.uses)
+
+    def is_worlds(self, everybody: Ranks) -> bool:
+        """Whether it takes the communicator of the world: all is in step with the computation, over all ranks."""
+        return self.is_synchronous and self.groups == (everybody,)
+
+    def uses_of(self, rank: int) -> tuple[Use, ...]:
+        """What `rank` uses its communicator of this kind for; nothing where it has none."""
+        return tuple(use for use, groups in self.members if group_of(groups, rank) is not None)
+
+    def __str__(self) -> str:
+        if isinstance(first := self.uses[0], Link):
+            senders = ", ".join(str(use.sender) for use in self.uses if isinstance(use, Link))
+            return f"{first.module} {first.direction} from stages {senders}"
+        return ", ".join(map(str, self.uses))
+
+
+def max_ctas(use: Use) -> int | None:
+    """The most CTAs of a kernel that communicates for `use`; None leaves them to NCCL."""
+    if isinstance(use, Axes):
+        return GRADIENT_CTAS if use.is_beside else None
+    return CTAS
+
+
+def require_streams(kinds: Collection[CommunicatorKind], everybody: Ranks) -> None:
+    """Check that no two communicators of a rank that run beside products, that of the world included, share a stream of
+    PyTorch's pool of the highest priority. FSDP2's streams are of priority -1, which is another pool on GPUs with more
+    than two priorities.
+    """
+    urgent = [kind for kind in kinds if kind.is_urgent and not kind.is_worlds(everybody)]
+    counts = Counter((*everybody, *(rank for kind in urgent for ranks in kind.groups for rank in ranks)))
+    rank, count = max(counts.items(), key=itemgetter(1))
+    if count > POOL_STREAMS:
+        raise UserError.at(
+            f"communicators of rank {rank}",
+            found=f"{count} for the world, `tp`, links of pipelines, edges and gradients",
+            expected=f"at most {POOL_STREAMS}, as PyTorch has streams: two on one would wait for each other",
+            fix="give modules ranks of their own, or use fewer modules",
+        )
+
+
+def group_of(groups: Sequence[Ranks], rank: int) -> Ranks | None:
+    """The one of `groups` that `rank` is in, if any."""
+    return next((ranks for ranks in groups if rank in ranks), None)
+
+
+def communicators(
+    layouts: Mapping[str, Layout],
+    *,
+    edges: Collection[Edge | tuple[str, str]] = (),
+    tied: Collection[str] = (),
+    interleaved: Collection[str] = (),
+    megatron: Collection[str] = (),
+) -> tuple[CommunicatorKind, ...]:
+    """All communicators of the device other than the world's, in the order in which they are made.
+
+    Args:
+        layouts: of the modules, by name.
+        edges: of the graph of modules; (from, to) alone is from the last stage to the first.
+        tied: modules whose first and last stage hold copies of one parameter.
+        interleaved: modules with virtual stages.
+        megatron: modules that Megatron's own schedules or optimizers run.
+    """
+    kinds = (
+        *_axis_kinds(layouts, tied, megatron),
+        *(kind for name, layout in layouts.items() for kind in _link_kinds(name, layout, name in interleaved)),
+        *(_edge_kind(layouts, as_edge(edge, layouts), direction) for edge in edges for direction in DIRECTIONS),
+    )
+    return tuple(kind for kind in kinds if kind.groups)
+
+
+def gradient_uses(name: str, layout: Layout) -> tuple[Axes, ...]:
+    """The sums of a module's gradients that have communicators of their own, the main view's first."""
+    uses = [
+        Axes(name, view.sum_axes, view)
+        for view in (MAIN, *layout.views)
+        if layout.ways("tokens", "samples", view=view) > 1
+    ]
+    if len(uses) < 2:
+        return tuple(uses)
+    return tuple({layout.groups(*use.axes): use for use in reversed(uses)}.values())[::-1]
+
+
+def replica_groups(layout: Layout) -> tuple[Ranks, ...]:
+    """The ranks of each replica of a module, in its first stage: they share the data that one of them decodes."""
+    return layout.stage(0).groups(*REPLICA_AXES)
+
+
+def edge_ranks(layouts: Mapping[str, Layout], edge: Edge) -> Ranks:
+    """The ranks of both ends of an edge, ascending."""
+    return tuple(sorted({*edge.source_ranks(layouts[edge.source]), *edge.target_ranks(layouts[edge.target])}))
+
+
+def edge_peers(layouts: Mapping[str, Layout], use: EdgeUse, rank: int) -> tuple[Ranks, Ranks]:
+    """The ranks of an edge that `rank` may ever send to, and receive from, in one direction; ascending.
+
+    Rows go from any rank of one end to any of the other, and inside a replica where its ranks hold the same rows.
+    """
+    edge, direction = use
+    source, target = layouts[edge.source], layouts[edge.target]
+    sides = source.stage(edge.source_coordinate(source)), target.stage(edge.target_coordinate(target))
+    senders, receivers = sides if direction == "forward" else sides[::-1]
+    replica = {r for side in sides if rank in side for r in side.group_of(rank, *REPLICA_AXES)}
+    to = replica.union(receivers.ranks if rank in senders else ())
+    back = replica.union(senders.ranks if rank in receivers else ())
+    return tuple(sorted(to - {rank})), tuple(sorted(back - {rank}))
+
+
+def _axis_kinds(
+    layouts: Mapping[str, Layout], tied: Collection[str], megatron: Collection[str]
+) -> Iterator[CommunicatorKind]:
+    found: dict[tuple[Any, ...], list[Use]] = {}
+    for name, layout in layouts.items():
+        own = (*AXES_OF_GROUPS, *([ENDS] if name in tied else []))
+        main = [Axes(name, axes) for axes in dict.fromkeys((*own, *MEGATRON_AXES) if name in megatron else own)]
+        for use in (*main, *(use for view in layout.views for use in _view_uses(name, view, name in megatron))):
+            along = layout.groups("pp") if use.axes == ENDS else layout.groups(*use.axes)
+            groups = tuple((ranks[0], ranks[-1]) if use.axes == ENDS else ranks for ranks in along if len(ranks) > 1)
+            if groups:
+                found.setdefault((groups, name if use.is_beside else None), []).append(use)
+    return (CommunicatorKind(tuple((use, groups) for use in uses)) for (groups, _), uses in found.items())
+
+
+def _view_uses(name: str, view: View, megatron: bool) -> Iterator[Axes]:
+    """Exchanges of a further view's parts, sums of its gradients, and Megatron's norms of these."""
+    alone = [(axis,) for axis in view.part_axes]
+    norms = [(*view.part_axes, "pp")] if megatron else []
+    return (Axes(name, axes, view) for axes in dict.fromkeys([*alone, view.part_axes, view.sum_axes, *norms]))
+
+
+def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[CommunicatorKind]:
+    """Two kinds for each direction, from even and from odd stages; three where an odd ring of stages closes."""
+    for direction in DIRECTIONS:
+        kinds: list[list[tuple[int, int]]] = []
+        for link in _links(layout.pp, direction, interleaved):
+            free = next((kind for kind in kinds if not {i for other in kind for i in other}.intersection(link)), None)
+            if free is None:
+                kinds.append(free := [])
+            free.append(link)
+        for kind in kinds:
+            yield CommunicatorKind(tuple((Link(name, direction, link[0]), _pairs(layout, *link)) for link in kind))
+
+
+def _links(pp: int, direction: Direction, interleaved: bool) -> Sequence[tuple[int, int]]:
+    """(sending, receiving) pipeline coordinates."""
+    by = 1 if direction == "forward" else -1
+    links = [(sender, sender + by) for sender in range(pp) if 0 <= sender + by < pp]
+    return [*links, ((pp - 1, 0) if by == 1 else (0, pp - 1))] if interleaved and pp > 1 else links
+
+
+def _pairs(layout: Layout, sender: int, receiver: int) -> tuple[Ranks, ...]:
+    ends = zip(layout.stage(sender).ranks, layout.stage(receiver).ranks, strict=True)
+    return tuple((min(pair), max(pair)) for pair in ends)
+
+
+def _edge_kind(layouts: Mapping[str, Layout], edge: Edge, direction: Direction) -> CommunicatorKind:
+    ranks = edge_ranks(layouts, edge)
+    return CommunicatorKind(((EdgeUse(edge, direction), (ranks,) if len(ranks) > 1 else ()),))

@@ -1,1 +1,0 @@
-"""What model families share: attention, layers, loss, and their cost."""

@@ -1,1 +1,0 @@
-"""What families share of reading, checking and joining configurations."""

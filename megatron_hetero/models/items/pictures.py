@@ -1,0 +1,469 @@
+"""Sizes of pictures, where their patches are, and positions of tokens. Pure, on NumPy integers.
+
+Patches arrive in unit order: unit u of a picture, counted along its rows (*raster order*), holds the patches of
+merge x merge places, row by row.
+
+What one encoder sees of the pictures that are for it: sizes from headers, patches from decoded pictures.
+
+What the shapes of encoders of pictures have in common, whatever their family.
+
+Pictures as an item type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+from PIL import Image
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.axes import Split, View
+from megatron_hetero.models.architecture import Architecture
+from megatron_hetero.models.items import image_files as files
+from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
+from megatron_hetero.models.layers.parts import FORWARD, Tokens
+from megatron_hetero.models.layers.rotary import AxialRotary
+
+if TYPE_CHECKING:
+    from megatron_hetero.config.schema import PlanConfig
+
+
+class ImageSize(NamedTuple):
+    """In patches, before merging. An image has one frame."""
+
+    frames: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, eq=False)
+class PictureOrder:
+    """One picture in *window order*: all units of the first window in raster order, then of the second, ...
+
+    `units`: int32 [units], raster index of each unit. `windows`: int32 [windows], units of each window. `rows`,
+    `columns`: of a frame, in units; `merge`: patches per side of a unit. `sides`: whether positions say how large the
+    picture is.
+    """
+
+    units: np.ndarray
+    windows: np.ndarray
+    rows: int
+    columns: int
+    merge: int
+    sides: bool
+
+    def positions(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Row and column of each patch of the units [start, stop), and with `sides` the numbers of rows and columns of
+        patches: int64 [2 or 4, patches].
+        """
+        units = self.units[start:stop].astype(np.int64)[:, None, None]
+        inside = np.arange(self.merge)
+        row = units // self.columns % self.rows * self.merge + inside[:, None]
+        column = units % self.columns * self.merge + inside[None, :]
+        places = np.stack([x.ravel() for x in np.broadcast_arrays(row, column)])
+        if not self.sides:
+            return places
+        sides = np.array([[self.rows * self.merge], [self.columns * self.merge]])
+        return np.concatenate([places, np.broadcast_to(sides, places.shape)])
+
+
+@lru_cache(maxsize=1024)
+def picture_order(size: ImageSize, merge: int, window: int, sides: bool = False) -> PictureOrder:
+    """The order of a picture of that size with `window` units a side per window, less at the lower and right edges;
+    windows of one unit are raster order.
+    """
+    frames, rows, columns = size[0], size[1] // merge, size[2] // merge
+    frame, row, column = np.indices((frames, rows, columns))
+    across, down = -(-columns // window), -(-rows // window)
+    window_of = ((frame * down + row // window) * across + column // window).ravel()
+    return PictureOrder(
+        units=np.argsort(window_of, kind="stable").astype(np.int32),
+        windows=np.bincount(window_of, minlength=frames * down * across).astype(np.int32),
+        rows=rows,
+        columns=columns,
+        merge=merge,
+        sides=sides,
+    )
+
+
+def rope_positions(length: int, starts: np.ndarray, places: Sequence[np.ndarray]) -> np.ndarray:
+    """Multimodal rotary positions of one sample: time, height and width of each token (Qwen2-VL, arXiv 2409.12191,
+    section 2.1).
+
+    Text advances all three together. The tokens of an image share one time and take their row and column in it, all
+    counted from the position where the image begins; the text after it continues from the largest of them.
+
+    Args:
+        length: tokens of the sample, image tokens included.
+        starts: [images] index of each image's first token.
+        places: of each image, int64 [3, tokens], time, row and column of its tokens from its first.
+
+    Returns:
+        int64 [3, length].
+    """
+    positions = np.empty((3, length), dtype=np.int64)
+    token = position = 0
+    for start, of_image in zip(starts.tolist(), places, strict=True):
+        text = start - token
+        positions[:, token:start] = np.arange(position, position + text)
+        token, position = start + of_image.shape[1], position + text
+        positions[:, start:token] = position + of_image
+        position += int(of_image[1:].max()) + 1
+    positions[:, token:] = np.arange(position, position + length - token)
+    return positions
+
+
+_GREY = (128, 128, 128)
+_LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+
+
+class ImageReader:
+    """The image processor of a model folder. See `megatron_hetero.models.items.types.ItemReader`.
+
+    Attributes:
+        token_id: the token that stands for one merged patch.
+        max_image_pixels: pictures with more pixels are refused before decoding.
+        patch_size: side of a patch in pixels.
+        merge_size: patches per token and side.
+        min_pixels, max_pixels: areas that pictures are enlarged or reduced to.
+    """
+
+    def __init__(self, image_processor: Any, token_id: int, max_image_pixels: int = files.MAX_IMAGE_PIXELS) -> None:
+        self.image_processor = image_processor
+        self.token_id = token_id
+        self.max_image_pixels = max_image_pixels
+        self.patch_size: int = image_processor.patch_size
+        self.merge_size: int = image_processor.merge_size
+        self.min_pixels: int = image_processor.size["shortest_edge"]
+        self.max_pixels: int = image_processor.size["longest_edge"]
+
+    def size(self, item: Item) -> ImageSize:
+        """The size of a picture as the encoder takes it, from its header."""
+        # Here, since it brings torch; see `megatron_hetero.data.processor`.
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        width, height = files.picture_size(*item, self.max_image_pixels)
+        try:
+            height, width = smart_resize(
+                height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
+            )
+        except (ValueError, ZeroDivisionError) as error:
+            raise UserError.at(
+                files.image_place(item.where, item.path),
+                found=f"a picture of {width} x {height} pixels ({error})",
+                expected="sides that differ by a factor below 200",
+                fix="crop or split the picture, or remove the record",
+            ) from error
+        return ImageSize(1, height // self.patch_size, width // self.patch_size)
+
+    def pieces(self, size: ImageSize) -> tuple[ImageSize, ...]:
+        """The picture."""
+        return (size,)
+
+    def blocks(self, size: ImageSize) -> Sequence[Block]:
+        """Frame, row and column of each merged patch in raster order."""
+        frames, rows, columns = size
+        return (Block(np.indices((frames, rows // self.merge_size, columns // self.merge_size)).reshape(3, -1)),)
+
+    def blank(self) -> ImageReader:
+        """The reader of grey pictures of the same sizes."""
+        return _GreyReader(self.image_processor, self.token_id, self.max_image_pixels)
+
+    def describe(self, item: Item, size: ImageSize) -> str:
+        """A picture in words."""
+        width, height = files.picture_size(*item, self.max_image_pixels)
+        resized = f"{size.columns * self.patch_size}×{size.rows * self.patch_size} px"
+        return f"{width}×{height} px → {resized}, grid {tuple(size)} (t, h, w)"
+
+    def load_image(self, item: Item) -> Image.Image:
+        """The decoded picture, upright, in mode RGB, at its own size. Raises `UserError`."""
+        return files.load_picture(*item, self.max_image_pixels)
+
+    def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
+        """Decodes one picture into the patches that the encoder takes.
+
+        Args:
+            item: the picture.
+            pieces: its only one.
+
+        Returns:
+            float32 [t·h·w, channels · temporal_patch_size · patch_size²], normalised; merged groups are adjacent.
+
+        Raises:
+            UserError: the picture cannot be decoded, or its size is not what its header said.
+        """
+        [(_, size)] = pieces
+        assert isinstance(size, ImageSize), "a picture has the size of a picture"
+        output = self.image_processor(images=[self.load_image(item)], return_tensors="np")
+        found, expected = output["image_grid_thw"][0].tolist(), list(size)
+        if found != expected:
+            raise UserError.at(
+                files.image_place(item.where, item.path),
+                found=f"a decoded picture of {found} patches (time, height, width)",
+                expected=f"{expected}, as its header said",
+                fix="do not change pictures during training; if this one is damaged, replace it",
+            )
+        return np.ascontiguousarray(output["pixel_values"], dtype=np.float32)
+
+
+class _GreyReader(ImageReader):
+    def load_image(self, item: Item) -> Image.Image:
+        return Image.new("RGB", super().load_image(item).size, _GREY)
+
+
+class PixelLimits(NamedTuple):
+    """The smallest and the largest area of a resized picture; None: as the encoder's folder says."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+def load_image_processor(folder: Path, of_class: type, section: Any, setting: str) -> Any:
+    """The image processor in its PIL variant, which gives the same pixels on every machine.
+
+    Args:
+        folder: its files have been checked.
+        of_class: the class that it must be of.
+        section: has the fields of `PixelLimits`, or some of them.
+        setting: the setting that names the folder.
+
+    Raises:
+        UserError: no picture can have these areas.
+    """
+    # From its module: releases before 5.18 export it only if torchvision is installed.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **_LOCAL)
+    if not isinstance(image_processor, of_class):
+        raise TypeError(f"it is of type {type(image_processor).__name__}")
+    size = dict(image_processor.size)
+    limits = PixelLimits(*(getattr(section, field, None) for field in PixelLimits._fields))
+    low = size.get("shortest_edge") or size.get("min_pixels") if limits.min_pixels is None else limits.min_pixels
+    high = size.get("longest_edge") or size.get("max_pixels") if limits.max_pixels is None else limits.max_pixels
+    if low is None or high is None or not 0 < low <= high:
+        place = "data" if setting.startswith("model.hf_path") else setting.removesuffix(".hf_path")
+        raise UserError.at(
+            f"{place}.min_pixels and {place}.max_pixels",
+            found=f"an area of {low} to {high} pixels",
+            expected="0 < min_pixels <= max_pixels",
+            because=f"the defaults come from {folder}",
+            fix="set both, as areas in pixels",
+        )
+    image_processor.size = {"shortest_edge": low, "longest_edge": high}
+    return image_processor
+
+
+def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
+    """Check that the image processor makes patches that the encoder accepts, tried on a picture of one row. Raises
+    `UserError` or `ValueError`.
+    """
+    pairs = {
+        "patch_size": (image_processor.patch_size, vision.patch_size),
+        "merge_size": (image_processor.merge_size, vision.spatial_merge_size),
+        "temporal_patch_size": (image_processor.temporal_patch_size, vision.temporal_patch_size),
+    }
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise UserError.at(
+                folder / "preprocessor_config.json",
+                found=f"{name} {ours}",
+                expected=f"{theirs}, as in vision_config of config.json",
+                fix="copy both files from the same model",
+            )
+    side, elements = (
+        vision.patch_size * vision.spatial_merge_size,
+        3 * vision.temporal_patch_size * vision.patch_size**2,
+    )
+    size = {"shortest_edge": side**2, "longest_edge": side**2}
+    black = Image.new("RGB", (side, side))
+    with np.errstate(all="ignore"):
+        patches = image_processor(images=[black], size=size, return_tensors="np")["pixel_values"]
+    if patches.shape != (vision.spatial_merge_size**2, elements) or not np.isfinite(patches).all():
+        values = f"of values from {patches.min()} to {patches.max()}"
+        raise ValueError(f"a black picture of {side} x {side} pixels becomes patches {patches.shape} {values}")
+
+
+@dataclass(frozen=True)
+class ImageEncoderShape:
+    """Part of a `megatron_hetero.models.family.EncoderShape`, of encoders that cut images into square patches and merge
+    square units of them. Sizes in elements.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    channels: int
+    patch: int
+    """Pixels per side of a patch."""
+    temporal_patch: int
+    """Frames of a patch."""
+    merge: int
+    """Patches per side of a unit."""
+    out_hidden: int
+    rope_theta: float
+
+    @classmethod
+    def of(cls, vision: Any, **own: Any) -> Self:
+        """Of the configuration `vision_config`. `own`: the fields that only this family has."""
+        return cls(
+            layers=vision.depth,
+            hidden=vision.hidden_size,
+            heads=vision.num_heads,
+            ffn=vision.intermediate_size,
+            channels=vision.in_channels,
+            patch=vision.patch_size,
+            temporal_patch=vision.temporal_patch_size,
+            merge=vision.spatial_merge_size,
+            out_hidden=vision.out_hidden_size,
+            rope_theta=float(vision.rope_parameters["rope_theta"]),
+            **own,
+        )
+
+    @property
+    def norm_eps(self) -> float:
+        """What norms add to the variance; no configuration says otherwise."""
+        return 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def patch_elements(self) -> int:
+        """Pixel values of one patch: channels x temporal x height x width."""
+        return self.channels * self.temporal_patch * self.patch**2
+
+    @property
+    def unit(self) -> int:
+        """Patches that are merged into one row."""
+        return self.merge**2
+
+    @property
+    def unit_width(self) -> int:
+        """Pixel values of a unit."""
+        return self.unit * self.patch_elements
+
+    def rows(self, size: ImageSize) -> int:
+        """Rows of an image of that size."""
+        return math.prod(size) // self.unit
+
+    def sequences(self, size: ImageSize) -> tuple[int, ...]:
+        """Patches of each frame: full attention sees one."""
+        frames, rows, columns = size
+        return (rows * columns,) * frames
+
+    def tokens(self, sizes: Iterable[ImageSize]) -> Tokens:
+        """What the encoder computes on, of images of these sizes."""
+        sizes = list(sizes)
+        return Tokens(
+            [patches for size in sizes for patches in self.sequences(size)],
+            [patches for size in sizes for patches in self.windows(size)],
+        )
+
+    def order(self, size: ImageSize) -> PictureOrder:
+        """The order in which the encoder works."""
+        raise NotImplementedError
+
+    def windows(self, size: ImageSize) -> list[int]:
+        """Patches of each window of local attention; of one unit, where no attention is local."""
+        return (self.order(size).windows * self.unit).tolist()
+
+    def cost(self, size: ImageSize) -> float:
+        """Predicted forward flops of encoding an image."""
+        linear, quadratic = self.flops_per_patch()
+        frame = float(math.prod(size[1:]))
+        return size[0] * (linear * frame + quadratic * frame * frame)
+
+    def cost_per_patch(self, size: ImageSize) -> float:
+        """Those of one of its patches, which meets all patches of its frame."""
+        linear, quadratic = self.flops_per_patch()
+        return linear + quadratic * size[1] * size[2]
+
+    @property
+    def window_patches(self) -> int:
+        """Patches of a whole window of local attention, a multiple of a unit."""
+        return self.unit
+
+    @property
+    def architecture(self) -> Architecture:
+        """Layers and ends."""
+        raise NotImplementedError
+
+    @property
+    def rotary(self) -> AxialRotary:
+        """How positions turn queries and keys."""
+        return AxialRotary(self.rope_theta, self.head_dim)
+
+    def flops_per_patch(self) -> tuple[float, float]:
+        """Forward flops per patch, and per patch and patch of its sequence in layers of full attention."""
+        return _flops_per_patch(self)
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """No further ones."""
+        return ()
+
+    @property
+    def parts(self) -> Mapping[Split, int]:
+        """None, without further views."""
+        return {}
+
+
+@lru_cache
+def _flops_per_patch(shape: ImageEncoderShape) -> tuple[float, float]:
+    """Both from the operations of an image of one and of two windows: linear * n + quadratic * n^2."""
+    n = shape.window_patches
+    one, two = (
+        shape.architecture.operations(Tokens([windows * n], [n] * windows), passes=FORWARD) for windows in (1, 2)
+    )
+    return float((4 * one - two) // (2 * n)), float((two - 2 * one) // (2 * n * n))
+
+
+_TOKENS = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
+IMAGE_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+"""The tokens that show pictures and videos in published folders, by what `config.json` calls their numbers."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """See `megatron_hetero.models.items.types.ItemType`. A size is an `ImageSize`; a picture is one piece."""
+
+    image_processor_class: Callable[[], type]
+    """The class of `transformers` whose patches the encoder takes."""
+    modality: Modality = "image"
+    tokens: ItemTokens = _TOKENS
+    processor: str = "an image processor"
+
+    def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ImageReader:
+        """The reader with the image processor of a folder."""
+        image_processor = load_image_processor(folder, self.image_processor_class(), section, setting)
+        check_agreement(folder, config.vision_config, image_processor)
+        return ImageReader(image_processor, token_id)
+
+    def inputs(self, patches: np.ndarray, sizes: Sequence[ImageSize]) -> dict[str, Any]:
+        """Patches, and the grid of each picture."""
+        import torch
+
+        return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor(sizes)}
+
+    def assumed(self, shape: ImageEncoderShape, plan: PlanConfig) -> ImageSize:
+        """A square of whole units, as the image processor resizes it."""
+        patches = max(1, round(plan.image_side / (shape.patch * shape.merge))) * shape.merge
+        return ImageSize(1, patches, patches)
+
+    def measures(self, shape: ImageEncoderShape, size: ImageSize) -> str:
+        """Width and height in pixels."""
+        return f"{size.columns * shape.patch:,}x{size.rows * shape.patch:,} pixels"

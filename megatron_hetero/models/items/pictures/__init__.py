@@ -1,1 +1,0 @@
-"""Pictures: their files, sizes, patches, and where patches and rows are."""

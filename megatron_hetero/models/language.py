@@ -1,0 +1,287 @@
+"""What the shapes of language models have in common, whatever their family.
+
+The head and its loss: cross entropy, and which tokens are predicted right, over a vocabulary that is split over a
+tensor-parallel group, in chunks of tokens.
+
+The method of the cross entropy is Megatron-LM's (Shoeybi et al. 2019, arXiv 1909.08053): each rank reduces its own part
+of the vocabulary, and only three numbers per token cross the group. Ours takes its group explicitly, computes and
+differentiates in fp32, and leaves out rows that pad the vocabulary. Logits of a whole batch would be the largest tensor
+of a step (152k ids, 16k tokens: 10 GB in fp32); gradients are therefore formed with the loss, as in Liger Kernel (Hsu
+et al. 2024, arXiv 2410.10989), and logits exist for some tokens at a time. Of few tokens their gradients are kept: then
+that of the head's weight, which is larger, is one product, added to those of earlier micro-batches at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_hetero.layout.axes import Split, View
+from megatron_hetero.models.architecture import Architecture, End
+from megatron_hetero.models.layers.attention import SelfAttention
+from megatron_hetero.models.layers.ends import Head, TokenEmbedding
+from megatron_hetero.models.layers.layer import Layer
+from megatron_hetero.models.layers.linear import add_product, gradient_of_weight, product, scaled_gradient
+from megatron_hetero.models.layers.mlp import MLP
+from megatron_hetero.models.layers.norms import Norm
+from megatron_hetero.models.layers.rotary import MultimodalRotary
+
+MOST_LOGITS = 1 << 26
+"""Logits of a rank that exist at a time: 256 MiB in fp32."""
+
+
+def tokens_at_a_time(columns: int) -> int:
+    """For how many tokens logits of so many columns exist at a time."""
+    return max(1, MOST_LOGITS // columns)
+
+
+def keeps_logits(tokens: int, hidden: int) -> bool:
+    """Whether there are gradients of so many tokens' logits, no larger than that of the weight that gives them."""
+    return 0 < tokens <= hidden
+
+
+@dataclass(frozen=True)
+class LanguageModelShape:
+    """Part of a `megatron_hetero.models.family.TextShape`, of language models whose tensors are named as those of Qwen2
+    and Qwen3. Sizes in elements. Families say whether queries, keys and values have a bias (`qkv_bias`), and whether
+    queries and keys are normed head by head (`head_norms`).
+    """
+
+    qkv_bias: ClassVar[bool]
+    head_norms: ClassVar[bool]
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool
+    """Whether the head shares the weight of the embedding."""
+    rope_theta: float
+    mrope_section: tuple[int, ...]
+    """Rotary frequencies for time, height and width."""
+    norm_eps: float
+    max_positions: int
+
+    @classmethod
+    def of(cls, config: Any, head_dim: int, sections: Sequence[int]) -> Self:
+        """Of the configuration of a whole model. `sections`: of rotary frequencies, where it gives none."""
+        text, rope = config.text_config, config.text_config.rope_parameters
+        return cls(
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            heads=text.num_attention_heads,
+            kv_heads=text.num_key_value_heads,
+            head_dim=head_dim,
+            ffn=text.intermediate_size,
+            vocab=text.vocab_size,
+            tied=bool(config.tie_word_embeddings),
+            rope_theta=float(rope["rope_theta"]),
+            mrope_section=tuple(rope.get("mrope_section", sections)),
+            norm_eps=text.rms_norm_eps,
+            max_positions=text.max_position_embeddings,
+        )
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """For each rotary frequency the position that it turns with: 0 time, 1 height, 2 width."""
+        raise NotImplementedError
+
+    @property
+    def rotary(self) -> MultimodalRotary:
+        """How positions turn queries and keys."""
+        return MultimodalRotary(self.rope_theta, self.head_dim, self.turns)
+
+    @property
+    def architecture(self) -> Architecture:
+        """The layers, between the embedding, and the final norm and the head."""
+        return _architecture(self)
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """No further ones."""
+        return ()
+
+    @property
+    def parts(self) -> Mapping[Split, int]:
+        """None, without further views."""
+        return {}
+
+
+@lru_cache
+def _architecture(t: LanguageModelShape) -> Architecture:
+    norm = Norm(t.hidden, t.norm_eps)
+    attention = SelfAttention(
+        t.hidden,
+        t.heads,
+        t.kv_heads,
+        t.head_dim,
+        stored=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        causal=True,
+        qkv_bias=t.qkv_bias,
+        head_norm=Norm(t.head_dim, t.norm_eps) if t.head_norms else None,
+        norm_names=("self_attn.q_norm", "self_attn.k_norm"),
+    )
+    mlp = MLP(t.hidden, t.ffn, stored=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+    layer = Layer(attention, mlp, (norm, norm), ("input_layernorm", "post_attention_layernorm"))
+    table, head = "model.embed_tokens.", Head(t.vocab, t.hidden)
+    return Architecture(
+        entry=End("embedding", TokenEmbedding(t.vocab, t.hidden), table, "first"),
+        layers=(layer,) * t.layers,
+        ends=(
+            End("final_layernorm", norm, "model.norm.", "last"),
+            End("output_layer", head, table, "last", copies="embedding", copy="lm_head.")
+            if t.tied
+            else End("output_layer", head, "lm_head.", "last"),
+        ),
+        stored="model.layers.",
+    )
+
+
+class VocabularyShard(NamedTuple):
+    """A tensor-parallel rank's part of the vocabulary: `valid` ids from `first` on, then padding up to the columns of
+    its logits; `group`: of the ranks that have the other parts.
+    """
+
+    first: int
+    valid: int
+    group: dist.ProcessGroup
+
+
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabularyShard,
+    *,
+    hits: Tensor | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """The sum of the cross entropies of all tokens, fp32 [], whole on every rank of the group; of logits that the head
+    `weight` makes of `hidden`, and that exist for `chunk` tokens at a time.
+
+    The gradients are formed in the forward pass, chunk by chunk: those of `hidden`, this rank's part of them, and of
+    `weight`; or, where these are smaller, those of the logits, of which the backward pass makes the weight's. The loss
+    is to be back-propagated once.
+
+    Args:
+        hidden: [tokens, hidden].
+        weight: [columns, hidden], of which the first `valid` rows stand for ids.
+        targets: int64 [tokens], global ids, the same on every rank.
+        shard: of the vocabulary.
+        hits: bool [tokens], filled where it is given, see `vocab_parallel_hits`.
+        chunk: tokens; default: `tokens_at_a_time`.
+    """
+    return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or tokens_at_a_time(len(weight)))
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard, hits: Tensor | None,
+        chunk: int,
+    ) -> Tensor:  # fmt: skip
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_logits = of_weight = None
+        if ctx.needs_input_grad[1] and keeps_logits(len(hidden), hidden.shape[1]):
+            of_logits = hidden.new_empty(len(hidden), len(weight))
+        elif ctx.needs_input_grad[1]:
+            of_weight = _SumOfProducts(weight, many=len(hidden) > chunk)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, len(hidden), chunk):
+            tokens = slice(start, start + chunk)
+            logits = torch.mm(hidden[tokens], weight.t(), out=None if of_logits is None else of_logits[tokens])
+            if hits is not None:
+                hits[tokens] = vocab_parallel_hits(logits, targets[tokens], shard)
+            losses, grad = _cross_entropy_(logits, targets[tokens], shard)
+            loss += losses.sum()
+            del logits
+            if of_hidden is not None:
+                torch.mm(grad, weight, out=of_hidden[tokens])
+            if of_weight is not None:
+                of_weight.add(grad.t(), hidden[tokens])
+        ctx.parameter, factors = weight, (None, None) if of_logits is None else (of_logits, hidden)
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.value(), *factors)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        of_hidden, of_weight, of_logits, hidden = ctx.saved_tensors
+        # In place: whoever goes backward a second time is told by autograd.
+        of_hidden = None if of_hidden is None else of_hidden.copy_(_scaled(of_hidden, grad))
+        if of_weight is not None:
+            of_weight = scaled_gradient(ctx.parameter, of_weight, grad)
+        if of_logits is not None:
+            of_weight = gradient_of_weight(ctx.parameter, of_logits.t(), _scaled(hidden, grad))
+        return of_hidden, of_weight, None, None, None, None
+
+
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """`x` times `scale` [], in fp32: a GPU would round that to the dtype of `x` first, and all elements alike."""
+    return x.float().mul_(scale).to(x.dtype) if x.element_size() < 4 else x * scale
+
+
+class _SumOfProducts:
+    """A sum of matrix products, of `like`'s shape and dtype; in fp32 as long as there are `many` narrow ones to add."""
+
+    def __init__(self, like: Tensor, *, many: bool):
+        self._sum: Tensor | None = None
+        self._like, self._dtype = like, torch.float32 if many and like.element_size() < 4 else like.dtype
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        if self._sum is None:
+            self._sum = product(left, right, dtype=self._dtype)
+        else:
+            add_product(self._sum, left, right)
+
+    def value(self) -> Tensor:
+        return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
+
+
+def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """Cross entropy of each token, fp32 [tokens], computed in fp32, and its gradients, which take the place of
+    `logits`.
+    """
+    logits[:, shard.valid :] = -torch.inf
+    highest = logits.amax(dim=-1).float()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=shard.group)
+    wide = logits.sub_(highest[:, None]) if logits.dtype == torch.float32 else logits - highest[:, None]
+    local = targets - shard.first
+    mine = (local >= 0) & (local < shard.valid)
+    local = local.clamp_(0, logits.shape[1] - 1)[:, None]
+    target_logit = torch.where(mine, wide.gather(1, local).squeeze(1), 0.0)
+    exponentials = wide.exp_()
+    sums = torch.stack([exponentials.sum(dim=-1), target_logit])
+    dist.all_reduce(sums, group=shard.group)
+    # Before they are divided, and so before they are rounded to fewer bits, as likely targets have almost 1.
+    exponentials.scatter_add_(1, local, -torch.where(mine, sums[0], 0.0)[:, None])
+    return sums[0].log() - sums[1], torch.div(exponentials, sums[0][:, None], out=logits)
+
+
+def vocab_parallel_hits(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+    """Whether each token's target is what greedy decoding chooses: the likeliest id, the lowest of several as likely.
+    Bool [tokens], whole on every rank of the group. `logits`: [tokens, columns]. Two numbers per token cross the group.
+    """
+    highest, column = _without_padding(logits, shard.valid).max(dim=-1)
+    best = highest.to(torch.float32, copy=True)
+    dist.all_reduce(best, dist.ReduceOp.MAX, group=shard.group)
+    chosen = torch.where(highest == best, column + shard.first, torch.iinfo(column.dtype).max)
+    dist.all_reduce(chosen, dist.ReduceOp.MIN, group=shard.group)
+    return chosen == targets
+
+
+def _without_padding(logits: Tensor, valid: int) -> Tensor:
+    """`logits` with all columns from `valid` on at minus infinity."""
+    if valid == logits.shape[1]:
+        return logits
+    return logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= valid, -torch.inf)

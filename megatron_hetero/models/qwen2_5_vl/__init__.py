@@ -1,1 +1,0 @@
-"""Qwen2.5-VL: shapes, geometry of images, vision and text modules, and the map to its `transformers` weights."""

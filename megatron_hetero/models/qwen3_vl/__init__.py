@@ -1,1 +1,0 @@
-"""Qwen3-VL: shapes, geometry of images, vision and text modules, and the map to its `transformers` weights."""

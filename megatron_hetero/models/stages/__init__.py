@@ -1,1 +1,0 @@
-"""Pipeline stages of encoders and of language models, built from lists of layers."""

@@ -1,0 +1,160 @@
+"""The interface of the interpreter: micro-batches, and models, which may be any `torch.nn.Module` or callable.
+
+What a stage's model is called with depends on its position. `batch` is the module's entry in `DeviceMicroBatch.inputs`;
+only the model looks into it. docs/library.md has the whole contract: further outputs, metrics, other graphs.
+
+    stage                              is called with                returns
+    first of an encoder                batch                         hidden states; on its last stage rows
+    first of the text module           batch, rows                   hidden states; on its last stage the loss
+    the same, where it `embeds`        batch, embed(batch), rows     the same
+    any other                          batch, hidden states          the same
+
+Inputs are leaves of the model's own graph, which ends with its output. Models may communicate inside their module, in
+one order on all ranks of a stage. If a schedule recomputes, an encoder is called twice per micro-batch and draws the
+same random numbers both times. With several micro-batches in one call (`DeviceMicroBatch.calls`) an encoder returns the
+rows of all, [held of the first, then of the next, ..., width], by each name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.boundary.loaded import LoadedPlan
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.layout.graph import Edge
+from megatron_hetero.schedule.program import Schedule
+
+LOSS = "loss"
+"""The name of the sum of losses; further names are in `megatron_hetero.base.errors`."""
+METRICS = "metrics"
+"""The name under which a last stage may return further sums by name, scalars without gradients."""
+
+StageOutput = Tensor | Mapping[str, Any]
+"""The only output of a stage, or its outputs by name."""
+
+
+StageModel = Callable[..., Any]
+"""The model of a stage. One after the first has a method `hidden_shape(batch)`: the shape of the hidden states that it
+receives. The first one of a module that `embeds` has `embed(batch)`: what needs no rows, a tensor of any shape.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """A part of a stage whose weights are gathered by themselves, where data-parallel ranks share them.
+
+    `read_again`: whether they are read after the part has run. `in_backward`: whether its backward pass reads them.
+    """
+
+    module: Any
+    read_again: bool = False
+    in_backward: bool = True
+
+
+class GatheredStage(Protocol):
+    """A stage whose weights several ranks share, and gather when they run it."""
+
+    @property
+    def zero(self) -> int:
+        """ZeRO stage: 2 or 3."""
+        ...
+
+    def before_run(self, stays: bool) -> None:
+        """Before each run of the stage: whether the weights that it gathers stay so, for the next one."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleOnRank:
+    """A rank's part of a module.
+
+    `stages`: the models of its stages on this rank, by stage number. `embeds`: whether the first stage of the text
+    module has `embed`, which runs while rows travel. `trains_before_last`: whether stages before the last one, or rows
+    that enter them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains).
+    `gathered`: by stage number, those of each view that are to know how long weights stay gathered.
+    """
+
+    stages: Mapping[int, StageModel]
+    embeds: bool = False
+    trains_before_last: bool = True
+    gathered: Mapping[int, Sequence[GatheredStage]] = field(default_factory=dict[int, Sequence[GatheredStage]])
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceMicroBatch:
+    """A rank's part of a micro-batch, on the device.
+
+    `inputs`: the input of each module; without modules that have no work on any rank (an encoder in a micro-batch
+    without images). `boundaries`: by edge, the plan of its rows; without edges along which none cross.
+
+    `calls`: by module, the micro-batches that one call of it computes, where these are several. The input of the first
+    is that of all, the others have none. Only of encoders in waves, and of micro-batches that the schedule has
+    `together`.
+    """
+
+    inputs: Mapping[str, Any]
+    boundaries: Mapping[Edge, LoadedPlan]
+    calls: Mapping[str, range] = field(default_factory=dict[str, range])
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step has summed on this rank, over its micro-batches: scalars on the device.
+
+    `loss`: the losses of all modules, fp32; 0 without any. `losses`, `metrics`: by module those of its last stage,
+    without modules that have none on this rank.
+    """
+
+    loss: Tensor
+    losses: Mapping[str, Tensor]
+    metrics: Mapping[str, Mapping[str, Tensor]]
+
+
+def require_known(micro_batch: int, batch: DeviceMicroBatch, modules: Collection[str], edges: Collection[Edge]) -> None:
+    """Check that a micro-batch names modules and edges of the schedule. Raises `UserError`: others would be left out
+    without a word.
+    """
+    for name, found, known in (("inputs", batch.inputs, modules), ("boundaries", batch.boundaries, edges)):
+        if unknown := [key for key in found if key not in known]:
+            raise UserError.at(
+                f"micro-batch {micro_batch}: `{name}` of its `DeviceMicroBatch`",
+                found=f"`{unknown[0]}`",
+                expected=f"some of {', '.join(f'`{each}`' for each in known)}",
+                fix="name modules as in the layouts, and edges by `Edge(source, target)`",
+            )
+
+
+def require_together(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule) -> None:
+    """Check that the calls which begin with a micro-batch are of such as the schedule has together. Raises `UserError`:
+    rows of others would be sent before they are made, or their gradients be waited for.
+    """
+    for module, call in batch.calls.items():
+        known = schedule.together(module) if module in schedule.module else ()
+        if call and call[0] == micro_batch and any(set(call) <= set(run) for run in known):
+            continue
+        runs = ", ".join(f"{run[0]}-{run[-1]}" for run in known if micro_batch in run)
+        raise UserError.at(
+            f"micro-batch {micro_batch}: `calls` of its `DeviceMicroBatch`",
+            found=f"{call} of `{module}`",
+            expected=f"a range that begins with it, within {runs or 'the micro-batches of a module in waves'}",
+            because="these are encoded in one turn, and their gradients come back in one",
+            fix=f"leave `{module}` out, or take micro-batches of one run of `schedule.together({module!r})`",
+        )
+
+
+def random_states(platform: Platform) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """What returns a copy of the states of the generators that models use, PyTorch's own and the streams of
+    Megatron-Core where it has been imported; and what restores one. Neither waits for the device.
+    """
+    if "megatron.core.tensor_parallel.random" not in sys.modules:
+        return platform.random_states, platform.set_random_states
+    from megatron_hetero.groups import megatron
+
+    return partial(megatron.random_states, platform), partial(megatron.set_random_states, platform=platform)

@@ -1,0 +1,491 @@
+"""Maps the actions of a rank to a GPU: work on its compute stream, operations on the streams of communicators.
+
+NCCL gives a communicator one stream on each of its ranks, first in, first out, for its collectives and, if created
+eagerly, for its unbatched point-to-point too. The host of a rank issues its actions and never blocks.
+
+  * *Work* (a `run`) is on the compute stream. All ranks of a stage compute it together, since it may communicate.
+  * An *operation* is on the stream of its communicator. A batch of point-to-point is one operation.
+  * A *stream wait* (in `wait` and `finish`) makes the compute stream wait for the end of an operation.
+
+    action            sending side, or collective                       receiving side
+    run               work                                              the same
+    send              operation                                         -
+    irecv             -                                                 operation; of a B whose F has not run: after it
+    wait              -                                                 stream wait
+    start, disjoint   B: reduce, wait for it; then the batch of sends   the batch of receives
+    finish, disjoint  wait for it                                       wait for it; gather, wait for that
+    start, shared     operation of all participants                     the same
+    finish, shared    wait for it; one more operation, wait for that    the same
+
+The sides of a "disjoint" boundary share no rank, those of a "shared" one do. Which exchanges of a crossing a batch
+needs, between which ranks, depends on its plan; here a crossing has all of them, between all ranks of its sides. A
+start of B may occur during the backward of the text module, as soon as the gradients of rows are known, so that this
+work has two parts. Tokens are embedded before rows are waited for.
+
+Whether a schedule ends on NCCL, and if not, the cycle of ranks that wait for each other.
+
+docs/schedules.md, "How deadlocks are excluded", has the rules for what the host of each rank issues (`streams`), and
+what they take for granted. Each event waits for all of its predecessors, so a schedule ends if and only if the graph of
+beginnings and ends has no cycle, whatever the durations. What a batch of data skips, it skips on all ranks that take
+part, which adds no cycle.
+
+Ranks are checked in classes. First by role, as if each rank depended on what any rank of the role depends on, which
+finds every cycle. If there is one, again by classes of ranks whose peers in all pipelines are of one class too. Then
+each rank has the dependencies of its class, so that a cycle of classes is one of ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, count, pairwise
+from typing import Literal, NamedTuple
+
+from megatron_hetero.layout.communicators import EdgeUse, Link
+from megatron_hetero.schedule.actions import Action, start
+from megatron_hetero.schedule.program import Role, Schedule, starts_early, use_of
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Which operations of a rank share a communicator.
+
+    `links`: one communicator for activations (F, R) and one for gradients (B) per ordered pair of ranks (`pair`) or per
+    pipeline. `boundaries`: one communicator per direction of an edge, or per edge. The defaults are those of
+    `megatron_hetero.layout.communicators`.
+    """
+
+    links: Literal["pair", "pipeline"] = "pair"
+    boundaries: Literal["direction", "boundary"] = "direction"
+
+    def of(self, use: Link | EdgeUse) -> str:
+        """The name of the communicator for a use."""
+        if isinstance(use, Link):
+            return str(use) if self.links == "pair" else f"{use.module} {use.direction}"
+        return str(use) if self.boundaries == "direction" else "-".join(use.edge.ends)
+
+
+class Issue(NamedTuple):
+    """A unit that a host issues: work (no `stream`), an operation, or a stream wait (`waits`: the operation's index).
+
+    `at`: the index of its action. `part`: which part of the action, as text before its name. `joins`: the event that it
+    contributes to by beginning. `needs`: it ends when all issues that join this event have begun.
+    """
+
+    at: int
+    part: str
+    stream: str | None = None
+    joins: Hashable = None
+    needs: Hashable = None
+    waits: int | None = None
+
+
+LinkOf = Callable[[Action], Hashable]
+"""Distinguishes the transfers of one stage, kind and micro-batch whose ranks have different peers."""
+
+
+def issues(schedule: Schedule, role: Role, wiring: Wiring, link: LinkOf = lambda action: None) -> list[Issue]:
+    """The issues of each rank of the role, in order. Its actions must be complete, each once."""
+    host = _Host(schedule, role, wiring, link)
+    for at, action in enumerate(role.actions):
+        host.issue(at, action)
+    return host.issued
+
+
+class _Host:
+    """The host of one role: turns its actions into issues."""
+
+    def __init__(self, schedule: Schedule, role: Role, wiring: Wiring, link: LinkOf):
+        self.schedule, self.role, self.wiring, self.link = schedule, role, wiring, link
+        self.issued: list[Issue] = []
+        self.crosses = {edge: schedule.crosses(role, edge) for edge in schedule.edges}
+        self.position = {action: at for at, action in enumerate(role.actions)}
+        self.crossings = [a for a in role.actions if a.op in ("start", "finish")]
+        self.next_crossing = 0
+        self.operation: dict[Action, int] = {}  # by irecv or start, its (last) operation
+        self.early: dict[Action, int] = {}  # by irecv that its `wait` precedes, that wait
+        self.ran: set[tuple[str, int | None, int]] = set()
+        self.deferred: dict[str, deque[Action]] = {}
+        self.embedded: set[tuple[str, int]] = set()
+
+    def issue(self, at: int, action: Action) -> None:
+        match action.op:
+            case "run":
+                self._run(at, action)
+            case "send":
+                self._transfer(at, action, "send")
+            case "irecv":
+                self._irecv(action)
+            case "wait":
+                self._wait(at, action)
+            case "start":
+                self._start(action)
+                self.next_crossing += 1
+            case "finish":
+                self._finish(at, action)
+                self.next_crossing += 1
+
+    def _add(self, issue: Issue) -> int:
+        self.issued.append(issue)
+        return len(self.issued) - 1
+
+    def _stream(self, action: Action) -> str:
+        return self.wiring.of(use_of(self.schedule, action))
+
+    def _stream_wait(self, at: int, part: str, operation: int) -> None:
+        self.issued.append(Issue(at, part, waits=operation))
+
+    # ------------------------------------------------------------------------------------------------ work
+
+    def _run(self, at: int, action: Action) -> None:
+        self._work(at, "", (action, 0))
+        if action.kind == "B" and (action.module, action.stage) in self.schedule.entering:
+            following = self.crossings[self.next_crossing] if self.next_crossing < len(self.crossings) else None
+            if following is not None and starts_early(self.schedule, action, following):
+                self._start(following)
+            self._work(at, "the rest of ", (action, 1))
+        if action.kind != "B":
+            self.ran.add((action.module, action.stage, action.micro_batch))
+            self._post_deferred(action.module)
+
+    def _work(self, at: int, part: str, key: Hashable) -> None:
+        self.issued.append(Issue(at, part, None, key, key))
+
+    # ------------------------------------------------------------------------------------------- pipelines
+
+    def _transfer(self, at: int, action: Action, what: Literal["send", "irecv"]) -> int:
+        source, stream = action.stage if what == "send" else action.peer, self._stream(action)
+        message = action.kind, action.module, source, action.micro_batch, self.link(action)
+        return self._add(Issue(at, "", stream, message, message))
+
+    def _irecv(self, action: Action) -> None:
+        if action.kind != "B":
+            self._receive(action)
+            return
+        # A gradient has the shape of its output, and is received once that is known.
+        self.deferred.setdefault(action.module, deque()).append(action)
+        self._post_deferred(action.module)
+
+    def _post_deferred(self, module: str) -> None:
+        waiting = self.deferred.get(module, ())
+        while waiting and (module, waiting[0].stage, waiting[0].micro_batch) in self.ran:
+            self._receive(waiting.popleft())
+
+    def _receive(self, action: Action) -> None:
+        self.operation[action] = self._transfer(self.position[action], action, "irecv")
+        if action in self.early:
+            wait = self.early[action]
+            self.issued[wait] = self.issued[wait]._replace(waits=self.operation[action])
+
+    def _wait(self, at: int, action: Action) -> None:
+        posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
+        if posted not in self.operation:  # The receive is issued later.
+            self.early[posted] = len(self.issued)
+        self._stream_wait(at, "", self.operation.get(posted, -1))
+
+    # ------------------------------------------------------------------------------------------ boundaries
+
+    def _start(self, action: Action) -> None:
+        if action in self.operation:  # It started early.
+            return
+        at, key = self.position[action], (action.kind, action.edge, action.micro_batch)
+        stream = self._stream(action)
+        if self.schedule.collective[action.edge]:
+            self.operation[action] = self._add(Issue(at, "", stream, (key, 1), (key, 1)))
+            return
+        if self._receives(action):
+            self.operation[action] = self._add(Issue(at, "", stream, (key, "in"), (key, "out")))
+            return
+        if action.kind == "B" and len(self.schedule.sides(action.edge)[1]) > 1:
+            part = "the sums of "
+            self._stream_wait(at, part, self._add(Issue(at, part, stream, (key, "reduce"), (key, "reduce"))))
+        self.operation[action] = self._add(Issue(at, "", stream, (key, "out"), (key, "in")))
+
+    def _finish(self, at: int, action: Action) -> None:
+        embeds = action.kind == "F" and self.crosses[action.edge][1] and self.schedule.stages_of(action.edge)[1] == 0
+        if embeds and (key := (action.edge.target, action.micro_batch)) not in self.embedded:
+            self.embedded.add(key)
+            self._work(at, "the embedding before ", ("embed", key))
+        started = start(action.kind, action.edge, action.micro_batch)
+        self._stream_wait(at, "", self.operation[started])
+        if not self.schedule.collective[action.edge] and not self._gathers(action):
+            return
+        key = (action.kind, action.edge, action.micro_batch), 2
+        part, stream = "the gather of ", self._stream(action)
+        self._stream_wait(at, part, self._add(Issue(at, part, stream, key, key)))
+
+    def _gathers(self, action: Action) -> bool:
+        """Whether the role receives, and its side has several ranks."""
+        return self._receives(action) and len(self.schedule.sides(action.edge)[action.kind == "F"]) > 1
+
+    def _receives(self, action: Action) -> bool:
+        return self.crosses[action.edge][action.kind == "F"]
+
+
+DESIGN = Wiring()
+"""The communicators that `Topology` creates."""
+
+
+Reason = Literal["begin", "end", "behind", "after"]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """An action in which ranks of a role wait, and what for: the action of the next `Waiting` of the cycle.
+
+    `ranks`: such as ``rank 0 (vision.0)``; `rank`: the first of them; `at`: the index of their action; `what`: the
+    action, or a part of it; `communicator`: None on the compute stream. `reason`: they wait for `ranks_there` to
+    `begin` the action `there`; for the `end` of their own operation; they are `behind` another operation on their
+    communicator; or begin `after` what they issued before.
+    """
+
+    rank: int
+    ranks: str
+    at: int
+    what: str
+    communicator: str | None
+    reason: Reason
+    ranks_there: str
+    there: str
+
+    def __str__(self) -> str:
+        on = f" on communicator `{self.communicator}`" if self.communicator else ""
+        reasons = {
+            "begin": f"waits for {self.ranks_there} to begin {self.there}",
+            "end": f"waits for the end of {self.there}",
+            "behind": f"stands behind {self.there}",
+            "after": f"begins after {self.there}",
+        }
+        return f"{self.ranks}: {self.what}{on} {reasons[self.reason]}"
+
+
+def find_cycle(schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: bool = True) -> tuple[Waiting, ...] | None:
+    """The cycle of ranks that wait for each other; None if the schedule ends.
+
+    Args:
+        schedule: its roles have all of their actions once, and finish what they start.
+        wiring: which operations share a communicator.
+        single_queue: all streams of a rank share one hardware queue. A schedule that ends with one ends with more.
+    """
+    found = _cycle(schedule, schedule.roles, lambda role: lambda action: None, wiring, single_queue)
+    if found is None:
+        return None
+    classes = _classes(schedule)
+    index = {rank: at for at, each in enumerate(classes) for rank in each.ranks}
+
+    def link(role: Role) -> LinkOf:
+        rank = role.ranks[0]
+
+        def sender(action: Action) -> int:
+            return index[rank if action.op == "send" else schedule.peer_rank(rank, action)]
+
+        return sender
+
+    return _cycle(schedule, classes, link, wiring, single_queue)
+
+
+def _classes(schedule: Schedule) -> list[Role]:
+    """The roles, refined until the peers of a class's ranks in each pipeline are all of one class."""
+    color = dict(schedule.role_index)
+    neighbors = [_neighbors(stages) for stages in _pipelines(schedule)]
+    while True:
+        signs = {
+            rank: (own, *(tuple(color[other] for other in each.get(rank, ())) for each in neighbors))
+            for rank, own in color.items()
+        }
+        numbers: dict[Hashable, int] = {}
+        refined = {rank: numbers.setdefault(sign, len(numbers)) for rank, sign in signs.items()}
+        if len(numbers) == len(set(color.values())):
+            break
+        color = refined
+    members: dict[int, list[int]] = {}
+    for rank in sorted(color):
+        members.setdefault(color[rank], []).append(rank)
+    return [replace(schedule.roles[schedule.role_index[ranks[0]]], ranks=tuple(ranks)) for ranks in members.values()]
+
+
+def _pipelines(schedule: Schedule) -> list[list[tuple[int, ...]]]:
+    """The ranks of each stage, for each module with stages."""
+    return [[m.stage_ranks(s) for s in range(m.layout.pp)] for m in schedule.modules if m.layout.pp > 1]
+
+
+def _neighbors(stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
+    """The previous and the next rank of each in its pipeline, taken as a ring."""
+    rings = zip(*stages, strict=True)
+    return {rank: (ring[at - 1], ring[(at + 1) % len(ring)]) for ring in rings for at, rank in enumerate(ring)}
+
+
+# --------------------------------------------------------------------------------------------- the graph
+
+Node = int
+"""An event: a beginning, an end, or that all counterparts have begun."""
+
+
+class _IssueEnd(NamedTuple):
+    """The issue, of a party, that a node is the beginning or the end of."""
+
+    party: int
+    issue: int
+    is_end: bool
+
+
+class _Graph:
+    """Events as nodes, each with its followers. Node 2 i is the beginning of the i-th of all issues, 2 i + 1 its end (a
+    stream wait only has an end); then come the nodes that stand for all counterparts having begun.
+    """
+
+    def __init__(self, issued: Sequence[Sequence[Issue]], single_queue: bool):
+        self.first = [0, *accumulate(2 * len(each) for each in issued)]
+        self.followers: list[list[Node]] = [[] for _ in range(self.first[-1])]
+        self.all_begun: dict[Hashable, Node] = {}
+        for first, each in zip(self.first, issued, strict=False):
+            self._add_streams(first, each)
+            self._add_counterparts(first, each)
+            if single_queue:
+                operations = [first + 2 * at for at, issue in enumerate(each) if issue.waits is None]
+                for begin, following in pairwise(operations):
+                    self.followers[begin].append(following)
+
+    def issue_of(self, node: Node) -> _IssueEnd | None:
+        """The issue of a node; None for one of several parties."""
+        if node >= self.first[-1]:
+            return None
+        party = bisect_right(self.first, node) - 1
+        at, is_end = divmod(node - self.first[party], 2)
+        return _IssueEnd(party, at, bool(is_end))
+
+    def _add_streams(self, first: Node, issued: Sequence[Issue]) -> None:
+        followers, computed = self.followers, None
+        last: dict[str, Node] = {}
+        for begin, issue in zip(count(first, 2), issued, strict=False):
+            end = begin + 1
+            following = begin if issue.waits is None else end
+            if computed is not None:
+                followers[computed].append(following)
+            if issue.waits is not None:
+                followers[first + 2 * issue.waits + 1].append(end)
+                computed = end
+                continue
+            followers[begin].append(end)
+            if issue.stream is None:
+                computed = end
+                continue
+            if issue.stream in last:
+                followers[last[issue.stream]].append(begin)
+            last[issue.stream] = end
+
+    def _add_counterparts(self, first: Node, issued: Sequence[Issue]) -> None:
+        for begin, issue in zip(count(first, 2), issued, strict=False):
+            if issue.waits is None:
+                self.followers[begin].append(self._all(issue.joins))
+                self.followers[self._all(issue.needs)].append(begin + 1)
+
+    def _all(self, key: Hashable) -> Node:
+        node = self.all_begun.setdefault(key, len(self.followers))
+        if node == len(self.followers):
+            self.followers.append([])
+        return node
+
+    def stuck(self) -> set[Node]:
+        """The events that never happen."""
+        before = [0] * len(self.followers)
+        for each in self.followers:
+            for node in each:
+                before[node] += 1
+        ready = [node for node, n in enumerate(before) if not n]
+        while ready:
+            for node in self.followers[ready.pop()]:
+                before[node] -= 1
+                if not before[node]:
+                    ready.append(node)
+        return {node for node, n in enumerate(before) if n}
+
+
+def _cycle(
+    schedule: Schedule, parties: Sequence[Role], link: Callable[[Role], LinkOf], wiring: Wiring, single_queue: bool
+) -> tuple[Waiting, ...] | None:
+    """The cycle, if any, of parties that each execute the actions of their role. `link`: see `LinkOf`."""
+    issued = [issues(schedule, party, wiring, link(party)) for party in parties]
+    graph = _Graph(issued, single_queue)
+    stuck = graph.stuck()
+    if not stuck:
+        return None
+    return _described(parties, issued, [*filter(None, map(graph.issue_of, _short_cycle(graph, stuck)))])
+
+
+def _short_cycle(graph: _Graph, stuck: set[Node]) -> list[Node]:
+    """A short cycle among `stuck`; each node waits for the next."""
+    before: dict[Node, list[Node]] = {node: [] for node in stuck}
+    for node in stuck:
+        for follower in graph.followers[node]:
+            before[follower].append(node)
+    node = min(stuck)
+    path: dict[Node, None] = {}
+    while node not in path:
+        path[node] = None
+        node = before[node][0]
+    nodes = list(path)
+    cycle = nodes[nodes.index(node) :]
+    return min((_shortest(before, node, cycle) for node in cycle[:100]), key=len)
+
+
+def _shortest(before: dict[Node, list[Node]], first: Node, known: list[Node]) -> list[Node]:
+    """The shortest cycle through `first`; `known` is a cycle that contains it."""
+    reached: dict[Node, Node] = {}
+    frontier = deque([first])
+    while frontier:
+        node = frontier.popleft()
+        for other in before[node]:
+            if other == first:
+                path = [node]
+                while path[-1] != first:
+                    path.append(reached[path[-1]])
+                return path[::-1]
+            if other not in reached:
+                reached[other] = node
+                frontier.append(other)
+    return known
+
+
+# --------------------------------------------------------------------------------------------- in words
+
+
+def _described(
+    parties: Sequence[Role], issued: Sequence[Sequence[Issue]], cycle: Sequence[_IssueEnd]
+) -> tuple[Waiting, ...]:
+    # The beginning and the end of an issue share a line, and so do successive "after"s.
+    ends = [end for at, end in enumerate(cycle) if end[:2] != cycle[at - 1][:2]]
+    reasons = [_reason(issued, *pair) for pair in _around(ends)]
+    kept = [end for at, end in enumerate(ends) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]]
+    return tuple(_waiting(parties, issued, *pair) for pair in _around(kept))
+
+
+def _around(ends: Sequence[_IssueEnd]) -> Iterator[tuple[_IssueEnd, _IssueEnd]]:
+    """Pairs of successive ends; the last is paired with the first."""
+    return zip(ends, [*ends[1:], *ends[:1]], strict=True)
+
+
+def _reason(issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd) -> Reason:
+    one, two = issued[mine.party][mine.issue], issued[other.party][other.issue]
+    if mine.party != other.party:
+        return "begin"
+    if one.waits == other.issue:
+        return "end"
+    return "behind" if one.stream is not None and one.stream == two.stream and other.is_end else "after"
+
+
+def _waiting(parties: Sequence[Role], issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd) -> Waiting:
+    role, issue = parties[mine.party], issued[mine.party][mine.issue]
+    whom, there = parties[other.party], issued[other.party][other.issue]
+    return Waiting(
+        role.ranks[0],
+        str(role),
+        issue.at,
+        f"{issue.part}`{role.actions[issue.at]}`",
+        issue.stream,
+        _reason(issued, mine, other),
+        str(whom),
+        f"{there.part}`{whom.actions[there.at]}`",
+    )

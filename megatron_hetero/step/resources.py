@@ -1,0 +1,209 @@
+"""What an interpreter checks in its first step: the first hidden states of each link and the first gradients of rows
+that several ranks need, compared through a store, since ranks are not in step; and what models do.
+
+Waits have no time-out of their own: a watchdog ends those that take too long.
+
+Named outputs of stages, and rows that arrived on a rank.
+
+What a rank executes schedules with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.boundary.communicator import BoundaryCommunicator, Copy, can_compare, require_fit, state
+from megatron_hetero.boundary.loaded import LoadedPlan
+from megatron_hetero.groups.topology import Links
+from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
+from megatron_hetero.layout.graph import Edge
+from megatron_hetero.schedule.contract import ModuleOnRank
+
+_POLL_S = 0.005
+
+
+class RunChecks:
+    """The checks of one interpreter. `name`: the same on all ranks, and of no other interpreter."""
+
+    def __init__(self, name: str):
+        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._known: set[str] = set()
+        self._turns: Counter[str] = Counter()
+
+    def is_new(self, what: str) -> bool:
+        """Whether this is the first time that it is asked for."""
+        new = what not in self._known
+        self._known.add(what)
+        return new
+
+    def state(self, key: str, what: Sequence[float]) -> None:
+        """State something for other ranks."""
+        self._store.set(key, json.dumps(what))
+
+    def stated(self, key: str) -> list[Any]:
+        """What another rank states. Waits for it."""
+        while not self._store.check([key]):
+            time.sleep(_POLL_S)
+        return json.loads(self._store.get(key))
+
+    def require_fit(self, edge: Edge, plan: LoadedPlan, grads: Tensor) -> None:
+        """Check that gradients of needed rows, [needed, width], are whole or parts, as the plan says: the other would
+        be counted too often or too seldom. Those of each kind along an edge are compared until some are not zero. Waits
+        for the other ranks that need them. Raises `UserError` on all of these.
+        """
+        where = f"{edge} on {plan.copies}, {'parts' if plan.summed else 'whole'}"
+        if where in self._known or not can_compare(plan, grads):
+            return
+        self._turns[where] += 1
+        turn = f"{where}, {self._turns[where]}"
+        self.state(f"{turn} of {plan.rank}", state(plan, grads).tolist())
+        copies = [Copy.of(self.stated(f"{turn} of {rank}")) for rank in plan.copies]
+        if any(copy.size for copy in copies):
+            self._known.add(where)
+        require_fit(f"boundary {edge}", copies)
+
+
+@contextlib.contextmanager
+def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
+    """Around a call of a stage, which must not reduce its gradients by itself, in whatever it keeps DDP. Raises
+    `UserError`.
+    """
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError.at(
+            f"interpreter on rank {rank}",
+            found=f"DistributedDataParallel in stage {stage} of `{module}`",
+            expected="the module itself",
+            because="DDP averages gradients in every backward pass, and expects one per forward pass",
+            fix="leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients",
+        )
+
+    # Hooks on modules would be seen by torch.compile.
+    forward = DistributedDataParallel.forward
+    try:
+        DistributedDataParallel.forward = refuse  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+    finally:
+        DistributedDataParallel.forward = forward
+
+
+def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any], loss: Tensor) -> None:
+    """Check that a stage whose `loss` has no graph has nothing to train. A loss of 0 is that of no tokens. Raises
+    `UserError`.
+    """
+    given = [each for some in inputs for each in (some.values() if isinstance(some, Mapping) else [some])]
+    trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
+    if (trains or any(each.requires_grad and each.numel() for each in given)) and loss.item():
+        raise UserError.at(
+            f"stage {stage} of `{module}`",
+            found="a loss that requires no gradient",
+            expected="one with a graph",
+            because="nothing would be trained by it",
+            fix="return it without `detach()`; where it is to be measured only, run inside `torch.no_grad()`, name "
+            "the module in `forward_only`, or return it among `metrics`",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ReceivedRows:
+    """The rows that crossed along an edge in one micro-batch: `leaves` of the text module's graph, [needed, width], by
+    the name of the encoder's output.
+    """
+
+    leaves: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, rows: Tensor, names: Sequence[str], requires_grad: bool) -> ReceivedRows:
+        """From rows of several outputs side by side, [needed, outputs * width]."""
+        parts = rows.chunk(len(names), dim=1) if len(names) > 1 else [rows]
+        return cls(dict(zip(names, (part.detach().requires_grad_(requires_grad) for part in parts), strict=True)))
+
+    def grad(self) -> Tensor:
+        """Their gradients, side by side as they came; zero where they were not used."""
+        grads = [grad_of(leaf) for leaf in self.leaves.values()]
+        return grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
+
+    def when_gradients_are_known(self, call: Callable[[], None]) -> None:
+        """Call once, amid the backward pass that makes the last of the gradients; never where one is not made."""
+        missing = set(self.leaves)
+
+        def arrived(name: str) -> None:
+            missing.discard(name)
+            if not missing:
+                call()
+
+        for name, leaf in self.leaves.items():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(lambda _, name=name: arrived(name))
+
+
+def grad_of(leaf: Tensor) -> Tensor:
+    """The gradient of a model's input; zero if unused."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[str] = ()) -> str:
+    """What is wrong with what a stage returned; empty where it is a tensor by each of the names, and of those that it
+    `may_have`, or one tensor for the only name.
+    """
+    if isinstance(output, Tensor):
+        return "" if len(expected) == 1 else f"outputs {expected[0]}"
+    if not isinstance(output, Mapping):
+        return f"a {type(output).__name__}"
+    if output.keys() - set(may_have) != set(expected):
+        return f"outputs {', '.join(map(str, output))}" if output else "no outputs"
+    return ", ".join(f"{n} of type {type(v).__name__}" for n, v in output.items() if not isinstance(v, Tensor))
+
+
+@dataclass(eq=False, kw_only=True)
+class RankResources:
+    """What a rank executes schedules with.
+
+    Attributes:
+        modules: the modules of this rank, by name.
+        communicators: of the edges that include this rank. They must not `check`: the two sides
+            start crossings in different orders.
+        outputs: the outputs of an encoder that cross along each edge.
+        pipelines: the links of this rank's modules that have stages, by name.
+        rank: of this process.
+        width: elements of a row that the text module takes where it has no encoder.
+        dtype: of hidden states and rows.
+        device: of hidden states and rows.
+        watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
+        watchdog: is notified of every action before it begins.
+        random: see `random_states`.
+        checks: of hidden states, gradients of rows and models; None: there are none.
+    """
+
+    modules: Mapping[str, ModuleOnRank]
+    communicators: Mapping[Edge, BoundaryCommunicator]
+    outputs: Mapping[Edge, Sequence[str]]
+    pipelines: Mapping[str, Links]
+    rank: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    watch: Stopwatch
+    watchdog: Watchdog
+    random: tuple[Callable[[], Any], Callable[[Any], None]]
+    checks: RunChecks | None
+
+    def width_of(self, edge: Edge) -> int:
+        """Elements of a row of one output that crosses along the edge."""
+        return self.communicators[edge].width // len(self.outputs[edge])
+
+    def __post_init__(self) -> None:
+        checks = any(communicator.check for communicator in self.communicators.values())
+        assert not checks, "the sides of a boundary start in different orders"

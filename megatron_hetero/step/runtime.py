@@ -1,0 +1,204 @@
+"""The interpreter of schedules on one rank. What it does with the actions of a step is in `step`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Mapping
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.boundary.communicator import boundary_communicators
+from megatron_hetero.groups.collective import on_every, require_alike
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
+from megatron_hetero.layout.communicators import edge_ranks
+from megatron_hetero.layout.graph import Edge, Graph
+from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, StepResult, random_states
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.step.interpreter import StepExecution
+from megatron_hetero.step.resources import RankResources, RunChecks
+
+
+class Interpreter(RankResources):
+    """Executes schedules on this rank."""
+
+    @classmethod
+    def build(
+        cls,
+        topology: Topology,
+        modules: Mapping[str, ModuleOnRank],
+        graph: Graph,
+        *,
+        timeout_s: float = 300.0,
+        watch: Stopwatch | None = None,
+        watchdog: Watchdog | None = None,
+        check: bool = True,
+    ) -> Interpreter:
+        """An interpreter on the groups of a topology that was built with the edges of `graph`. All ranks call it.
+
+        Args:
+            topology: with this rank and its groups.
+            modules: the modules of this rank, by name.
+            graph: what crosses along which edges, and in which dtype; hidden states have the same.
+            timeout_s: an action that takes longer, in seconds, ends the process with a message. 0: never.
+            watch: measures times; default: none are recorded.
+            watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
+            check: whether ranks compare the first hidden states between any two stages with the receiver's
+                `hidden_shape`, and the first gradients of rows that several ranks need with what the plan says of them;
+                whether stages leave PyTorch's `DistributedDataParallel` out, and losses have a graph where something
+                trains. Otherwise hidden states of another shape hang, abort, or go unnoticed if they have as many
+                bytes, and gradients are counted too often, too seldom or not at all.
+
+        Raises:
+            UserError: on all ranks. `modules` are not those that the topology places on a rank, or lack a stage, or a
+                stage after the first has no `hidden_shape`; or the edges of the graph are not the topology's; or ranks
+                differ in dtypes or `check`.
+        """
+        found: list[Graph] = []
+
+        def require() -> tuple[str, dict[str, str]]:
+            _require_placed(topology, modules)
+            _require_fitting_models(topology.rank, modules)
+            found.append(_named(topology, graph))
+            facts = {"dtype": graph.dtype, "transport": graph.transport or graph.dtype, "check": check}
+            return uuid.uuid4().hex, {name: str(fact) for name, fact in facts.items()}
+
+        keys, facts = zip(*on_every(topology.host, require), strict=True)
+        require_alike("interpreter", facts, range(topology.world_size), "build it alike")
+        outputs = {edge: found[0].outputs_of(edge) for edge in topology.boundaries}
+        widths = {edge: found[0].width_of(edge) * len(names) for edge, names in outputs.items()}
+        return cls(
+            modules=modules,
+            communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
+            outputs=outputs,
+            pipelines=topology.pipelines,
+            rank=topology.rank,
+            width=graph.width if isinstance(graph.width, int) else 0,
+            dtype=graph.dtype,
+            device=topology.platform.device,
+            watch=watch or Stopwatch(topology.platform, record=False),
+            watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
+            random=random_states(topology.platform),
+            checks=RunChecks(keys[0]) if check else None,
+        )
+
+    def run(
+        self,
+        schedule: Schedule,
+        load: Callable[[int], DeviceMicroBatch],
+        after_backward: Callable[[str], None] | None = None,
+        before_last: Callable[[str, int], None] | None = None,
+    ) -> StepResult:
+        """Execute this rank's actions.
+
+        Args:
+            schedule: for the modules and layouts of the interpreter.
+            load: moves a micro-batch, numbered from 0, to the device; called when an action first needs it.
+            after_backward: called with the name of a module behind its last backward pass on this rank, also where
+                there was nothing to compute: its gradients are those of the step.
+            before_last: called with module and stage before the last backward pass of the stage on this rank, where
+                there is something to compute.
+
+        Returns:
+            This rank's sums of losses and metrics. Gradients accumulate in the parameters.
+
+        Raises:
+            UserError: a model's output has the wrong shape or dtype, or a plan is of another rank or batch, or the
+                schedule has other edges than the topology, or a micro-batch has modules, edges or calls that it has
+                not, or gradients of rows are not what their plan says. On the ranks that see it: the others wait, until
+                the launcher or the watchdog ends them.
+        """
+        _require_same_edges(self, schedule)
+        return StepExecution(self, schedule, load, after_backward or _nothing, before_last or _nothing).run()
+
+
+def _nothing(*_: object) -> None:
+    """For whoever wants to know of no backward pass."""
+
+
+def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> None:
+    """Check that the rank holds its modules, and the first stage of each, as in the layouts."""
+    rank = topology.rank
+    if wrong := [name for name, module in modules.items() if not isinstance(module, ModuleOnRank)]:
+        raise UserError.at(
+            f"interpreter on rank {rank}",
+            found=f"a {type(modules[wrong[0]]).__name__} for `{wrong[0]}`",
+            expected="a ModuleOnRank",
+            fix="write `ModuleOnRank({0: model})`, the stages on this rank",
+        )
+    for name, layout in topology.layouts.items():
+        expected = f"stage {layout.coordinate(rank).pp} of `{name}`" if rank in layout else f"none of `{name}`"
+        held = sorted(modules[name].stages) if name in modules else []
+        if (layout.coordinate(rank).pp in held) if rank in layout else not held:
+            continue
+        raise UserError.at(
+            f"interpreter on rank {rank}",
+            found=f"stages {held} of `{name}`" if held else f"no stage of `{name}`",
+            expected=expected,
+            because=f"its layout is {layout}",
+            fix="give each rank the stages of its layouts, `layout.coordinate(rank).pp` being the first",
+        )
+    if unknown := sorted(modules.keys() - topology.layouts.keys()):
+        found, expected = f"`{unknown[0]}`", f"some of {', '.join(topology.layouts)}"
+        raise UserError.at(
+            f"interpreter on rank {rank}", found=found, expected=expected, fix="name it as in the layouts"
+        )
+
+
+def _require_fitting_models(rank: int, modules: Mapping[str, ModuleOnRank]) -> None:
+    """Check that later stages say what they receive."""
+    for name, module in modules.items():
+        for number, model in module.stages.items():
+            if number and not callable(getattr(model, "hidden_shape", None)):
+                raise UserError.at(
+                    f"interpreter on rank {rank}",
+                    found=f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`",
+                    expected="the shape of the hidden states that it receives",
+                    fix="add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`",
+                )
+
+
+def _named(topology: Topology, graph: Graph) -> Graph:
+    """The graph, whose edges on this rank are the topology's, with their names there. Rows of one name that enter one
+    stage are equally wide: it is given all of them in one tensor. Raises `UserError`.
+    """
+    known = set(graph.modules) <= topology.layouts.keys()
+    named = graph.in_layouts(topology.layouts) if known else graph
+    mine = {edge for edge in named.edges if not known or topology.rank in edge_ranks(topology.layouts, edge)}
+    if mine != topology.boundaries.keys():
+        raise UserError.at(
+            f"interpreter on rank {topology.rank}",
+            found=f"a graph with the edges {_listed(mine)}",
+            expected=_listed(topology.boundaries),
+            because="the topology has these on this rank",
+            fix="give `Topology.build` the edges of the graph in `edges`",
+        )
+    first: dict[tuple[str, int, str], Edge] = {}
+    for edge in named.edges:
+        for name in named.outputs_of(edge):
+            other = first.setdefault((edge.target, edge.target_stage or 0, name), edge)
+            if (width := named.width_of(edge)) != named.width_of(other):
+                raise UserError.at(
+                    "width",
+                    found=f"{named.width_of(other)} of `{name}` along `{other}` and {width} along `{edge}`",
+                    expected="one width, or several names",
+                    because="the stage is given all rows of a name in one tensor",
+                    fix="name them differently, in `outputs`",
+                )
+    return named
+
+
+def _require_same_edges(interpreter: Interpreter, schedule: Schedule) -> None:
+    """Check that the edges of a schedule that include the rank are those of the communicators."""
+    mine = {edge for edge in schedule.edges if any(interpreter.rank in side for side in schedule.sides(edge))}
+    if mine != interpreter.communicators.keys():
+        raise UserError.at(
+            f"interpreter on rank {interpreter.rank}",
+            found=f"a schedule with the edges {_listed(mine)}",
+            expected=_listed(interpreter.communicators),
+            because="the topology has these",
+            fix="give `build_schedule` and `Topology.build` the same `edges`",
+        )
+
+
+def _listed(edges: Collection[Edge]) -> str:
+    return ", ".join(sorted(f"`{edge}`" for edge in edges)) or "none"

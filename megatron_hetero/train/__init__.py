@@ -1,0 +1,1 @@
+"""The training program: what it builds, its steps, log, evaluations and end."""

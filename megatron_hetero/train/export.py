@@ -1,0 +1,169 @@
+"""Exports the model as a `transformers` folder: parameters stream from their ranks to rank 0, one at a time.
+
+Rank 0 need not hold any of them: the layouts give the ranks that do, which describe each parameter as they send it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.collective import Working, on_first
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.hf.folders import Companions, require_writable
+from megatron_hetero.hf.weight_map import Interval, TensorSlice, extract_slice
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import model_writer, stored_shapes
+from megatron_hetero.step.module import TrainedModule
+
+WRITER = 0
+
+HeldSlices = tuple[tuple[TensorSlice, ...], Tensor]
+"""One rank's values of a parameter, and the slices of stored tensors that they are."""
+Value = Callable[[TrainedModule, str], Tensor]
+"""Of a module, a number for each element of a parameter, shaped as that. Collective."""
+Header = tuple[tuple[TensorSlice, ...], tuple[int, ...], torch.dtype]
+"""What a rank sends before the values of a parameter: its slices, and shape and dtype of the values."""
+
+
+def export_model(
+    modules: Sequence[TrainedModule],
+    shapes: ModelShapes,
+    topology: Topology,
+    target: Path,
+    companions: Mapping[str, Companions],
+    dtype: torch.dtype,
+    working: Working = contextlib.nullcontext,
+) -> None:
+    """Write `target` from the weights of the first replica of each module. Collective; each rank passes its own
+    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `working`: around writes that others
+    wait for.
+
+    Raises `SharedError` if the folder cannot be written; nothing of it is left then, and the export can be retried
+    elsewhere.
+    """
+    on_first(topology.files, lambda: require_writable(target))  # Before anything is sent.
+    parts = gather_parameters(modules, topology)
+
+    def write() -> None:
+        try:
+            with contextlib.ExitStack() as writing:
+                put = writing.enter_context(model_writer(target, shapes, dtype, companions))
+                for name, tensor in assemble(parts, stored_shapes(shapes)):
+                    with working():
+                        put(name, tensor)
+                with working():
+                    writing.close()
+        except Exception as error:
+            _exhaust(parts)  # Others send regardless.
+            raise error if isinstance(error, UserError) else _unexpected(target) from error
+
+    if topology.rank != WRITER:
+        _exhaust(parts)
+    on_first(topology.files, write)
+
+
+def _unexpected(target: Path) -> UserError:
+    return UserError(f"{target}: internal error, the model was not written:\n{traceback.format_exc()}")
+
+
+def _exhaust(parts: Iterable[HeldSlices]) -> None:
+    for _ in parts:
+        pass
+
+
+def gather_parameters(
+    modules: Sequence[TrainedModule],
+    topology: Topology,
+    value: Value = TrainedModule.whole_weight,
+) -> Iterator[HeldSlices]:
+    """Every parameter of each stage of the first replicas, view by view, from the ranks that hold parts of it: on the
+    writer; empty elsewhere. Collective: every rank passes its own modules and exhausts the iterator.
+
+    `value` maps a parameter, by its name in a module of this rank, to the tensor to gather, of the same shape. All
+    ranks of a data- and context-parallel group call it together.
+    """
+    own = {(module.name, module.view): module for module in modules}
+    for name, layout in topology.layouts.items():
+        for stage, view in product(map(layout.stage, range(layout.pp)), layout.every_view):
+            holders = stage.groups(*view.part_axes)[0]
+            if topology.rank == WRITER:
+                yield from _in_turns([_from(holder, own.get((name, view)), value, topology) for holder in holders])
+            elif topology.rank in holders:
+                _send(_held_parts(own[name, view], value), topology)
+            elif topology.rank in stage:
+                _exhaust(_held_parts(own[name, view], value))
+
+
+def _in_turns(streams: Sequence[Iterator[HeldSlices]]) -> Iterator[HeldSlices]:
+    # These ranks hold parts of the same stored tensors in the same order.
+    for parts in zip(*streams, strict=True):
+        yield from parts
+
+
+def _from(holder: int, own: TrainedModule | None, value: Value, topology: Topology) -> Iterator[HeldSlices]:
+    """The parameters of `holder`, on the writer's CPU."""
+    if holder != WRITER:
+        return _received(holder, topology)
+    assert own is not None, "the writer holds a part of the module"
+    return ((slices, values.cpu()) for slices, values in _held_parts(own, value))
+
+
+def _held_parts(module: TrainedModule, value: Value) -> Iterator[HeldSlices]:
+    """This rank's parameters, except a tied copy that another stage sends."""
+    for name, slices in module.own_map.items():
+        if name != module.tied_copy:
+            yield slices, value(module, name).detach()
+
+
+def _send(parts: Iterable[HeldSlices], topology: Topology) -> None:
+    for slices, values in parts:
+        _send_object((slices, tuple(values.shape), values.dtype), topology)
+        dist.send(values.contiguous(), WRITER, group=topology.world)
+    _send_object(None, topology)
+
+
+def _received(holder: int, topology: Topology) -> Iterator[HeldSlices]:
+    while (header := _recv_object(holder, topology)) is not None:
+        slices, shape, dtype = header
+        values = torch.empty(shape, dtype=dtype, device=topology.platform.device)
+        dist.recv(values, holder, group=topology.world)
+        yield slices, values.cpu()
+
+
+def _send_object(what: Header | None, topology: Topology) -> None:
+    dist.send_object_list([what], WRITER, group=topology.world, device=topology.platform.device)
+
+
+def _recv_object(holder: int, topology: Topology) -> Header | None:
+    received: list[Header | None] = [None]
+    dist.recv_object_list(received, holder, group=topology.world, device=topology.platform.device)
+    return received[0]
+
+
+def assemble(parts: Iterable[HeldSlices], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    """Assemble slices into whole stored tensors, and yield each once it is complete."""
+    growing: dict[str, Tensor] = {}
+    missing: dict[str, int] = {}
+    seen: set[tuple[str, Interval, Interval | None]] = set()
+    for slices, values in parts:
+        for tensor_slice in slices:
+            if tensor_slice.empty or tensor_slice.rectangle in seen:
+                continue
+            seen.add(tensor_slice.rectangle)
+            shape = torch.Size(shapes[tensor_slice.name])
+            whole = growing.setdefault(tensor_slice.name, values.new_empty(shape[0], shape[1:].numel()))
+            part = extract_slice(values, tensor_slice)
+            whole[tensor_slice.source if tensor_slice.columns else tensor_slice.source[0]] = part.view(len(part), -1)
+            missing[tensor_slice.name] = missing.get(tensor_slice.name, shape.numel()) - part.numel()
+            if missing[tensor_slice.name] == 0:
+                yield tensor_slice.name, growing.pop(tensor_slice.name).view(shape)
+    assert not growing, f"weight map leaves holes in {sorted(growing)}"

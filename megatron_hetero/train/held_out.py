@@ -1,0 +1,184 @@
+"""Loss and exact match of held-out data sets during training, in the layout of training.
+
+Samples take the path of a training step without its backward pass, through loaders and a forward-only schedule of their
+own; the state of training is untouched. Greedy decoding reproduces an answer if and only if, given the answer so far,
+the most likely token at each of its positions is the answer's. So the teacher-forced pass gives the exact match too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from megatron_hetero.base.errors import TEXT, SharedError
+from megatron_hetero.data.loader import StepBatch, StepLoader
+from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.schedule.contract import DeviceMicroBatch
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.train.metrics import EvaluationMetrics
+from megatron_hetero.train.step_trainer import to_device
+from megatron_hetero.train.trainer import Trainer
+
+
+def supervised_samples(pack: PackedBatch, tokens: np.ndarray) -> np.ndarray:
+    """The sample of the pack, from 0, of each supervised token among `tokens`, in their order: int64 [t].
+
+    `tokens`: int64 [n], positions in the pack.
+    """
+    supervised = tokens[pack.labels[tokens] != IGNORED]
+    return np.searchsorted(pack.cu_seqlens[1:], supervised, side="right")
+
+
+def answer_counts(samples: np.ndarray, hits: np.ndarray, number: int) -> np.ndarray:
+    """For each of `number` samples the supervised tokens, and those predicted correctly: int64 [2, number].
+
+    `samples`: int64 [t], the sample of each supervised token. `hits`: bool [t], whether it was predicted correctly.
+    """
+    counted = [np.bincount(chosen, minlength=number) for chosen in (samples, samples[hits])]
+    return np.stack(counted).astype(np.int64)
+
+
+def exact_match(counts: np.ndarray) -> tuple[int, int]:
+    """The number of samples with all supervised tokens correct, and of those with any supervised token. `counts`: those
+    of `answer_counts`, summed over ranks.
+    """
+    supervised, hits = counts
+    asked = supervised > 0
+    return int((asked & (hits == supervised)).sum()), int(asked.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """A data set to evaluate, and its loader, from first sample to last."""
+
+    name: str
+    loader: StepLoader
+
+    @classmethod
+    def of(cls, name: str, samples: Mixture, run: Trainer) -> HeldOut:
+        """One epoch of `samples`, in batches of at most the training batch size."""
+        dealing = run.loader.dealing.once(len(samples))
+        planner = run.loader.planner.with_calls(partial(run.job.together, evaluation=True))
+        what = f"evaluation of {name}, batch"
+        return cls(name, replace(run.loader, mixture=samples, dealing=dealing, planner=planner, what=what))
+
+    def batches(self, workers: int) -> Iterator[StepBatch]:
+        """All samples, each once."""
+        steps = -(-len(self.loader.mixture) // self.loader.dealing.step_samples)
+        yield from self.loader.steps(1, steps, workers)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutEvaluation:
+    """The evaluations of a run, every `eval.interval` steps; none if that is 0. Every rank has one."""
+
+    run: Trainer
+    held_out: tuple[HeldOut, ...]
+
+    @classmethod
+    def build(cls, run: Trainer) -> HeldOutEvaluation:
+        """For the data sets that the run has opened."""
+        evaluated = run.held_out.items() if run.config.eval.interval else ()
+        return cls(run, tuple(HeldOut.of(name, samples, run) for name, samples in evaluated))
+
+    def after(self, step: int) -> Iterator[EvaluationMetrics]:
+        """The metrics of each data set, if an evaluation is due after `step` (from 1). Every rank must exhaust the
+        iterator.
+
+        Raises `SharedError` for unusable data.
+        """
+        if evaluates(step, self.run.config.eval.interval, self.run.config.train.iters):
+            for held_out in self.held_out:
+                yield self._evaluate(step, held_out)
+
+    def overdue(self) -> Iterator[EvaluationMetrics]:
+        """The metrics, as in `after`, that are due after the step that the run resumes from: a checkpoint is written
+        before its step is evaluated.
+        """
+        if self.run.resumed.step > 0:
+            yield from self.after(self.run.resumed.step)
+
+    def _evaluate(self, step: int, held_out: HeldOut) -> EvaluationMetrics:
+        start, mine, supervised, samples = time.perf_counter(), 0.0, 0, 0
+        counts = []
+        for batch in self._watched_batches(held_out):
+            loss_sum, hits = self._forward(self.run.job.evaluation_schedule(len(batch.micro_batches)), batch)
+            mine += loss_sum
+            counts.append(self._counts(held_out, batch, hits))
+            supervised += batch.supervised
+            samples += len(batch.sample_lengths)
+        if supervised == 0:
+            raise SharedError.at(
+                f"eval.datasets: {held_out.name}",
+                problem="no supervised token",
+                because="the loss divides by their number",
+                fix="raise data.max_seq_length, correct the data set, or remove it",
+            )
+        # In fp64, so that the sum of many batches is as accurate as that of one.
+        with self.run.watched(f"the sums over ranks of the evaluation of {held_out.name} after step {step}"):
+            total = float(self.run.all_gather([mine if self.run.counts_loss else 0.0]).sum())
+            right, asked = exact_match(self.run.all_reduce(np.concatenate(counts, axis=1)))
+        self.run.watch.read()  # Discarded: these times are not part of the next step.
+        return EvaluationMetrics(
+            step=step,
+            dataset=held_out.name,
+            loss=total / supervised,
+            exact_match=right / asked,
+            asked=asked,
+            supervised_tokens=supervised,
+            samples=samples,
+            time_s=time.perf_counter() - start,
+        )
+
+    def _watched_batches(self, held_out: HeldOut) -> Iterator[StepBatch]:
+        """All batches of the data set."""
+        batches = iter(held_out.batches(self.run.config.data.workers))
+        while True:
+            with self.run.watched(f"the data of the evaluation of {held_out.name}"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _forward(self, schedule: Schedule, batch: StepBatch) -> tuple[float, dict[int, torch.Tensor]]:
+        """This rank's sum of token losses; and by micro-batch, whether each of its supervised tokens is predicted
+        correctly, bool [t], filled on ranks with the last stage of the text module.
+        """
+        platform, dtype, outputs = self.run.platform, self.run.job.dtype, self.run.job.outputs
+        hits: dict[int, torch.Tensor] = {}
+
+        def load(m: int) -> DeviceMicroBatch:
+            moved = to_device(batch.micro_batches[m], platform, dtype, outputs)
+            text = moved.inputs.get(TEXT)
+            if text is None:
+                return moved
+            hits[m] = torch.zeros_like(text.targets, dtype=torch.bool)
+            return replace(moved, inputs={**moved.inputs, TEXT: replace(text, hits=hits[m])})
+
+        return float(self.run.runner.run(schedule, load).loss), hits
+
+    def _counts(self, held_out: HeldOut, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
+        """This rank's `answer_counts` of the samples of a batch, in the order of the data set: int64 [2, samples of a
+        full batch]. The places of samples that were skipped as too long stay empty.
+        """
+        size = held_out.loader.dealing.step_samples
+        counts = np.zeros((2, size), np.int64)
+        for m, of_tokens in hits.items() if self.run.counts_loss else ():
+            micro_batch = batch.micro_batches[m]
+            pack, share = micro_batch.pack, micro_batch.plan.text
+            assert pack is not None and share is not None, "a rank of the text module has a pack"
+            samples = supervised_samples(pack, share.tokens)
+            places = [number % size for number in micro_batch.samples]
+            counts[:, places] = answer_counts(samples, of_tokens.cpu().numpy(), len(places))
+        return counts
+
+
+def evaluates(step: int, interval: int, iters: int) -> bool:
+    """Whether an evaluation is due after `step` of `iters`: every `interval` steps, and after the last one."""
+    return interval > 0 and (step % interval == 0 or step == iters)

@@ -1,0 +1,449 @@
+"""The files of `log.dir`: only one run writes there, files of earlier runs are kept, and no line is lost.
+
+runs/
+  metrics.jsonl  config.yaml  evaluation.json  events.out.tfevents.*  trace-rank0.json ...      of the last run
+  earlier-1/     earlier-2/                                           of earlier runs
+  .metrics.lock  held by the run that writes here
+
+Experiment trackers that receive a run's metrics besides metrics.jsonl, each imported only where it is wanted.
+
+The writers of metrics: to the terminal, to metrics.jsonl, and optionally to TensorBoard and Weights & Biases.
+
+One rank gets a `MetricsWriter`, the others a `Writer` that does nothing, so that the training loop has no conditions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megatron_hetero.base import terminal
+from megatron_hetero.base.errors import UserError, in_short, os_errors_as, reason
+from megatron_hetero.base.files import in_the_way
+from megatron_hetero.base.outputs import CONFIG, LOG_LOCK, METRICS, OF_A_RUN, WANDB_ID
+from megatron_hetero.base.outputs import METRICS as FILE_NAME
+from megatron_hetero.checkpoint.resume import lock_folder
+from megatron_hetero.checkpoint.state import History
+from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics, Value
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """The error for something in `log.dir` that cannot be written."""
+    return UserError.at(
+        f"log.dir: {path}",
+        problem=f"cannot be written ({in_the_way(path, error)})",
+        fix="free space or grant access, or choose another folder with --log.dir DIR",
+    )
+
+
+class LogFolder:
+    """The folder where this run alone writes its configuration and metrics.jsonl, which starts with the lines of
+    `history`.
+
+    `notes`: for the user.
+    """
+
+    def __init__(self, folder: Path, history: str, config: str) -> None:
+        """Raises `UserError` if it cannot be written, or another run writes there."""
+        self.folder, self._path, self._waiting = folder, folder / METRICS, b""
+        self._lock = lock_folder(folder, "log.dir", LOG_LOCK, "their metrics", unwritable)
+        try:
+            self.notes = (*filter(None, [self._lock.note]), *_set_aside(folder, history.encode(), config.encode()))
+            _begin(self._path, history.encode())
+            if config:
+                (folder / CONFIG).write_text(config, encoding="utf-8")
+        except OSError as error:
+            self._lock.release()
+            raise unwritable(Path(error.filename or self._path), error) from None
+
+    def append(self, line: str) -> None:
+        """Append a line to metrics.jsonl, after lines that could not be written before. Raises `OSError`."""
+        self._waiting += line.encode()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "ab", buffering=0) as file:
+            while self._waiting:
+                self._waiting = self._waiting[file.write(self._waiting) :]
+
+    def history(self) -> History:
+        """All lines so far, also those that could not be written yet; these alone where the file cannot be reached."""
+        with contextlib.suppress(OSError):
+            return History(self._path, _size(self._path), self._waiting)
+        return History(waits=self._waiting)
+
+    def close(self) -> None:
+        """Release the folder."""
+        self._lock.release()
+
+
+def _begin(path: Path, history: bytes) -> None:
+    """Make `path` a file with `history`. Raises `OSError`."""
+    there = _common(path, history)
+    if path.is_file():
+        os.truncate(path, there)  # Later steps are trained again.
+    with open(path, "ab") as file:
+        file.write(history[there:])
+
+
+def _common(path: Path, history: bytes) -> int:
+    """How many bytes of `history` the file starts with, if it has nothing else before its end: the last lines of a run
+    whose disk was full are only in its checkpoint. Otherwise 0.
+    """
+    if not path.is_file():
+        return 0
+    with open(path, "rb") as file:
+        found = file.read(len(history))
+    return len(found) if history.startswith(found) else 0
+
+
+def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
+    """Move the files of another run, or a different configuration, to a new subfolder. Yields notes for the user.
+    Raises `OSError`.
+    """
+    if _size(folder / METRICS) > 0 and not _common(folder / METRICS, history):
+        moved = [path for pattern in OF_A_RUN for path in sorted(folder.glob(pattern))]
+    elif _size(folder / CONFIG) > 0 and config and (folder / CONFIG).read_bytes() != config:
+        moved = [folder / CONFIG]
+    else:
+        return
+    place = next(p for n in itertools.count(1) if not os.path.lexists(p := folder / f"earlier-{n}"))
+    place.mkdir()
+    for path in moved:
+        path.rename(place / path.name)
+    yield f"moved files of an earlier run from {folder} to {place}: {', '.join(path.name for path in moved)}"
+
+
+def _size(path: Path) -> int:
+    """The size of a file; 0 if there is none."""
+    return path.stat().st_size if path.is_file() else 0
+
+
+def open_trackers(
+    folder: Path, *, tensorboard: bool, wandb: str | None, config: str, done: int
+) -> list[TensorBoard | WandB]:
+    """The trackers of a run whose first `done` steps were trained before.
+
+    Args:
+        folder: where trackers write.
+        tensorboard: whether TensorBoard is one of them.
+        wandb: the Weights & Biases project; None: it is not one of them.
+        config: the resolved configuration as YAML.
+        done: number of steps trained before.
+
+    Raises:
+        UserError: a tracker is not installed or cannot be started.
+    """
+    trackers: list[TensorBoard | WandB] = [TensorBoard(folder, done)] if tensorboard else []
+    return trackers if wandb is None else [*trackers, WandB(folder, wandb, config)]
+
+
+def scalars(group: str, values: Mapping[str, object]) -> dict[str, float]:
+    """The numbers among the values of a record, by metric name: `group/name`."""
+    return {f"{group}/{n}": v for n, v in values.items() if n != "step" and isinstance(v, int | float)}
+
+
+def _not_installed(where: str, name: str, package: str, error: ImportError) -> UserError:
+    fix = f"install it with `pip install {package}`, or remove log.{package}"
+    return UserError.at(where, problem=f"{name} is not installed ({error})", fix=fix)
+
+
+class TensorBoard:
+    """Writes event files to `folder`. Of a run whose first `done` steps were trained before, later steps are purged."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, done: int) -> None:
+        """Raises `UserError` if TensorBoard is not installed, or the folder cannot be written."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _not_installed("log.tensorboard", self.name, "tensorboard", error) from None
+        with os_errors_as(partial(unwritable, folder)):
+            self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records values by metric name. Raises `OSError`."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, *, failed: bool) -> None:
+        """Finishes; event files do not say how a run ended. Raises `OSError`."""
+        self._writer.close()
+
+
+class WandB:
+    """Logs to a Weights & Biases project, with the configuration of the run. A resumed run continues the W&B run whose
+    id an earlier one has left in `folder`. `WANDB_MODE=offline` writes to `folder/wandb` only, for `wandb sync`.
+
+    Steps are a metric of their own (`step`), not W&B's counter, which refuses steps that are trained again.
+    """
+
+    name = "Weights & Biases"
+
+    def __init__(self, folder: Path, project: str, config: str) -> None:
+        """Raises `UserError` if it is not installed or cannot be started, for want of a login for example."""
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise _not_installed("log.wandb (--log.wandb)", self.name, "wandb", error) from None
+        file = folder / WANDB_ID
+        try:
+            self._run = wandb.init(
+                project=project,
+                dir=str(folder),
+                id=file.read_text(encoding="utf-8").strip() if file.is_file() else None,
+                resume="allow",
+                config=yaml.safe_load(config) or {},
+                # Standard output belongs to the progress bar.
+                settings=wandb.Settings(console="off"),
+            )
+            self._run.define_metric("*", step_metric="step")
+            file.write_text(f"{self._run.id}\n", encoding="utf-8")
+        except Exception as error:  # Its exceptions share no base class with those of its dependencies.
+            raise UserError.at(
+                "log.wandb (--log.wandb)",
+                problem=f"Weights & Biases does not start ({in_short(error)})",
+                fix="run `wandb login`, or set WANDB_MODE=offline, or remove log.wandb",
+            ) from None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records values by metric name. Raises `OSError`."""
+        try:
+            self._run.log({**values, "step": step})
+        except Exception as error:
+            raise OSError(in_short(error)) from error
+
+    def close(self, *, failed: bool) -> None:
+        """Finishes the upload, and marks the run as failed or finished. Raises `OSError`."""
+        try:
+            self._run.finish(exit_code=int(failed))
+        except Exception as error:
+            raise OSError(in_short(error)) from error
+
+
+_TRACKER_FIX = "free space or restore access for the next run; metrics.jsonl has all steps"
+TERMINAL = "terminal"
+"""The fault of a writer after which nothing more is printed."""
+
+
+class Writer:
+    """Receives the output of the training loop, and does nothing with it; a context manager that closes itself.
+
+    `faults`: what could not be written, by what failed.
+    """
+
+    def __init__(self) -> None:
+        self.faults: dict[str, str] = {}
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something cannot be written at the moment."""
+        return bool(self.faults)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Records one step."""
+
+    def write_evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Records the evaluation of one data set."""
+
+    def history(self) -> History:
+        """Returns the metrics so far, including those before a resume."""
+        return History()
+
+    def print(self, renderable: object) -> None:
+        """Prints text or anything that `rich` renders, above the progress bar."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the end of training."""
+        return ()
+
+    def fail(self) -> None:
+        """Notes that the run ends with an error, as one that leaves the context does too."""
+
+    def close(self) -> None:
+        """Finishes; nothing is written afterwards."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            self.fail()
+        self.close()
+
+
+class MetricsWriter(Writer):
+    """Writes the metrics of a run to a folder and the terminal. A failing write does not end the run: it is reported at
+    once, retried if possible, and kept in `faults` by what failed.
+
+    Args:
+        folder: created if necessary; files of an earlier run are moved to a subfolder.
+        steps: number of steps of the run.
+        config: the resolved configuration, saved with the metrics.
+        done: number of steps trained before, with the lines of metrics.jsonl in `history`.
+        tensorboard: whether TensorBoard's files are written to the folder too.
+        wandb: the Weights & Biases project to log to; None: not at all.
+        console: receives lines and progress; standard output by default.
+
+    Raises:
+        UserError: the folder cannot be written, another run writes there, or a tracker is not installed or cannot be
+            started.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        *,
+        config: str = "",
+        done: int = 0,
+        history: str = "",
+        tensorboard: bool = False,
+        wandb: str | None = None,
+        console: Console | None = None,
+    ) -> None:
+        super().__init__()
+        self._steps = steps
+        self._console = console or terminal.console()
+        self._failed = False
+        self._log = LogFolder(folder, history, config)
+        self._skipped = Skipped()
+        try:
+            self._trackers = open_trackers(folder, tensorboard=tensorboard, wandb=wandb, config=config, done=done)
+        except UserError:
+            self._log.close()
+            raise
+        self._progress = _progress(self._console)
+        self._task = self._progress.add_task("training", total=steps, completed=done)
+        # Only a terminal can redraw a bar; elsewhere there are plain lines.
+        if self._console.is_terminal:
+            self._progress.start()
+        for note in self._log.notes:
+            self.print(note)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Records one step."""
+        record = metrics.record()
+        self._record(record)
+        self._skipped = self._skipped.and_of(record)
+        self._show("train", metrics.step, record)
+        self.print(metrics.line(self._steps))
+        self._progress.update(self._task, completed=metrics.step)
+
+    def write_evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Records the evaluation of one data set."""
+        self._record(metrics.record())
+        self._show(f"eval/{metrics.dataset}", metrics.step, metrics.values)
+        self.print(metrics.line(self._steps))
+
+    def history(self) -> History:
+        """Returns the metrics so far, including those before a resume."""
+        return self._log.history()
+
+    def _record(self, record: Mapping[str, Value]) -> None:
+        self._append(json.dumps(record, allow_nan=False) + "\n")
+
+    def _append(self, line: str) -> None:
+        try:
+            self._log.append(line)
+        except OSError as error:
+            return self._note(FILE_NAME, str(unwritable(self._log.folder / FILE_NAME, error)))
+        self.faults.pop(FILE_NAME, None)
+        return None
+
+    def _show(self, group: str, step: int, values: Mapping[str, Value]) -> None:
+        """Send the numbers to each tracker, until that fails."""
+        for tracker in tuple(self._trackers):
+            try:
+                tracker.log(step, scalars(group, values))
+            except OSError as error:
+                self._trackers.remove(tracker)
+                fault = UserError.at(tracker.name, problem=f"stopped recording ({reason(error)})", fix=_TRACKER_FIX)
+                self._note(tracker.name, str(fault))
+
+    def _note(self, what: str, fault: str) -> None:
+        """Report a fault if it is new."""
+        if what not in self.faults:
+            with suppress(OSError):
+                print(f"warning: {fault}", file=sys.stderr, flush=True)
+        self.faults[what] = fault
+
+    def print(self, renderable: object) -> None:
+        """Prints text or anything that `rich` renders, above the progress bar."""
+        if TERMINAL in self.faults:
+            return
+        try:
+            if isinstance(renderable, str) and not self._console.is_terminal:
+                # A file or a pipe has no width to wrap at.
+                print(renderable, file=self._console.file)
+            else:
+                self._console.print(renderable, markup=False, highlight=False)
+            self._console.file.flush()
+        except (OSError, SystemExit) as error:  # `rich` exits on a closed pipe.
+            why = reason(error) if isinstance(error, OSError) else "broken pipe"
+            self._note(TERMINAL, f"standard output: cannot be written ({why}).")
+
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the end of training, on the steps of this run."""
+        return self._skipped.notes()
+
+    def fail(self) -> None:
+        """Notes that the run ends with an error, for the trackers to record."""
+        self._failed = True
+
+    def close(self) -> None:
+        """Finishes; nothing is written afterwards."""
+        if self._progress.live.is_started:
+            self._progress.stop()
+        self._append("")  # Lines still waiting for disk space.
+        self._log.close()
+        for tracker in self._trackers:
+            with suppress(OSError):  # Each step was flushed as it was written, and failures were reported.
+                tracker.close(failed=self._failed)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Counts of this run: skipped samples, steps with any, and steps with no other samples."""
+
+    samples: int = 0
+    steps: int = 0
+    idle_steps: int = 0
+
+    def and_of(self, record: Mapping[str, object]) -> Skipped:
+        """With one more step."""
+        samples = record.get("skipped_samples")
+        if not isinstance(samples, int) or samples <= 0:
+            return self
+        idle = record.get("loss") is None
+        return Skipped(self.samples + samples, self.steps + 1, self.idle_steps + idle)
+
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the user; none if nothing was skipped."""
+        if not self.samples:
+            return ()
+        idle = f"; {_counted(self.idle_steps, 'step')} had no other samples and trained nothing" * bool(self.idle_steps)
+        where = _counted(self.steps, "step")
+        return (f"{_counted(self.samples, 'sample')} longer than data.max_seq_length skipped, in {where}{idle}",)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

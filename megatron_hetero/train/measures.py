@@ -1,0 +1,145 @@
+"""Model FLOPs utilisation of a step, and the peak rates of devices.
+
+Traces of chosen steps, a file per rank, for Perfetto (ui.perfetto.dev) or Chrome (chrome://tracing).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_hetero.base.errors import TEXT, UserError, parts_of, reason
+from megatron_hetero.data.loader import StepBatch
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.models.frozen import Frozen
+from megatron_hetero.models.items.types import Size
+from megatron_hetero.models.layers.parts import Tokens
+from megatron_hetero.models.shapes import ModelShapes
+
+
+def utilisation(
+    shapes: ModelShapes, frozen: Frozen, batch: StepBatch, seconds: float, topology: Topology
+) -> float | None:
+    """The fraction of all devices' peak FLOPs that a step achieved; None if the device's peak is unknown."""
+    name = topology.platform.device_name
+    if peak_flops(name) is None:
+        return None
+    return mfu(step_flops(shapes, frozen, batch), seconds, topology.world_size, name)
+
+
+def step_flops(shapes: ModelShapes, frozen: Frozen, batch: StepBatch) -> int:
+    """Model FLOPs of a step; those of encoders are counted per patch: by the rows that reach the language model most of
+    their work would be missed. A part that is frozen is billed for what the gradients of the others need.
+    """
+    encoders_train = len(frozen.modules(shapes.encoders)) < len(shapes.encoders)
+    passes = frozen.passes(TEXT, inputs=encoders_train or frozen.trains(TEXT))
+    first = 0 if encoders_train else frozen.first_layer(shapes)
+    of_encoders = [_encoder_flops(name, shape, frozen, batch.sizes[name]) for name, shape in shapes.encoders.items()]
+    tokens = Tokens(batch.sample_lengths, supervised=batch.supervised)
+    return sum(of_encoders) + shapes.text.architecture.operations(tokens, passes=passes, first=first)
+
+
+def _encoder_flops(name: str, v: EncoderShape, frozen: Frozen, sizes: Collection[Size]) -> int:
+    encoder, projector = parts_of(name)
+    return v.architecture.operations(
+        v.tokens(sizes),
+        passes=frozen.passes(encoder, inputs=frozen.trains(encoder)),
+        projector=frozen.passes(projector, inputs=frozen.trains(encoder)),
+    )
+
+
+# Dense bfloat16 operations per second, from the vendors' data sheets. The first entry whose words are all
+# in the device's name counts, so longer names come first.
+_PEAKS = (
+    ("GB200", 2.5e15),
+    ("B200", 2.25e15),
+    ("B100", 1.75e15),
+    ("GH200", 989.4e12),
+    ("H200 NVL", 835.5e12),
+    ("H200", 989.4e12),
+    ("H100 NVL", 835.5e12),
+    ("H100 PCIe", 756.5e12),
+    ("H100", 989.4e12),
+    ("H800", 989.4e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("RTX 6000 Ada", 364.2e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307.4e12),
+    ("MI325X", 1307.4e12),
+)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bfloat16 operations per second of a device, by the name that its driver reports.
+
+    None where it is not known, as for CPUs and for slices of a device.
+    """
+    words = device_name.replace("-", " ").upper().split()
+    if "MIG" in words:
+        return None
+    return next((peak for name, peak in _PEAKS if set(name.upper().split()) <= set(words)), None)
+
+
+def mfu(flops: int, seconds: float, devices: int, device_name: str) -> float | None:
+    """Model FLOPs utilisation: the share of all devices' peak that a step achieved; None where no peak is known."""
+    peak = peak_flops(device_name)
+    return None if peak is None or seconds <= 0 else flops / (seconds * devices * peak)
+
+
+class StepProfiler:
+    """Traces `steps` steps starting with step `start`, and writes `trace-rankN.json` to `folder` after the last one.
+
+    Ranges are named after the schedule's actions, such as ``text.0.F3``. A `start` of 0 disables it. `settle` waits for
+    what is in flight behind a step. `fault`: why the trace could not be written, which does not end the run.
+    """
+
+    def __init__(self, start: int, steps: int, folder: Path, rank: int, platform: Platform, settle: Callable[[], None]):
+        self._first, self._last = start, start + steps - 1
+        self._file = folder / f"trace-rank{rank}.json"
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
+        self._profile: profile | None = None
+        self._settle = settle
+        self.fault: str | None = None
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around step `number`."""
+        if self._first and number == self._first:
+            self._profile = profile(activities=self._activities)
+            self._profile.start()
+        yield
+        if self._profile is not None and number == self._last:
+            self._settle()  # A trace that ends while gloo's threads record what they do may end the process.
+            self._profile.stop()
+            self._write(self._profile)
+            self._profile = None
+
+    def _write(self, trace: profile) -> None:
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_bytes(b"")  # The exporter itself reports no errors.
+            trace.export_chrome_trace(str(self._file))
+        except OSError as error:
+            wrong = UserError.at(
+                f"train.profile: {self._file}",
+                problem=f"cannot be written ({reason(error)})",
+                fix="free space or grant access, or choose another folder with --log.dir DIR",
+            )
+            self.fault = str(wrong)
+            print(f"warning: {wrong}", file=sys.stderr, flush=True)

@@ -1,1 +1,0 @@
-"""Training: its start, its steps, what it logs, its end, and the export."""

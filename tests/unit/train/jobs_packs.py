@@ -1,0 +1,109 @@
+"""Random packs of images and text, as integers, for the tests of plans; and what planned ranks then hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_hetero.data.step_plan import Balance, MicroBatchPlan, PackShape, Pieces, StepPlanner, Together
+from megatron_hetero.data.token_shards import TokenShare
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.models.items.pictures import ImageSize
+
+SHAPE = VisionShape(
+    layers=2, hidden=16, heads=8, ffn=20, channels=3, patch=14, temporal_patch=2, merge=2, window=4,
+    full_layers=frozenset({1}), out_hidden=24, rope_theta=10000.0,
+)  # fmt: skip
+BATCHES = ("even", "ragged", "some without images", "fewer images than replicas", "no rows", "no tokens")
+Sharded = Mapping[str, bool]
+"""For "vision" and "text", whether activations are sharded over tp."""
+
+
+def random_packs(batch: str, text: Layout, seed: int) -> list[PackShape]:
+    """A micro-batch: one pack per replica of `text`. `batch`: one of `BATCHES`."""
+    rng = np.random.default_rng([seed, BATCHES.index(batch)])
+    return [_pack(_samples(batch, replica, text.dp, rng), rng, batch) for replica in range(text.dp)]
+
+
+def _samples(batch: str, replica: int, replicas: int, rng: np.random.Generator) -> list[list[ImageSize]]:
+    """The images of each sample of a pack."""
+    if batch == "no tokens":
+        return []
+    if batch == "no rows" or (batch == "some without images" and replica % 2 == 0 and replicas > 1):
+        return [[] for _ in range(rng.integers(1, 4))]
+    if batch == "even":
+        return [[ImageSize(1, 16, 16)]]
+    if batch == "fewer images than replicas":
+        return [[ImageSize(1, 2, 2)], []] if replica == 0 else [[]]
+    sides = rng.integers(1, 11, size=(rng.integers(1, 5), 2))
+    grids: list[ImageSize] = [ImageSize(1, 2 * int(h), 2 * int(w)) for h, w in sides]
+    cut = int(rng.integers(0, len(grids) + 1))
+    return [grids[:cut], [], grids[cut:]]
+
+
+def _pack(samples: list[list[ImageSize]], rng: np.random.Generator, batch: str) -> PackShape:
+    """Images between stretches of text (none in an "even" batch), many of them of one token."""
+    text = (lambda: 0) if batch == "even" else (lambda: int(rng.choice([1, 1, 2, 7])))
+    positions, lengths, at = [np.zeros(0, np.int64)], [], 0
+    for grids in samples:
+        start = at
+        for grid in grids:
+            at += text()
+            rows = int(np.prod(grid)) // SHAPE.unit
+            positions.append(np.arange(at, at + rows))
+            at += rows
+        at += text()
+        lengths.append(at - start)
+    joined = np.concatenate(positions).astype(np.int64)
+    grids = tuple(grid for grids in samples for grid in grids)
+    return PackShape(tuple(lengths), (Pieces(tuple(map(len, samples)), grids, joined.tobytes()),))
+
+
+def planner(
+    layouts: Mapping[str, Layout],
+    sharded: Sharded,
+    rank: int,
+    balance: Balance = "replica",
+    together: Together | None = None,
+) -> StepPlanner:
+    """A planner of `rank` for rows of 24 bytes."""
+    return StepPlanner({"vision": SHAPE}, layouts, sharded, rank, 24, balance, together=together)
+
+
+def first_rows(packs: list[PackShape]) -> list[int]:
+    """Where the rows of each pack begin, and the end."""
+    return np.cumsum([0, *(len(pack.pieces[0].positions) for pack in packs)]).tolist()
+
+
+def images_of(packs: list[PackShape]) -> list[ImageSize]:
+    """The sizes of all images, in turn."""
+    sizes: list[Any] = [size for pack in packs for size in pack.pieces[0].sizes]
+    return sizes
+
+
+def first_rows_of_images(packs: list[PackShape]) -> list[int]:
+    """Where the rows of each image begin, and the end."""
+    return np.cumsum([0, *(SHAPE.rows(image) for image in images_of(packs))]).tolist()
+
+
+def decoded_units(plan: MicroBatchPlan, packs: list[PackShape]) -> np.ndarray:
+    """The global rows of the units that a rank decodes, in order: image by image."""
+    first = first_rows_of_images(packs)
+    images = plan.patches["vision"].decodes if plan.patches else ()
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in images)])
+
+
+def needed_rows(share: TokenShare, packs: list[PackShape], layout: Layout, sharded: bool, rank: int) -> np.ndarray:
+    """The global rows that belong at `rows_at`, from the tokens that the rank embeds."""
+    at = layout.coordinate(rank)
+    rows = range(*first_rows(packs)[at.dp : at.dp + 2])
+    row_at = dict(zip(packs[at.dp].pieces[0].positions.tolist(), rows, strict=True))
+    length = share.padded // layout.tp if sharded else share.padded
+    start = length * at.tp if sharded else 0
+    embedded = share.tokens[start : start + length].tolist()
+    found = {place: row_at[token] for place, token in enumerate(embedded) if token in row_at}
+    assert sorted(share.rows_at["vision"].tolist()) == list(found), "rows are put elsewhere than at image tokens"
+    return np.array([found[place] for place in share.rows_at["vision"].tolist()], np.int64)

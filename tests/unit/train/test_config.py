@@ -1,0 +1,422 @@
+"""The configuration: where values come from, round trips, and messages about what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.schema import Config, DatasetConfig, load_command, load_config, require_modules, to_yaml
+
+MINIMAL = """
+model: {hf_path: model}
+data: {registry: {demo: {annotations: train.json, images: /pictures}}, datasets: [demo]}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes a YAML file, by default over the minimal one, and returns the arguments that load it."""
+
+    def write(text: str, base: str = MINIMAL) -> list[str]:
+        file = tmp_path / "config.yaml"
+        file.write_text(base + text)
+        return ["--config", str(file)]
+
+    return write
+
+
+def test_a_checkpoint_to_go_on_from_is_a_path_or_a_word(write, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for text, expected in (
+        ("auto", "auto"), ("never", "never"), ("./auto", tmp_path / "auto"), ("Auto", tmp_path / "Auto"),
+        ("runs/step-1", tmp_path / "runs/step-1"), ("../step-1", tmp_path.parent / "step-1"),
+        ("/step-1", Path("/step-1")), ("none", tmp_path / "none"),
+    ):  # fmt: skip
+        line = write(f"checkpoint: {{dir: saved, resume: {text}}}")
+        config = load_config(line)
+        assert config.checkpoint.resume == expected
+        assert load_config(write(to_yaml(config), base="")) == config
+        assert load_config([*write(""), "--checkpoint.resume", "run"]).checkpoint.resume == Path.cwd() / "run"
+    for broken in ("5", "true", "[auto]", '""', "null"):
+        with pytest.raises(UserError, match=r"checkpoint.resume .*expected auto, never or a path"):
+            load_config(write(f"checkpoint: {{resume: {broken}}}"))
+
+
+def test_defaults_and_the_minimal_file(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    config = load_config(write(""))
+    assert config.model.hf_path == tmp_path / "model"
+    assert config.data.registry == {
+        "demo": DatasetConfig(annotations=tmp_path / "train.json", images=Path("/pictures"))
+    }
+    assert config.data.datasets == ("demo",)
+    assert config.parallel == {}
+    assert (config.model.dtype, config.optimizer.clip_grad, config.data.shuffle) == ("bfloat16", 1.0, True)
+    assert config.export.hf_dir is None
+    assert config.log.dir == Path("/runs")
+
+
+def test_flags_win_over_the_file(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path / "..")
+    file = write("train: {iters: 7, seed: 3}\nparallel: {vision: 'sp:2', text: 'tp:2'}\noptimizer: {lr: 1e-4}\n")
+    flags = "--train.iters 20 --text-parallel tp:4 --data.shuffle false --optimizer.betas 0.9 0.95 --eval.limit 5"
+    held_out = "--eval.datasets demo"
+    paths = "--export.hf_dir=out --data.registry.more.annotations a.json --data.datasets demo more%50"
+    config = load_config([*file, *flags.split(), *paths.split(), *held_out.split()])
+    assert (config.train.iters, config.train.seed) == (20, 3)
+    assert config.parallel == {"vision": "sp:2", "text": "tp:4"}
+    assert (config.optimizer.lr, config.optimizer.betas) == (1e-4, (0.9, 0.95))
+    assert config.data.shuffle is False
+    assert config.eval.limit == 5
+    # Paths in flags start from the current directory, those in the file from its folder.
+    assert config.export.hf_dir == tmp_path.parent / "out"
+    assert config.data.registry["more"] == DatasetConfig(annotations=tmp_path.parent / "a.json")
+    assert config.data.registry["demo"].annotations == tmp_path / "train.json"
+    assert config.data.datasets == ("demo", "more%50")
+
+
+def test_mappings_merge_by_name(write) -> None:
+    file = write(
+        "", MINIMAL.replace("model: {", "model: {recompute: {vision: full}, sequence_parallel: {text: false}, ")
+    )
+    config = load_config([*file, "--model.recompute.text", "full", "--model.sequence_parallel.text", "true"])
+    assert config.model.recompute == {"vision": "full", "text": "full"}
+    assert config.model.sequence_parallel == {"text": True}
+
+
+def test_without_a_file(tmp_path: Path) -> None:
+    flags = "--model.hf_path m --data.registry.a.annotations x --data.registry.a.images y --data.datasets a"
+    assert load_config(flags.split()).data.datasets == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1e-4", 1e-4), ("1.0e-4", 1e-4), ("3", 3.0), ("'2e-5'", 2e-5), ("0.5", 0.5)]
+)
+def test_numbers_as_people_write_them(write, text: str, expected: float) -> None:
+    assert load_config(write(f"optimizer: {{lr: {text}}}")).optimizer.lr == expected
+
+
+def test_plain_words_are_those_of_yaml_1_2(write, tmp_path: Path) -> None:
+    """What YAML 1.1 reads as octal numbers, times, booleans and dates."""
+    for text, expected in (("0400", 400), ("08", 8), ("1_000", 1000), ("+7", 7), ("'12'", 12)):
+        assert load_config(write(f"train: {{iters: {text}}}")).train.iters == expected
+    for name in ("on", "no", "y", "4:16", "2024-01-01", "2024-13-45", "1_0", "0x1f", "=", "1:30.5"):
+        assert load_config(write(f"log: {{dir: {name}}}")).log.dir == tmp_path / name
+        config = load_config(write("", MINIMAL.replace("demo", name)))
+        assert config.data.datasets == (name,) and list(config.data.registry) == [name]
+
+
+@pytest.mark.parametrize("name", "on 0400 4:16 1e5 08 .5 true ~ 2024-01-01 1_0 .inf <<".split())
+def test_texts_that_look_like_something_else_are_saved_in_quotes(write, name: str) -> None:
+    config = load_config(write("", MINIMAL.replace("demo", f"'{name}'")))
+    assert config.data.datasets == (name,)
+    assert load_config(write(to_yaml(config), base="")) == config
+
+
+def test_aliases_do_not_fill_the_memory(write) -> None:
+    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60))]
+    nested = "parallel_layers: {" + ", ".join(lines) + "}\nparallel: {vision: *a59}\n"
+    with pytest.raises(UserError, match="parallel.vision .*the list"):
+        load_config(write(nested))
+
+
+@pytest.mark.parametrize("more, backend", [
+    ("--model.tp_overlap.text 1", "auto"), ("--model.tp_overlap.text 2", "torch"), ("--model.compile layers", "torch"),
+    ("--model.tp_overlap.text 2 --model.backend te", "te"),
+])  # fmt: skip
+def test_layers_are_ours_where_a_setting_is_theirs_alone(write, more: str, backend: str) -> None:
+    """Unless others are asked for, which says so later."""
+    assert load_config([*write(""), *more.split()]).model.layer_backend == backend
+
+
+def test_empty_sections_and_none(write) -> None:
+    config = load_config([*write("train:\neval: {limit: null}\n"), "--model.freeze", "--eval.limit", "none"])
+    assert config.model.freeze == ()
+    assert config.eval.limit is None
+
+
+def test_the_resolved_configuration_reads_back(write, tmp_path: Path) -> None:
+    more = (
+        "optimizer: {lr: 1e-4, lr_vision: 2e-5, eps: 1e-10}\nparallel: {vision: 'sp:2@0-1'}\n"
+        "eval: {datasets: [demo]}\nexport: {hf_dir: out}"
+    )
+    config = load_config([*write(more), "--model.freeze", "text", "projector", "--data.datasets", "demo%12.5"])
+    saved = tmp_path / "elsewhere" / "saved.yaml"
+    saved.parent.mkdir()
+    saved.write_text(to_yaml(config))
+    assert load_config(["--config", str(saved)]) == config
+
+
+# ----------------------------------------------------------------------- what is wrong
+
+IN_FILE = [
+    ("trian: {}", ["config.yaml", "`trian` (did you mean `train`?)"]),
+    ("train: {iter: 3}", ["`train.iter` (did you mean `iters`?)", "micro_batch_size"]),
+    ("eval: {datasets: [dem]}", ["eval.datasets", "`dem` (did you mean `demo`?)"]),
+    ("train: {iters: three}", ["train.iters", "config.yaml", "the text `three`", "an integer"]),
+    ("train: {iters: 1.5}", ["train.iters", "the number `1.5`", "an integer"]),
+    ("train: {iters: true}", ["train.iters", "the boolean `true`"]),
+    ("train: {iters: null}", ["train.iters", "found null"]),
+    ("train: {iters: [3]}", ["train.iters", "the list `[3]`"]),
+    ("train: {iters: {a: 3}}", ["train.iters", "a dict"]),
+    ("train: 3", ["train (", "the integer `3`", "a mapping"]),
+    ("log: {tensorboard: maybe}", ["log.tensorboard", "true or false"]),
+    ("log: {dir: 7}", ["log.dir", "a path"]),
+    ("parallel: {vision: 8}", ["parallel.vision", "the integer `8`", "text"]),
+    ("parallel: {1: 'sp:8'}", ["parallel", "the integer `1` as a name", '"1"']),
+    ("eval: {datasets: demo}", ["eval.datasets", "the text `demo`", "a list of text"]),
+    ("optimizer: {name: adam}", ["optimizer.name", "did you mean `adamw`?", "adamw, sgd"]),
+    ("optimizer: {betas: [0.9]}", ["optimizer.betas", "1 values", "expected 2"]),
+    ("optimizer: {betas: [0.9, 1]}", ["optimizer.betas", "1.0"]),
+    ("optimizer: {lr: .nan}", ["optimizer.lr", "a finite number"]),
+    ("optimizer: {lr: 0}", ["optimizer.lr", "> 0"]),
+    ("optimizer: {lr: 1e-4, min_lr: 1e-3}", ["optimizer.min_lr", "≤ optimizer.lr = 0.0001"]),
+    ("optimizer: {warmup_iters: 200}", ["optimizer.warmup_iters", "Try `--optimizer.warmup_iters 100`"]),
+    ("optimizer: {clip_grad: -1}", ["optimizer.clip_grad", "≥ 0"]),
+    ("optimizer: {name: sgd, weight_decay: 0.1}", ["optimizer.weight_decay", "optimizer.name is sgd"]),
+    ("optimizer: {schedule: constant, min_lr: 1e-6}", ["optimizer.min_lr", "optimizer.schedule is constant"]),
+    ("optimizer: {name: sgd}\nprecision: {text: {moments: 8bit}}", ["precision.text.moments", "sgd, which keeps no"]),
+    ("precision: {text: {master: half}}", ["precision.text.master", "float32, split, none"]),
+    ("train: {iters: 0}", ["train.iters", "expected ≥ 1. Raise or remove it."]),
+    ("train: {micro_batch_size: 3}", ["train.micro_batch_size", "Try `--train.micro_batch_size 2`"]),
+    ("train: {tokens_per_micro_batch: 2048}", ["≥ data.max_seq_length = 4096", "Raise it, or try `--data.max_seq_"]),
+    ("train: {patches_per_micro_batch: 64}", ["train.patches_per_micro_batch", "train.tokens_per_micro_batch is not"]),
+    ("train: {tokens_per_micro_batch: 8192, micro_batch_size: 2}", ["train.micro_batch_size", "Remove one of them"]),
+    ("train: {iters: 1, iters: 2}", ["line 4, column 19", "`iters` given twice"]),
+    ("train: {}\ntrain: {}", ["line 5, column 1", "`train` given twice"]),
+    ("train: [1", ["line 4", "malformed YAML"]),
+    ("train:\n\titers: 3", ["line 5, column 1"]),
+    ("- 1", ["line 4, column 1"]),
+    ("train: {iters: 4:16}", ["train.iters", "the text `4:16`", "an integer"]),
+    ("train: {iters: 0x100}", ["train.iters", "the text `0x100`"]),
+    ("train: {iters: !!int 4:16}", ["config.yaml", "invalid literal"]),
+    ("optimizer: {lr: 1:30.5}", ["optimizer.lr", "the text `1:30.5`", "a finite number"]),
+    ("log: {tensorboard: on}", ["log.tensorboard", "the text `on`", "true or false"]),
+    ("train: {iters: " + "9" * 5000 + "}", ["config.yaml", "digits"]),
+    ("train: {\"iters\": 1, 'iters': 2}", ["`iters` given twice"]),
+    ("train: {iters: &a [1], seed: 1, <<: {iters: 2}, x: *a}", ["`train.x`"]),
+    ('train: {"iters\\e[2J": 3}', ["`train.iters\\x1b[2J`"]),
+    ("train: {seed: 9223372036854775808}", ["train.seed", "an integer below 2^63"]),
+    ("log: {dir: ~nobody-here/x}", ["log.dir", "home folder"]),
+    ('log: {dir: "a\\0b"}', ["log.dir", "a path"]),
+    ("train: " + "[" * 5000, ["config.yaml", "recursion"]),
+    ("? [a]\n: 3", ["line 4", "unhashable"]),
+    ("train: !!python/object:os.system {}", ["line 4", "could not determine a constructor"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), IN_FILE)
+def test_what_is_wrong_in_a_file(write, text: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(write(text))
+    for part in parts:
+        assert part in str(error.value)
+
+
+IN_DATA = [
+    ("datasets: []", ["data.datasets", "an empty list"]),
+    ("datasets: [dmeo]", ["`dmeo` (did you mean `demo`?)", "data.registry.dmeo"]),
+    ("datasets: [demo%0]", ["demo%0"]),
+    ("datasets: [demo%x]", ["demo%x"]),
+    ("datasets: [demo], min_pixels: 9, max_pixels: 8", ["data.min_pixels", "data.max_pixels = 8"]),
+    ("datasets: [demo], workers: -1", ["data.workers"]),
+    ("datasets: [demo], too_long: cut", ["data.too_long", "error, skip"]),
+    ("datasets: [demo], registry: {demo: {images: b}}", ["twice"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), IN_DATA)
+def test_what_is_wrong_with_data(write, text: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(write("", MINIMAL.replace("datasets: [demo]", text)))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_names_with_a_rate_are_refused_in_the_registry(write) -> None:
+    with pytest.raises(UserError, match="a name without `%`"):
+        load_config(write("", MINIMAL.replace("demo", "demo%5")))
+
+
+DETAIL = "--model.encoders.detail.hf_path x --model.encoders.detail.token y"
+IN_FLAGS = [
+    ("--schedule.timeout_s 1e-30", ["schedule.timeout_s", "expected 0 or ≥ 1"]),
+    ("--log.dir " + "é" * 200, ["log.dir", "file name too long"]),
+    ("--log.dir \ud800", ["log.dir", "surrogates not allowed"]),
+    ("--log.wandb a/b", ["log.wandb", "found `a/b`", "a project name of up to 128 characters"]),
+    ("--log.wandb " + "x" * 129, ["log.wandb", "128 characters"]),
+    ("--model.dtype float32 --precision.text.master split", ["precision.text.master", "are their own masters"]),
+    ("--model.dtype float32 --precision.text.gradients bfloat16", ["precision.text.gradients", "Remove it, or set"]),
+    ("--model.freeze text --precision.text.moments bfloat16", ["precision.text.moments", "text is frozen"]),
+    ("--model.freeze text --offload.text.states true", ["offload.text.states", "text is frozen"]),
+    (
+        "--model.dtype float32 --optimizer.name sgd --offload.text.states true",
+        ["offload.text.states", "keeps no states"],
+    ),
+    (
+        "--model.freeze vision --offload.vision.activations true",
+        ["offload.vision.activations", "no backward pass", "or train vision"],
+    ),
+    ("--train.iter 3", ["--train.iter", "did you mean `iters`?"]),
+    ("--iters 3", ["did you mean `--train.iters`?"]),
+    ("--vision_parallel sp:2", ["--vision_parallel: unknown flag (did you mean `--vision-parallel`?)"]),
+    (f"--train.seed {'9' * 20}", ["found the text `9999", "an integer below 2^63"]),
+    (f"--train.seed {'9' * 5000}", ["an integer below 2^63"]),
+    ("--train.iters", ["--train.iters: found no value"]),
+    ("--train.iters 3 4", ["found 2 values (3 4)"]),
+    ("--train.iters x", ["train.iters (--train.iters)", "the text `x`"]),
+    ("--train.iters 3 --train.iters 4", ["--train.iters: given twice. Remove one."]),
+    ("--parallel.vision sp:2 --vision-parallel sp:2", ["parallel.vision given twice"]),
+    ("--train 3", ["a section with --train.iters"]),
+    ("--train.iters.x 3", ["unknown flag"]),
+    ("--train. 3", ["unknown flag"]),
+    ("-- 3", ["unknown flag"]),
+    ("--data.registry x", ["--data.registry.NAME.annotations"]),
+    ("--data.registry.x.imgs q", ["did you mean `images`?"]),
+    ("--data.registry.x.images q", ["data.registry.x.annotations: required, but not set"]),
+    ("--data.shuffle yes", ["true or false"]),
+    ("--model.freeze vision text projector", ["model.freeze", "leaves nothing to train"]),
+    ("--model.freeze text text", ["model.freeze", "each part once"]),
+    ("--model.freeze head", ["model.freeze", "vision, projector, text"]),
+    ("--model.train txet", ["model.train", "did you mean `text`?"]),
+    ("--model.train *.mlp.* *.mlp.*", ["model.train", "each part once"]),
+    ("--model.encoders.detail.hf_path x", ["model.encoders.detail.token: required, but not set"]),
+    ("--model.encoders.text.hf_path x --model.encoders.text.token y", ["the name `text`", "for example `detail`"]),
+    ("--model.encoders.visual.hf_path x --model.encoders.visual.token y", ["the name `visual`"]),
+    ("--model.encoders.A.hf_path x --model.encoders.A.token y", ["the name `A`"]),
+    (f"{DETAIL} --model.encoders.detail.min_pixels 9 --model.encoders.detail.max_pixels 8", ["max_pixels = 8"]),
+    (f"{DETAIL} --model.encoders.detail.min_pixels 0", ["model.encoders.detail.min_pixels", "≥ 1"]),
+    (f"{DETAIL} --model.freeze detail_projecter", ["did you mean `detail_projector`?"]),
+    (f"{DETAIL} --model.freeze vision projector detail detail_projector text", ["leaves nothing to train"]),
+    (f"{DETAIL} --export.hf_dir x/y", ["export.hf_dir", "model.encoders.detail.hf_path"]),
+    (f"{DETAIL} --export.hf_dir z --eval.datasets demo", ["none with model.encoders", "Set eval.interval"]),
+    ("--eval.datasets demo", ["eval.datasets", "none without export.hf_dir", "or eval.interval"]),
+    ("--eval.interval 5", ["eval.interval", "0 without eval.datasets"]),
+    ("--eval.interval -1 --eval.datasets demo", ["eval.interval", "≥ 0"]),
+    (
+        "--model.recompute.vision ful",
+        ["model.recompute.vision", "did you mean `full`?", "or an integer"],
+    ),
+    ("--model.recompute.text 0", ["model.recompute.text", "a number of layers ≥ 1", "Use `none`"]),
+    ("--model.recompute.text -1", ["model.recompute.text", "found -1", "Use `none`"]),
+    ("--model.recompute.text 1.5", ["model.recompute.text", "an integer"]),
+    ("--model.chunk.text -8", ["model.chunk.text", "≥ 0", "0 for all tokens"]),
+    ("--model.chunk.text many", ["model.chunk.text", "an integer"]),
+    ("--model.tp_overlap.text 0", ["model.tp_overlap.text", "≥ 1", "1 for one exchange"]),
+]
+
+HELD_OUT = "--eval.datasets demo --export.hf_dir z"
+WITHOUT_EFFECT = [
+    ("--eval.limit 5", ["eval.limit", "set eval.datasets"]),
+    ("--eval.limit 5 --eval.datasets demo --eval.interval 3", ["eval.limit", "set eval.datasets and export.hf_dir"]),
+    (f"{DETAIL} {HELD_OUT} --eval.interval 3 --eval.limit 5", ["eval.limit", "a model of one encoder"]),
+    ("--eval.max_new_tokens 5", ["eval.max_new_tokens"]),
+    ("--eval.datasets demo demo --export.hf_dir z", ["eval.datasets", "each name once"]),
+    ("--train.profile.start 101", ["train.profile.start", "≤ train.iters = 100"]),
+    ("--train.profile.start 99 --train.profile.steps 3", ["train.profile.steps", "Lower it to 2"]),
+    ("--train.profile.steps 3", ["train.profile.steps", "Set train.profile.start"]),
+    ("--optimizer.lr_vision 1e-3 --model.freeze vision", ["optimizer.lr_vision", "leave vision frozen"]),
+    (
+        "--optimizer.lr_projector 1e-3 --model.freeze projector",
+        ["optimizer.lr_projector", "leave projector frozen"],
+    ),
+    (f"{DETAIL} --optimizer.lr_vision 1e-3 --model.freeze vision detail", ["optimizer.lr_vision", "vision, detail"]),
+    ("--model.recompute.vision full --model.freeze vision projector", ["model.recompute.vision", "no backward pass"]),
+    ("--model.recompute.vision selective --model.freeze vision projector", ["model.recompute.vision", "no backward"]),
+    ("--model.recompute.vision 2 --model.freeze vision projector", ["model.recompute.vision", "no backward pass"]),
+    (
+        "--model.compile layers --model.backend te",
+        ["model.compile", "Transformer Engine", "set model.backend to torch"],
+    ),
+    ("--data.worker_type process --data.workers 0", ["data.worker_type", "data.workers is 0", "Set data.workers"]),
+    ("--optimizer.min_lr 1e-6 --optimizer.warmup_iters 100", ["optimizer.min_lr", "all 100 steps are warm-up"]),
+    ("--checkpoint.resume never", ["checkpoint.resume", "without checkpoint.dir"]),
+    ("--checkpoint.allow_changes train.seed", ["checkpoint.allow_changes", "without checkpoint.dir"]),
+    ("--checkpoint.resume step-1 --checkpoint.keep_last 3", ["checkpoint.keep_last", "nothing is written"]),
+    ("--plan-svg plan.svg", ["--plan-svg: found it without --plan"]),
+    ("--plan.tokens 5", ["--plan.tokens: found it without --plan"]),
+]
+WITH_EFFECT = [
+    f"{HELD_OUT} --eval.limit 5 --eval.max_new_tokens 5",
+    "--train.profile.start 99 --train.profile.steps 2",
+    "--train.profile.start 100",
+    "--optimizer.lr_projector 1e-3 --model.freeze vision",
+    f"{DETAIL} --optimizer.lr_vision 1e-3 --model.freeze vision",
+    "--model.recompute.vision full --model.freeze vision",
+    "--model.recompute.text full --model.freeze text",
+    "--model.recompute.text 3 --model.chunk.text 0 --model.chunk.vision 512 --model.freeze vision projector",
+    "--checkpoint.resume never --checkpoint.dir saved",
+    "--checkpoint.resume step-1 --checkpoint.allow_changes train.seed",
+    "--plan --plan-svg plan.svg --plan.tokens 5",
+]
+
+
+@pytest.mark.parametrize(("flags", "parts"), WITHOUT_EFFECT)
+def test_settings_without_effect_are_refused(write, flags: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load_command([*write(""), *flags.split()])
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("flags", WITH_EFFECT)
+def test_settings_with_an_effect_are_not(write, flags: str) -> None:
+    config, _ = load_command([*write("plan: {tokens: 7}"), *flags.split()])
+    assert load_config(write(to_yaml(config), base="")) == config
+
+
+@pytest.mark.parametrize(("flags", "parts"), IN_FLAGS)
+def test_what_is_wrong_in_flags(write, flags: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load_config([*write(""), *flags.split()])
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_stray_words_and_missing_values() -> None:
+    with pytest.raises(UserError, match="command line: found `foo`"):
+        load_config(["foo", "--config", "x"])
+    with pytest.raises(UserError, match=r"model.hf_path, data.registry, data.datasets: required, but not set"):
+        load_config([])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing, binary, listed = tmp_path / "missing.yaml", tmp_path / "binary.yaml", tmp_path / "list.yaml"
+    binary.write_bytes(b"\xff\xfe\x00a")
+    listed.write_text("- 1\n")
+    for file, part in (
+        (missing, "no such file"),
+        (tmp_path, "is a directory"),
+        (binary, "UTF-8"),
+        (listed, "a mapping"),
+    ):
+        with pytest.raises(UserError) as error:
+            load_config(["--config", str(file)])
+        assert part in str(error.value) and str(file) in str(error.value)
+
+
+def test_settings_by_module_name_modules_of_the_model(write) -> None:
+    config = load_config([*write(""), "--model.recompute.visoin", "full"])
+    with pytest.raises(UserError, match=r"model.recompute.visoin: found module `visoin` \(did you mean `vision`\?\)"):
+        require_modules(config, ["vision", "text"])
+    require_modules(load_config([*write(""), "--text-parallel", "tp:2"]), ["vision", "text"])
+
+
+def test_values_are_checked_however_they_are_made(write) -> None:
+    config = load_config(write(""))
+    with pytest.raises(UserError, match="train.micro_batch_size"):
+        Config(model=config.model, data=config.data, train=type(config.train)(global_batch_size=4, micro_batch_size=3))
+
+
+@pytest.mark.parametrize(("flags", "answers"), [
+    ("--eval.datasets demo --export.hf_dir z", True),
+    ("--eval.datasets demo --export.hf_dir z --eval.interval 5", True),
+    ("--eval.datasets demo --eval.interval 5", False),
+    (f"{DETAIL} --eval.datasets demo --eval.interval 5 --export.hf_dir z", False),
+    ("--export.hf_dir z", False),
+])  # fmt: skip
+def test_whether_the_exported_model_answers(write, flags: str, answers: bool) -> None:
+    assert load_config([*write(""), *flags.split()]).answers == answers

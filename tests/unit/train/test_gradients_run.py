@@ -1,0 +1,339 @@
+"""Gradients of whole steps on real groups: faults, freezing, micro-batches without images or without samples."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_hetero.step.gradients import GradientSummary, clip_factor
+from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.matrix import thinned
+from tests.support.oracle import Oracle
+from tests.support.pool import Pool
+from tests.unit.train import jobs_run as jobs
+from tests.unit.train.jobs_run import MakeFlags
+
+Pools = Callable[[int], Pool]
+LAYOUTS = [
+    ("sp:2,dp:2", "tp:4"),
+    ("tp:2,dp:2", "tp:2,dp:2"),
+    ("cp:2,dp:2", "sp:2,cp:2"),
+    ("sp:2,cp:2", "cp:2,dp:2"),
+    ("dp:2@0-1", "tp:2@2-3"),
+]
+PARTS = {"vision": "visual.", "projector": "visual.merger.", "text": ("model.", "lm_head.")}
+
+
+def part_of(name: str) -> str:
+    """The parameter group of a stored tensor."""
+    return "projector" if name.startswith(PARTS["projector"]) else "vision" if name.startswith("visual.") else "text"
+
+
+def assert_equal_gradients(got: jobs.Arrays, expected: dict[str, torch.Tensor] | jobs.Arrays) -> None:
+    """The bound of the parity tests."""
+    wide = {name: np.asarray(gradient, np.float64) for name, gradient in expected.items()}
+    everything = np.sqrt(sum((gradient**2).sum() for gradient in wide.values()))
+    assert got.keys() == wide.keys()
+    for name, gradient in wide.items():
+        assert np.linalg.norm(got[name] - gradient) <= 1e-4 * np.linalg.norm(gradient) + 1e-7 * everything, name
+
+
+# ---------------------------------------------------------------------------------------------- clipping
+
+
+def test_clip_factor() -> None:
+    assert clip_factor(5.0, 0.0) == clip_factor(1.0, 1.0) == clip_factor(0.0, 1.0) == clip_factor(9.0, -1.0) == 1.0
+    assert clip_factor(4.0, 1.0) == pytest.approx(0.25, rel=1e-6) and clip_factor(4.0, 1.0) * 4.0 <= 1.0
+
+
+def test_the_norm_is_over_all_modules() -> None:
+    assert GradientSummary(0.0, {"vision": 3.0, "text": 4.0}, ()).norm == 5.0
+
+
+def test_clipping_scales_all_modules_equally(make_flags: MakeFlags, pools: Pools) -> None:
+    flags = make_flags("sp:2,dp:2", "tp:4", "--optimizer.name sgd --optimizer.lr 0.1")
+    whole = pools(4).run(jobs.step, flags)[0]
+    limit = whole["norm"] / 3
+    clipped = pools(4).run(
+        jobs.step, make_flags("sp:2,dp:2", "tp:4", f"--optimizer.name sgd --optimizer.clip_grad {limit}")
+    )[0]
+    assert clipped["norm"] == pytest.approx(whole["norm"], rel=1e-6), "what is reported is the norm before clipping"
+    total = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in clipped["gradient"].values()))
+    assert total == pytest.approx(limit, rel=1e-4)
+    for name, gradient in whole["gradient"].items():
+        np.testing.assert_allclose(clipped["gradient"][name], gradient / 3, rtol=1e-3, atol=1e-6 * limit)
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+@pytest.mark.parametrize(
+    "where, rank, value",
+    [("vision", 2, np.nan), ("text", 3, np.inf), ("text", 0, -np.inf), ("loss", 1, np.nan), ("loss", 2, np.inf)],
+)
+def test_faults_name_module_rank_and_step(
+    where: str, rank: int, value: float, make_flags: MakeFlags, pools: Pools
+) -> None:
+    flags = make_flags("sp:4", "tp:2,dp:2", "--optimizer.name adamw")
+    kind = "loss" if where == "loss" else f"gradient of module {where}"
+    for found in pools(4).run(jobs.fault, flags, where, rank, value):
+        assert found["faults"] == ((where, rank),)
+        assert found["unchanged"], "weights were updated"
+        assert found["message"].startswith(f"step 5: found a {kind} that is NaN or infinite on rank {rank}, expected")
+
+
+@pytest.mark.parametrize(
+    "ranks, vision, text, more, pictures",
+    [
+        (2, "sp:2", "tp:2", "", (1,)),
+        (4, "dp:4", "tp:2,dp:2", "--optimizer.name adamw", (0, 1)),
+        (4, "dp:2@0-1", "tp:2,dp:2@0-3", "--train.micro_batch_size 2", (0, 2)),
+        (4, "sp:2,dp:2", "pp:2,dp:2", "--schedule.virtual_stages 2", (0, 0, 1)),
+        (3, "dp:1@0", "dp:2@1-2", "--schedule.run_ahead 1", (0, 1)),
+    ],
+    ids=str,
+)
+def test_sums_over_ranks_begin_within_the_last_backward_pass(
+    ranks: int,
+    vision: str,
+    text: str,
+    more: str,
+    pictures: tuple[int, ...],
+    make_flags: MakeFlags,
+    pools: Pools,
+    tmp_path: Path,
+) -> None:
+    """Bucket by bucket, in one order; behind it where a rank has no image in it, and before anything else; with the
+    same bits as at the end of the step.
+    """
+    data = write_data(tmp_path, 8, seed=4, pictures=pictures)
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
+    flags = make_flags(vision, text, f"--model.hf_path {model} {more} --train.global_batch_size 4", data=data)
+    found = pools(ranks).run(jobs.sums_and_runs, flags)
+    later = pools(ranks).run(jobs.sums_and_runs, flags, False)
+    within = Counter[str]()
+    for (order, gradients, norm), (late, expected, norm_later) in zip(found, later, strict=True):
+        runs = [event for event in order if not event.startswith("+")]
+        assert late[: len(runs)] == runs, "without overlap all sums begin at the end"
+        for module in {event for event in runs if not event.startswith("/")}:
+            sums = [place for place, event in enumerate(order) if event.startswith(f"+{module} ")]
+            assert [order[place] for place in sums] == [f"+{module} {number}" for number in range(len(sums))]
+            end = len(order) - 1 - order[::-1].index(f"/{module}")
+            behind = [next(place for place in range(at, -1, -1) if not order[place].startswith("+")) for at in sums]
+            assert {order[place] for place in behind} <= {module, f"/{module}"}
+            assert all(order[place] == module or place == end for place in behind)
+            within[module] += sum(order[place] == module for place in behind)
+        assert norm == norm_later and all(np.array_equal(gradients[name], expected[name]) for name in expected)
+    assert within["text"] and within["vision"]
+
+
+def test_a_trace_shows_sums_within_the_backward_pass(make_flags: MakeFlags, pools: Pools) -> None:
+    flags = make_flags("sp:2", "tp:1,dp:2", "--train.global_batch_size 2")
+    for overlaps in (True, False):
+        [found, _] = pools(2).run(jobs.traced_sums, flags, overlaps)
+        assert {name for name, _ in found} == {"text gradient sums", "vision gradient sums"}
+        assert {name for name, around in found if around} == ({name for name, _ in found} if overlaps else set())
+
+
+# ---------------------------------------------------------------------------------------------- freezing
+
+
+@pytest.mark.parametrize("vision, text", thinned(LAYOUTS[::2], 5))
+def test_frozen_parts_stay_and_the_others_do_not_notice(
+    vision: str, text: str, make_flags: MakeFlags, pools: Pools
+) -> None:
+    common = "--optimizer.name sgd --optimizer.lr 0.1 --train.micro_batch_size 4"
+    whole = pools(4).run(jobs.step, make_flags(vision, text, common, batch=8))[0]
+    for frozen in ("vision", "projector", "text", "vision projector", "vision text", "projector text"):
+        got = pools(4).run(jobs.step, make_flags(vision, text, f"{common} --model.freeze {frozen}", batch=8))[0]
+        trained = {n: g for n, g in whole["gradient"].items() if part_of(n) not in frozen.split()}
+        assert_equal_gradients({n: got["gradient"][n] for n in trained}, trained)
+        norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in trained.values()))
+        assert got["norm"] == pytest.approx(norm, rel=1e-5) and got["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+        for name, before in got["before"].items():
+            assert (got["after"][name] == before).all() == (name not in trained), (frozen, name)
+
+
+def test_freezing_with_adamw_and_recomputation(make_flags: MakeFlags, pools: Pools) -> None:
+    common = "--optimizer.name adamw --optimizer.lr 0.01 --model.recompute.text full"
+    for frozen in ("vision", "text", "vision projector"):
+        how = "none" if frozen == "vision projector" else "full"  # A whole encoder that is frozen has no backward pass.
+        more = f"{common} --model.recompute.vision {how} --model.freeze {frozen}"
+        got = pools(4).run(jobs.step, make_flags("sp:4", "tp:2,dp:2", more))[0]
+        for name, before in got["before"].items():
+            assert (got["after"][name] == before).all() == (part_of(name) in frozen.split()), (frozen, name)
+
+
+PATTERNS = {
+    "--model.freeze model.layers.*.mlp.* visual.blocks.0.*": r"model\.layers\.\d+\.mlp|visual\.blocks\.0\.",
+    "--model.freeze vision model.layers.0.* model.embed_tokens.weight lm_head.weight": (
+        r"visual\.(?!merger)|model\.layers\.0\.|model\.embed|lm_head"
+    ),
+    "--model.train *norm* visual.merger.mlp.*": r"(?!.*norm)(?!visual\.merger\.mlp)",
+    "--model.train model.layers.1.self_attn.* --model.freeze *.o_proj.*": r"(?!model\.layers\.1\.self_attn\.[qkv])",
+}
+"""And what they freeze, as a regular expression."""
+
+
+@pytest.mark.parametrize("setting", PATTERNS)
+@pytest.mark.parametrize("vision, text, more", [
+    ("sp:2,dp:2", "tp:4", "--train.micro_batch_size 4"),
+    ("tp:2,dp:2", "tp:2,dp:2", "--zero.text 2"),
+    ("dp:4", "cp:2,dp:2", "--zero.text 3 --zero.vision 3 --model.recompute.text full"),
+    ("pp:2@0-1", "pp:2@2-3", "--schedule.run_ahead 1"),
+    ("pp:2,dp:2", "pp:2,tp:2", "--schedule.kind recompute"),
+])  # fmt: skip
+def test_tensors_frozen_one_by_one_stay_and_the_others_do_not_notice(
+    setting: str, vision: str, text: str, more: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    """A stage may have nothing that trains, and a layer may train in part."""
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2))
+    common = f"--model.hf_path {model} --optimizer.name sgd --optimizer.lr 0.1"
+    whole = pools(1).run(jobs.step, make_flags("dp:1", "dp:1", common, batch=8))[0]
+    got = pools(4).run(jobs.step, make_flags(vision, text, f"{common} {more} {setting}", batch=8))[0]
+    trained = {n: g for n, g in whole["gradient"].items() if not re.match(PATTERNS[setting], n)}
+    assert trained and len(trained) < len(whole["gradient"])
+    assert_equal_gradients({n: got["gradient"][n] for n in trained}, trained)
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in trained.values()))
+    assert got["norm"] == pytest.approx(norm, rel=1e-5) and got["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    for name, before in got["before"].items():
+        assert (got["after"][name] == before).all() == (name not in trained), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("setting", ["--model.freeze model.embed_tokens.weight", "--model.train model.embed_tokens.*"])
+def test_a_tied_embedding_frozen_or_alone(
+    setting: str, optimizer: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2, tied=True))
+    more = f"--model.hf_path {model} --optimizer.name {optimizer} --optimizer.lr 0.01 --train.iters 3 {setting}"
+    expected = pools(1).run(jobs.losses, make_flags("dp:1", "dp:1", more, batch=8))[0]
+    for vision, text, how in (("dp:2", "pp:2", ""), ("dp:2", "tp:2", "--model.recompute.text full --zero.vision 1")):
+        found = pools(2).run(jobs.losses, make_flags(vision, text, f"{more} {how}", batch=8))[0]
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+# --------------------------------------------------------------------------------- nothing to encode, or to read
+
+
+def steps_of_oracle(model: Path, data: Path, steps: list[list[int]]) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    oracle = Oracle.load(model, data)
+    return [oracle.step(numbers) for numbers in steps]  # pyright: ignore[reportArgumentType]
+
+
+PICTURES = [(0, 1), (0, 0, 2, 0), (0,)]
+
+
+@pytest.mark.parametrize("layouts, pictures", thinned(product([*LAYOUTS, ("dp:4", "dp:4")], PICTURES), 5), ids=str)
+def test_micro_batches_without_images(
+    layouts: tuple[str, str], pictures: tuple[int, ...], make_flags: MakeFlags, pools: Pools, small_model: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    data = write_data(tmp_path, 8, seed=4, pictures=pictures)
+    flags = make_flags(*layouts, "--train.iters 2", data=data)
+    expected = steps_of_oracle(small_model, data, [list(range(4)), list(range(4, 8))])
+    got = pools(4).run(jobs.gradients_of_steps, flags)[0]
+    for step, (loss, gradients) in zip(got, expected, strict=True):
+        assert step["loss"] == pytest.approx(loss, rel=1e-5)
+        assert_equal_gradients(step["gradient"], gradients)
+        if pictures == (0,):
+            assert all(not g.any() for n, g in step["gradient"].items() if n.startswith("visual."))
+
+
+def test_a_step_without_images_updates_no_vision_weight(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+    data = write_data(tmp_path, 4, pictures=(0,))
+    for frozen in ("", "--model.freeze text", "--model.freeze vision projector"):
+        flags = make_flags("sp:4", "tp:2,dp:2", f"--optimizer.name adamw --optimizer.lr 0.01 {frozen}", data=data)
+        got = pools(4).run(jobs.step, flags)[0]
+        assert got["images"] == 0
+        changed = {part_of(n) for n, before in got["before"].items() if (got["after"][n] != before).any()}
+        assert changed == (set() if frozen == "--model.freeze text" else {"text"})
+
+
+@pytest.mark.parametrize("frozen", ["vision", "vision projector", "text", "text projector"])
+@pytest.mark.parametrize("vision, text, more", [
+    ("pp:2@0-1", "pp:2@1-2", ""),
+    ("pp:2", "pp:2", "--schedule.kind recompute"),
+])  # fmt: skip
+def test_frozen_parts_of_modules_with_stages(
+    frozen: str, vision: str, text: str, more: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    """A stage may be frozen as a whole, and others of its module not."""
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2))
+
+    def step(ranks: int, vision: str, text: str, more: str) -> dict[str, Any]:
+        flags = make_flags(vision, text, f"--model.hf_path {model} --model.freeze {frozen} {more}")
+        return pools(ranks).run(jobs.gradients_of_steps, flags)[0][0]
+
+    expected, got = step(1, "dp:1", "dp:1", ""), step(3 if "@" in vision else 2, vision, text, more)
+    assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert_equal_gradients(got["gradient"], expected["gradient"])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_stages_update_next_to_frozen_ones(optimizer: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+    """A stage that is frozen as a whole has no optimizer; those of the other stages wait for it nowhere."""
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2))
+    more = f"--model.hf_path {model} --model.freeze vision --optimizer.name {optimizer} --optimizer.lr 0.01"
+    more += " --optimizer.clip_grad 1.0 --train.iters 2"
+    expected = pools(1).run(jobs.losses, make_flags("dp:1", "dp:1", more, batch=8))[0]
+    for vision, text, ranks in (("pp:2", "dp:2", 2), ("pp:2@0-1", "pp:2@1-2", 3)):
+        found = pools(ranks).run(jobs.losses, make_flags(vision, text, more, batch=8))[0]
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def write_long(data: Path, long: set[int]) -> None:
+    """Make the questions of these samples long."""
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    for i in long:
+        records[i]["conversations"][0]["value"] += " what is it" * 100
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# {0, 2} in micro-batches of 1 leaves every pack of the first replica empty, {0, 1} of 2 all of a replica's tokens.
+EMPTY = [({0, 2}, 1), ({0, 1}, 2)]
+LEFT_EMPTY = [
+    ("sp:2,dp:2", "tp:2,dp:2", ""),
+    ("dp:2@0-1", "dp:2@2-3", ""),
+    ("dp:4", "tp:2,dp:2", "--model.sequence_parallel.text false"),
+    ("cp:2,dp:2", "cp:2,dp:2", ""),
+    ("sp:2,cp:2", "sp:2,dp:2", ""),
+    ("tp:4", "tp:2,dp:2", "--model.recompute.text full"),
+]
+
+
+@pytest.mark.parametrize("layouts, empty", thinned(product(LEFT_EMPTY, EMPTY), 3), ids=str)
+def test_long_samples_are_skipped_and_packs_may_be_empty(
+    layouts: tuple[str, str, str], empty: tuple[set[int], int], make_flags: MakeFlags, pools: Pools, small_model: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    (vision, text, more), (long, micro) = layouts, empty
+    data = write_data(tmp_path, 4, seed=8, pictures=(2, 1, 0, 1))
+    write_long(data, long)
+    kept = [i for i in range(4) if i not in long]
+    more += f" --data.max_seq_length 200 --data.too_long skip --train.micro_batch_size {micro}"
+    got = pools(4).run(jobs.gradients_of_steps, make_flags(vision, text, more, data=data))[0][0]
+    [(loss, gradients)] = steps_of_oracle(small_model, data, [kept])
+    assert got["loss"] == pytest.approx(loss, rel=1e-5)
+    assert len(got["lengths"]) == 2 and got["tokens"] == sum(got["lengths"])
+    assert_equal_gradients(got["gradient"], gradients)
+
+
+@pytest.mark.parametrize("iters, trained, skipped", [(1, 0, 4), (5, 1, 8)])
+def test_a_run_without_a_sample_that_is_short_enough_is_refused(
+    iters: int, trained: int, skipped: int, make_flags: MakeFlags, pools: Pools
+) -> None:
+    """After as many in a row as an epoch has, which are two steps, or all of the run."""
+    more = f"--train.iters {iters} --data.max_seq_length 3 --data.too_long skip"
+    for done, message in pools(4).run(jobs.error_of, make_flags("sp:4", "tp:2,dp:2", more)):
+        assert done == trained and f"all of {skipped} samples in a row are longer than 3 tokens" in message
+        assert message.startswith(f"data.max_seq_length (--data.max_seq_length), step {trained + 1}: ")

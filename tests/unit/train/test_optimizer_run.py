@@ -1,0 +1,92 @@
+"""Optimizers on real groups: rates of parameter groups, decay, precision, and plain SGD to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.support.pool import Pool
+from tests.unit.train import jobs_run as jobs
+from tests.unit.train.jobs_run import MakeFlags
+
+Pools = Callable[[int], Pool]
+LAYOUTS = [("sp:2,dp:2", "tp:4"), ("dp:4", "tp:2,dp:2")]
+RATES = "--optimizer.lr 1e-3 --optimizer.lr_vision 4e-3 --optimizer.lr_projector 2e-3"
+
+
+def part_of(name: str) -> str:
+    """The parameter group of a stored tensor."""
+    return "projector" if name.startswith("visual.merger.") else "vision" if name.startswith("visual.") else "text"
+
+
+@pytest.mark.parametrize("vision, text", LAYOUTS)
+def test_adamw_steps_each_part_by_its_rate(vision: str, text: str, make_flags: MakeFlags, pools: Pools) -> None:
+    got = pools(4).run(jobs.step, make_flags(vision, text, f"--optimizer.name adamw {RATES} --optimizer.eps 1e-12"))[0]
+    # From SGD's buffers: the distributed optimizer's hold sums over replicas in each rank's own share only.
+    gradients = pools(4).run(jobs.gradients_of_steps, make_flags(vision, text))[0][0]["gradient"]
+    rates = {"vision": 4e-3, "projector": 2e-3, "text": 1e-3}
+    assert got["lr"] == 1e-3
+    for name, before in got["before"].items():
+        clear = np.abs(gradients[name]) > 1e-6  # Adam's first step is lr · sign(gradient)
+        step = got["after"][name].astype(np.float64) - before
+        expected = -rates[part_of(name)] * np.sign(gradients[name][clear])
+        np.testing.assert_allclose(step[clear], expected, rtol=1e-2, atol=2e-7, err_msg=name)
+        assert clear.any() and not step[gradients[name] == 0].any(), name
+
+
+def test_schedules_scale_every_group_equally(make_flags: MakeFlags, pools: Pools) -> None:
+    schedule = "--optimizer.schedule linear --optimizer.min_lr 1e-4 --train.iters 5 --optimizer.warmup_iters 2"
+    flags = make_flags("sp:4", "tp:4", f"--optimizer.name adamw {RATES} {schedule}")
+    for step, share in ((1, 0.5), (2, 1.0), (5, 0.1)):
+        of_ranks = pools(4).run(jobs.groups_of_step, flags, step)  # Each has some elements of some parameters.
+        found = {(rate, low) for rates in of_ranks for rate, _, low in rates}
+        expected = [(1e-3, 1e-4), (2e-3, 2e-4), (4e-3, 4e-4)]
+        assert sorted(found) == [pytest.approx((peak * share, low)) for peak, low in expected]
+        assert pools(4).run(jobs.reported_rate, flags, step) == [pytest.approx(1e-3 * share)] * 4
+
+
+@pytest.mark.parametrize("frozen", ["text", "vision", "projector text", "vision projector"])
+def test_the_rate_that_is_reported_is_that_of_lr(frozen: str, make_flags: MakeFlags, pools: Pools) -> None:
+    own = {"vision": "--optimizer.lr_vision 4e-3", "projector": "--optimizer.lr_projector 2e-3"}
+    rates = " ".join(rate for part, rate in own.items() if part not in frozen.split())
+    flags = make_flags("sp:4", "tp:4", f"--optimizer.name adamw --optimizer.lr 1e-3 {rates} --model.freeze {frozen}")
+    assert pools(4).run(jobs.reported_rate, flags, 1) == [1e-3] * 4
+
+
+@pytest.mark.parametrize("vision, text", LAYOUTS)
+def test_biases_and_norms_do_not_decay(vision: str, text: str, make_flags: MakeFlags, pools: Pools) -> None:
+    common = f"--optimizer.name adamw {RATES}"
+    plain = pools(4).run(jobs.step, make_flags(vision, text, common))[0]
+    decayed = pools(4).run(jobs.step, make_flags(vision, text, f"{common} --optimizer.weight_decay 0.1"))[0]
+    rates = {"vision": 4e-3, "projector": 2e-3, "text": 1e-3}
+    for name, before in plain["before"].items():
+        difference = decayed["after"][name].astype(np.float64) - plain["after"][name]
+        expected = 0.0 if before.ndim == 1 else -rates[part_of(name)] * 0.1 * before
+        np.testing.assert_allclose(difference, expected * np.ones_like(before), rtol=1e-3, atol=3e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("vision, text", LAYOUTS)
+def test_sgd_is_weight_minus_rate_times_gradient(
+    clip: float, vision: str, text: str, make_flags: MakeFlags, pools: Pools
+) -> None:
+    more = f"--optimizer.name sgd --optimizer.lr 0.25 --optimizer.clip_grad {clip} --optimizer.lr_projector 0.5"
+    got = pools(4).run(jobs.step, make_flags(vision, text, more))[0]
+    for name, before in got["before"].items():
+        rate = 0.5 if part_of(name) == "projector" else 0.25
+        exact = before.astype(np.float64) - rate * got["gradient"][name].astype(np.float64)
+        # One rounding of the product and one of the difference: rates are powers of two, so only the latter.
+        np.testing.assert_array_equal(got["after"][name], exact.astype(np.float32), err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("vision, text", LAYOUTS)
+def test_bf16_keeps_masters_and_gradients_in_fp32(
+    name: str, vision: str, text: str, make_flags: MakeFlags, pools: Pools
+) -> None:
+    flags = make_flags(vision, text, f"--optimizer.name {name} --optimizer.lr 1e-3 --model.dtype bfloat16")
+    for found in pools(4).run(jobs.precision, flags):
+        assert found["parameters"] == {"torch.bfloat16"} and found["gradients"] == {"torch.float32"}
+        assert found["masters"] == {"torch.float32"} and found["rounded"]

@@ -1,0 +1,84 @@
+"""Modules where Transformer Engine or Apex is installed, by stand-ins: made of the former's layers they compute the
+same, and where layers on plain PyTorch are chosen nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.folders import ModelChoice, write_model
+from tests.support.matrix import thinned
+from tests.support.pool import Pool
+from tests.support.stand_ins import APEX, TRANSFORMER_ENGINE
+from tests.unit.train import jobs_stages as jobs
+from tests.unit.train.jobs_stages import Case
+
+SEEDS = (1, 2, 5)
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def with_te(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two workers that find Transformer Engine installed."""
+    pool = Pool(2, tmp_path_factory.mktemp("te"), [TRANSFORMER_ENGINE])
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def with_apex(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two workers that find Apex installed."""
+    pool = Pool(2, tmp_path_factory.mktemp("apex"), [APEX])
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows and full attention, fewer heads for keys than for queries."""
+    return write_model(tmp_path_factory.mktemp("te") / "model", ModelChoice(vision_layers=4, text_layers=2))
+
+
+REMADE = [{}, {"recompute": "selective"}, {"recompute": "selective", "chunk": 8}]
+
+
+@pytest.mark.parametrize(
+    "more, module, layout", thinned(product(REMADE, ["vision", "text"], ["sp:2", "tp:2", "cp:2"]), 4), ids=str
+)
+def test_layers_of_transformer_engine(
+    more: dict[str, Any], module: str, layout: str, model: Path, with_te: Pool, pools: Callable[[int], Pool]
+) -> None:
+    case = Case(model, {module: layout})
+    job, arguments = (jobs.vision, ()) if module == "vision" else (jobs.text, (SEEDS,))
+    expected = pools(2).run(job, case, *arguments)[0]
+    found = with_te.run(job, replace(case, backend="te", **more), *arguments)[0]
+    assert found["norms"][module] == pytest.approx(expected["norms"][module], rel=TOLERANCE)
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        error = np.linalg.norm(found["gradients"][name] - gradient) / np.linalg.norm(gradient)
+        assert error < TOLERANCE, f"{name}: relative error {error}"
+
+
+@pytest.mark.parametrize(
+    "installed, optimizer",
+    [("with_te", "adamw"), ("with_apex", "adamw"), ("with_apex", "sgd")],
+    ids=["Transformer Engine, AdamW", "Apex, AdamW", "Apex, SGD"],
+)
+def test_what_is_installed_and_not_chosen_changes_no_bit(
+    installed: str, optimizer: str, model: Path, pools: Callable[[int], Pool],
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """Megatron-Core prefers the optimizers and kernels of both wherever it finds them. Those of the stand-ins fail."""
+    case = Case(model, {"text": "tp:2"}, optimizer=optimizer)
+    expected = pools(2).run(jobs.steps, case, SEEDS, 2)[0]["weights"]
+    found = request.getfixturevalue(installed).run(jobs.steps, case, SEEDS, 2)[0]["weights"]
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(found[name], weight, name)

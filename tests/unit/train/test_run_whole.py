@@ -1,0 +1,156 @@
+"""Whole runs: what is checked before they start, and what they leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.job import JobSpec
+from megatron_hetero.models.families.common import canonical_name
+from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.pool import Pool
+from tests.unit.train import jobs_run as jobs
+from tests.unit.train.jobs_run import MakeFlags
+
+Pools = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("batch, text, micro, message", [
+    (6, "dp:4", 1, r"found 6, expected a multiple of 4, .*4 replicas .*of 1\. Try --train\.global_batch_size 8"),
+    (6, "tp:2,dp:2", 2, r"found 6, expected a multiple of 4, .*2 replicas .*of 2\. Try --train\.global_batch_size 8"),
+    (2, "dp:4", 2, r"Try --train\.global_batch_size 8"),
+])  # fmt: skip
+def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: str, make_flags: MakeFlags) -> None:
+    flags = make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=batch)
+    with pytest.raises(UserError, match=message):
+        JobSpec.of(load_config(flags), 4)
+    job = JobSpec.of(load_config(make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=8)), 4)
+    assert job.batch.step_samples == 8 and job.batch.replicas == job.layouts["text"].dp
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--vision-parallel pp:4", "2 layers and pp:4"),
+    ("--text-parallel tp:2@0-1 --vision-parallel dp:1@0", "ranks 2-3"),
+    ("--schedule.kind ahead", "schedule.kind"),
+    ("--schedule.run_ahead 2", "schedule.run_ahead"),
+    ("--schedule.waves 2", "schedule.waves .*at most 1, .*Lower it to 1"),
+    ("--vision-parallel dp:2@0-1 --text-parallel dp:2@2-3 --schedule.run_ahead 3", "schedule.run_ahead .*at most 2"),
+    ("--schedule.virtual_stages 2", "schedule.virtual_stages"),
+    ("--parallel_layers.text 1 1", "parallel_layers"),
+    ("--parallel_layers.audio 1 1", "audio"),
+    ("--text-parallel sp:8", "sp"),
+    ("--text-parallel tp:3", "tp"),
+    ("--data.balance even", "data.balance"),
+    ("--boundary.transport fp8", "boundary.transport"),
+    ("--parallel.audio dp:4", "audio"),
+    ("--model.recompute.visoin full", "vision"),
+    ("--model.tp_overlap.visoin 2", "vision"),
+    ("--model.tp_overlap.text 2", "exchanges no tokens"),
+])  # fmt: skip
+def test_what_cannot_run_is_refused_before_any_group_is_made(flags: str, message: str, make_flags: MakeFlags) -> None:
+    with pytest.raises(UserError, match=message):
+        JobSpec.of(load_config(make_flags("dp:4", "dp:4", flags)), 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("vision, text", [("sp:2,dp:2", "tp:4"), ("tp:4", "tp:2,dp:2")])
+def test_what_is_exported_is_what_was_trained(
+    dtype: str, vision: str, text: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    flags = make_flags(vision, text, f"--optimizer.name adamw --optimizer.lr 1e-3 --model.dtype {dtype}")
+    weights = pools(4).run(jobs.export_of, flags, tmp_path / "export")[0]
+    exported = {canonical_name(n): t for n, t in load_file(tmp_path / "export" / "model.safetensors").items()}
+    assert exported.keys() == weights.keys()
+    for name, tensor in exported.items():
+        assert str(tensor.dtype) == f"torch.{dtype}"
+        np.testing.assert_array_equal(tensor.float().numpy(), weights[name], err_msg=name)
+
+
+def test_an_export_can_be_trained_again_in_another_layout(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+    more = "--optimizer.name adamw --optimizer.lr 1e-3 --train.micro_batch_size 2"
+    straight = pools(4).run(jobs.losses, make_flags("sp:4", "tp:4", f"{more} --train.iters 2", batch=8))[0]
+    pools(4).run(jobs.export_of, make_flags("sp:4", "tp:4", more, batch=8), tmp_path / "export")
+    again = make_flags("dp:4", "tp:2,dp:2", f"{more} --model.hf_path {tmp_path / 'export'}", batch=8)
+    assert pools(4).run(jobs.losses, again)[0] == [pytest.approx(straight[1], rel=1e-5)]
+    assert straight[1] < straight[0]
+
+
+def test_two_encoders_go_out_as_two_folders(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+    """A further encoder learns, is written next to the model, and resumes from there as before."""
+    other = ModelChoice(vision_layers=1, vision_heads=2, full_layers=(0,), seed=9)
+    detail = write_model(tmp_path / "detail", other)
+    data = write_data(tmp_path, 8, details=(1, 0, 2, 0))
+
+    def flags(more: str, steps: int) -> list[str]:
+        layouts = "--detail-parallel dp:1@1 --model.freeze detail"
+        adamw = f"--optimizer.name adamw --optimizer.lr 1e-3 --train.iters {steps}"
+        token = "--model.encoders.detail.token <|video_pad|>"
+        more = f"--train.micro_batch_size 4 {layouts} {adamw} {token} {more}"
+        return make_flags("dp:1@0", "tp:2@2-3", more, data=data, batch=8)
+
+    straight = pools(4).run(jobs.losses, flags(f"--model.encoders.detail.hf_path {detail}", 2))[0]
+    target = tmp_path / "export"
+    first = flags(f"--model.encoders.detail.hf_path {detail}", 1)
+    weights = pools(4).run(jobs.export_of, first, target)[0]
+    before = load_file(detail / "model.safetensors")
+    written = {canonical_name(n): t for n, t in load_file(target / "encoders" / "detail" / "model.safetensors").items()}
+    assert {f"detail.{name}" for name in written} == {name for name in weights if name.startswith("detail.")}
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(tensor.numpy(), weights[f"detail.{name}"], err_msg=name)
+    stored = {canonical_name(name): tensor for name, tensor in before.items()}
+    changed = {name.startswith("visual.merger.") for name, t in written.items() if not torch.equal(t, stored[name])}
+    assert changed == {True}, "the encoder is frozen, its projector learns"
+    again = f"--model.hf_path {target} --model.encoders.detail.hf_path {target}/encoders/detail"
+    assert pools(4).run(jobs.losses, flags(again, 1))[0] == [pytest.approx(straight[1], rel=1e-5)]
+    assert straight[1] < straight[0]
+
+
+@pytest.mark.parametrize("choice, message", [
+    (ModelChoice(heads=2), "out_hidden_size = 24, expected 48"),
+    (None, "model.encoders.detail.hf_path: found no"),
+])  # fmt: skip
+def test_encoders_that_do_not_fit(
+    choice: ModelChoice | None, message: str, make_flags: MakeFlags, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "detail", choice) if choice is not None else tmp_path / "nowhere"
+    more = f"--model.encoders.detail.hf_path {folder} --model.encoders.detail.token <|video_pad|>"
+    with pytest.raises(UserError, match=message):
+        JobSpec.of(load_config(make_flags("dp:4", "dp:4", more)), 4)
+
+
+def test_crossings_overlap_the_embedding(make_flags: MakeFlags, pools: Pools) -> None:
+    """In a profiler's trace rows travel while tokens are embedded, and their gradients while the embedding's own are
+    computed.
+    """
+    flags = make_flags("dp:2", "dp:2", "--train.micro_batch_size 2")
+    found = pools(2).run(jobs.overlaps, flags)[0]
+    assert found["forward"][0] < found["embedding"][1] < found["forward"][1]
+    assert found["backward"][0] < found["gradient"][0] < found["gradient"][1] < found["backward"][1]
+
+
+@pytest.mark.parametrize("settings, micro_batches", [("--schedule.waves 2", 3), ("--schedule.kind recompute", 1)])
+def test_encoder_activations_do_not_grow_with_the_number_of_micro_batches(
+    settings: str, micro_batches: int, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    """Colocated with text stages: those of as many micro-batches live as the schedule says (a wave and pp - 1), whether
+    there are 8, 16 or 32. The last wave of few is one smaller call.
+    """
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2))
+    data = write_data(tmp_path, 1, pictures=(1,))  # one picture over and over
+
+    def peak(batch: int, vision: str, text: str, more: str = "") -> int:
+        flags = make_flags(vision, text, f"--model.hf_path {model} {more}", data=data, batch=batch)
+        [(most, left), _] = pools(2).run(jobs.encoder_activations, flags)
+        assert left == 0, "activations are kept after the step"
+        return most
+
+    one = peak(2, "dp:2", "dp:2")
+    assert len({peak(batch, "sp:2", "pp:2", settings) for batch in (8, 16, 32)}) == 1
+    assert peak(8, "dp:2", "pp:2", settings) == micro_batches * one

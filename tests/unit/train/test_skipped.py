@@ -1,0 +1,59 @@
+"""Samples that are too long are left out: counted alike in all layouts, also after a resume, and steps without others
+train nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hetero.train.log import Skipped
+from tests.support.folders import write_data
+from tests.support.pool import Pool
+from tests.unit.train import jobs_run as jobs
+from tests.unit.train.jobs_run import MakeFlags
+from tests.unit.train.test_gradients_run import write_long
+
+Pools = Callable[[int], Pool]
+
+LAYOUTS = [("sp:2", "tp:2"), ("dp:1@0", "dp:1@1")]
+NOTE = "3 samples longer than data.max_seq_length skipped, in 2 steps; 1 step had no other samples and trained nothing"
+
+
+def test_steps_are_alike_in_all_layouts_and_after_a_resume(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+    data = write_data(tmp_path, 8, seed=3)
+    write_long(data, {2, 3, 5})  # All of step 2, one of step 3.
+    common = "--train.iters 4 --optimizer.name adamw --optimizer.lr 1e-3 --data.max_seq_length 200 --data.too_long skip"
+
+    def train(layouts: tuple[str, str], i: int) -> dict[str, Any]:
+        more = f"{common} --checkpoint.dir {tmp_path}/run{i} --checkpoint.interval 2 --log.dir {tmp_path}/log{i}"
+        return pools(2).run(jobs.with_skips, make_flags(*layouts, more, data=data, batch=2))[0]
+
+    found = [train(layouts, i) for i, layouts in enumerate(LAYOUTS)]
+    shutil.rmtree(tmp_path / "run0/step-00000004")
+    again = train(("dp:2", "dp:2"), 0)
+    assert again["from"] == 2
+    for run in (*found, {**again, "steps": found[0]["steps"][:2] + again["steps"]}):
+        changed, losses, skipped = zip(*run["steps"], strict=True)
+        assert changed == (True, False, True, True) and skipped == (0, 2, 1, 0)
+        assert losses == pytest.approx([loss for _, loss, _ in found[0]["steps"]], rel=1e-5, nan_ok=True)
+        resumed = "1 sample longer than data.max_seq_length skipped, in 1 step"  # Step 3.
+        assert run["notes"] == (resumed if run["from"] else NOTE,)
+    for i in range(len(LAYOUTS)):
+        lines = [json.loads(line) for line in (tmp_path / f"log{i}/metrics.jsonl").read_text().splitlines()]
+        assert [line["skipped_samples"] for line in lines] == [0, 2, 1, 0]
+        assert [line["loss"] is None for line in lines] == [False, True, False, False]
+
+
+def test_what_is_said_of_it() -> None:
+    assert Skipped().notes() == Skipped().and_of({"loss": 2.0, "skipped_samples": 0}).notes() == ()
+    one = Skipped().and_of({"loss": 1.0, "skipped_samples": 1})
+    assert one.notes() == ("1 sample longer than data.max_seq_length skipped, in 1 step",)
+    assert one.and_of({"loss": None, "skipped_samples": 1999}) == Skipped(2000, 2, 1)
+    [note] = Skipped(2000, 2, 2).notes()
+    assert note == NOTE.replace("3 samples", "2,000 samples").replace("1 step had", "2 steps had")

@@ -1,0 +1,203 @@
+"""Signals that ask to stop are noted; a second Ctrl-C, or a SIGTERM where another rank has gone, ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGINT, SIGTERM, SIGUSR1
+
+import pytest
+
+from megatron_hetero.groups.launch import STOPPED_FILE
+from megatron_hetero.train import stopping
+from megatron_hetero.train.stopping import SIGNALS, insists, stop_requests
+
+
+def send(*numbers: int) -> None:
+    """Signals to this process."""
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """SIGHUP, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_is_noted(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with stop_requests() as request:
+        request.begin()
+        assert not request
+        send(number)
+        assert request and request.seen is number
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_first_signal_is_answered_at_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "leave_interrupted", lambda: None)
+    with stop_requests():
+        send(SIGINT, SIGINT)
+    assert (
+        capfd.readouterr().err == "SIGINT: the run will save and stop after this step; Ctrl-C again stops it at once\n"
+    )
+    monkeypatch.setenv("RANK", "1")
+    with stop_requests():
+        send(SIGUSR1)
+    assert capfd.readouterr().err == ""
+
+
+def test_nohup_keeps_a_run_from_stopping() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_requests() as request:
+            send(signal.SIGHUP)
+            assert not request
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_after_the_last_step_signals_do_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with stop_requests() as request:
+        request.end()
+        assert [signal.getsignal(each) for each in SIGNALS] == before and not request
+
+
+def test_the_program_can_be_asked_before_it_imports_what_takes_long(tmp_path: Path) -> None:
+    """Only then does a signal that comes early ask it to stop."""
+    code = """
+import os, signal, sys
+import pretrain_vlm
+def train(config, request):
+    assert "torch" not in sys.modules
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert request, "noted"
+    print("lives")
+pretrain_vlm.train = train
+pretrain_vlm.main(sys.argv[1:])
+"""
+    flags = f"--model.hf_path m --data.registry.d.annotations d --data.datasets d --checkpoint.dir {tmp_path}".split()
+    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
+
+
+def test_without_checkpoints_nothing_changes() -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with stop_requests(wanted=False) as request:
+        assert [signal.getsignal(each) for each in SIGNALS] == before and not request
+
+
+@pytest.mark.parametrize("first, then, at_once", [
+    (SIGINT, SIGINT, True),  # Ctrl-C twice, without torchrun
+    (SIGINT, SIGTERM, True),  # the same, through torchrun
+    (SIGUSR1, SIGINT, True),
+    (SIGUSR1, SIGUSR1, False),  # from Slurm itself, and from torchrun
+    (SIGTERM, SIGTERM, False),
+    (SIGUSR1, SIGTERM, False),  # the warning, then the end of the time: there may be enough left to save
+])  # fmt: skip
+def test_a_second_signal(first: int, then: int, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert insists(first, then) == at_once
+    left = threading.Event()
+    monkeypatch.setattr(stopping, "leave_interrupted", left.set)
+    with stop_requests() as request:
+        request.begin()
+        send(first, then)
+        assert left.wait(5.0 if at_once else 0.1) == at_once
+    assert request
+
+
+@pytest.mark.parametrize("number, error, leaves", [
+    (SIGTERM, RuntimeError("Connection closed by peer [127.0.0.1]:80"), True),
+    (SIGTERM, RuntimeError("something else"), False),
+    (SIGUSR1, RuntimeError("Connection closed by peer [127.0.0.1]:80"), False),
+])  # fmt: skip
+def test_nobody_waits_for_the_survivors(
+    number: int, error: Exception, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's SIGTERM may come before a rank sees that another has gone: it does not stay to tell of it."""
+    left: list[tuple[str, int]] = []
+    monkeypatch.setattr(stopping, "leave", lambda message, status: left.append((message, status)))
+    with pytest.raises(RuntimeError), stop_requests() as request:  # noqa: PT012 (the order matters)
+        request.begin()
+        send(number)
+        raise error
+    assert left == ([("", 1)] if leaves else [])
+
+
+TWO_RANKS = """
+import os, signal, time
+from megatron_hetero.train.stopping import stop_requests
+
+os.environ["LOCAL_WORLD_SIZE"] = "2"
+
+def ends_in(seconds, kill):
+    (go, went), (ready, say) = os.pipe(), os.pipe()
+    ranks = []
+    for _ in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            os.read(go, 1)
+            with stop_requests() as request:
+                request.begin()
+                os.write(say, b"x")
+                time.sleep(60)
+    os.write(went, b"xx")
+    for _ in ranks:
+        os.read(ready, 1)
+    victim, survivor = ranks
+    if kill:
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(0.2)
+    os.kill(survivor, signal.SIGTERM)
+    end = time.monotonic() + seconds
+    status = None
+    while status is None and time.monotonic() < end:
+        pid, found = os.waitpid(survivor, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(found) if pid else None
+        time.sleep(0.01)
+    for rank in ranks:
+        if rank != survivor or status is None:
+            os.kill(rank, signal.SIGKILL)
+            os.waitpid(rank, 0)
+    return status
+
+print(ends_in(0.5, kill=False), ends_in(10, kill=True))
+"""
+
+
+def test_sigterm_ends_a_rank_that_waits_for_a_dead_one() -> None:
+    """Two ranks of a process, as torchrun starts them: one dies, and the other's main thread sleeps on."""
+    done = subprocess.run([sys.executable, "-c", TWO_RANKS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["None", "1"]
+
+
+STARTING = """
+import os, signal, threading
+from megatron_hetero.train.stopping import stop_requests
+
+with stop_requests() as request:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Event().wait(60)
+"""
+
+
+def test_sigterm_ends_a_rank_at_once_that_has_nothing_to_save(tmp_path: Path) -> None:
+    """Where a rank of another host has died, torchrun's SIGTERM is all that one hears of it that waits in a store."""
+    note = tmp_path / "stopped"
+    environment = os.environ | {STOPPED_FILE: str(note)}
+    done = subprocess.run([sys.executable, "-c", STARTING], capture_output=True, text=True, timeout=30, env=environment)
+    assert (done.returncode, done.stderr) == (1, "SIGTERM: stopped before the first step, nothing to save\n")
+    assert note.exists()
