@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> None:
         with stop_requests(config.checkpoint.dir is not None) as request:
             train(config, request)
     else:
-        from megatron_hetero.estimate.report import show_plan
+        from megatron_hetero.estimate.report import show_estimate
 
-        show_plan(config, planned)
+        show_estimate(config, planned)
 
 
 def train(config: Config, request: StopRequest) -> None:

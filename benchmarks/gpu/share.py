@@ -23,7 +23,7 @@ from benchmarks.measuring.material import write_samples
 from benchmarks.measuring.trial import assumed_step, drawn_trainer
 from megatron_hetero.config.schema import Config, load_config
 from megatron_hetero.data.loader import StepBatch
-from megatron_hetero.estimate.estimate import KINDS, Plan
+from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.schedule.actions import Action
@@ -85,13 +85,13 @@ def measure(record: Record, folder: Path, model: str, *, small: bool) -> None:
 
 def _that_fits(
     record: Record, layouts: tuple[Layout, ...], place: Path, platform: Platform, *, small: bool
-) -> tuple[Layout, Plan]:
+) -> tuple[Layout, Estimate]:
     """The layout that is measured, with its plan; recorded, with those that would not fit."""
     device = torch.cuda.get_device_properties(platform.device).total_memory if platform.is_cuda else float("inf")
     too_large = []
     layout, plan = layouts[0], None
     for layout in layouts:
-        plan = Plan.of(load_config(_flags(place, layout, small=small)), layout.world, gpu=platform.is_cuda)
+        plan = Estimate.of(load_config(_flags(place, layout, small=small)), layout.world, gpu=platform.is_cuda)
         needed = int(plan.memory[RANK].sum())
         if needed <= (1 - LEFT) * device or layout == layouts[-1]:
             break
@@ -185,7 +185,7 @@ class RankOnDevice:
         )
 
 
-def _measure_steps(record: Record, rank: RankOnDevice, plan: Plan) -> None:
+def _measure_steps(record: Record, rank: RankOnDevice, plan: Estimate) -> None:
     trainer, platform = rank.trainer, rank.trainer.platform
     # The real one, which refuses what is not finite.
     metrics = trainer.train_step(1, rank.batch)
@@ -214,7 +214,7 @@ def _measure_steps(record: Record, rank: RankOnDevice, plan: Plan) -> None:
         record.check("relative difference of the peak memory and the plan's", abs(used / planned - 1), MEMORY)
 
 
-def _rates(plan: Plan, seconds: dict[str, float]) -> dict[str, float]:
+def _rates(plan: Estimate, seconds: dict[str, float]) -> dict[str, float]:
     """TFLOP/s of each module's forward and backward, by the operations that the plan counts."""
     rates = {}
     for (module, kind, _), operations in plan.work.items():

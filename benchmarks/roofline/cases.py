@@ -8,7 +8,7 @@ from functools import cached_property
 
 from megatron_hetero.base.errors import TEXT
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.estimate.estimate import Plan
+from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.shards import AssumedBatch
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.layers.parts import Tokens
@@ -138,7 +138,7 @@ class Step:
     @cached_property
     def planned_bytes(self) -> int:
         """What the plan says that the first rank takes."""
-        return int(Plan.of(load_config(self.case.flags), WORLD).memory[0].sum())
+        return int(Estimate.of(load_config(self.case.flags), WORLD).memory[0].sum())
 
     @cached_property
     def flops(self) -> dict[str, int]:

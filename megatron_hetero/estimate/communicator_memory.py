@@ -1,9 +1,9 @@
-"""What communicators take of a GPU's memory, about. Pure.
+"""Memory of a GPU besides the tensors of a step: CUDA context, NCCL's buffers, fragmentation. Pure.
 
-NCCL allocates buffers for each connection and channel when ranks first use an algorithm, at start-up, and keeps them.
-How many channels there are depends on the GPUs and links; the figures here are those of a node of eight H100:
+NCCL allocates buffers for each connection and channel when ranks first use an algorithm, at start-up, and never frees
+them. The number of channels depends on GPUs and links; figures here are for a node of eight H100:
 
-  * messages and all-to-alls connect every two ranks that have something for each other: a first `all_to_all_single` of
+  * messages and all-to-alls connect each pair of ranks that exchange anything: a first `all_to_all_single` of
     eight ranks took 3.28 GB, or 0.47 GB for each of the seven others (NVIDIA/nccl issue 1685, 32 channels). Those of
     other nodes share buffers (issue 1450) and are counted as one more. `max_ctas` bounds the channels;
   * other collectives connect rings: 16 channels, each with a buffer for the rank before it, of 4 MiB (protocol Simple),
@@ -13,15 +13,15 @@ How many channels there are depends on the GPUs and links; the figures here are 
 
 `NCCL_MAX_P2P_NCHANNELS` and `NCCL_MAX_CTAS` lower the first and the second in proportion.
 
-What a GPU must hold besides the tensors of a step. Pure.
+Allowances:
 
 context         the CUDA context with the kernels in use, and workspaces of libraries: `CONTEXT` bytes. With lazy
                 loading, PyTorch's context has some 300 MB, and had over 1 GB where all kernels were loaded
                 (pytorch/pytorch issue 107667). Workspaces of cuBLAS and cublasLt are 32 MiB each for a stream on
                 Hopper (cuBLAS documentation, `cublasSetWorkspace`; pytorch/pytorch pull request 120925). cuDNN,
                 Transformer Engine and NCCL load kernels of their own
-communicators   buffers of NCCL, estimated (`nccl_memory`)
-fragmentation   what the caching allocator holds and cannot use, as a share of the tensors: `FRAGMENTATION`.
+communicators   NCCL's buffers, as above
+fragmentation   memory that the caching allocator reserves and cannot use, as a share of the tensors: `FRAGMENTATION`.
                 Without expandable segments 15 % on average of eight LLMs on A100, and up to 33 % (GMLake, ASPLOS
                 2024, arXiv 2401.08156); 43 % with virtual stages and recomputation (STAlloc, arXiv 2507.16274).
                 Runs have expandable segments (PyTorch's "CUDA semantics", PYTORCH_ALLOC_CONF), which map memory
@@ -41,21 +41,21 @@ from megatron_hetero.layout.communicators import Axes, CommunicatorKind, Ranks, 
 NODE = 8
 """Ranks of a node."""
 PEER_BYTES = 3_280_000_000 // 7
-"""For each rank that a rank exchanges messages with, with `PEER_CHANNELS`."""
+"""Buffers for each peer of messages and all-to-alls, with `PEER_CHANNELS`."""
 PEER_CHANNELS = 32
 RING_BYTES = 16 * (4 * 2**20 + 120 * 640 * 8 * 8 + 512 * 2**10)
-"""For rings; trees take twice as much."""
+"""Buffers of rings; trees take twice as much."""
 NVLS_BYTES = 16 * 2 * 2**20
-"""For each rank of a node."""
+"""NVLS buffers for each rank of a node."""
 
 
 def kind_bytes(kind: CommunicatorKind) -> int:
-    """The most that a rank's communicator of this kind takes."""
+    """The most bytes that a communicator of this kind takes on a rank."""
     return _exchange_bytes(kind) + kind.collects * max(map(_collective_bytes, kind.groups))
 
 
 def bytes_by_rank(kinds: Sequence[CommunicatorKind], world_size: int) -> np.ndarray:
-    """What all communicators of each rank take, that of the world included, int64 [ranks]."""
+    """Bytes of all communicators of each rank, the world's included, int64 [ranks]."""
     everybody = tuple(range(world_size))
     found = np.full(world_size, _collective_bytes(everybody) * (world_size > 1), np.int64)
     for kind in kinds:
@@ -65,35 +65,35 @@ def bytes_by_rank(kinds: Sequence[CommunicatorKind], world_size: int) -> np.ndar
 
 
 def _exchange_bytes(kind: CommunicatorKind) -> int:
-    """What messages and all-to-alls take."""
+    """Bytes of connections for messages and all-to-alls."""
     exchanges = any(not isinstance(use, Axes) or use.exchanges for use in kind.uses)
     channels = max_ctas(kind.uses[0]) or PEER_CHANNELS
     return exchanges * max(map(_others, kind.groups)) * PEER_BYTES * channels // PEER_CHANNELS
 
 
 def _collective_bytes(ranks: Ranks) -> int:
-    """What rings, trees and NVLS take."""
+    """Bytes of rings, trees and NVLS."""
     local = _of_a_node(ranks)
     return 3 * RING_BYTES + (local > 2) * local * NVLS_BYTES
 
 
 def _of_a_node(ranks: Ranks) -> int:
-    """The most ranks of one node."""
+    """The largest number of ranks on one node."""
     return max(Counter(rank // NODE for rank in ranks).values())
 
 
 def _others(ranks: Ranks) -> int:
-    """Others that buffers are for: those of the same node, and one for all other nodes."""
+    """Peers with buffers: those of the same node, and one for all other nodes."""
     return _of_a_node(ranks) - 1 + (len({rank // NODE for rank in ranks}) > 1)
 
 
 ALLOWANCES: tuple[str, ...] = ("context", "communicators", "fragmentation")
-"""What is allowed for, in the order of the columns of `allowance_bytes`."""
+"""Columns of `allowance_bytes`."""
 CONTEXT, FRAGMENTATION = 10**9, 0.05
 
 
 def allowance_bytes(kinds: Sequence[CommunicatorKind], tensors: np.ndarray) -> np.ndarray:
-    """Bytes by rank, int64 [ranks, allowances]. `tensors`: of each rank, int64 [ranks]."""
+    """Allowances by rank, int64 [ranks, allowances]. `tensors`: bytes of each rank's tensors, int64 [ranks]."""
     found = np.zeros((len(tensors), len(ALLOWANCES)), np.int64)
     found[:, 0] = CONTEXT
     found[:, 1] = bytes_by_rank(kinds, len(tensors))

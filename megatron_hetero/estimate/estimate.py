@@ -1,4 +1,4 @@
-"""Puts a plan together: what a configuration means for each rank of a world. Pure; the only file that it reads is the
+"""The estimate of `--plan`: memory, traffic and time of each rank under a configuration. Pure but for reading the
 model's `config.json`.
 """
 
@@ -25,16 +25,16 @@ from megatron_hetero.estimate.parameters import (
     Parameter,
     ParameterBytes,
     gathered_bytes,
+    gathered_span,
     gradient_itemsize,
     parameter_bytes,
     parameters_of,
-    planned_span,
 )
 from megatron_hetero.estimate.shards import AssumedBatch, ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.estimate.time import durations, with_copies
 from megatron_hetero.estimate.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.job import JobSpec, OfJob
-from megatron_hetero.layout.axes import MAIN, View
+from megatron_hetero.layout.axes import View
 from megatron_hetero.layout.communicators import CommunicatorKind, communicators
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
@@ -50,16 +50,18 @@ KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "b
 _Place = tuple[str, int]
 """A module and a coordinate of its pipeline."""
 _Call = tuple[str, int]
-"""A module and the number of micro-batches that it computes in one call."""
+"""A module and the number of micro-batches in a call of it."""
 PLANNED_TURNS = 1 << 13
-"""Of all stages in a step, as many as are simulated in some seconds. Memory is that of a batch as large as that."""
+"""The most turns of all stages that are simulated, some seconds' work; a larger batch is estimated as this one."""
 
 
 @dataclass(frozen=True, eq=False)
-class Boundary:
-    """An edge in a step: `crossings`, the different ones, by direction, the backward one only where there is one; and
-    `numbers`, which of them that of each micro-batch is. Those of a call differ: each rank holds other rows of it.
-    `outputs`: of the encoder, that cross there side by side; `row_bytes`: of a row of all of them on the wire.
+class BoundaryTraffic:
+    """Traffic along an edge in a step.
+
+    `crossings`: the distinct ones, by direction; those of one call differ, since ranks hold other rows of each.
+    `numbers`: for each micro-batch, the index of its crossing. `outputs`: encoder outputs that cross side by side;
+    `row_bytes`: of a row of all of them on the wire.
     """
 
     edge: Edge
@@ -71,29 +73,28 @@ class Boundary:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Forward, and backward where there is one."""
+        """The directions with traffic: `forward`, and `backward` where gradients return."""
         return tuple(self.crossings[0])
 
     @property
     def ranks(self) -> np.ndarray:
-        """That take part, int64."""
+        """The ranks that take part, int64."""
         return self.crossings[0]["forward"].ranks
 
     def of_step(self, direction: str, count: Callable[[DirectionTraffic], Any]) -> Any:
-        """The sum over the micro-batches of a step of what `count` finds in a crossing."""
+        """Sum `count(crossing)` over the micro-batches of a step."""
         times = Counter(self.numbers).items()
         return sum(number * count(self.crossings[which][direction]) for which, number in times)
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(OfJob):
-    """What `config` means for `world_size` ranks.
+class Estimate(OfJob):
+    """Memory, traffic and time of a job on `world_size` ranks.
 
-    `stages`: the pipeline stages of each module. `parameters`, `gathered`: by module and pipeline coordinate. `shards`:
-    by module, of an encoder those of its largest call. `memory`: bytes, int64 [ranks, kinds], see `KINDS`.
-    `host_activations`: bytes in host memory, int64 [ranks]. `work`: operations of a rank in a micro-batch, by module,
-    kind and stage, or those that it could do while it copies. `simulation`: the schedule with these in place of
-    seconds. `gpu`: whether the ranks are GPUs.
+    `parameters`, `gathered`: by module and pipeline coordinate. `shards`: by module, for an encoder of its largest
+    call. `memory`: bytes, int64 [ranks, kinds], see `KINDS`. `host_activations`: bytes in host memory, int64 [ranks].
+    `work`: operations of a rank in a micro-batch, by module, kind and stage, or those that fit in the time of its
+    copies. `simulation`: the schedule, timed in these operations. `gpu`: whether the ranks are GPUs.
     """
 
     job: JobSpec
@@ -101,7 +102,7 @@ class Plan(OfJob):
     assumed: AssumedBatch
     parameters: Mapping[_Place, ParameterBytes]
     gathered: Mapping[_Place, GatheredBytes]
-    boundaries: tuple[Boundary, ...]
+    boundaries: tuple[BoundaryTraffic, ...]
     shards: Mapping[str, ModuleShards]
     memory: np.ndarray
     host_activations: np.ndarray
@@ -110,23 +111,23 @@ class Plan(OfJob):
     gpu: bool = True
 
     @classmethod
-    def of(cls, config: Config, world_size: int, *, gpu: bool = True) -> Plan:
-        """Plan. `gpu`: whether the ranks are GPUs; on a CPU, layers keep more.
+    def of(cls, config: Config, world_size: int, *, gpu: bool = True) -> Estimate:
+        """Estimate a configuration. `gpu`: whether the ranks are GPUs; on a CPU, layers save more.
 
         Raises `UserError` where the configuration does not fit the model or the world.
         """
         job = JobSpec.of(config, world_size)
         job.require_turns(PLANNED_TURNS)
         schedule, assumed = job.schedule, AssumedBatch.of(job)
-        held = _held(job)
-        parameters = {place: _kept(job, place, of) for place, of in held.items()}
-        gathered = {place: _gathered(job, assumed, place) for place in held}
+        places = [(name, at) for name, layout in job.layouts.items() for at in range(layout.pp)]
+        parameters = {place: _parameter_bytes(job, place) for place in places}
+        gathered = {place: _gathered(job, assumed, place) for place in places}
         calls = {(TEXT, 1): text_shards(assumed), **_encoder_calls(assumed)}
         shards = {TEXT: calls[TEXT, 1]}
         shards |= {name: calls[name, assumed.sizes_of_calls(name)[0]] for name in job.shapes.encoders}
         boundaries = tuple(_boundary(job, assumed, edge) for edge in job.edges if shards[edge.source].used)
         images = {name: _mean_images(assumed, name) for name in job.shapes.encoders}
-        sizes = _Memory(job, assumed, parameters, gathered, boundaries, calls, gpu)
+        sizes = _MemoryTable(job, assumed, parameters, gathered, boundaries, calls, gpu)
         memory, on_host = sizes.table(world_size)
         work = with_copies(durations(config, assumed, job.stages, images, job.frozen), sizes.copied, schedule)
         found = simulate(schedule, work)
@@ -136,45 +137,43 @@ class Plan(OfJob):
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """Of the model's modules."""
+        """Layouts by module."""
         return self.job.layouts
 
     @property
     def stages(self) -> Mapping[str, tuple[Stage, ...]]:
-        """The pipeline stages of each module."""
+        """Pipeline stages by module."""
         return self.job.stages
 
     @property
     def schedule(self) -> Schedule:
-        """Of a step."""
+        """The schedule of a step."""
         return self.job.schedule
 
     @cached_property
     def communicators(self) -> tuple[CommunicatorKind, ...]:
-        """The communicators that a run makes in addition to the world's, in its order."""
+        """The communicators that a run creates after the world's, in order."""
         wanted = {name: tuple(value) for name, value in self.job.communication.items()}
         return _communicators(tuple(self.layouts.items()), **wanted)
 
     @cached_property
     def allowance(self) -> np.ndarray:
-        """Bytes besides tensors, int64 [ranks, allowances], see `ALLOWANCES`. On a CPU none."""
+        """Bytes besides tensors, int64 [ranks, allowances], see `ALLOWANCES`; zero on a CPU."""
         if not self.gpu:
             return np.zeros((self.world_size, len(ALLOWANCES)), np.int64)
         return allowance_bytes(self.communicators, self.memory.sum(axis=1))
 
     @cached_property
     def totals(self) -> np.ndarray:
-        """Bytes that each rank needs, allowance included, int64 [ranks]: what a GPU's memory is compared with."""
+        """Device memory of each rank, allowance included, int64 [ranks]."""
         return self.memory.sum(axis=1) + self.allowance.sum(axis=1)
 
     @cached_property
     def host_states(self) -> np.ndarray:
         """Bytes of optimizer states in host memory, int64 [ranks]."""
         found = np.zeros(self.world_size, np.int64)
-        for (name, at), held in self.parameters.items():
-            layout = self.layouts[name]
-            ranks = np.array(layout.stage(at).ranks)
-            found[ranks] += held.host
+        for (name, at), sizes in self.parameters.items():
+            found[np.array(self.layouts[name].stage(at).ranks)] += sizes.host
         return found
 
     @property
@@ -184,7 +183,7 @@ class Plan(OfJob):
 
     @cached_property
     def kinds_of_ranks(self) -> tuple[tuple[Role, np.ndarray, np.ndarray], ...]:
-        """Ranks with equal numbers: their role, the ranks ascending, and bytes by kind and allowance."""
+        """Ranks with equal memory: role, ascending ranks, and bytes by kind and allowance."""
         found, table = [], np.hstack([self.memory, self.allowance])
         for role in self.schedule.roles:
             ranks = np.array(role.ranks)
@@ -197,30 +196,24 @@ class Plan(OfJob):
 def _communicators(
     layouts: tuple[tuple[str, Layout], ...], **wanted: tuple[Edge | str, ...]
 ) -> tuple[CommunicatorKind, ...]:
-    """Kept, since plans that are compared mostly have the same layouts."""
+    """Cached: estimates that are compared mostly have the same layouts."""
     return communicators(dict(layouts), **wanted)  # pyright: ignore[reportArgumentType]
 
 
-def _held(job: JobSpec) -> dict[_Place, tuple[Parameter, ...]]:
-    """The parameters in the main view of a rank at each module and pipeline coordinate."""
-    places = [(name, at) for name, layout in job.layouts.items() for at in range(layout.pp)]
-    return {place: _held_in(job, place, MAIN) for place in places}
-
-
-def _held_in(job: JobSpec, place: _Place, view: View) -> tuple[Parameter, ...]:
+def _parameters_in(job: JobSpec, place: _Place, view: View) -> tuple[Parameter, ...]:
     name, at = place
     layout = job.layouts[name]
     stages, holders = stages_of_rank(job.stages[name], at, layout.pp), layout.ways("weights", "experts", view=view)
     return parameters_of(name, job.shapes, holders, stages, job.frozen.tensors, view.name)
 
 
-def _kept(job: JobSpec, place: _Place, held: Sequence[Parameter]) -> ParameterBytes:
-    """What the parameters of all views take of the ranks of a stage. `held`: those of the main view."""
+def _parameter_bytes(job: JobSpec, place: _Place) -> ParameterBytes:
+    """Memory of the parameters of all views on the ranks of a stage."""
     config, (name, _) = job.config, place
     layout, every = job.layouts[name], list[ParameterBytes]()
     for view in layout.every_view:
         of_view = parameter_bytes(
-            held if view == MAIN else _held_in(job, place, view),
+            _parameters_in(job, place, view),
             layout.ways("tokens", "samples", view=view),
             job.dtype.itemsize,
             job.optimizer,
@@ -235,32 +228,32 @@ def _kept(job: JobSpec, place: _Place, held: Sequence[Parameter]) -> ParameterBy
 def _gathered(job: JobSpec, assumed: AssumedBatch, place: _Place) -> GatheredBytes:
     config, (name, _), itemsize = job.config, place, job.dtype.itemsize
     layout, zero = job.layouts[name], config.zero_of(name)
-    held = [parameter for view in layout.every_view for parameter in _held_in(job, place, view)]
+    held = [parameter for view in layout.every_view for parameter in _parameters_in(job, place, view)]
     ranks = max(layout.ways("tokens", "samples", view=view) for view in layout.every_view)
     if not shares_weights(zero, ranks, any(parameter.trains for parameter in held)):
         return GatheredBytes()
     is_head = name == TEXT and job.shapes.text.tied and layout.pp == 1
     exchanged = gradient_itemsize(itemsize, config.precision_of(name))
-    # Chunks are added up in the dtype of the sum.
+    # Gradients of chunks are summed in the dtype of the sum.
     whole = exchanged if config.model.chunk.get(name, 0) else itemsize
-    span = planned_span(job.schedule, name, zero, assumed.calls.get(name, ()))
+    span = gathered_span(job.schedule, name, zero, assumed.calls.get(name, ()))
     return gathered_bytes(held, itemsize, whole + exchanged, span, is_head=is_head)
 
 
 def _encoder_calls(assumed: AssumedBatch) -> dict[_Call, ModuleShards]:
-    """The shards of all encoders in calls of each number of micro-batches that occurs."""
+    """The shards of all encoders in calls of each size that occurs."""
     names = assumed.shapes.encoders
     return {(name, n): encoder_shards(assumed, name, n) for name in names for n in assumed.sizes_of_calls(name)}
 
 
 def _mean_images(assumed: AssumedBatch, encoder: str) -> float:
-    """Images of the replica that has most of them in a call, for each micro-batch of a step."""
+    """Images per micro-batch of the replica with the most, averaged over the calls of a step."""
     calls = assumed.calls[encoder]
     most = {n: max(map(len, assumed.assigned(encoder, n))) for n in assumed.sizes_of_calls(encoder)}
     return sum(most[len(call)] for call in calls) / sum(map(len, calls))
 
 
-def _boundary(job: JobSpec, assumed: AssumedBatch, edge: Edge) -> Boundary:
+def _boundary(job: JobSpec, assumed: AssumedBatch, edge: Edge) -> BoundaryTraffic:
     outputs, returns = len(job.edges[edge]), job.schedule.module[edge.source].backward
     first, crossings, numbers = dict[int, int](), [], []
     for call in assumed.calls[edge.source]:
@@ -270,25 +263,25 @@ def _boundary(job: JobSpec, assumed: AssumedBatch, edge: Edge) -> Boundary:
         numbers += range(first[len(call)], first[len(call)] + len(call))
     traffic = ({d: t for d, t in traffic_of(plan).items() if returns or d == "forward"} for plan in crossings)
     one = crossings[0]
-    return Boundary(edge, outputs, tuple(traffic), tuple(numbers), one.row_bytes, one.point_to_point)
+    return BoundaryTraffic(edge, outputs, tuple(traffic), tuple(numbers), one.row_bytes, one.point_to_point)
 
 
 @dataclass(frozen=True, eq=False)
-class _Memory:
-    """Fills the table of memory. Ranks that differ in nothing that matters are computed once."""
+class _MemoryTable:
+    """Computes the table of memory, once for all ranks with equal work."""
 
     job: JobSpec
     assumed: AssumedBatch
     parameters: Mapping[_Place, ParameterBytes]
     gathered: Mapping[_Place, GatheredBytes]
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[BoundaryTraffic]
     shards: Mapping[_Call, ModuleShards]
     gpu: bool
 
     @property
     def copied(self) -> dict[tuple[str, int], int]:
-        """Bytes that a micro-batch's activations take on the host, of the rank that has most, by module and stage; of
-        an encoder, those of its largest call for each of its micro-batches.
+        """Bytes of offloaded activations per micro-batch on the rank with the most, by module and stage; for an
+        encoder, averaged over its largest call.
         """
         found = {}
         for name, stages in self.job.stages.items():
@@ -300,7 +293,7 @@ class _Memory:
         return found
 
     def table(self, world_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of all ranks by kind, and those of activations on the host."""
+        """Bytes of all ranks by kind, and of activations on the host."""
         table, on_host = np.zeros((world_size, len(KINDS)), np.int64), np.zeros(world_size, np.int64)
         for (name, at), held in self.parameters.items():
             layout = self.assumed.layouts[name]
@@ -314,12 +307,12 @@ class _Memory:
             found = self._activations(role, rows)
             table[np.ix_(role.ranks, (3, 5))], on_host[list(role.ranks)] = found[:, :2], found[:, 2]
         table[:, 5] += self._gathered(world_size)
-        if self.gpu:  # When there are no activations.
+        if self.gpu:  # Updates run when there are no activations.
             table[:, 5] = np.maximum(table[:, 5], self._updates(world_size) - table[:, 3])
         return table, on_host
 
     def _updates(self, world_size: int) -> np.ndarray:
-        """Bytes that ranks take while they update, one module after the other."""
+        """Bytes of each rank during updates, one module after the other."""
         found = np.zeros(world_size, np.int64)
         for (name, at), held in self.parameters.items():
             layout = self.assumed.layouts[name]
@@ -328,7 +321,7 @@ class _Memory:
         return found
 
     def _gathered(self, world_size: int) -> np.ndarray:
-        """Bytes of weights that ranks gather: what modules keep so adds up, and they run one at a time."""
+        """Bytes of gathered weights: those that stay add up over modules, which run one at a time."""
         stays, running = np.zeros((2, world_size), np.int64)
         for (name, at), of_module in self.gathered.items():
             ranks = np.array(self.assumed.layouts[name].stage(at).ranks)
@@ -337,7 +330,7 @@ class _Memory:
         return stays + running
 
     def _staging(self, world_size: int) -> np.ndarray:
-        """Bytes that communicators borrow on each rank: for each crossing in flight as much as the largest takes."""
+        """Bytes of communicators' buffers on each rank: the largest crossing times the crossings in flight."""
         found, schedule = np.zeros(world_size, np.int64), self.job.schedule
         for boundary in self.boundaries:
             rounded = self.job.transport != self.job.dtype
@@ -348,8 +341,8 @@ class _Memory:
         return found
 
     def _activations(self, role: Role, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Peak bytes of activations, workspace, and activations on the host, of a role's ranks, int64 [ranks, 3].
-        `rows`: of each boundary, see `_by_rank`.
+        """Peak bytes of activations, workspace, and activations on the host of a role's ranks, int64 [ranks, 3].
+        `rows`: see `_by_rank`, for each boundary.
         """
         names = {name for name, _ in role.held_stages}
         held, ranks = [call for call in self.shards if call[0] in names], np.array(role.ranks)
@@ -368,7 +361,7 @@ class _Memory:
         return self.shards[call].of_rank[places]
 
     def _rank_bytes(self, role: Role, numbers: Mapping[_Call, int], rows: Sequence[int]) -> RankBytes:
-        """`rows`: held and needed in each crossing of each boundary in turn."""
+        """`rows`: numbers held and needed in each crossing of each boundary."""
         width, left = self.assumed.shapes.text.hidden * self.job.dtype.itemsize, iter(rows)
         held, needed = dict[Edge, list[int]](), dict[Edge, list[int]]()
         for boundary in self.boundaries:
@@ -418,14 +411,14 @@ class _Memory:
 
 
 def _most_in_flight(role: Role, edge: Edge) -> int:
-    """Crossings of an edge that ranks of a role have begun and not waited for."""
+    """The most crossings of an edge in flight on a rank of a role."""
     change = {"start": 1, "finish": -1}
     changes = [change[a.op] for a in role.actions if a.op in change and a.edge == edge]
     return max(accumulate(changes), default=0)
 
 
-def _by_rank(boundary: Boundary, world_size: int) -> np.ndarray:
-    """Rows that each rank of the world holds, and needs, int64 [crossings, 2, ranks]."""
+def _by_rank(boundary: BoundaryTraffic, world_size: int) -> np.ndarray:
+    """Rows held and needed by each rank, int64 [crossings, 2, ranks]."""
     found = np.zeros((len(boundary.crossings), 2, world_size), np.int64)
     for number, crossing in enumerate(boundary.crossings):
         forward = crossing["forward"]

@@ -1,28 +1,24 @@
-"""What a pipeline stage takes of the device and of the host: the parts that it runs, together. Pure.
+"""Activation memory of a pipeline stage, and its peak over the actions of a rank. Pure.
 
-Parts run in order, and go backward in the opposite order, each when what later ones kept is gone. Layers that are
-recomputed as a whole keep their input, and all else for the time of their own backward pass. Where activations are
-offloaded (`models.common.offload`), a layer is on the device with the one before it: in the forward pass until that is
-copied, in the backward pass since it is fetched. On the device stay what is smaller than is worth a copy, the tables of
-rotary embeddings, and what a stage received, which the interpreter holds.
+A stage runs its parts in order and back in reverse, each after the saved tensors of later ones are freed. Fully
+recomputed layers save their input, and the rest during their own backward pass. With offloaded activations
+(`models.layers.offload`) two neighbouring layers are on the device at a time; tensors too small to copy, rotary tables
+and received inputs stay there.
 
-What is alive on a rank at once: its actions in order, with what each of them allocates and frees. Pure.
+What each action allocates and frees, as `step.interpreter` executes it:
 
-The interpreter's rules (`execution.step`), in bytes:
+    irecv      hidden states of a neighbouring stage, or their gradients
+    finish F   the token embedding, on the first text stage; freed by its forward
+    start F    received rows, on the text stage that they enter; freed when their gradients leave (`start B`), or by the
+               forward where none do
+    run F, R   saved activations, on device and host, freed by the backward, and so are sent hidden states and rows;
+               tensors on their way to the host; workspace
+    run B      one recomputed layer, or tensors fetched from the host, and workspace. On text stages that rows enter,
+               gradients of rows, until they have left (`finish B`)
+    start B    gradients of rows, on the encoder's side, freed by its backward
 
-    irecv      room for hidden states, or their gradients, of a neighbouring stage
-    finish F   the tokens' embedding, on the first text stage; it ends in the forward
-    start F    room for rows, on the text stage that they enter, which live until their gradients leave (`start B`), or
-               until the forward where none do
-    run F, R   what the stage keeps until its backward, where there is one, on the device and on the host; before all of
-               that is there, what is on its way to the host; what it sends, and rows, live as long as what it keeps; at
-               its end, workspace
-    run B      ends that; for its time, what one recomputed layer makes, or comes back, and workspace. On text stages
-               that rows enter, gradients of rows, until they have left (`finish B`)
-    start B    room for gradients of rows, on the encoder's side, which its backward ends
-
-Where a call of an encoder computes several micro-batches, its forward is that of the first and its backward that of the
-last, which puts their gradients together.
+A call of an encoder over several micro-batches runs with the forward of its first and the backward of its last one,
+which concatenates their gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +29,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 
-from megatron_hetero.estimate.measured import FIRST, FP32, LAST, MeasuredModule, Part, PartBytes, is_merged, measure
+from megatron_hetero.estimate.measured import (
+    FIRST,
+    FP32,
+    LAST,
+    MeasuredModule,
+    ModulePart,
+    PartBytes,
+    is_merged,
+    measure,
+)
 from megatron_hetero.estimate.shards import SequenceShard
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.stages import Stage
@@ -44,14 +49,12 @@ from megatron_hetero.schedule.program import Module, Role, Schedule, StageId
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a stage takes for one micro-batch on one rank.
+    """Bytes of a stage for one micro-batch on one rank.
 
-    `saved`: what autograd and the interpreter keep from forward to backward, on the device; `host`: on the host.
-    `passing`, `again`: what is kept besides at most in a forward, and in a backward pass: by layers on their way to the
-    host and back, and by a layer that is recomputed. `forward`: the most besides `saved` in a forward pass, with its
-    workspace; `backward`: besides `saved` and `again` in a backward pass.
-
-    `left`: hidden states that go out. `rows`: of one output of an encoder. `message`: hidden states between stages.
+    `saved`: from forward to backward on the device; `host`: on the host. `passing`, `again`: the most besides in a
+    forward and in a backward pass, for layers on their way to the host and back and for a recomputed layer. `forward`:
+    the most besides `saved` in a forward pass, workspace included; `backward`: besides `saved` and `again` in a
+    backward pass. `left`: hidden states sent on. `rows`: of one encoder output. `message`: hidden states of a transfer.
     """
 
     saved: int
@@ -66,10 +69,9 @@ class StageBytes:
 
 
 @dataclass(frozen=True)
-class KeptBytes:
-    """What one part of a stage takes. `saved`: from its forward pass on; `stays`: of that on the device in any case.
-    `again`: what it keeps besides during its backward pass, where it is recomputed as a whole. `forward`, `backward`:
-    workspace besides.
+class PartMemory:
+    """Bytes of one part of a stage. `saved`: from its forward pass on; `stays`: the share of it that is never
+    offloaded. `again`: recomputed activations during its backward pass. `forward`, `backward`: workspace.
     """
 
     saved: int
@@ -79,14 +81,15 @@ class KeptBytes:
     backward: int = 0
 
 
-def together(
-    layers: Sequence[Sequence[KeptBytes]],
-    before: Sequence[KeptBytes] = (),
-    after: Sequence[KeptBytes] = (),
+def combined(
+    layers: Sequence[Sequence[PartMemory]],
+    before: Sequence[PartMemory] = (),
+    after: Sequence[PartMemory] = (),
     offload: OffloadSizes | None = None,
 ) -> StageBytes:
-    """Put the parts of a stage together: those of each layer, and those `before` and `after` all layers, all of which
-    stays on the device. `offload`: of what activations are copied to the host in, if they are.
+    """Combine the parts of a stage: of each layer, and `before` and `after` all layers, which are never offloaded.
+
+    `offload`: block sizes of copies to the host, if activations are offloaded.
     """
     starts = [*accumulate(map(len, layers), initial=len(before))]
     moved = offloaded_layers(len(layers)) if offload else 0
@@ -110,25 +113,25 @@ def together(
 
 @lru_cache(maxsize=4096)
 def stage_bytes(module: MeasuredModule, stage: Stage, shard: SequenceShard, *, offload: bool = False) -> StageBytes:
-    """What a stage takes on a rank that works on `shard`. The rows that enter it are not in it. `offload`: whether its
-    activations are on the host.
+    """Memory of a stage on a rank that works on `shard`, without the rows that enter it. `offload`: whether its
+    activations are offloaded.
     """
     shape, itemsize = module.shape, module.dtype.itemsize
     message, sizes = itemsize * shard.local * shape.hidden, OffloadSizes.of(module.gpu)
     whole = stage.first + module.recompute.whole_layers(len(stage.layers)) * module.trains
     layers = [_layer(module, number, shard, sizes.least, whole=number < whole) for number in stage.layers]
     for one, following in pairwise(layers):
-        if len(one) > 1 and module.trains:  # What is merged is the input of the next layer, and kept once.
+        if len(one) > 1 and module.trains:  # A merger's input is the input of the next layer, saved once.
             following[0] = replace(following[0], saved=following[0].saved - message)
     before = [_part(measure(module, FIRST, shard))] if stage.is_first else []
     after = [_part(measure(module, LAST, shard))] if stage.is_last else []
-    if not stage.is_last:  # The gradient of what the stage passes on comes from another.
+    if not stage.is_last:  # The gradient of the output is received.
         last = layers[-1][-1]
         layers[-1][-1] = replace(last, forward=last.forward - message, backward=last.backward - message)
     if not stage.is_first and module.trains:
         layers[0][0] = replace(layers[0][0], stays=min(layers[0][0].saved, layers[0][0].stays + message))
-    found = together(layers, before, after, sizes if offload else None)
-    # Besides: the rotary tables, which all layers share, and the input of a stage whose layers need not keep it.
+    found = combined(layers, before, after, sizes if offload else None)
+    # Also the rotary tables, which all layers share, and the input of a stage whose layers need not save it.
     table = 2 * FP32 * shard.tokens * shape.rotary.head_dim * module.trains
     held = message * (not stage.is_first and not module.trains)
     rows = 0 if module.is_text else itemsize * shard.local // shape.unit * shape.out_hidden
@@ -136,34 +139,33 @@ def stage_bytes(module: MeasuredModule, stage: Stage, shard: SequenceShard, *, o
     return replace(found, saved=found.saved + table + held, left=left, rows=rows, message=message)
 
 
-def _layer(module: MeasuredModule, number: int, shard: SequenceShard, least: int, *, whole: bool) -> list[KeptBytes]:
-    """A layer, and what merges its output. `least`: bytes of what is offloaded. `whole`: whether a layer is recomputed
-    as a whole.
+def _layer(module: MeasuredModule, number: int, shard: SequenceShard, least: int, *, whole: bool) -> list[PartMemory]:
+    """A layer, and the merger of its output, if any. `least`: the smallest offloaded tensor, in bytes. `whole`: whether
+    the layer is fully recomputed.
     """
-    found = measure(module, Part("layer", number), shard)
+    found = measure(module, ModulePart("layer", number), shard)
     layer = _part(found, least)
     if whole:
-        # It runs forward once more, and what it gives is there until its backward pass has ended.
+        # The recomputed output lives until the backward pass has ended.
         work = max(found.forward, found.backward) + found.passed
-        layer = KeptBytes(found.passed, 0, layer.saved - found.passed, layer.forward, work)
+        layer = PartMemory(found.passed, 0, layer.saved - found.passed, layer.forward, work)
     if not is_merged(module, number):
         return [layer]
-    return [layer, _part(measure(module, Part("merger", number), shard), least, beside=found.passed)]
+    return [layer, _part(measure(module, ModulePart("merger", number), shard), least, beside=found.passed)]
 
 
-def _part(found: PartBytes, least: float = math.inf, beside: int = 0) -> KeptBytes:
-    """A part, of which memories of fewer bytes than `least` stay on the device. `beside`: what else there is."""
+def _part(found: PartBytes, least: float = math.inf, beside: int = 0) -> PartMemory:
+    """Memory of a part. Tensors below `least` bytes stay on the device. `beside`: further bytes while it runs."""
     kept = (*found.saved, found.given)
     stays = sum(size for size in kept if size < least)
-    return KeptBytes(sum(kept), stays, 0, found.forward + found.passed + beside, found.backward + beside)
+    return PartMemory(sum(kept), stays, 0, found.forward + found.passed + beside, found.backward + beside)
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank makes of micro-batches: `stages`, by module, stage and the number of micro-batches in a call; by
-    edge, for each micro-batch, the bytes of the rows that it holds once it has encoded (`held`), and that it needs
-    (`needed`). What is missing has nothing to do. `outputs`: how many cross along each edge. `calls`: by encoder, the
-    micro-batches in runs that are one call each.
+    """Bytes of one rank: `stages`, by module, stage and number of micro-batches in a call; `held`, `needed`, by edge
+    and micro-batch, of the rows that it encodes and that it receives. Idle stages and edges are missing. `outputs`:
+    number of encoder outputs per edge. `calls`: by encoder, the micro-batches of each call.
     """
 
     stages: Mapping[tuple[str, int, int], StageBytes]
@@ -174,9 +176,7 @@ class RankBytes:
 
 
 def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tuple[int, int, int]:
-    """The most bytes of activations that live at once on a rank of `role` in a step; how much more there are at most
-    with the workspace of the actions; and the most on the host.
-    """
+    """Peak bytes of activations on a rank of `role`, of workspace above it, and of activations on the host."""
     ledger = _Ledger(schedule, role, of_rank)
     for action in role.actions:
         ledger.execute(action)
@@ -184,7 +184,7 @@ def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tupl
 
 
 class _Ledger:
-    """What lives, by name."""
+    """Live allocations, by name."""
 
     def __init__(self, schedule: Schedule, role: Role, of_rank: RankBytes):
         self.schedule, self.role, self.of_rank = schedule, role, of_rank
@@ -208,14 +208,14 @@ class _Ledger:
         self.busiest = max(self.busiest, self.peak)
 
     def _work(self, size: int) -> None:
-        """Something of `size` is allocated and freed at once."""
+        """Account for workspace, which is freed at once."""
         self.busiest = max(self.busiest, self.total + size)
 
     def _end(self, name: object) -> None:
         self.total -= self.live.pop(name, 0)
 
     def _move(self, size: int) -> None:
-        """So many bytes come to the host, or leave it."""
+        """Account for bytes copied to the host, or freed there."""
         self.on_host += size
         self.host_peak = max(self.host_peak, self.on_host)
 
@@ -270,18 +270,18 @@ class _Ledger:
             self._end(("left", *key))
 
     def _call(self, work: Action) -> range:
-        """The micro-batches that are computed together with that of `work`."""
+        """The micro-batches of the call that `work` belongs to."""
         return self.calls.get((work.module, work.micro_batch), range(work.micro_batch, work.micro_batch + 1))
 
     def _is_first_text(self, action: Action) -> bool:
         return action.module == self.schedule.text.name and action.stage == 0
 
     def _leaving(self, work: Action) -> list[Edge]:
-        """The edges along which rows of a stage leave this rank."""
+        """Edges along which rows of a stage leave this rank."""
         return [edge for edge in self.schedule.leaving.get(_stage(work), ()) if edge in self.of_rank.held]
 
     def _entering(self, work: Action) -> list[Edge]:
-        """The edges along which rows enter a stage on this rank."""
+        """Edges along which rows enter a stage on this rank."""
         return [edge for edge in self.schedule.entering.get(_stage(work), ()) if edge in self.of_rank.needed]
 
     def _start(self, action: Action) -> None:
@@ -303,7 +303,7 @@ class _Ledger:
         self._let_go(self.schedule.module[action.module], action)
 
     def _let_go(self, module: Module, crossing: Action) -> None:
-        """Rows that have left end where no backward pass needs them, those of a call all at once."""
+        """Free sent rows that no backward pass needs, those of a call at once."""
         call = self._call(crossing)
         if (not module.backward or module.recomputes) and crossing.micro_batch == call[-1]:
             self._end(("encoded", crossing.edge, call[0]))

@@ -1,17 +1,10 @@
-"""Modules as ranks run them, and their parts: what is measured. Pure.
+"""Activation memory of a module's parts, measured on PyTorch's device `meta`. Pure.
 
-Parts of modules on PyTorch's device `meta`, and the calls that run them as the interpreter does.
-
-Tensors on `meta` have shapes and lifetimes, no memory and no values. Groups have sizes and exchange nothing.
-
-What a part of a module keeps for its backward pass, and what it takes while it runs: measured. Pure.
-
-A part is a layer, what merges the output of one, or what comes before or after the layers. The torch module that trains
-runs forward and backward once on tensors without values (`built`), for each different part, setting and shard. Hooks of
-autograd see what it saves; a dispatch mode sees every memory that is allocated, and when that is freed.
-
-What these cannot see is added: the memory that FlashAttention's kernel allocates for itself (`flash_workspace`), and
-that a compiled function allocates its results alone.
+A part is a layer, the merger of a layer's output, or what precedes or follows the layers. The torch module that trains
+runs forward and backward once for each distinct part, setting and shard, on tensors that have shapes and lifetimes but
+no memory, in groups that have sizes but exchange nothing. Autograd's hooks report saved tensors, and a dispatch mode
+every allocation and its end. Added are the workspace of FlashAttention's kernel (`flash_workspace`), and that a
+compiled function allocates its results alone.
 """
 
 from __future__ import annotations
@@ -50,14 +43,14 @@ from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, EncoderModel, TextInput, TextModel
 
 
-class Part(NamedTuple):
-    """A part of a module; a merger is that of a layer before the last."""
+class ModulePart(NamedTuple):
+    """A part of a module. `first` and `last` precede and follow the layers; a `merger` follows a layer."""
 
     kind: Literal["first", "layer", "merger", "last"]
     layer: int = 0
 
 
-FIRST, LAST = Part("first"), Part("last")
+FIRST, LAST = ModulePart("first"), ModulePart("last")
 
 
 @dataclass(frozen=True)
@@ -65,19 +58,17 @@ class MeasuredModule:
     """A module as a rank runs it.
 
     Attributes:
-        name: of the module.
-        shape: of the whole module, with its `architecture`.
-        tp: degree.
-        sp: degree.
-        cp: degree.
+        name: module name.
+        shape: shape of the whole module, with its `architecture`.
+        tp, sp, cp: degrees.
         sequence_parallel: whether activations between layers are split over tp.
         dtype: of weights and activations.
-        recompute: what is computed again.
+        recompute: what is recomputed.
         frozen: the stored tensors that do not train, as the architecture names them.
-        trains: whether layers pass gradients on: always in the text module, for the modules before it.
-        parts: in which linear layers exchange over tp.
-        compiled: whether layers are.
-        gpu: whether a GPU computes it, where attention takes segments in any order, in half precision.
+        trains: whether layers pass gradients on; always in the text module, for the modules before it.
+        parts: chunks of overlapped tp exchanges.
+        compiled: whether layers are compiled.
+        gpu: whether it runs on a GPU.
         folds: the further views of its layout.
     """
 
@@ -103,7 +94,7 @@ class MeasuredModule:
 
 
 def is_merged(module: MeasuredModule, layer: int) -> bool:
-    """Whether a merger follows a layer, other than that behind the last."""
+    """Whether a merger follows a layer before the last."""
     return not module.is_text and layer in (at for output, at in module.shape.outputs.items() if output != ROWS)
 
 
@@ -113,7 +104,7 @@ def is_windowed(module: MeasuredModule, layer: int) -> bool:
 
 
 def first_alike(module: MeasuredModule, layer: int) -> int:
-    """The first layer that is like it: of its kind, merged, and frozen in the same tensors."""
+    """The first layer with the same kind, merger and frozen tensors."""
     return _first_alike(module)[layer]
 
 
@@ -132,60 +123,60 @@ META = torch.device("meta")
 _tensor = partial(torch.empty, device=META)
 
 Run = Callable[[Tensor], Sequence[Tensor]]
-"""From the input of a part to what it passes on, and the rows that it gives besides."""
+"""Maps the input of a part to its output and the rows that it returns."""
 
 
-def part_of(module: MeasuredModule, part: Part, shard: SequenceShard) -> tuple[Run, Tensor]:
-    """What runs a part of a module on a rank that works on `shard`, and its input: hidden states, tokens or patches."""
-    made, run = _built(module, part), partial
+def part_of(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> tuple[Run, Tensor]:
+    """The function that runs a part on a rank that works on `shard`, and its input."""
+    model, run = _built(module, part), partial
     if part == FIRST and module.is_text:
-        return run(_embed, made), _tensor(shard.padded, dtype=torch.int64)
+        return run(_embed, model), _tensor(shard.padded, dtype=torch.int64)
     if part == FIRST:
         patches = _tensor(shard.local, module.shape.patch_elements, dtype=module.dtype)
-        return run(_embed_patches, made, shard), patches
+        return run(_embed_patches, model, shard), patches
     hidden = _tensor(shard.local, 1, module.shape.hidden, dtype=module.dtype, requires_grad=module.trains)
     if part == LAST:
-        return (run(_loss, made, shard) if module.is_text else run(_merge, made)), hidden
+        return (run(_loss, model, shard) if module.is_text else run(_merge, model)), hidden
     if part.kind == "merger":
-        return run(_merge_between, made), hidden
+        return run(_merge_between, model), hidden
     table = _tensor(2, shard.tokens, module.shape.rotary.head_dim)
-    return run(_run_layer, made, _attention(module, shard), table), hidden
+    return run(_run_layer, model, _attention(module, shard), table), hidden
 
 
-def _embed(made: Any, tokens: Tensor) -> list[Tensor]:
+def _embed(model: Any, tokens: Tensor) -> list[Tensor]:
     none = _tensor(0, dtype=torch.int64)
     batch = TextInput(tokens, none, none, none, {ROWS: none}, _NO_ATTENTION)
-    embedded = made.embed(batch)
-    return [made.enter(batch, embedded, embedded.new_empty(0, embedded.shape[-1]))]
+    embedded = model.embed(batch)
+    return [model.enter(batch, embedded, embedded.new_empty(0, embedded.shape[-1]))]
 
 
-def _embed_patches(made: Any, shard: SequenceShard, patches: Tensor) -> list[Tensor]:
-    positions = _tensor(made.shape.position_dims, shard.tokens, dtype=torch.int64)
-    return [made.enter(EncoderInput(patches, positions, _NO_ATTENTION, 0))]
+def _embed_patches(model: Any, shard: SequenceShard, patches: Tensor) -> list[Tensor]:
+    positions = _tensor(model.shape.position_dims, shard.tokens, dtype=torch.int64)
+    return [model.enter(EncoderInput(patches, positions, _NO_ATTENTION, 0))]
 
 
-def _run_layer(made: Any, plan: AttentionPlan, table: Tensor, hidden: Tensor) -> list[Tensor]:
-    return [made.layers[0](hidden, table, plan)]
+def _run_layer(model: Any, plan: AttentionPlan, table: Tensor, hidden: Tensor) -> list[Tensor]:
+    return [model.layers[0](hidden, table, plan)]
 
 
-def _merge_between(made: Any, hidden: Tensor) -> list[Tensor]:
-    return [made.get_submodule(end.name)(hidden) for end in made.outputs]
+def _merge_between(model: Any, hidden: Tensor) -> list[Tensor]:
+    return [model.get_submodule(end.name)(hidden) for end in model.outputs]
 
 
-def _loss(made: Any, shard: SequenceShard, hidden: Tensor) -> list[Tensor]:
+def _loss(model: Any, shard: SequenceShard, hidden: Tensor) -> list[Tensor]:
     places = _tensor(shard.supervised, dtype=torch.int64)
     batch = TextInput(places, places, places, places, {}, _NO_ATTENTION)
-    normed = made.final_layernorm(hidden)  # Held during the loss, as by the model's own forward pass.
-    return [made.loss(batch, normed)]
+    normed = model.final_layernorm(hidden)  # Alive during the loss, as in the model's own forward pass.
+    return [model.loss(batch, normed)]
 
 
-def _merge(made: Any, hidden: Tensor) -> list[Tensor]:
-    return [made.get_submodule(end.name)(hidden) for end in made.outputs]
+def _merge(model: Any, hidden: Tensor) -> list[Tensor]:
+    return [model.get_submodule(end.name)(hidden) for end in model.outputs]
 
 
 @lru_cache(maxsize=256)
-def _built(module: MeasuredModule, part: Part) -> Any:
-    """The pipeline stage that has the part alone."""
+def _built(module: MeasuredModule, part: ModulePart) -> Any:
+    """A pipeline stage with the part alone."""
     shape, architecture = module.shape, module.shape.architecture
     degrees = {"tp": module.tp, "sp": module.sp, "cp": module.cp}
     degrees |= {axis: degree for view, of in module.folds for axis, degree in zip(view.stated, of, strict=True)}
@@ -205,7 +196,7 @@ def _built(module: MeasuredModule, part: Part) -> Any:
         module.compiled,
     )
     with META:
-        made = (TextModel if module.is_text else EncoderModel)(shape, site, stage)
+        model = (TextModel if module.is_text else EncoderModel)(shape, site, stage)
     stored = {
         name: slices
         for view in (MAIN, *(fold.view for fold in module.folds))
@@ -213,17 +204,17 @@ def _built(module: MeasuredModule, part: Part) -> Any:
             "", Share(0, math.prod(degrees.get(axis, 1) for axis in view.part_axes)), stage, view.name
         ).items()
     }
-    for name, parameter in made.named_parameters():
+    for name, parameter in model.named_parameters():
         if stored[stage.global_name(name)][0].name in module.frozen:
             parameter.requires_grad_(False)
         else:  # Gradients are added to those of earlier micro-batches, elsewhere.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    for each in made.modules():
+    for each in model.modules():
         if isinstance(each, TorchAttention):
             each.kernel = _kernel(module)
     if module.parts > 1:
-        overlap_exchanges(made, module.parts)
-    return made
+        overlap_exchanges(model, module.parts)
+    return model
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -231,7 +222,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _kernel(module: MeasuredModule) -> Any:
-    """The kernel of attention on the device that is planned for, without optional packages."""
+    """The attention kernel of the target device, without optional packages."""
     device = "cuda" if module.gpu else "cpu"
     name = choose_kernel(device, module.dtype, module.shape.rotary.head_dim, FLASH_CAPABILITY, ())
     return torch_flash if name == "torch_flash" else partial(bucketed, attend=_fused)
@@ -240,16 +231,14 @@ def _kernel(module: MeasuredModule) -> Any:
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, scale: Any, **_: Any
 ) -> Tensor:
-    """PyTorch's fused attention, which it does not choose by itself on `meta`. Boolean masks are converted to the dtype
-    of the queries.
-    """
+    """PyTorch's fused attention, which it does not choose on `meta`. It takes masks in the dtype of the queries."""
     mask = None if attn_mask is None else attn_mask.to(q.dtype)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return fused(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
 
 
 def _attention(module: MeasuredModule, shard: SequenceShard) -> AttentionPlan:
-    """What the layers of a rank attend to. It is the first of its groups here; the second has all other tokens."""
+    """Attention inputs of a rank that is the first of its groups; the second one has all other tokens."""
     sp_lengths = (shard.tokens, shard.member - shard.tokens, *(0,) * module.sp)[: module.sp]
     cp_lengths = (shard.member,) * module.cp
     return AttentionPlan(_segments(shard.segments, cp_lengths), sp_lengths, cp_lengths, _segments(shard.windows))
@@ -269,9 +258,9 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class PartBytes:
-    """What a part takes of the device. `given`: its input, where autograd saves that, else 0. `saved`: each memory that
-    it saves besides. `passed`: the hidden states that it gives. `forward`: the most that it takes in its forward pass
-    besides what it saves and passes on; `backward`: in its backward pass besides what it has saved.
+    """Device memory of a part. `given`: its input, where autograd saves it, else 0. `saved`: each other saved storage.
+    `passed`: its hidden output. `forward`: the most in its forward pass besides `saved` and `passed`; `backward`: in
+    its backward pass besides `saved`.
     """
 
     given: int
@@ -281,8 +270,8 @@ class PartBytes:
     backward: int
 
 
-def measure(module: MeasuredModule, part: Part, shard: SequenceShard) -> PartBytes:
-    """Measure a part of `module` on a rank that works on `shard`, as one that is not recomputed as a whole."""
+def measure(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> PartBytes:
+    """Measure a part of `module` on a rank that works on `shard`, without full recomputation."""
     inside = module.recompute if module.recompute.selective else replace(module.recompute, how="none")
     part, unused = part._replace(layer=first_alike(module, part.layer)), {"segments": (), "windows": ()}
     if part.kind == "layer":
@@ -292,10 +281,8 @@ def measure(module: MeasuredModule, part: Part, shard: SequenceShard) -> PartByt
 
 
 @lru_cache(maxsize=4096)
-def _measured(module: MeasuredModule, part: Part, shard: SequenceShard) -> PartBytes:
-    # Not at the top: they import Megatron-Core.
-    from megatron_hetero.groups.megatron import without_processes
-    # MERGED
+def _measured(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> PartBytes:
+    from megatron_hetero.groups.megatron import without_processes  # imports Megatron-Core
 
     memory = Memory(module.gpu)
     with without_processes(META), instead_of_compiled(memory.run_compiled):
@@ -303,7 +290,7 @@ def _measured(module: MeasuredModule, part: Part, shard: SequenceShard) -> PartB
 
 
 class Memory(TorchDispatchMode):
-    """The memories that tensors are allocated in. `gpu`: on a GPU, else on a CPU."""
+    """Tracks the storages that tensors allocate. `gpu`: on a GPU, else on a CPU."""
 
     def __init__(self, gpu: bool) -> None:
         super().__init__()
@@ -314,10 +301,10 @@ class Memory(TorchDispatchMode):
         self._packed: list[Tensor] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note what it allocates."""
+        """Run an operation and record what it allocates."""
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.native_layer_norm.default and not self.gpu:
-            # Mean and scale, which a CPU keeps in the dtype of the input.
+            # A CPU saves mean and scale in the dtype of the input.
             out = (out[0], *(x.to(out[0].dtype) for x in out[1:]))
         self._hold(out, args, kwargs)
         if func is torch.ops.aten._flash_attention_backward.default:
@@ -327,7 +314,7 @@ class Memory(TorchDispatchMode):
         return out
 
     def run_compiled(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """`function(*inputs)`, of which a compiler allocates only the results and what a backward pass needs."""
+        """Run `function(*inputs)` as compiled code, which allocates results and saved tensors only."""
         tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             function = partitioned(function, self.run_compiled)
@@ -339,7 +326,7 @@ class Memory(TorchDispatchMode):
         return out
 
     def measure(self, run: Callable[[Tensor], Sequence[Tensor]], given: Tensor) -> PartBytes:
-        """Run a part forward and backward on its input. Of what `run` gives the first is passed on."""
+        """Run a part forward and backward. The first output of `run` is passed on to the next part."""
         with self, saved_tensors_hooks(self._pack, _Saved.unpack):
             outs = run(given)
             kept = {address_of(saved.tensor) for saved in self._saved}
@@ -352,7 +339,7 @@ class Memory(TorchDispatchMode):
             if end is not None:
                 end.backward()
             backward = self.peak - sum(saved) - sum(sizes) + passed
-            # What outlives the backward pass is cached, for all layers and calls, and is there before the next one.
+            # What outlives the backward pass is a cache shared by all layers and calls.
             del end
             given.grad = None
             forward, backward = forward - self.live, backward - self.live
@@ -368,7 +355,7 @@ class Memory(TorchDispatchMode):
         return saved
 
     def _hold(self, out: Any, *given: Any) -> None:
-        """Note the memories of what an operation gives that are not those of what it was given."""
+        """Record the storages of outputs that are not views of inputs."""
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.is_meta and address_of(tensor) not in self._sizes:
                 found = (address_of(x) for x in tree_leaves(given) if isinstance(x, Tensor))
@@ -397,7 +384,7 @@ class _Saved:
 
 
 class _Outcome(torch.autograd.Function):
-    """What asks for the gradients of all outputs, each of which is allocated when it is needed."""
+    """Requests the gradients of all outputs, allocating each when it is needed."""
 
     @staticmethod
     def forward(ctx: Any, *outs: Tensor) -> Tensor:
@@ -410,7 +397,7 @@ class _Outcome(torch.autograd.Function):
 
 
 def partitioned(function: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the backward pass that a compiler gives it, and what that chooses to save. `run`: runs that."""
+    """`function` with a compiler's backward pass and saved tensors; `run` executes that pass."""
     from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
@@ -426,7 +413,7 @@ def partitioned(function: Callable[..., Any], run: Callable[..., Any]) -> Callab
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
         )
-        with warnings.catch_warnings(action="ignore"):  # It looks for gradients of tensors that are no leaves.
+        with warnings.catch_warnings(action="ignore"):  # It reads gradients of non-leaf tensors.
             out = traced(*(x for x in inputs if not callable(x)))
         return tuple(out) if isinstance(out, list) else out
 
@@ -434,15 +421,14 @@ def partitioned(function: Callable[..., Any], run: Callable[..., Any]) -> Callab
 
 
 def address_of(tensor: Tensor) -> int:
-    """What a tensor's memory is known by."""
+    """The identity of a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
 def flash_workspace(queries: int, keys: int, segments: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """What FlashAttention-2 allocates in its backward pass besides the gradients that it returns: sums of queries'
-    gradients in fp32, of heads whose dim is a multiple of 32, and a number for each, with room for 128 more queries in
-    each segment; and the gradients of half-precision keys and values of each head, where heads share them
-    (`mha_varlen_bwd` in flash_api.cpp).
+    """Workspace of FlashAttention-2's backward pass in bytes: fp32 sums of query gradients with head dims rounded up to
+    32, one number per query and head, room for 128 more queries per segment, and per-head gradients of half-precision
+    keys and values where heads share them (`mha_varlen_bwd` in flash_api.cpp).
     """
     sums = FP32 * (queries + 128 * segments) * heads * (-(-head_dim // 32) * 32 + 1)
     return sums + 2 * 2 * keys * heads * head_dim * (heads != kv_heads)

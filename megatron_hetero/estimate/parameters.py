@@ -1,24 +1,16 @@
-"""How many parameters a rank holds, and the bytes of weights, gradients and optimizer that they take. Pure.
+"""Parameters of a rank: bytes of weights, gradients and optimizer states, and of what ZeRO 2 and 3 gather. Pure.
 
-  * Trained parameters and their gradients lie in one buffer each, whose padding is not counted.
-  * AdamW: each of n ranks keeps, for an n-th of the trained elements, two moments, and master weights where the weights
-    are bfloat16. With moments of 8 bits each 256 elements have a scale.
-  * SGD: master weights of all trained parameters where the weights are bfloat16, and nothing else.
-  * ZeRO 2 and 3 (FSDP2): there is no buffer of parameters. Each of n ranks keeps, about, an n-th of the rows of each
-    parameter, as many as the first rank: weights, gradients and the optimizer's states. Weights that are gathered are
-    in `gathered`.
+  * Trained parameters and their gradients are in one buffer each; its padding is not counted.
+  * AdamW: each of n ranks stores two moments of an n-th of the trained elements, and master weights where the weights
+    are bfloat16. 8-bit moments have a scale per 256 elements.
+  * SGD: master weights of all trained parameters where the weights are bfloat16.
+  * ZeRO 2 and 3 (FSDP2): each of n ranks stores about an n-th of the rows of each parameter, its gradient and states.
+    Units are those of `step.fully_sharded`: an embedding, each layer, and the rest of a stage. Gathered are the weights
+    of the running unit, of the prefetched one, and once more of one unit as they arrive; the rest of a stage, and an
+    embedding that is the head too, stay from forward to backward. With ZeRO 2, and with waves of several calls,
+    everything stays. The gradients of a unit exist whole, and once more in the dtype of their sum, as they are sent.
 
-Dtypes are those of `precision.MODULE`. With `offload.MODULE.states` no states are on the device.
-
-What ranks that share weights (ZeRO 2 and 3) gather to run a module, and what the exchange of its gradients takes.
-Pure.
-
-As FSDP2 does it, with the units of `step.fully_sharded`: an embedding, each layer, and what is left of a stage.
-
-    weights        of a unit that runs, and of its neighbour, which is fetched ahead; once more of one unit, as they
-                   arrive. What is left of a stage stays from its forward to its backward pass, and so does an embedding
-                   that is the head, too. With ZeRO 2, and with waves of several calls, everything stays
-    gradients      of a unit: whole, and once more in the dtype that they are accumulated in, as they are sent
+Dtypes are those of `precision.MODULE`; with `offload.MODULE.states` states are on the host.
 """
 
 from __future__ import annotations
@@ -43,12 +35,12 @@ _MASTER = {"float32": 4, "split": 2, "none": 0}
 _MOMENT = {"float32": 4, "bfloat16": 2, "8bit": 1}
 _GRADIENT = {"float32": 4, "bfloat16": 2}
 UNPACKED = 48
-"""Bytes of an element while it is updated with moments of 8 bits."""
+"""Bytes per element during an update with 8-bit moments."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a rank: its name in the whole module, rows, elements, and whether it trains."""
+    """A parameter of a rank, by its name in the whole module."""
 
     name: str
     rows: int
@@ -59,8 +51,9 @@ class Parameter:
 def parameters_of(
     module: str, shapes: ModelShapes, holders: int, stages: Sequence[Stage], frozen: Collection[str], view: str = MAIN
 ) -> tuple[Parameter, ...]:
-    """The parameters of a rank that holds `stages`, in the order of the model. They are as large on all `holders`, the
-    ranks that the view splits them over. `frozen`: the stored tensors that do not train.
+    """The parameters of a rank that holds `stages`, in model order.
+
+    `holders`: ranks that the view splits a parameter over. `frozen`: the stored tensors that do not train.
     """
     stored, found = stored_shapes(shapes), []
     for stage in stages:
@@ -85,8 +78,9 @@ def _rows(tensor_slice: TensorSlice) -> int:
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """What each rank that holds the same stages of a module takes: `parameters`, `trained`: elements; the rest: bytes.
-    `host`: of states in host memory. `update`: that a GPU takes besides while it updates.
+    """Memory of a rank's parameters: `parameters`, `trained` in elements, the rest in bytes.
+
+    `host`: states in host memory. `update`: further device memory during an update.
     """
 
     parameters: int
@@ -98,7 +92,7 @@ class ParameterBytes:
     update: int
 
     def __add__(self, other: ParameterBytes) -> ParameterBytes:
-        """The bytes with further parameters, which are updated at another time."""
+        """The sum; updates do not overlap."""
         added = ParameterBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
         return replace(added, update=max(self.update, other.update))
 
@@ -113,8 +107,9 @@ def parameter_bytes(
     on_host: bool = False,
     zero: int = 1,
 ) -> ParameterBytes:
-    """What `parameters` take on each of `ranks` data- and context-parallel ranks. `itemsize`: bytes of a weight.
-    `on_host`: whether states are in host memory. `zero`: the ZeRO stage.
+    """Memory of `parameters` on each of `ranks` data- and context-parallel ranks.
+
+    `itemsize`: bytes of a weight. `on_host`: whether states are in host memory. `zero`: the ZeRO stage.
     """
     moving, every = [p for p in parameters if p.trains], sum(p.elements for p in parameters)
     trained = sum(p.elements for p in moving)
@@ -142,8 +137,9 @@ def parameter_bytes(
 def _update_bytes(
     elements: int, moments: int, itemsize: int, precision: PrecisionConfig, *, on_host: bool, apart: bool
 ) -> int:
-    """Of the batches that are brought together on the device, or unpacked there: two at once where states come from the
-    host. `apart`: whether weights and gradients lie in many places.
+    """Bytes of the batches gathered or unpacked on the device, two at once where states come from the host.
+
+    `apart`: whether weights and gradients are in many tensors rather than in one buffer.
     """
     batch = min(elements, batch_elements(elements))
     if precision.moments == "8bit" and moments:
@@ -154,7 +150,7 @@ def _update_bytes(
 
 
 def gradient_itemsize(itemsize: int, precision: PrecisionConfig) -> int:
-    """Bytes of an accumulated gradient of a weight of so many."""
+    """Bytes of an accumulated gradient element of a weight of `itemsize` bytes."""
     return 4 if itemsize == 4 else _GRADIENT[precision.gradients]
 
 
@@ -163,20 +159,20 @@ def _share(parameter: Parameter, ranks: int) -> int:
 
 
 _EMBEDDING = "embedding"
-"""The end of a language model that is a unit of its own."""
+"""The embedding, an FSDP2 unit of its own."""
 
 
 @dataclass(frozen=True)
 class GatheredBytes:
-    """Of a module on one rank: what `stays` between its runs, at most; and what is there only while it runs."""
+    """Gathered bytes of a module on one rank: `stays` between its runs at most, `running` only during one."""
 
     stays: int = 0
     running: int = 0
 
 
-def planned_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range]) -> Span:
-    """How long a module's gathered weights stay. `calls`: of an encoder, its micro-batches in runs that are one call
-    each; where it has one in each of its turns, nothing is left that they could stay for.
+def gathered_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range]) -> Span:
+    """How long a module's gathered weights stay. `calls`: micro-batches of an encoder's calls; with one call per turn,
+    weights need not stay for a next one.
     """
     span = span_of(schedule.module[name], zero)
     turns = [turn for turn in (*schedule.waves, *schedule.returned) if turn]
@@ -187,8 +183,8 @@ def planned_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range
 def gathered_bytes(
     parameters: Sequence[Parameter], itemsize: int, gradient: int, span: Span, *, is_head: bool
 ) -> GatheredBytes:
-    """`itemsize`: bytes of a weight; `gradient`: of its gradient, whole and as it is sent. `is_head`: whether the
-    embedding is read again after the layers.
+    """Gathered weights and gradients in exchange. `itemsize`: bytes of a weight; `gradient`: of its gradient, whole
+    and as it is sent. `is_head`: whether the embedding is also the head.
     """
     whole, exchanged = defaultdict[str, int](int), defaultdict[str, int](int)
     for parameter in parameters:
@@ -199,7 +195,7 @@ def gathered_bytes(
         return GatheredBytes(sum(whole.values()), max(whole.values()) + max(exchanged.values()))
     layers = [unit for unit in whole if unit.startswith(LAYERS)]
     sizes, embedding = [whole[unit] for unit in layers], whole[_EMBEDDING]
-    # All layers are gathered before the gradients of what is left, and of the embedding, are exchanged.
+    # All layers are gathered before gradients of the embedding and of the rest are exchanged.
     of_layers = max((exchanged[unit] for unit in layers), default=0) + max(sizes, default=0)
     of_layers += max(map(sum, pairwise(sizes)), default=sum(sizes))
     stays = whole[""] + embedding * is_head
@@ -207,7 +203,7 @@ def gathered_bytes(
 
 
 def _unit_of(name: str) -> str:
-    """The layer, or the embedding; what is left of a stage has no name."""
+    """The FSDP2 unit of a parameter: a layer, the embedding, or the unnamed rest."""
     if name.startswith(LAYERS):
         return LAYERS + name.removeprefix(LAYERS).partition(".")[0]
     return _EMBEDDING if name.startswith(f"{_EMBEDDING}.") else ""

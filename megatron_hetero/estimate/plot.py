@@ -1,4 +1,4 @@
-"""A plan drawn as one figure: which ranks hold what, and when they do what."""
+"""An estimate as one figure: the modules and stages of each rank, and the schedule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_hetero.estimate.estimate import Plan
+from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.problems import shortened
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.stages import stages_of_rank
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_ROWS = 24
-"""Roles in the plot of the schedule."""
+"""The most roles in the plot of the schedule."""
 MOST_MARKS = 128
-"""Marks between replicas, or ranks, of a module."""
+"""The most marks between replicas or ranks of a module."""
 CHARACTER = 0.0068
-"""Width of a character of the labels, as a share of the figure's."""
+"""Width of a label's character as a share of the figure."""
 
 
-def draw_plan(plan: Plan, file: Path) -> None:
+def draw_estimate(estimate: Estimate, file: Path) -> None:
     """Draw topology and schedule to an SVG or PNG file. Raises `UserError`."""
-    rows = _shown(timelines_of(plan.simulation))
+    rows = _shown(timelines_of(estimate.simulation))
     scaled = {_short(label): [_scaled(span) for span in spans] for label, spans in rows.items()}
     colours = colours_of([scaled])
-    modules = len(plan.layouts)
+    modules = len(estimate.layouts)
     figure = new_figure((15, 1.6 + 0.95 * modules + 0.36 * max(2, len(scaled))))
     ratios = [0.95 * modules, 0.36 * max(2, len(scaled))]
     top, bottom = figure.subplots(2, 1, gridspec_kw={"height_ratios": ratios})
-    _draw_topology(top, plan, colours)
-    idle = f"ranks wait {plan.simulation.mean_bubble:.0%} of it on average"
-    draw_panel(bottom, f"One step of {plan.batch.micro_batches} micro-batches; {idle}", scaled, colours)
+    _draw_topology(top, estimate, colours)
+    idle = f"ranks wait {estimate.simulation.mean_bubble:.0%} of it on average"
+    draw_panel(bottom, f"One step of {estimate.batch.micro_batches} micro-batches; {idle}", scaled, colours)
     bottom.set_xlabel("TFLOP of a rank: work takes as long as it has operations")
     draw_legend(figure, [scaled], colours)
     write_plot(figure, file)
 
 
 def _shown(rows: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
-    """The first and the last rows, where there are too many."""
+    """The first and last rows, where there are too many."""
     if len(rows) <= MOST_ROWS:
         return dict(rows)
     labels, half = list(rows), MOST_ROWS // 2
@@ -62,40 +62,40 @@ def _scaled(span: Span) -> Span:
 # ----------------------------------------------------------------------------------------------- topology
 
 
-def _draw_topology(axis: Axes, plan: Plan, colours: Mapping[str, str]) -> None:
-    for at, (name, layout) in enumerate(plan.layouts.items()):
+def _draw_topology(axis: Axes, estimate: Estimate, colours: Mapping[str, str]) -> None:
+    for at, (name, layout) in enumerate(estimate.layouts.items()):
         for stage in range(layout.pp):
             ranks = layout.stage(stage).ranks
             for first, last in _runs(ranks):
                 whole = last - first + 1 == len(ranks)
-                texts = _texts(plan, name, layout, stage) if whole else [f"pp {stage}"]
-                _draw_block(axis, at, first, last, colours[name], texts, plan.world_size)
+                texts = _texts(estimate, name, layout, stage) if whole else [f"pp {stage}"]
+                _draw_block(axis, at, first, last, colours[name], texts, estimate.world_size)
             _draw_replicas(axis, at, layout, ranks)
-    labels = [f"{name}\n{layout.degrees_text}\n{shortened(layout.ranks)}" for name, layout in plan.layouts.items()]
+    labels = [f"{name}\n{layout.degrees_text}\n{shortened(layout.ranks)}" for name, layout in estimate.layouts.items()]
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylim(len(labels) - 0.5, -0.5)
-    margin = 0.002 * plan.world_size  # so that edges are not cut off
-    axis.set_xlim(-0.5 - margin, plan.world_size - 0.5 + margin)
+    margin = 0.002 * estimate.world_size  # so that edges are not cut off
+    axis.set_xlim(-0.5 - margin, estimate.world_size - 0.5 + margin)
     axis.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore[reportCallIssue], it is an AutoLocator
     axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.set_title(f"Who holds what: {plan.world_size:,} ranks", loc="left", fontsize=10)
+    axis.set_title(f"Who holds what: {estimate.world_size:,} ranks", loc="left", fontsize=10)
     axis.set_xlabel("rank")
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(left=False)
 
 
 def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each run of neighbouring ranks."""
+    """First and last rank of each contiguous run."""
     ends = [i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1] + 1]
     return [(ranks[a], ranks[b - 1]) for a, b in zip([0, *ends], [*ends, len(ranks)], strict=True)]
 
 
-def _texts(plan: Plan, name: str, layout: Layout, stage: int) -> list[str]:
-    """What may be written into a block, from long to short."""
-    held = stages_of_rank(plan.stages[name], stage, layout.pp)
+def _texts(estimate: Estimate, name: str, layout: Layout, stage: int) -> list[str]:
+    """Candidate labels of a block, longest first."""
+    held = stages_of_rank(estimate.stages[name], stage, layout.pp)
     layers = ", ".join(str(s).removeprefix("layers ") for s in held)
     axes = " x ".join(f"{axis}:{n}" for axis, n in layout.degrees.items() if n > 1 and axis != "pp") or "one rank"
-    parameters = f"{plan.parameters[name, stage].parameters / 1e6:,.1f} M parameters each"
+    parameters = f"{estimate.parameters[name, stage].parameters / 1e6:,.1f} M parameters each"
     number = f"pp {stage}: " if layout.pp > 1 else ""
     return [
         f"{number}layers {layers}\n{axes}\n{parameters}",
@@ -115,7 +115,7 @@ def _draw_block(axis: Axes, at: int, first: int, last: int, colour: str, texts: 
 
 
 def _draw_replicas(axis: Axes, at: int, layout: Layout, ranks: Sequence[int]) -> None:
-    """Long marks between replicas, short ones between their ranks, at the foot of a block, where there are few."""
+    """Draw long marks between replicas and short ones between ranks, where there are few."""
     for size, length in ((layout.ways("weights", "tokens"), 0.14), (1, 0.06)):
         if len(ranks) // size <= MOST_MARKS // layout.pp:
             places = [ranks[i] - 0.5 for i in range(size, len(ranks), size)]

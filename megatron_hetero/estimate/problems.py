@@ -1,4 +1,4 @@
-"""What is wrong, or wasteful, in a plan that fits, and what to do about it. Pure."""
+"""Problems that an estimate shows: memory, idle ranks, uneven stages, padding, each with a fix. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import ceil, lcm
 import numpy as np
 
 from megatron_hetero.base.errors import TEXT
-from megatron_hetero.estimate.estimate import KINDS, Plan
+from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.search import Attempt, find_fitting
 from megatron_hetero.hf.weight_map import split_length
 from megatron_hetero.job import micro_batch_setting
@@ -20,27 +20,27 @@ from megatron_hetero.models.shapes import assumed_sample
 from megatron_hetero.schedule.program import Role
 
 MOST_IDLE = 0.3
-"""Share of a step that ranks may wait before it is a problem."""
+"""Share of a step that ranks may wait without a report."""
 MOST_PADDING = 0.01
-"""Share of a width that may be padding."""
+"""Share of a width that may be padding without a report."""
 UNEVEN = 1.25
-"""How much more than the mean a pipeline stage may compute."""
+"""Ratio to the mean that a pipeline stage may compute without a report."""
 COLLECTIVES: Mapping[str, int] = {"sp": 2, "cp": 1}
-"""Of a layer with full attention in one pass, by axis (`megatron_hetero.models.layers.attention`)."""
+"""Collectives per pass of a layer with full attention, by axis (`models.layers.attention`)."""
 
 
 @dataclass(frozen=True)
-class PlanProblem:
-    """What was found, and what to do."""
+class Problem:
+    """A problem and its fix, each a clause."""
 
     found: str
     fix: str
 
 
-def problems_of(plan: Plan) -> tuple[PlanProblem, ...]:
-    """All problems of a plan, the most severe kinds first."""
+def problems_of(estimate: Estimate) -> tuple[Problem, ...]:
+    """All problems of an estimate, the most severe kinds first."""
     finders = (_memory, _assumption, _idle_replicas, _empty_shards, _exchanges, _waiting, _stages, _heads, _padding)
-    return tuple(problem for find in finders for problem in find(plan))
+    return tuple(problem for find in finders for problem in find(estimate))
 
 
 # ------------------------------------------------------------------------------------------------- memory
@@ -48,27 +48,27 @@ def problems_of(plan: Plan) -> tuple[PlanProblem, ...]:
 _RECOMPUTE = "--schedule.kind recompute with no schedule.waves"
 
 
-def _memory(plan: Plan) -> Iterator[PlanProblem]:
-    limit = plan.config.plan.memory_bytes
+def _memory(estimate: Estimate) -> Iterator[Problem]:
+    limit = estimate.config.plan.memory_bytes
     if limit is None:
         return
-    over = np.flatnonzero(plan.totals > limit)
+    over = np.flatnonzero(estimate.totals > limit)
     if not len(over):
         return
-    worst = int(plan.totals.argmax())
-    kind = KINDS[int(plan.memory[worst].argmax())]
-    role = plan.schedule.roles[plan.schedule.role_index[worst]]
-    needed, allowance = _gb(plan.totals[worst]), _gb(plan.allowance[worst].sum())
-    yield PlanProblem(
-        f"a GPU's memory (plan.memory_gb), {_memory_text(plan, limit)}, is not enough for "
+    worst = int(estimate.totals.argmax())
+    kind = KINDS[int(estimate.memory[worst].argmax())]
+    role = estimate.schedule.roles[estimate.schedule.role_index[worst]]
+    needed, allowance = _gb(estimate.totals[worst]), _gb(estimate.allowance[worst].sum())
+    yield Problem(
+        f"a GPU's memory (plan.memory_gb), {_memory_text(estimate, limit)}, is not enough for "
         f"{_counted(len(over), 'rank')}: rank {worst} ({role.name}) needs {needed}, {allowance} of it allowance, and "
         f"of the rest most is {kind}",
-        _against_memory(plan, limit, _modules(role)),
+        _against_memory(estimate, limit, _modules(role)),
     )
 
 
-def _memory_text(plan: Plan, limit: int) -> str:
-    chosen = plan.config.plan.memory_gb
+def _memory_text(estimate: Estimate, limit: int) -> str:
+    chosen = estimate.config.plan.memory_gb
     return f"{limit / 1e9:.1f} GB of {chosen}" if isinstance(chosen, str) else f"{chosen:g} GB"
 
 
@@ -76,11 +76,9 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def _against_memory(plan: Plan, limit: int, modules: tuple[str, ...]) -> str:
-    """Settings that fit. Where no one or two do: by how much they miss, a layout that fits, or else what helps the
-    modules of the rank that needs most.
-    """
-    found = find_fitting(plan, limit)
+def _against_memory(estimate: Estimate, limit: int, modules: tuple[str, ...]) -> str:
+    """Settings that fit; without any, the closest ones, a larger world, or more ranks for `modules`."""
+    found = find_fitting(estimate, limit)
     if found.attempts:
         texts = [f"{a.flags} ({_costs(a)}, about {a.slowdown:.2f} times the time of a step)" for a in found.attempts]
         return f"try {', or '.join(texts)}"
@@ -92,14 +90,14 @@ def _against_memory(plan: Plan, limit: int, modules: tuple[str, ...]) -> str:
         )
     if found.larger is not None:
         larger = found.larger
-        flags = f"--world-size {larger.plan.world_size} {larger.flags}"
-        return f"{missed}. {larger.plan.world_size:,} ranks are enough: {flags} ({_costs(larger)})"
-    return f"{missed}. Give {' and '.join(modules)} more ranks, or lower {micro_batch_setting(plan.config)}"
+        flags = f"--world-size {larger.estimate.world_size} {larger.flags}"
+        return f"{missed}. {larger.estimate.world_size:,} ranks are enough: {flags} ({_costs(larger)})"
+    return f"{missed}. Give {' and '.join(modules)} more ranks, or lower {micro_batch_setting(estimate.config)}"
 
 
 def _costs(attempt: Attempt) -> str:
-    """Memory, and what else an attempt asks for."""
-    host = int(attempt.plan.host_memory.sum())
+    """Memory of an attempt, and whether it rounds states."""
+    host = int(attempt.estimate.host_memory.sum())
     on_host = f" and {_gb(host)} of all hosts" if host else ""
     return f"{_gb(attempt.needed)}{on_host}{', states rounded' if attempt.change.rounds else ''}"
 
@@ -107,22 +105,22 @@ def _costs(attempt: Attempt) -> str:
 # ------------------------------------------------------------------------------------------------ samples
 
 
-def _assumption(plan: Plan) -> Iterator[PlanProblem]:
-    data, chosen = plan.config.data, plan.config.plan
-    sample = assumed_sample(chosen, plan.shapes)  # Not lengthened to fill a token budget.
+def _assumption(estimate: Estimate) -> Iterator[Problem]:
+    data, chosen = estimate.config.data, estimate.config.plan
+    sample = assumed_sample(chosen, estimate.shapes)  # Not lengthened to fill a token budget.
     if sample.tokens > data.max_seq_length:
-        yield PlanProblem(
+        yield Problem(
             f"the assumed sample has {sample.tokens:,} tokens, more than data.max_seq_length, {data.max_seq_length:,}: "
             "training would refuse it",
             "raise data.max_seq_length, or lower plan.image_side, plan.images or plan.tokens",
         )
-    limits = {f"model.encoders.{n}": (e.min_pixels, e.max_pixels) for n, e in plan.config.model.encoders.items()}
+    limits = {f"model.encoders.{n}": (e.min_pixels, e.max_pixels) for n, e in estimate.config.model.encoders.items()}
     for section, (low, high) in {"data": (data.min_pixels, data.max_pixels), **limits}.items():
         pixels = chosen.image_side**2 if chosen.images else None
         bounds = (("fewer", "min_pixels", low, "enlarge"), ("more", "max_pixels", high, "reduce"))
         for more, name, limit, what in bounds:
             if pixels and limit and (pixels < limit if more == "fewer" else pixels > limit):
-                yield PlanProblem(
+                yield Problem(
                     f"the assumed images have {pixels:,} pixels, {more} than {section}.{name}, {limit:,}: training "
                     f"would {what} them",
                     f"try --plan.image_side {ceil(limit**0.5) if more == 'fewer' else int(limit**0.5)}",
@@ -132,98 +130,98 @@ def _assumption(plan: Plan) -> Iterator[PlanProblem]:
 # ---------------------------------------------------------------------------------------- encoder replicas
 
 
-def _idle_replicas(plan: Plan) -> Iterator[PlanProblem]:
-    for name in plan.shapes.encoders:
-        size = plan.assumed.sizes_of_calls(name)[0]
-        assigned, layout = plan.assumed.assigned(name, size), plan.layouts[name]
+def _idle_replicas(estimate: Estimate) -> Iterator[Problem]:
+    for name in estimate.shapes.encoders:
+        size = estimate.assumed.sizes_of_calls(name)[0]
+        assigned, layout = estimate.assumed.assigned(name, size), estimate.layouts[name]
         images, idle = sum(map(len, assigned)), sum(not mine for mine in assigned)
-        setting = micro_batch_setting(plan.config)
+        setting = micro_batch_setting(estimate.config)
         if images and idle:
             what = "a micro-batch" if size == 1 else f"{size} micro-batches"
-            yield PlanProblem(
+            yield Problem(
                 f"{idle:,} of the {layout.dp:,} replicas of {name} have no image in {what} of {images:,}",
-                f"raise {setting}, or give {name} less dp and more {_more_axis(plan, name, layout)}",
+                f"raise {setting}, or give {name} less dp and more {_more_axis(estimate, name, layout)}",
             )
 
 
-def _more_axis(plan: Plan, name: str, layout: Layout) -> str:
-    """An axis that may grow."""
-    heads = plan.shapes.encoders[name].architecture.heads
+def _more_axis(estimate: Estimate, name: str, layout: Layout) -> str:
+    """The axis over which tokens can be split further."""
+    heads = estimate.shapes.encoders[name].architecture.heads
     return "sp" if heads // layout.tp > layout.sp else "cp"
 
 
-def _empty_shards(plan: Plan) -> Iterator[PlanProblem]:
-    for name in plan.shapes.encoders:
-        layout, shards = plan.layouts[name], plan.shards[name]
+def _empty_shards(estimate: Estimate) -> Iterator[Problem]:
+    for name in estimate.shapes.encoders:
+        layout, shards = estimate.layouts[name], estimate.shards[name]
         members = layout.ways("tokens")
         if not shards.used or members == 1:
             continue
         idle = [bool(shard.segments) and not shard.tokens for shard in shards.shards]
         empty = int(np.array(idle)[shards.of_rank].sum())
         if empty:
-            yield PlanProblem(
+            yield Problem(
                 f"no window of their replica's images falls to {_counted(empty, 'rank')} of {name} under "
                 f"{layout.degrees_text}",
-                f"lower sp or cp of {name}, or raise {micro_batch_setting(plan.config)}",
+                f"lower sp or cp of {name}, or raise {micro_batch_setting(estimate.config)}",
             )
 
 
-def _exchanges(plan: Plan) -> Iterator[PlanProblem]:
-    """Encoders without windows whose tokens are split: there is no layer that stays on its rank."""
-    for name, shape in plan.shapes.encoders.items():
-        layout = plan.layouts[name]
+def _exchanges(estimate: Estimate) -> Iterator[Problem]:
+    """Encoders without windows whose tokens are split: every layer exchanges them."""
+    for name, shape in estimate.shapes.encoders.items():
+        layout = estimate.layouts[name]
         split = {axis: layout.degrees[axis] for axis in axes_of("tokens") if layout.degrees[axis] > 1}
         if (
-            not plan.shards[name].used
+            not estimate.shards[name].used
             or not split
             or any(layer.attention.windowed for layer in shape.architecture.layers)
         ):
             continue
         ranks = ",".join(f"{axis}:{degree}" for axis, degree in split.items())
-        collectives = shape.layers * sum(COLLECTIVES[axis] for axis in split) * _passes(plan, name)
-        yield PlanProblem(
+        collectives = shape.layers * sum(COLLECTIVES[axis] for axis in split) * _passes(estimate, name)
+        yield Problem(
             f"{name} has no windows, so that each of its {shape.layers} layers exchanges tokens over {ranks}, "
             f"{collectives:,} collectives in a micro-batch",
-            _whole_images(plan, name, layout),
+            _whole_images(estimate, name, layout),
         )
 
 
-def _passes(plan: Plan, name: str) -> int:
-    """How often the layers of an encoder run in a micro-batch, forward and backward."""
-    if not plan.job.frozen.trains(name):
+def _passes(estimate: Estimate, name: str) -> int:
+    """Passes of an encoder's layers in a micro-batch, forward and backward."""
+    if not estimate.job.frozen.trains(name):
         return 1
-    again = plan.schedule.module[name].recomputes, plan.config.model.recompute.get(name, "none") == "full"
+    again = estimate.schedule.module[name].recomputes, estimate.config.model.recompute.get(name, "none") == "full"
     return 2 + sum(again)
 
 
-def _whole_images(plan: Plan, name: str, layout: Layout) -> str:
-    """What to do in place of splitting the tokens of images."""
-    replicas, images = layout.ways("tokens", "samples"), sum(map(len, plan.assumed.assigned(name)))
+def _whole_images(estimate: Estimate, name: str, layout: Layout) -> str:
+    """How to assign whole images to ranks instead."""
+    replicas, images = layout.ways("tokens", "samples"), sum(map(len, estimate.assumed.assigned(name)))
     whole = replace(layout, **dict.fromkeys(axes_of("tokens"), 1), dp=replicas)
-    flag = f"--{name}-parallel {whole.short(plan.world_size)}"
+    flag = f"--{name}-parallel {whole.short(estimate.world_size)}"
     if images >= replicas:
         return f"assign whole images to ranks, of which a micro-batch has {images:,}: try {flag}"
     return (
         f"keep it for large images; a micro-batch has {_counted(images, 'image')}, and with {replicas:,} or more "
-        f"({micro_batch_setting(plan.config)}) {flag} would exchange nothing"
+        f"({micro_batch_setting(estimate.config)}) {flag} would exchange nothing"
     )
 
 
 # ----------------------------------------------------------------------------------------------- schedule
 
 
-def _waiting(plan: Plan) -> Iterator[PlanProblem]:
-    shares = {role: plan.simulation.bubble(role.ranks[0]) for role in plan.schedule.roles}
+def _waiting(estimate: Estimate) -> Iterator[Problem]:
+    shares = {role: estimate.simulation.bubble(role.ranks[0]) for role in estimate.schedule.roles}
     waiting = {role: share for role, share in shares.items() if share > MOST_IDLE}
     for names in dict.fromkeys(_modules(role) for role in waiting):
         found = {role: share for role, share in waiting.items() if _modules(role) == names}
         role, share = max(found.items(), key=lambda pair: pair[1])
         ranks = sum(len(r.ranks) for r in found)
         where = " and ".join(names)
-        yield PlanProblem(
+        yield Problem(
             f"{_counted(ranks, 'rank')} of {where} wait for up to {share:.0%} of a step, such as "
             f"{'rank' if len(role.ranks) == 1 else 'ranks'} {shortened(role.ranks)}",
-            _against_waiting(plan, names),
+            _against_waiting(estimate, names),
         )
 
 
@@ -231,57 +229,57 @@ def _modules(role: Role) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name, _ in role.held_stages))
 
 
-def _against_waiting(plan: Plan, names: tuple[str, ...]) -> str:
+def _against_waiting(estimate: Estimate, names: tuple[str, ...]) -> str:
     if TEXT not in names:
-        return _against_unequal(plan, names)
-    encoders = [e for e in plan.schedule.encoders if e.style == "ahead"]
-    if encoders and _encoder_is_slower(plan):
+        return _against_unequal(estimate, names)
+    encoders = [e for e in estimate.schedule.encoders if e.style == "ahead"]
+    if encoders and _encoder_is_slower(estimate):
         slow = " and ".join(e.name for e in encoders)
-        if any(not all(plan.assumed.assigned(e.name)) for e in encoders):
+        if any(not all(estimate.assumed.assigned(e.name)) for e in encoders):
             return f"split images over more ranks: {slow} is slower than {TEXT}, while some of its replicas have none"
         return f"give {slow} more of the ranks: it is slower than {TEXT}"
-    return _against_bubble(plan)
+    return _against_bubble(estimate)
 
 
-def _against_unequal(plan: Plan, names: tuple[str, ...]) -> str:
+def _against_unequal(estimate: Estimate, names: tuple[str, ...]) -> str:
     where = " and ".join(names)
-    if all(plan.schedule.module[name].style == "ahead" for name in names):
+    if all(estimate.schedule.module[name].style == "ahead" for name in names):
         return f"{where} waits for {TEXT}: give it fewer ranks, or share ranks with {TEXT}"
     return f"{where} waits while other ranks run {TEXT}: let the modules have the same ranks, or none in common"
 
 
-def _encoder_is_slower(plan: Plan) -> bool:
-    """Whether ranks of an encoder alone compute longer than those of the text module."""
-    busy = {role: plan.simulation.busy(role.ranks[0]) for role in plan.schedule.roles}
+def _encoder_is_slower(estimate: Estimate) -> bool:
+    """Whether ranks that run an encoder alone are busier than those of the text module."""
+    busy = {role: estimate.simulation.busy(role.ranks[0]) for role in estimate.schedule.roles}
     text = max(seconds for role, seconds in busy.items() if TEXT in _modules(role))
     return max(seconds for role, seconds in busy.items() if TEXT not in _modules(role)) > text
 
 
-def _against_bubble(plan: Plan) -> str:
-    """What shortens the filling and draining of the text module's pipeline."""
-    layout, config, text = plan.layouts[TEXT], plan.config, plan.schedule.text
+def _against_bubble(estimate: Estimate) -> str:
+    """How to shorten the bubble of the text module's pipeline."""
+    layout, config, text = estimate.layouts[TEXT], estimate.config, estimate.schedule.text
     if layout.pp == 1:
         return f"give {TEXT} fewer ranks, or share ranks with the encoder"
     options = []
-    waves = next((e.window for e in plan.schedule.encoders if e.style == "waves"), None)
-    if waves is not None and waves < plan.batch.micro_batches:
-        options.append(f"--schedule.waves {min(2 * waves, plan.batch.micro_batches)}, or {_RECOMPUTE}")
+    waves = next((e.window for e in estimate.schedule.encoders if e.style == "waves"), None)
+    if waves is not None and waves < estimate.batch.micro_batches:
+        options.append(f"--schedule.waves {min(2 * waves, estimate.batch.micro_batches)}, or {_RECOMPUTE}")
     total = 2 * config.train.global_batch_size
     options.append(f"more micro-batches (--train.global_batch_size {total})")
     split = config.parallel_layers.get(TEXT)
-    if text.virtual == 1 and split is None and plan.shapes.text.layers >= 2 * layout.pp:
+    if text.virtual == 1 and split is None and estimate.shapes.text.layers >= 2 * layout.pp:
         options.append("--schedule.virtual_stages 2")
     return f"try {', '.join(options)}, or a lower pp"
 
 
-def _stages(plan: Plan) -> Iterator[PlanProblem]:
-    for name, stages in plan.stages.items():
-        if len(stages) == 1 or not plan.shards[name].used:
+def _stages(estimate: Estimate) -> Iterator[Problem]:
+    for name, stages in estimate.stages.items():
+        if len(stages) == 1 or not estimate.shards[name].used:
             continue
-        work = [plan.work[name, "F", i] for i in range(len(stages))]
+        work = [estimate.work[name, "F", i] for i in range(len(stages))]
         worst, mean = int(np.argmax(work)), sum(work) / len(work)
         if work[worst] > UNEVEN * mean:
-            yield PlanProblem(
+            yield Problem(
                 f"stage {worst} of {name} ({stages[worst]}) computes {work[worst] / mean:.2f} times the mean of the "
                 "stages, and the others wait for it",
                 f"give it fewer layers with --parallel_layers.{name}",
@@ -291,30 +289,30 @@ def _stages(plan: Plan) -> Iterator[PlanProblem]:
 # ------------------------------------------------------------------------------------------------- widths
 
 
-def _heads(plan: Plan) -> Iterator[PlanProblem]:
-    layout, kv_heads = plan.layouts[TEXT], plan.shapes.text.architecture.kv_heads
+def _heads(estimate: Estimate) -> Iterator[Problem]:
+    layout, kv_heads = estimate.layouts[TEXT], estimate.shapes.text.architecture.kv_heads
     held = lcm(kv_heads, layout.tp) // kv_heads
     on_rank = kv_heads * held // layout.tp
     copies = held * lcm(on_rank, layout.sp) // on_rank
     if copies > 1:
         what = f"tp:{layout.tp}" + (f" and sp:{layout.sp}" if layout.sp > 1 else "")
-        yield PlanProblem(
+        yield Problem(
             f"{TEXT} has {kv_heads} key/value heads for {what}, so that each is computed or sent {copies} times",
             f"use cp in place of what tp·sp has above {kv_heads}, where memory allows",
         )
 
 
-def _padding(plan: Plan) -> Iterator[PlanProblem]:
-    text, tp = plan.shapes.text, plan.layouts[TEXT].tp
+def _padding(estimate: Estimate) -> Iterator[Problem]:
+    text, tp = estimate.shapes.text, estimate.layouts[TEXT].tp
     widths = [(TEXT, "vocabulary", text.vocab, tp)]
-    for name in (TEXT, *plan.shapes.encoders):
-        layers = plan.shapes[name].architecture.layers
+    for name in (TEXT, *estimate.shapes.encoders):
+        layers = estimate.shapes[name].architecture.layers
         each = dict.fromkeys(width for layer in layers for width in layer.mlp.widths)
-        widths += [(name, "MLP width", width, plan.layouts[name].tp) for width in each]
+        widths += [(name, "MLP width", width, estimate.layouts[name].tp) for width in each]
     for name, what, size, degree in widths:
         whole = degree * split_length(size, degree)
         if whole - split_length(size, 1) > MOST_PADDING * size:
-            yield PlanProblem(
+            yield Problem(
                 f"the {what} of {name}, {size:,}, is padded to {whole:,} for tp:{degree}, {whole / size - 1:.1%} more",
                 f"choose a tp of {name} that divides it",
             )
@@ -328,6 +326,6 @@ def _counted(number: int, what: str) -> str:
 
 
 def shortened(ranks: tuple[int, ...] | list[int], most: int = 28) -> str:
-    """Ranks as ranges, of which long lists show the beginning only."""
+    """Ranks as ranges, truncated to about `most` characters."""
     text = format_ranks(ranks)
     return text if len(text) <= most else f"{text[: text.rindex(',', 0, most - 1)]},…" if "," in text[:most] else text

@@ -1,7 +1,4 @@
-"""A plan as text for the terminal.
-
-The `--plan` command.
-"""
+"""The `--plan` command: an estimate as text for the terminal."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from megatron_hetero.base.terminal import size_text
 from megatron_hetero.config.flags import PlanRequest
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import ALLOWANCES, FRAGMENTATION, NODE, kind_bytes
-from megatron_hetero.estimate.estimate import KINDS, Boundary, Plan
-from megatron_hetero.estimate.plot import draw_plan
+from megatron_hetero.estimate.estimate import KINDS, BoundaryTraffic, Estimate
+from megatron_hetero.estimate.plot import draw_estimate
 from megatron_hetero.estimate.problems import problems_of, shortened
 from megatron_hetero.models.shapes import item_type
 from megatron_hetero.schedule.drawing import require_plot, timeline
@@ -32,52 +29,62 @@ NOT_COUNTED = (
     "layers on a GPU; Transformer Engine keeps less."
 )
 SHOWN_ROLES = (8, 4)
-"""Lines of the schedule that are shown of the first and of the last roles."""
+"""Lines of the schedule that are shown for the first and the last roles."""
 SHOWN_KINDS = 24
-"""Rows of the table of memory, at most; where there are more, each role shows its largest."""
+"""The most rows of the memory table; with more, each role shows its largest."""
 WIDTH = 150
-"""Columns where the output is no terminal."""
+"""Columns where the output is not a terminal."""
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print everything."""
+def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
+    """Print an estimate."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=WIDTH)
-    console.print(Group(*_described(plan, console.width)), highlight=False)
+    console.print(Group(*_described(estimate, console.width)), highlight=False)
 
 
-def _described(plan: Plan, width: int) -> Iterator[RenderableType]:
-    yield from (Text(line) for line in assumptions(plan))
-    yield from ("", _modules(plan), "")
-    yield from (_boundaries(plan), "") if plan.boundaries else ("Nothing crosses the boundaries: no images.", "")
-    yield from (_memory(plan), Text(f"{_host_text(plan)}{_allowance_text(plan)} {NOT_COUNTED}", style="dim"), "")
-    yield from (_communicators(plan), Text(_communicators_text(plan), style="dim"), "") if plan.communicators else ()
-    yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in _schedule(plan, width))
+def _described(estimate: Estimate, width: int) -> Iterator[RenderableType]:
+    yield from (Text(line) for line in assumptions(estimate))
+    yield from ("", _modules(estimate), "")
+    yield from (
+        (_boundaries(estimate), "") if estimate.boundaries else ("Nothing crosses the boundaries: no images.", "")
+    )
+    yield from (
+        _memory(estimate),
+        Text(f"{_host_text(estimate)}{_allowance_text(estimate)} {NOT_COUNTED}", style="dim"),
+        "",
+    )
+    yield from (
+        (_communicators(estimate), Text(_communicators_text(estimate), style="dim"), "")
+        if estimate.communicators
+        else ()
+    )
+    yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in _schedule(estimate, width))
     yield ""
-    problems = problems_of(plan)
+    problems = problems_of(estimate)
     yield Text("Problems" if problems else "No problems found.", style="bold")
     for number, problem in enumerate(problems, 1):
         yield Text(f"{number}. {problem.found[:1].upper()}{problem.found[1:]}.\n   -> {problem.fix}.")
 
 
-def assumptions(plan: Plan) -> list[str]:
-    """What is planned, and what is assumed of the data, in sentences."""
-    config, batch, sample = plan.config, plan.batch, plan.assumed.sample
+def assumptions(estimate: Estimate) -> list[str]:
+    """The job and the assumptions about its data, as sentences."""
+    config, batch, sample = estimate.config, estimate.batch, estimate.assumed.sample
     texts = "replica" if batch.replicas == 1 else "replicas"
     lines = [
-        f"Plan of {config.model.hf_path} in {config.model.dtype} with {config.optimizer.name} on {plan.world_size:,} "
-        "ranks",
+        f"Plan of {config.model.hf_path} in {config.model.dtype} with {config.optimizer.name} on "
+        f"{estimate.world_size:,} ranks",
         f"A step: {config.train.global_batch_size:,} samples, {batch.micro_batches:,} micro-batches of "
         f"{batch.samples:,} for each of {batch.replicas:,} {texts} of {TEXT}.",
     ]
-    if (budget := plan.job.budget) is not None:
+    if (budget := estimate.job.budget) is not None:
         lines.append(
             f"Assumed of every micro-batch: full, {budget.tokens:,} tokens (train.tokens_per_micro_batch), for which "
             "samples get more text. In training the data decides how many micro-batches there are."
         )
     for name, sizes in sample.sizes.items():
-        shape, what = plan.shapes.encoders[name], f"{len(sizes)} image{'s' * (len(sizes) != 1)}"
+        shape, what = estimate.shapes.encoders[name], f"{len(sizes)} image{'s' * (len(sizes) != 1)}"
         if sizes:
             measures, patches = item_type(shape).measures(shape, sizes[0]), sum(shape.sequences(sizes[0]))
             what += f" of {measures} ({patches:,} patches, {shape.rows(sizes[0]):,} rows)"
@@ -99,20 +106,20 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def _modules(plan: Plan) -> Table:
+def _modules(estimate: Estimate) -> Table:
     columns = ("module", "layout", "ranks", "stages", "parameters per rank", "trained per rank")
     table = _table("Modules", *columns, left=4)
-    for name, layout in plan.layouts.items():
-        held = [plan.parameters[name, at] for at in range(layout.pp)]
+    for name, layout in estimate.layouts.items():
+        held = [estimate.parameters[name, at] for at in range(layout.pp)]
         table.add_row(
-            name, layout.degrees_text, shortened(layout.ranks), _stages_text(plan, name),
+            name, layout.degrees_text, shortened(layout.ranks), _stages_text(estimate, name),
             _between([h.parameters for h in held]), _between([h.trained for h in held]),
         )  # fmt: skip
     return table
 
 
-def _stages_text(plan: Plan, name: str) -> str:
-    sizes = [len(stage.layers) for stage in plan.stages[name]]
+def _stages_text(estimate: Estimate, name: str) -> str:
+    sizes = [len(stage.layers) for stage in estimate.stages[name]]
     if len(sizes) == 1:
         return f"{sizes[0]} layers"
     return f"{len(sizes)} of {_between(sizes)} layers"
@@ -123,43 +130,43 @@ def _between(numbers: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _boundaries(plan: Plan) -> Table:
+def _boundaries(estimate: Estimate) -> Table:
     table = _table(
         "Boundaries, in a step", "from", "to", "rows", "bytes received", "most by a rank", "most sent by a rank",
         "operations of a rank", left=2,
     )  # fmt: skip
-    for boundary in plan.boundaries:
+    for boundary in estimate.boundaries:
         for direction in boundary.directions:
-            steps, unit = plan.batch.micro_batches, boundary.row_bytes
+            steps, unit = estimate.batch.micro_batches, boundary.row_bytes
             received = boundary.of_step(direction, lambda traffic: traffic.received)
             sent = boundary.of_step(direction, lambda traffic: traffic.sent)
             ends = boundary.edge.ends if direction == "forward" else boundary.edge.ends[::-1]
             table.add_row(
-                *ends, f"{_rows(plan, boundary) * steps:,}", size_text(int(received.sum()) * unit),
+                *ends, f"{_rows(estimate, boundary) * steps:,}", size_text(int(received.sum()) * unit),
                 size_text(int(received.max(initial=0)) * unit),
                 size_text(int(sent.max(initial=0)) * unit), _operations(boundary, direction),
             )  # fmt: skip
     return table
 
 
-def _rows(plan: Plan, boundary: Boundary) -> int:
-    """Rows of a micro-batch, of all outputs."""
-    sample, encoder = plan.assumed.sample, boundary.edge.source
+def _rows(estimate: Estimate, boundary: BoundaryTraffic) -> int:
+    """Rows of all outputs in a micro-batch."""
+    sample, encoder = estimate.assumed.sample, boundary.edge.source
     of_sample = sample.rows[encoder] * boundary.outputs
-    return of_sample * plan.batch.samples * plan.batch.replicas
+    return of_sample * estimate.batch.samples * estimate.batch.replicas
 
 
-def _operations(boundary: Boundary, direction: str) -> str:
+def _operations(boundary: BoundaryTraffic, direction: str) -> str:
     if boundary.point_to_point:
         return f"{boundary.of_step(direction, lambda traffic: traffic.pairs):,} messages in all"
     count = boundary.of_step(direction, lambda traffic: len(traffic.stages))
     return f"{count:,} collective{'s' * (count != 1)}"
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(estimate: Estimate) -> Table:
     table = _table("Memory of a rank", "ranks", "number", "holds", *KINDS, "allowance", "total", left=1)
     table.columns[2].justify = "left"
-    rows = [(role.name, _cells(sizes), ranks.tolist()) for role, ranks, sizes in plan.kinds_of_ranks]
+    rows = [(role.name, _cells(sizes), ranks.tolist()) for role, ranks, sizes in estimate.kinds_of_ranks]
     grouped: dict[tuple[str, ...], list[int]] = {}
     for name, sizes, ranks in rows:
         grouped.setdefault((name, *map(size_text, sizes)), []).extend(ranks)
@@ -173,12 +180,12 @@ def _memory(plan: Plan) -> Table:
 
 
 def _cells(sizes: np.ndarray) -> list[int]:
-    """Of a rank: bytes by kind, the allowance, and the total."""
+    """Cells of a rank: bytes by kind, the allowance, and the total."""
     return [*sizes[: len(KINDS)].tolist(), int(sizes[len(KINDS) :].sum()), int(sizes.sum())]
 
 
 def _largest(rows: Sequence[tuple[str, list[int], list[int]]]) -> list[tuple[str, ...]]:
-    """The key of the row of each role that needs most."""
+    """The key of each role's largest row."""
     largest: dict[str, list[int]] = {}
     for name, sizes, _ in rows:
         if sizes[-1] > largest.get(name, [-1])[-1]:
@@ -186,49 +193,49 @@ def _largest(rows: Sequence[tuple[str, list[int], list[int]]]) -> list[tuple[str
     return [(name, *map(size_text, sizes)) for name, sizes in largest.items()]
 
 
-def _allowance_text(plan: Plan) -> str:
-    """What the allowance is made of, and how much of a GPU's memory is in use."""
-    worst, limit = int(plan.totals.argmax()), plan.config.plan.memory_bytes
-    context, communicators, fragments = map(size_text, plan.allowance[worst].tolist())
+def _allowance_text(estimate: Estimate) -> str:
+    """The parts of the allowance, and the share of a GPU's memory in use."""
+    worst, limit = int(estimate.totals.argmax()), estimate.config.plan.memory_bytes
+    context, communicators, fragments = map(size_text, estimate.allowance[worst].tolist())
     text = (
         f"Allowance of the rank that needs most: {context} for the CUDA context and libraries, about "
         f"{communicators} for communicators, and {fragments} for fragmentation, {FRAGMENTATION:.3g} of the tensors."
     )
     if limit is None:
         return text
-    return f"{text} It needs {plan.totals[worst] / limit:.0%} of the {size_text(limit)} of a GPU (plan.memory_gb)."
+    return f"{text} It needs {estimate.totals[worst] / limit:.0%} of the {size_text(limit)} of a GPU (plan.memory_gb)."
 
 
-def _host_text(plan: Plan) -> str:
-    """What is kept in host memory, if anything."""
-    kinds = {"optimizer states": plan.host_states, "activations": plan.host_activations}
+def _host_text(estimate: Estimate) -> str:
+    """Host memory of ranks and nodes, if any is used."""
+    kinds = {"optimizer states": estimate.host_states, "activations": estimate.host_activations}
     most = [f"{size_text(int(sizes.max()))} of {what}" for what, sizes in kinds.items() if sizes.any()]
     if not most:
         return ""
-    node = max(plan.host_memory[start : start + NODE].sum() for start in range(0, plan.world_size, NODE))
+    node = max(estimate.host_memory[start : start + NODE].sum() for start in range(0, estimate.world_size, NODE))
     return (
         f"In host memory (offload.MODULE): up to {' and '.join(most)} for a rank, {size_text(int(node))} on a node of "
         f"{NODE} ranks. "
     )
 
 
-def _communicators(plan: Plan) -> Table:
+def _communicators(estimate: Estimate) -> Table:
     table = _table("Communicators", "used for", "number", "ranks of each", "memory of a rank, about", left=1)
     table.columns[2].justify = "left"
-    for kind in plan.communicators:
+    for kind in estimate.communicators:
         first, *more = kind.groups
         ranks = f"{shortened(first)}{f'; {shortened(more[0])}' if more else ''}{'; …' if len(more) > 1 else ''}"
         table.add_row(str(kind), f"{len(kind.groups):,}", ranks, size_text(kind_bytes(kind)))
     return table
 
 
-def _communicators_text(plan: Plan) -> str:
-    ranks = [role.ranks[0] for role in plan.schedule.roles]
-    held = {rank: sum(bool(kind.uses_of(rank)) for kind in plan.communicators) for rank in ranks}
-    buffers = plan.allowance[:, ALLOWANCES.index("communicators")]
+def _communicators_text(estimate: Estimate) -> str:
+    ranks = [role.ranks[0] for role in estimate.schedule.roles]
+    held = {rank: sum(bool(kind.uses_of(rank)) for kind in estimate.communicators) for rank in ranks}
+    buffers = estimate.allowance[:, ALLOWANCES.index("communicators")]
     most = int(buffers.argmax())
     return (
-        f"Made by {len(plan.communicators)} calls of all ranks, in addition to the world's. A rank has at most "
+        f"Made by {len(estimate.communicators)} calls of all ranks, in addition to the world's. A rank has at most "
         f"{max(held.values())}, and about {size_text(int(buffers[most]))} of NCCL's buffers once all "
         "have been used (rank "
         f"{most}), by figures from eight H100 with NVLink; NCCL_MAX_P2P_NCHANNELS and NCCL_MAX_CTAS lower it."
@@ -238,8 +245,8 @@ def _communicators_text(plan: Plan) -> str:
 # ----------------------------------------------------------------------------------------------- schedule
 
 
-def _schedule(plan: Plan, width: int) -> Iterator[str]:
-    simulation = plan.simulation
+def _schedule(estimate: Estimate, width: int) -> Iterator[str]:
+    simulation = estimate.simulation
     works = [w for w in (s.end - s.start for spans in simulation.spans for s in spans if s.action.op == "run") if w]
     unit = max(min(works), max(works) / 4) if works else 1.0
     columns = max(10, width // 5)
@@ -249,7 +256,7 @@ def _schedule(plan: Plan, width: int) -> Iterator[str]:
     if len(lines) > first + last + 1:
         lines[first:-last] = [f"… {len(lines) - first - last} more roles"]
     yield from lines
-    shares = {role_label(role): simulation.bubble(role.ranks[0]) for role in plan.schedule.roles}
+    shares = {role_label(role): simulation.bubble(role.ranks[0]) for role in estimate.schedule.roles}
     low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
     cells = round(simulation.seconds / unit)
     if cells > columns:
@@ -260,24 +267,22 @@ def _schedule(plan: Plan, width: int) -> Iterator[str]:
     )
 
 
-def show_plan(config: Config, request: PlanRequest) -> None:
-    """Print the plan of a configuration, and draw it on request. Raises `UserError`."""
+def show_estimate(config: Config, request: PlanRequest) -> None:
+    """Print the estimate of a configuration, and draw it on request. Raises `UserError`."""
     if request.plot is not None:
         require_plot(request.plot)
     if request.files:
         require_files(config)
     replaced = request.plot is not None and request.plot.exists()
-    plan = Plan.of(config, request.world_size)
-    print_plan(plan)
+    estimate = Estimate.of(config, request.world_size)
+    print_estimate(estimate)
     if request.plot is not None:
-        draw_plan(plan, request.plot)
+        draw_estimate(estimate, request.plot)
         print(f"\nwrote {request.plot}{', replacing the previous file' if replaced else ''}")
 
 
 def require_files(config: Config) -> None:
-    """Check that the weights and data sets that a run of the configuration reads are there, held-out ones too. Raises
-    `UserError`.
-    """
+    """Check that the weights and data sets of a run exist. Raises `UserError`."""
     for file in _weights(config):
         if not file.is_file():
             expected, fix = "weights, which the folder's index names", "download or copy the folder again"
@@ -292,7 +297,7 @@ def require_files(config: Config) -> None:
 
 
 def _weights(config: Config) -> Iterator[Path]:
-    """The files of all folders that weights come from. Raises `UserError` for a folder without any."""
+    """The weight files of all model folders. Raises `UserError` for a folder without any."""
     from megatron_hetero.hf.folders import weight_files
 
     model = config.model

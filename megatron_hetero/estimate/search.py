@@ -1,24 +1,15 @@
-"""A configuration with some settings changed, and the flags that change them.
+"""Search for settings that fit a job into memory. Pure.
 
-Changes of settings that save memory, as they are tried where a plan does not fit. Pure.
+Each change of `CHANGES` is estimated alone, then pairs of them; then the same layouts on more ranks. The time of a step
+is that of its simulation, times the factor of the change for what the simulation does not see: kernels of smaller
+matrices, transfers, collectives.
 
-An entry of `CHANGES` is a small function of the plan that yields each `Change` that it would try: settings by dotted
-name (several where they belong together), and how much longer a step takes by what the plan's simulation does not see.
-It yields nothing where it does not apply or is in use already. To add one, write the function and put it into
-`CHANGES`:
+An entry of `CHANGES` is a function of the estimate that yields the changes that it would try, if any. To add one, write
+it and append it; order matters only between changes of equal cost:
 
     def no_run_ahead(plan: Plan) -> Iterator[Change]:
         if plan.config.schedule.run_ahead != 0:
             yield Change({"schedule.run_ahead": 0})
-
-Nothing else is needed. What a change saves, and whether it goes together with all other settings, is found by planning
-it; repeated work, idle stages and shorter waves are in the simulation, so that `unseen` is for the rest: kernels of
-smaller matrices, transfers, collectives. The order of entries matters only between changes of equal cost.
-
-Settings that make a plan fit, found by planning it with them. Pure.
-
-Of the changes in `CHANGES` each is planned alone, then pairs of them; then the same layouts on more ranks. The time of
-a step is estimated as the simulation of its schedule in operations, times what a change says that this does not see.
 """
 
 from __future__ import annotations
@@ -34,21 +25,21 @@ from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.config.load import children, item_type
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import NODE
-from megatron_hetero.estimate.estimate import Plan
+from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.layout.layout import Layout
 
 Settings = Mapping[str, object]
-"""Values by dotted name, such as `{"model.recompute.text": "full"}`; None where a default is to be chosen."""
+"""Values by dotted name, such as `{"model.recompute.text": "full"}`; None for the default."""
 
 
 def with_settings(config: Config, settings: Settings) -> Config:
-    """The configuration with these settings changed, all at once. Raises `UserError` where they do not go together."""
+    """The configuration with these settings changed. Raises `UserError` where they conflict."""
     return _changed(config, settings, Config)
 
 
 def _changed(node: Any, settings: Settings, kind: Any) -> Any:
-    """`node`, a section or a mapping of names, with what is below it changed. The name of a node itself is empty.
-    `kind`: its type, which says what a new name of a mapping stands for.
+    """Change settings below `node`, a section or a mapping; the empty name is `node` itself. `kind`: its type, which
+    gives the type of new names of a mapping.
     """
     if "" in settings:
         return settings[""]
@@ -81,160 +72,161 @@ def _text(value: object) -> str:
 
 
 SMALLER = 1.05
-"""How much longer a step takes when micro-batches are halved: kernels of fewer tokens, twice as many collectives."""
+"""Slowdown of halved micro-batches: smaller kernels, twice as many collectives."""
 DOUBLED = {"tp": 1 / (1 - 0.28), "pp": 1.06, "cp": 1.1}
-"""And when this degree of the text module is doubled in place of dp. Throughput falls by 28 % with tp, and by some 6 %
-with pp (Llama 3 of 70 billion parameters, "Memory Tuning" in the documentation of Megatron Bridge; idle stages are in
-the simulation). For cp, whose layers gather keys and values, it is a guess between them.
+"""Slowdown of doubling this degree of the text module in place of dp. Throughput falls by 28 % with tp and by some 6 %
+with pp (Llama 3 70B, "Memory Tuning" in the documentation of Megatron Bridge; idle stages are in the simulation). For
+cp a guess in between.
 """
 EXCHANGED = {True: 1.02, False: 1.1}
-"""And when sp of an encoder is doubled in place of dp: a guess, for one whose windows stay on their ranks, so that few
-layers exchange tokens, and for one without windows, all of whose layers do.
+"""Slowdown of doubling sp of an encoder in place of dp, with windows (few layers exchange tokens) and without: guesses.
 """
 
 
 SPLIT, ROUNDED = 1.005, 1.01
-"""How much longer a step takes when masters are put together for each update; and when moments or gradients are
-rounded. That takes less time, if any, but what trains as before comes first.
+"""Slowdown of split masters, and of rounded moments or gradients. Rounding costs no time, but exact settings rank
+first.
 """
 CHUNK = 8192
-"""Tokens of a chunk: enough for the kernels of matrix products."""
+"""Tokens of a chunk, enough for efficient matrix products."""
 SELECTED = 1.03
-"""How much longer a step takes when norms and activation functions are repeated, which takes passes over memory: a
-guess.
-"""
+"""Slowdown of recomputing norms and activation functions: a guess."""
 OFFLOADED = 1.02
-"""How much longer a step takes when activations are copied to the host and back beside the computation: a guess, for
-the memory and the bus that they share with kernels and collectives. Copies that take longer than what they run beside
-are in the simulation.
+"""Slowdown of activation offloading beside the computation, for shared memory and bus bandwidth: a guess. Copies longer
+than the computation are in the simulation.
 """
 STREAMED = 1.3
-"""How much longer a step takes when optimizer states are streamed from the host: a guess, for steps of some seconds."""
+"""Slowdown of streaming optimizer states from the host: a guess, for steps of some seconds."""
 REDUCED, GATHERED = 1.02, 1.1
-"""How much longer a step takes when gradients are reduced in each backward pass; and when weights are gathered for each
-forward and backward pass, beside what is computed: guesses, for micro-batches of some thousand tokens on one node.
+"""Slowdown of reducing gradients in each backward pass, and of gathering weights for each pass: guesses, for
+micro-batches of some thousand tokens on one node.
 """
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings to change, and by what factor a step takes longer in ways that a simulation does not see."""
+    """Settings to change, and the slowdown of a step that the simulation does not see."""
 
     settings: Settings
     unseen: float = 1.0
     rounds: bool = False
-    """Whether training is no longer the same to rounding."""
+    """Whether training changes by more than rounding."""
 
 
-def split_activations(plan: Plan) -> Iterator[Change]:
-    """Along the sequence over tp: the same bytes are sent, in other collectives."""
-    for name, layout in plan.layouts.items():
-        if layout.tp > 1 and not plan.job.sequence_parallel[name]:
+def split_activations(estimate: Estimate) -> Iterator[Change]:
+    """Split activations along the sequence over tp; traffic is the same."""
+    for name, layout in estimate.layouts.items():
+        if layout.tp > 1 and not estimate.job.sequence_parallel[name]:
             yield Change({f"model.sequence_parallel.{name}": True})
 
 
-def shorter_waves(plan: Plan) -> Iterator[Change]:
-    """Encoders on shared ranks keep fewer micro-batches at once, and the pipeline drains more often."""
-    window = max((encoder.window for encoder in plan.schedule.encoders if encoder.style == "waves"), default=1)
+def shorter_waves(estimate: Estimate) -> Iterator[Change]:
+    """Encode fewer micro-batches per wave; the pipeline drains more often."""
+    window = max((encoder.window for encoder in estimate.schedule.encoders if encoder.style == "waves"), default=1)
     while window > 1:
         window //= 2
         yield Change({"schedule.waves": window})
 
 
-def no_run_ahead(plan: Plan) -> Iterator[Change]:
-    """Encoders on ranks of their own keep no micro-batch that the text module has not asked for."""
-    if any(encoder.style == "ahead" for encoder in plan.schedule.encoders) and plan.config.schedule.run_ahead != 0:
+def no_run_ahead(estimate: Estimate) -> Iterator[Change]:
+    """Let encoders on ranks of their own not run ahead."""
+    if (
+        any(encoder.style == "ahead" for encoder in estimate.schedule.encoders)
+        and estimate.config.schedule.run_ahead != 0
+    ):
         yield Change({"schedule.run_ahead": 0})
 
 
-def rows_alone(plan: Plan) -> Iterator[Change]:
-    """Encoders on shared ranks keep rows alone, and repeat their forward pass."""
-    if any(encoder.style == "waves" for encoder in plan.schedule.encoders):
-        waves = {"schedule.waves": None} if plan.config.schedule.waves is not None else {}
+def rows_alone(estimate: Estimate) -> Iterator[Change]:
+    """Save the rows of encoders on shared ranks alone, and recompute their forward pass."""
+    if any(encoder.style == "waves" for encoder in estimate.schedule.encoders):
+        waves = {"schedule.waves": None} if estimate.config.schedule.waves is not None else {}
         yield Change({"schedule.kind": "recompute", **waves})
 
 
-def recomputed_layers(plan: Plan) -> Iterator[Change]:
-    """Layers repeat what is cheap to make again, or keep their input alone and repeat their forward pass."""
-    for name in plan.layouts:
-        mode = plan.config.model.recompute.get(name, "none")
+def recomputed_layers(estimate: Estimate) -> Iterator[Change]:
+    """Recompute layers, selectively or fully."""
+    for name in estimate.layouts:
+        mode = estimate.config.model.recompute.get(name, "none")
         if mode == "none":
             yield Change({f"model.recompute.{name}": "selective"}, SELECTED)
         if mode != "full":
             yield Change({f"model.recompute.{name}": "full"})
 
 
-def split_masters(plan: Plan) -> Iterator[Change]:
-    """Without rounding anything: a weight and 16 bits more are its master."""
-    if plan.job.dtype == torch.bfloat16:
-        yield from _states(plan, {"master": "split"}, SPLIT)
+def split_masters(estimate: Estimate) -> Iterator[Change]:
+    """Store masters as a bfloat16 weight and 16 more bits, exactly."""
+    if estimate.job.dtype == torch.bfloat16:
+        yield from _states(estimate, {"master": "split"}, SPLIT)
 
 
-def smaller_states(plan: Plan) -> Iterator[Change]:
-    """Moments and gradients in bfloat16: these are rounded."""
-    moments = {"moments": "bfloat16"} if plan.job.optimizer.moments else {}
-    gradients = {"gradients": "bfloat16"} if plan.job.dtype == torch.bfloat16 else {}
+def smaller_states(estimate: Estimate) -> Iterator[Change]:
+    """Store moments and gradients in bfloat16, rounded."""
+    moments = {"moments": "bfloat16"} if estimate.job.optimizer.moments else {}
+    gradients = {"gradients": "bfloat16"} if estimate.job.dtype == torch.bfloat16 else {}
     for chosen in (moments, gradients, {**moments, **gradients} if moments and gradients else {}):
-        yield from _states(plan, chosen, ROUNDED, rounds=True)
+        yield from _states(estimate, chosen, ROUNDED, rounds=True)
     if moments and gradients:
-        yield from _states(plan, {"master": "split", **moments, **gradients}, ROUNDED * SPLIT, rounds=True)
+        yield from _states(estimate, {"master": "split", **moments, **gradients}, ROUNDED * SPLIT, rounds=True)
 
 
-def _states(plan: Plan, chosen: Settings, unseen: float, *, rounds: bool = False) -> Iterator[Change]:
-    """Of all modules that are trained, where any has other numbers yet."""
+def _states(estimate: Estimate, chosen: Settings, unseen: float, *, rounds: bool = False) -> Iterator[Change]:
+    """Apply `chosen` to all trained modules that are in fp32."""
     settings = {
         f"precision.{name}.{field}": value
-        for name in _trained(plan)
+        for name in _trained(estimate)
         for field, value in chosen.items()
-        if getattr(plan.config.precision_of(name), field) == "float32"
+        if getattr(estimate.config.precision_of(name), field) == "float32"
     }
     if settings:
         yield Change(settings, unseen, rounds)
 
 
-def activations_on_the_host(plan: Plan) -> Iterator[Change]:
-    """Copies run beside the computation."""
-    for name in plan.layouts:
-        keeps = name == TEXT or plan.job.frozen.trains(name)
-        if keeps and not plan.config.offload_of(name).activations:
+def activations_on_the_host(estimate: Estimate) -> Iterator[Change]:
+    """Offload activations, beside the computation."""
+    for name in estimate.layouts:
+        keeps = name == TEXT or estimate.job.frozen.trains(name)
+        if keeps and not estimate.config.offload_of(name).activations:
             yield Change({f"offload.{name}.activations": True}, OFFLOADED)
 
 
-def states_on_the_host(plan: Plan) -> Iterator[Change]:
-    """Updates wait for the bus between GPU and host."""
-    names = [name for name in _trained(plan) if not plan.config.offload_of(name).states]
+def states_on_the_host(estimate: Estimate) -> Iterator[Change]:
+    """Offload optimizer states; updates wait for the bus."""
+    names = [name for name in _trained(estimate) if not estimate.config.offload_of(name).states]
     for chosen in dict.fromkeys((tuple(names[-1:]), tuple(names))):
         if chosen:
             yield Change({f"offload.{name}.states": True for name in chosen}, STREAMED)
 
 
-def shared_gradients_and_weights(plan: Plan) -> Iterator[Change]:
-    """The ranks that hold the same weights share gradients, or these and weights, which are gathered for each run."""
-    trained = _trained(plan)
-    for name, layout in plan.layouts.items():
-        zero = plan.config.zero_of(name) if layout.ways("tokens", "samples") > 1 else 3
+def shared_gradients_and_weights(estimate: Estimate) -> Iterator[Change]:
+    """Shard gradients, or gradients and weights (ZeRO 2 and 3)."""
+    trained = _trained(estimate)
+    for name, layout in estimate.layouts.items():
+        zero = estimate.config.zero_of(name) if layout.ways("tokens", "samples") > 1 else 3
         if zero < 2 and name in trained:
             yield Change({f"zero.{name}": 2}, REDUCED)
         if zero < 3:
             yield Change({f"zero.{name}": 3}, GATHERED)
 
 
-def _trained(plan: Plan) -> list[str]:
-    return [name for name in plan.layouts if any(of[0] == name and p.trained for of, p in plan.parameters.items())]
+def _trained(estimate: Estimate) -> list[str]:
+    return [
+        name for name in estimate.layouts if any(of[0] == name and p.trained for of, p in estimate.parameters.items())
+    ]
 
 
-def chunked_mlps(plan: Plan) -> Iterator[Change]:
-    """MLPs take their tokens in chunks, and repeat their first product."""
-    for name in plan.layouts:
-        if not plan.config.model.chunk.get(name, 0):
+def chunked_mlps(estimate: Estimate) -> Iterator[Change]:
+    """Run MLPs in chunks of tokens, and recompute their first product."""
+    for name in estimate.layouts:
+        if not estimate.config.model.chunk.get(name, 0):
             yield Change({f"model.chunk.{name}": CHUNK}, SMALLER)
 
 
-def smaller_micro_batches(plan: Plan) -> Iterator[Change]:
-    """Of fewer samples or tokens, and more of them: the global batch stays."""
-    samples, budget = plan.batch.samples, plan.job.budget
+def smaller_micro_batches(estimate: Estimate) -> Iterator[Change]:
+    """Split the global batch into more, smaller micro-batches."""
+    samples, budget = estimate.batch.samples, estimate.job.budget
     if budget is not None:
-        longest = plan.config.data.max_seq_length
+        longest = estimate.config.data.max_seq_length
         for halvings in range(1, (budget.tokens // longest).bit_length()):
             yield Change({"train.tokens_per_micro_batch": budget.tokens >> halvings}, SMALLER**halvings)
         return
@@ -243,25 +235,25 @@ def smaller_micro_batches(plan: Plan) -> Iterator[Change]:
             yield Change({"train.micro_batch_size": samples // divisor}, SMALLER ** (divisor.bit_length() - 1))
 
 
-def images_over_more_ranks(plan: Plan) -> Iterator[Change]:
-    """Replicas of an encoder become fewer, and each image is split over more ranks."""
-    for name, shape in plan.shapes.encoders.items():
+def images_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
+    """Split each image over more ranks, with fewer replicas of the encoder."""
+    for name, shape in estimate.shapes.encoders.items():
         longer = EXCHANGED[any(layer.attention.windowed for layer in shape.architecture.layers)]
-        yield from _over_more_ranks(plan, name, "sp", longer)
+        yield from _over_more_ranks(estimate, name, "sp", longer)
 
 
-def text_over_more_ranks(plan: Plan) -> Iterator[Change]:
-    """Replicas of the text module become fewer, and each is split over more ranks."""
+def text_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
+    """Split the text module over more ranks, with fewer replicas."""
     for axis, longer in DOUBLED.items():
-        yield from _over_more_ranks(plan, TEXT, axis, longer)
+        yield from _over_more_ranks(estimate, TEXT, axis, longer)
 
 
-def _over_more_ranks(plan: Plan, name: str, axis: str, longer: float) -> Iterator[Change]:
-    """One degree doubled in place of dp, as often as can be; tp stays in a node."""
-    layout, unseen = plan.layouts[name], 1.0
+def _over_more_ranks(estimate: Estimate, name: str, axis: str, longer: float) -> Iterator[Change]:
+    """Double one degree in place of dp, as often as possible; tp stays within a node."""
+    layout, unseen = estimate.layouts[name], 1.0
     while layout.dp % 2 == 0 and (axis != "tp" or 2 * layout.tp <= NODE):
         layout, unseen = _moved(layout, axis), unseen * longer
-        yield Change({f"parallel.{name}": layout.short(plan.world_size)}, unseen)
+        yield Change({f"parallel.{name}": layout.short(estimate.world_size)}, unseen)
 
 
 def _moved(layout: Layout, axis: str) -> Layout:
@@ -269,7 +261,7 @@ def _moved(layout: Layout, axis: str) -> Layout:
     return replace(layout, **{"dp": layout.dp // 2, axis: 2 * layout.degrees[axis]})
 
 
-CHANGES: tuple[Callable[[Plan], Iterator[Change]], ...] = (
+CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
     split_activations,
     shorter_waves,
     no_run_ahead,
@@ -285,91 +277,89 @@ CHANGES: tuple[Callable[[Plan], Iterator[Change]], ...] = (
     images_over_more_ranks,
     text_over_more_ranks,
 )
-"""All that is tried."""
+"""All changes that the search tries."""
 
 
 SHOWN = 2
-"""Alternatives that are looked for."""
+"""Alternatives that the search looks for."""
 LEAST_TRIES, MOST_TRIES = 8, 60
-"""Plans that are made in search of them, however large or small."""
+"""Bounds on the number of estimates in a search."""
 EFFORT = 150_000
-"""Ranks and actions of all these plans together, which takes some seconds."""
+"""Ranks and actions of all these estimates in total, some seconds' work."""
 OVERHEAD = 500
-"""What a plan costs besides, in actions."""
+"""Fixed cost of an estimate, in actions."""
 FACTORS = (2, 4)
-"""By how much more ranks are tried."""
+"""Factors by which larger worlds are tried."""
 MOST_RANKS = 1024
-"""Larger worlds are not tried."""
+"""The largest world that is tried."""
 SLACK = 1.02
-"""Pairs are planned whose savings, added up, come as close as this to the memory there is."""
+"""Pairs are estimated whose summed savings come this close to the limit."""
 
 CLOSEST = 3
-"""Pairs that are planned where none should fit, to say how close they come."""
+"""Pairs that are estimated where none should fit, to report the closest."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """The plan with some settings changed. `slowdown`: a step's time over that of the plan as it was."""
+    """An estimate with changed settings. `slowdown`: its step time over that without the change."""
 
     change: Change
-    plan: Plan
+    estimate: Estimate
     slowdown: float
 
     @property
     def needed(self) -> int:
-        """Bytes of the rank that needs most, allowance included."""
-        return int(self.plan.totals.max())
+        """The largest memory of a rank in bytes, allowance included."""
+        return int(self.estimate.totals.max())
 
     @property
     def flags(self) -> str:
-        """What the command line needs for it, besides the number of ranks."""
+        """The flags of the change."""
         return flags_of(self.change.settings)
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """What was found: up to `SHOWN` attempts that fit, cheapest in time first. Where there is none, the one that comes
-    closest, and one that fits on more ranks.
-    """
+    """Up to `SHOWN` attempts that fit, fastest first; without any, the closest one, and one that fits on more ranks."""
 
     attempts: tuple[Attempt, ...] = ()
     closest: Attempt | None = None
     larger: Attempt | None = None
 
 
-def find_fitting(plan: Plan, limit: int) -> Fitting:
-    """What makes every rank of a plan need at most `limit` bytes."""
-    trials = _Trials(plan, _tries(plan))
-    alone = [a for a in trials.of(_changes(plan)) if (a.plan.totals < plan.totals).any()]
+def find_fitting(estimate: Estimate, limit: int) -> Fitting:
+    """Find settings with which every rank needs at most `limit` bytes."""
+    trials = _Trials(estimate, _tries(estimate))
+    alone = [a for a in trials.of(_changes(estimate)) if (a.estimate.totals < estimate.totals).any()]
     if found := _cheapest(alone, limit):
         return Fitting(found)
-    pairs = list(trials.of(_pairs(alone, plan, limit), enough=limit))
+    pairs = list(trials.of(_pairs(alone, estimate, limit), enough=limit))
     if found := _cheapest(pairs, limit):
         return Fitting(found)
     closest = min([*alone, *pairs], key=lambda attempt: attempt.needed, default=None)
-    return Fitting((), closest, _on_more_ranks(plan, closest, limit))
+    return Fitting((), closest, _on_more_ranks(estimate, closest, limit))
 
 
-def _changes(plan: Plan) -> list[Change]:
-    """All changes, the first of each entry before the second of any, since not all may be tried."""
-    in_turn = zip_longest(*(entry(plan) for entry in CHANGES))
+def _changes(estimate: Estimate) -> list[Change]:
+    """All changes, the first of each entry before the second of any: not all may be tried."""
+    in_turn = zip_longest(*(entry(estimate) for entry in CHANGES))
     return [change for turn in in_turn for change in turn if change is not None]
 
 
-def _tries(plan: Plan) -> int:
-    size = OVERHEAD + plan.world_size + sum(len(role.actions) for role in plan.schedule.roles)
+def _tries(estimate: Estimate) -> int:
+    size = OVERHEAD + estimate.world_size + sum(len(role.actions) for role in estimate.schedule.roles)
     return max(LEAST_TRIES, min(MOST_TRIES, EFFORT // size))
 
 
 @dataclass
 class _Trials:
-    """Plans `base` with changed settings, `left` more times."""
+    """Estimates `base` with changed settings, at most `left` more times."""
 
-    base: Plan
+    base: Estimate
     left: int
 
     def of(self, changes: Iterable[Change], *, enough: int | None = None) -> Iterator[Attempt]:
-        """Those changes that go together with all other settings, until `SHOWN` need no more than `enough` bytes."""
+        """Yield valid attempts, until `SHOWN` of them need no more than `enough` bytes."""
         fitting: set[frozenset[str]] = set()
         for change in changes:
             if not self.left or len(fitting) == SHOWN:
@@ -381,17 +371,17 @@ class _Trials:
                     fitting.add(frozenset(change.settings))
 
 
-def planned(base: Plan, change: Change, world_size: int | None = None) -> Attempt | None:
-    """The plan `base` with a change; none where that would be refused."""
+def planned(base: Estimate, change: Change, world_size: int | None = None) -> Attempt | None:
+    """Estimate `base` with a change; None where the configuration is invalid."""
     try:
-        plan = Plan.of(with_settings(base.config, change.settings), world_size or base.world_size, gpu=base.gpu)
+        estimate = Estimate.of(with_settings(base.config, change.settings), world_size or base.world_size, gpu=base.gpu)
     except UserError:
         return None
-    return Attempt(change, plan, change.unseen * plan.simulation.seconds / base.simulation.seconds)
+    return Attempt(change, estimate, change.unseen * estimate.simulation.seconds / base.simulation.seconds)
 
 
 def _cheapest(attempts: Sequence[Attempt], limit: int) -> tuple[Attempt, ...]:
-    """Those that fit, cheapest in time first, of each choice of settings one."""
+    """Attempts that fit, fastest first, one for each set of settings."""
     fitting = sorted((a for a in attempts if a.needed <= limit), key=lambda attempt: attempt.slowdown)
     chosen: dict[frozenset[str], Attempt] = {}
     for attempt in fitting:
@@ -399,12 +389,10 @@ def _cheapest(attempts: Sequence[Attempt], limit: int) -> tuple[Attempt, ...]:
     return tuple(chosen.values())[:SHOWN]
 
 
-def _pairs(alone: Sequence[Attempt], plan: Plan, limit: int) -> list[Change]:
-    """Two changes of different settings that should fit together, cheapest in time first. Where there are none, those
-    that should need least.
-    """
+def _pairs(alone: Sequence[Attempt], estimate: Estimate, limit: int) -> list[Change]:
+    """Pairs of changes of different settings that should fit, fastest first; without any, those that need least."""
     pairs = [(a, b) for a, b in combinations(alone, 2) if not a.change.settings.keys() & b.change.settings.keys()]
-    needed = [int((a.plan.totals + b.plan.totals - plan.totals).max()) for a, b in pairs]
+    needed = [int((a.estimate.totals + b.estimate.totals - estimate.totals).max()) for a, b in pairs]
     by_time = sorted(range(len(pairs)), key=lambda i: pairs[i][0].slowdown * pairs[i][1].slowdown)
     by_memory = sorted(range(len(pairs)), key=needed.__getitem__)
     chosen = [i for i in by_time if needed[i] <= SLACK * limit] or by_memory[:CLOSEST]
@@ -422,29 +410,29 @@ def _both(a: Attempt, b: Attempt) -> Change:
 # --------------------------------------------------------------------------------------------- more ranks
 
 
-def _on_more_ranks(plan: Plan, closest: Attempt | None, limit: int) -> Attempt | None:
-    """The same layouts on as few more ranks as fit, with other settings as they are, or those that come closest.
-    Encoders get more replicas; the text module replicas, stages, or ranks of each inside a node.
+def _on_more_ranks(estimate: Estimate, closest: Attempt | None, limit: int) -> Attempt | None:
+    """The same layouts on more ranks, with the present settings or the closest ones: more replicas of encoders; more
+    replicas, stages, or tp within a node for the text module.
     """
     starts = [Change({}), *([closest.change] if closest else [])]
     for factor in FACTORS:
-        world_size = factor * plan.world_size
+        world_size = factor * estimate.world_size
         if world_size > MOST_RANKS:
             return None
         for start in starts:
-            layouts = plan.layouts if start.settings == {} or closest is None else closest.plan.layouts
+            layouts = estimate.layouts if start.settings == {} or closest is None else closest.estimate.layouts
             for axis in ("dp", "pp", *(["tp"] if factor * layouts[TEXT].tp <= NODE else [])):
                 grown = {
                     f"parallel.{name}": _grown(layout, factor, axis if name == TEXT else "dp").short(world_size)
                     for name, layout in layouts.items()
                 }
-                attempt = planned(plan, replace(start, settings={**start.settings, **grown}), world_size)
+                attempt = planned(estimate, replace(start, settings={**start.settings, **grown}), world_size)
                 if attempt and attempt.needed <= limit:
                     return attempt
     return None
 
 
 def _grown(layout: Layout, factor: int, axis: str) -> Layout:
-    """`factor` ranks in place of each, which one degree more makes use of."""
+    """Multiply one degree, and the ranks, by `factor`."""
     ranks = tuple(rank * factor + i for rank in layout.ranks for i in range(factor))
     return replace(layout, **{axis: factor * layout.degrees[axis]}, ranks=ranks)

@@ -1,12 +1,8 @@
-"""What a micro-batch is assumed to look like: every sample the same, with square images of one size.
+"""The assumed micro-batch of an estimate, and the shard of it that each rank's layers work on. Pure.
 
-A token budget is assumed to be used up: samples get as much more text.
-
-What each rank's layers work on in an assumed micro-batch, or call of an encoder: a few different shards, and which
-rank has which. Pure.
-
-All replicas of the text module work on packs that are alike, and so do all encoder replicas with pieces of the same
-sizes, so that shards are computed for one of each.
+Every sample is the same, with square images of one size; a token budget is used up by more text. All replicas of the
+text module therefore have equal packs, and encoder replicas with pieces of equal sizes equal shards, which are computed
+once.
 """
 
 from __future__ import annotations
@@ -30,15 +26,15 @@ from megatron_hetero.models.items.types import Size, padded_patches
 from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sample, assumed_sizes, lengthened
 
 MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
-"""Of an assumed micro-batch, over all replicas; tokens of one of them."""
+"""Limits on an assumed micro-batch: images and rows over all replicas, tokens of one."""
 
 
 @dataclass(frozen=True, eq=False)
 class AssumedBatch:
-    """A micro-batch of such samples. All micro-batches of a step are alike, and so are all replicas of the text module.
+    """The micro-batch that all micro-batches of a step are assumed to equal.
 
     `sharded`: by module, whether activations are split along the sequence over tp. `calls`: by encoder, the
-    micro-batches of a step, in runs that it encodes in one call.
+    micro-batches of each call.
     """
 
     sample: AssumedSample
@@ -51,7 +47,7 @@ class AssumedBatch:
 
     @classmethod
     def of(cls, job: JobSpec) -> AssumedBatch:
-        """The assumption of section `plan` of the configuration. Raises `UserError` where it is too large to plan."""
+        """The batch that section `plan` describes. Raises `UserError` where it is too large to count."""
         shapes, batch = job.shapes, job.batch
         plan = job.config.plan if job.budget is None else _filling(job.config.plan, shapes, batch, job.budget)
         _require_size(plan, shapes, batch, micro_batch_setting(job.config))
@@ -64,11 +60,11 @@ class AssumedBatch:
         return (self.sample.tokens,) * self.batch.samples
 
     def sizes_of_calls(self, encoder: str) -> tuple[int, ...]:
-        """The different numbers of micro-batches of a call, the largest first."""
+        """The distinct numbers of micro-batches per call, largest first."""
         return tuple(sorted({len(call) for call in self.calls[encoder]}, reverse=True))
 
     def assigned(self, encoder: str, micro_batches: int = 1) -> list[list[int]]:
-        """The images of a call of so many micro-batches that each replica of the encoder gets."""
+        """Image indices of each encoder replica in a call of `micro_batches`."""
         sizes, dp = self.pieces(encoder, micro_batches), self.layouts[encoder].dp
         if self.balance != "replica":
             return assign_in_order(len(sizes), dp)
@@ -76,7 +72,7 @@ class AssumedBatch:
         return assign([costs[size] for size in sizes], dp)
 
     def pieces(self, encoder: str, micro_batches: int = 1) -> tuple[Size, ...]:
-        """The sizes of all pieces in a call of so many micro-batches."""
+        """The sizes of all pieces in a call of `micro_batches`."""
         return self.sample.sizes[encoder] * (self.batch.samples * self.batch.replicas * micro_batches)
 
     def token_shards(self, layout: Layout) -> TokenShards:
@@ -85,18 +81,18 @@ class AssumedBatch:
         return TokenShards(layout, self.sharded[TEXT], (self.lengths,) * layout.dp, places)
 
     def places(self, encoder: str) -> np.ndarray:
-        """Where the encoder's rows go in a pack, int64."""
+        """Positions of the encoder's rows in a pack, int64."""
         starts = np.arange(self.batch.samples)[:, None] * self.sample.tokens
         return (starts + self.sample.positions(encoder)).ravel()
 
     def encoder_shards(self, encoder: str, coordinate: int, micro_batches: int = 1) -> EncoderShards:
-        """The images of a call of so many micro-batches as a stage of the encoder holds them."""
+        """The images of a call of `micro_batches`, sharded over an encoder stage."""
         shape, stage = self.shapes.encoders[encoder], self.layouts[encoder].stage(coordinate)
         assigned = tuple(map(tuple, self.assigned(encoder, micro_batches)))
         return EncoderShards(shape, stage, self.sharded[encoder], self.pieces(encoder, micro_batches), assigned)
 
     def sides(self, edge: Edge, micro_batches: int = 1) -> list[tuple[Ownership, Ownership]]:
-        """Who holds the rows that cross along an edge, and who needs them, for each of the micro-batches of a call."""
+        """Source and destination ownership of the rows of an edge, for each micro-batch of a call."""
         encoder, text = edge.source, self.layouts[TEXT]
         needed = self.token_shards(text.stage(edge.target_coordinate(text))).ownership(encoder)
         shards = self.encoder_shards(encoder, edge.source_coordinate(self.layouts[encoder]), micro_batches)
@@ -105,7 +101,6 @@ class AssumedBatch:
 
 
 def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
-    """Of all encoders."""
     batch, together = job.batch, job.together(job.batch.micro_batches)
     found = {}
     for name, shape in job.shapes.encoders.items():
@@ -116,7 +111,7 @@ def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
 
 
 def _filling(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> PlanConfig:
-    """`plan` with samples that fill a micro-batch. Raises `UserError` where one alone is larger."""
+    """Return `plan` with samples that fill a micro-batch. Raises `UserError` where one sample is larger."""
     sample = assumed_sample(plan, shapes)
     patches = {name: sample.rows[name] * e.unit for name, e in shapes.encoders.items()}
     limits = {"tokens": (sample.tokens, budget.tokens), "patches": (max(patches.values()), budget.patches)}
@@ -133,11 +128,10 @@ def _filling(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, budget: B
 
 
 def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, setting: str) -> None:
-    """Check that the images and tokens of a micro-batch are few enough to be counted one by one."""
+    """Check that a micro-batch is small enough to count its images and tokens one by one."""
     packs = batch.samples * batch.replicas
     images = plan.images * len(shapes.encoders) * packs
     of_image = sum(shapes.encoders[name].rows(size) for name, size in assumed_sizes(plan, shapes).items())
-    # Every image counts, and so does a pack's every token.
     rows, pack = plan.images * of_image * packs, (plan.images * of_image + plan.tokens) * batch.samples
     found = {
         "images": (images, MOST_IMAGES),
@@ -150,28 +144,28 @@ def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, sett
                 "section plan (--plan.images, --plan.image_side, --plan.tokens)",
                 found=f"{number} {what} in a micro-batch of {packs} samples",
                 expected=f"{most} at most",
-                because="the plan covers each of them",
+                because="the estimate counts each of them",
                 fix=f"lower plan.images, plan.image_side, plan.tokens or {setting}",
             )
 
 
 def one_replica(layout: Layout) -> Layout:
-    """A layout of one replica and one stage with the other degrees, on ranks from 0."""
+    """The layout of one replica and one stage, on ranks from 0."""
     size = layout.ways("weights", "tokens")
     return Layout(tp=layout.tp, sp=layout.sp, cp=layout.cp, dp=1, pp=1, ranks=tuple(range(size)))
 
 
 Spans = tuple[tuple[int, int], ...]
-"""Queries and keys of segments of attention, in order."""
+"""Query and key lengths of attention segments."""
 
 
 @dataclass(frozen=True)
 class SequenceShard:
     """What one rank of a module works on in one micro-batch or call; lengths in tokens (patches for an encoder).
 
-    `tokens`: of its shard, which its tp group shares; `padded`: with padding; `local`: those that it holds between
-    layers, a part of `padded` with sequence-parallel activations. `member`: tokens of its cp member, over all of its sp
-    members. `segments`: of full attention; `windows`: of local attention. `supervised`: tokens that predict.
+    `tokens`: length of the shard, shared by the tp group; `padded`: with padding; `local`: length between layers, a
+    part of `padded` with sequence-parallel activations. `member`: tokens of the cp member, over its sp ranks.
+    `segments`, `windows`: of full and of local attention. `supervised`: tokens with a loss.
     """
 
     tokens: int
@@ -185,16 +179,14 @@ class SequenceShard:
 
 @dataclass(frozen=True, eq=False)
 class ModuleShards:
-    """The different shards of a module, and for each of its layout's ranks, in order, the number of its own. There are
-    none where the module has nothing to do.
-    """
+    """The distinct shards of a module, and the index of each rank's, in layout order. Empty for an idle module."""
 
     shards: tuple[SequenceShard, ...]
     of_rank: np.ndarray
 
     @property
     def used(self) -> bool:
-        """Whether the module has anything to do at all."""
+        """Whether the module has any work."""
         return len(self.shards) > 0
 
 
@@ -222,7 +214,7 @@ def text_shards(assumed: AssumedBatch) -> ModuleShards:
 
 
 def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> ModuleShards:
-    """The shards of an encoder in a call of so many micro-batches; none where the assumed samples have no images."""
+    """The shards of an encoder in a call of `micro_batches`."""
     layout, sizes = assumed.layouts[encoder], assumed.pieces(encoder, micro_batches)
     if not sizes:
         return ModuleShards((), np.full(layout.size, -1))
@@ -233,7 +225,7 @@ def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> M
 
 
 def _of_replica(assumed: AssumedBatch, encoder: str, sizes: tuple[Size, ...]) -> list[SequenceShard]:
-    """The shards of the ranks of a replica with pieces of these sizes."""
+    """Shards of the ranks of a replica whose pieces have these sizes."""
     shape, layout, sharded = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sharded[encoder]
     shards = EncoderShards(shape, one_replica(layout), sharded, sizes, (tuple(range(len(sizes))),))
     found = []
@@ -252,7 +244,7 @@ def _spans(segments: AttentionSegments) -> Spans:
 
 
 def _numbered(kinds: list[list[SequenceShard]], layout: Layout, kind_of_replica: np.ndarray) -> ModuleShards:
-    """`kinds`: the shards of the ranks of one replica, for each kind of replica."""
+    """Number the distinct shards. `kinds`: the shards of one replica's ranks, for each kind of replica."""
     number: dict[SequenceShard, int] = {}
     table = np.array([[number.setdefault(shard, len(number)) for shard in kind] for kind in kinds])
     of_stage = table[kind_of_replica].ravel()  # tp, sp and cp vary fastest, then dp, then pp

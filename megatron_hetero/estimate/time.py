@@ -1,4 +1,4 @@
-"""How much each stage computes in a micro-batch, which stands for the time that it takes. Pure."""
+"""Operations of each stage in a micro-batch, which stand for its time. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import DurationKey
 
 COPIED = 8000
-"""Operations that a GPU does while a byte crosses the bus to its host, one way: some 400 TFLOP/s and 50 GB/s on H100,
-half of both on A100.
-"""
+"""Operations per byte copied to or from the host: some 400 TFLOP/s and 50 GB/s on H100, half of both on A100."""
 
 
 def text_forward(assumed: AssumedBatch, stage: Stage) -> float:
-    """Operations of one rank in the forward pass of a text stage: an even share of its replica's."""
+    """Operations of one rank in the forward pass of a text stage."""
     t, layout = assumed.shapes.text, assumed.layouts[TEXT]
     tokens = Tokens(assumed.lengths, supervised=assumed.sample.supervised * len(assumed.lengths))
     return t.architecture.operations(tokens, stage, FORWARD) / layout.ways("weights", "tokens")
@@ -44,10 +42,10 @@ def durations(
     images: Mapping[str, float],
     frozen: Frozen,
 ) -> dict[DurationKey, float]:
-    """Operations of one rank in all work of a step, by module, kind and stage. `images`: of an encoder's replica.
+    """Operations of one rank by module, kind of work and stage. `images`: of an encoder's replica.
 
-    A backward pass costs one forward pass for the gradients of inputs and one for those of weights, where they are
-    computed, and one more, or a share of it, where layers are recomputed; what keeps all matrix products costs nothing.
+    A backward pass costs a forward pass each for the gradients of inputs and of weights, where they are computed, and
+    the forward pass of fully recomputed layers. Selective recomputation repeats no matrix product and costs nothing.
     """
     found: dict[DurationKey, float] = {}
     for name, of_module in stages.items():
@@ -67,21 +65,19 @@ def durations(
 def with_copies(
     work: Mapping[DurationKey, float], copied: Mapping[tuple[str, int], int], schedule: Schedule
 ) -> dict[DurationKey, float]:
-    """`work`, where what a stage copies to or from the host beside it (`copied`, bytes by module and stage) may take
-    longer than the work itself.
+    """`work`, or the time of the copies to and from the host beside it where that is longer. `copied`: bytes by module
+    and stage.
     """
 
     def found(name: str, kind: str, stage: int) -> float:
-        alone = kind == "F" and schedule.module[name].recomputes  # keeps nothing yet
+        alone = kind == "F" and schedule.module[name].recomputes  # saves nothing yet
         return 0.0 if alone else COPIED * copied.get((name, stage), 0)
 
     return {key: max(operations, found(*key)) for key, operations in work.items()}
 
 
 def _chunks_again(assumed: AssumedBatch, name: str, stage: Stage, images: float, recompute: Recompute) -> float:
-    """Operations of one rank in the first product of all MLPs of a stage, where they take their tokens in chunks.
-    `images`: of an encoder's replica.
-    """
+    """Operations of one rank to recompute the first product of chunked MLPs. `images`: of an encoder's replica."""
     shape, layout = assumed.shapes[name], assumed.layouts[name]
     on_rank = _tokens(assumed, name, images) / layout.ways("tokens")
     if not recompute.chunks(math.ceil(on_rank)):
@@ -91,7 +87,7 @@ def _chunks_again(assumed: AssumedBatch, name: str, stage: Stage, images: float,
 
 
 def _tokens(assumed: AssumedBatch, name: str, images: float) -> float:
-    """Of a replica in a micro-batch: tokens, or patches of its `images`."""
+    """Tokens of a replica in a micro-batch, or patches of its `images`."""
     if name == TEXT:
         return sum(assumed.lengths)
     sizes = assumed.sample.sizes[name]

@@ -1,7 +1,7 @@
-"""What each rank sends, receives and stages in a crossing, for all ranks at once. Pure.
+"""Rows that each rank sends, receives and stages in a crossing. Pure.
 
-`BoundaryPlan.rank` gives one rank's part in milliseconds; for ten thousand ranks that would be minutes. Here the routes
-of all rows are computed once and counted by rank.
+`BoundaryPlan.rank` takes milliseconds per rank, minutes for ten thousand ranks. Here the routes of all rows are
+computed once and counted by rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_hetero.boundary.routes import Phase, Redistribution, Routes
 
 @dataclass(frozen=True, eq=False)
 class StageTraffic:
-    """One exchange: rows that each of the plan's ranks sends and receives, and the pairs of ranks that exchange any."""
+    """One exchange: rows that each rank sends and receives, and the number of pairs of ranks that exchange any."""
 
     stage: Phase
     send: np.ndarray
@@ -27,10 +27,7 @@ class StageTraffic:
 
 @dataclass(frozen=True, eq=False)
 class DirectionTraffic:
-    """One direction of a crossing for all `ranks` of the plan, in their order.
-
-    `held`, `needed`: rows that leave and arrive; `kept`: rows that stay.
-    """
+    """One direction of a crossing: rows that leave (`held`), arrive (`needed`) and stay (`kept`), by rank."""
 
     ranks: np.ndarray
     held: np.ndarray
@@ -49,8 +46,8 @@ class DirectionTraffic:
         return sum((s.send for s in self.stages), np.zeros(len(self.ranks), np.int64))
 
     def staging(self, row_bytes: int, rounded: bool) -> np.ndarray:
-        """The most bytes of buffers that a crossing borrows at once on each rank: for the rows of an exchange, with
-        those that stay; and where the wire has a type of its own (`rounded`), for all rows.
+        """Peak bytes of buffers on each rank: for the rows of an exchange and those that stay, and for all rows where
+        the wire has a dtype of its own (`rounded`).
         """
         buffers, most = partial(_buffers, row_bytes), np.zeros(len(self.ranks), np.int64)
         for stage in self.stages:
@@ -59,18 +56,18 @@ class DirectionTraffic:
 
     @property
     def pairs(self) -> int:
-        """Pairs of ranks that exchange rows, over all stages: the messages where exchanges are point-to-point."""
+        """Messages of a point-to-point exchange: pairs of ranks that exchange rows, over all stages."""
         return sum(stage.pairs for stage in self.stages)
 
 
 def _buffers(row_bytes: int, rows: np.ndarray) -> np.ndarray:
-    """Bytes of buffers for so many rows, powers of two; 0 for none."""
+    """Bytes of buffers for `rows`, rounded up to powers of two."""
     sizes = row_bytes * rows
     return np.where(sizes > 0, 1 << np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64), 0)
 
 
 def traffic_of(plan: BoundaryPlan) -> dict[str, DirectionTraffic]:
-    """Both directions of a plan."""
+    """The traffic of both directions of a plan."""
     ranks = np.array(plan.ranks, np.int64)
     return {name: _direction(direction, ranks) for name, direction in plan.directions.items()}
 
@@ -101,5 +98,5 @@ def _stage(name: Phase, routes: Routes, ranks: np.ndarray) -> StageTraffic:
 
 
 def _counted(members: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """How often each rank is among the members."""
+    """The number of times that each rank is a member."""
     return np.bincount(np.searchsorted(ranks, members), minlength=len(ranks))

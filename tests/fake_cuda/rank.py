@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.measuring.trial import FAKE, assumed_step, drawn_trainer
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.estimate.estimate import KINDS, Plan
+from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.schedule.actions import Action
@@ -92,7 +92,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     `_report`.
     """
     config = load_config(case.flags)
-    plan = Plan.of(config, case.world)
+    plan = Estimate.of(config, case.world)
     dist.init_process_group(FAKE, store=FakeStore(), rank=case.rank, world_size=case.world)
     try:
         usage, before = gpu.usage, gpu.usage.live

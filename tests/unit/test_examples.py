@@ -10,7 +10,7 @@ import pytest
 
 from megatron_hetero.cli.make_demo import DemoOptions, make_demo
 from megatron_hetero.config.schema import PlanConfig, load_config, require_modules
-from megatron_hetero.estimate.estimate import Plan
+from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.layout import ModuleShape
@@ -103,9 +103,9 @@ def _comment(model: str) -> str:
     return " ".join(" ".join(line.lstrip("#") for line in lines).split())
 
 
-def _plan(model: str, ranks: int, *flags: str) -> Plan:
+def _plan(model: str, ranks: int, *flags: str) -> Estimate:
     line = ["--config", str(EXAMPLES / f"{model}.yaml"), "--model.hf_path", str(EXAMPLES / "models" / model)]
-    return Plan.of(load_config([*line, *flags]), ranks)
+    return Estimate.of(load_config([*line, *flags]), ranks)
 
 
 def test_the_readmes_eight_gpu_command() -> None:

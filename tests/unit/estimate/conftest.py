@@ -9,9 +9,9 @@ import pytest
 from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.estimate.estimate import Plan
+from megatron_hetero.estimate.estimate import Estimate
 
-MakePlan = Callable[..., Plan]
+MakePlan = Callable[..., Estimate]
 
 
 @pytest.fixture(scope="session")
@@ -69,8 +69,8 @@ def plan_flags(config_folder: Path, tmp_path: Path) -> Callable[[str], list[str]
 def make_plan(plan_flags: Callable[[str], list[str]]) -> MakePlan:
     """`make_plan(world size, vision layout, text layout, more flags)`."""
 
-    def make(world: int, vision: str, text: str, more: str = "") -> Plan:
-        return Plan.of(
+    def make(world: int, vision: str, text: str, more: str = "") -> Estimate:
+        return Estimate.of(
             load_config(plan_flags(f"--vision-parallel {vision} --text-parallel {text} {more}")), world
         )  # fmt: skip
 

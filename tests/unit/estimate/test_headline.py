@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.estimate.estimate import Plan
+from megatron_hetero.estimate.estimate import Estimate
 
 ROOT = Path(__file__).parents[3]
 MODEL = "qwen2_5_vl_32b"
@@ -23,7 +23,7 @@ MORE = (
 
 def gigabytes(more: str) -> float:
     flags = f"--config {ROOT}/examples/{MODEL}.yaml --model.hf_path {ROOT}/examples/models/{MODEL} {MORE} {more}"
-    plan = Plan.of(load_config(flags.split()), 8)
+    plan = Estimate.of(load_config(flags.split()), 8)
     assert [layout.degrees_text for layout in plan.layouts.values()] == ["sp:8", "tp:8"]
     return plan.totals.max() / 1e9
 

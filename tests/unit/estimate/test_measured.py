@@ -12,7 +12,15 @@ import torch.distributed as dist
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate import measured
-from megatron_hetero.estimate.measured import FIRST, LAST, MeasuredModule, Part, PartBytes, flash_workspace, measure
+from megatron_hetero.estimate.measured import (
+    FIRST,
+    LAST,
+    MeasuredModule,
+    ModulePart,
+    PartBytes,
+    flash_workspace,
+    measure,
+)
 from megatron_hetero.estimate.shards import SequenceShard
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.layers.recompute import Recompute
@@ -70,7 +78,7 @@ def test_a_layer_takes_twice_as_much_for_twice_as_many_tokens(
     family: str, changed: dict[str, Any], shapes: dict[str, Any]
 ) -> None:
     module = text(shapes, family, **changed)
-    found = [measure(module, Part("layer", 3), shard_of(tokens, module)) for tokens in (2048, 4096)]
+    found = [measure(module, ModulePart("layer", 3), shard_of(tokens, module)) for tokens in (2048, 4096)]
     assert kept(found[1]) == pytest.approx(2 * kept(found[0]), rel=1e-3)
     assert (
         found[1].passed
@@ -88,19 +96,19 @@ def test_what_a_setting_is_for_shows(shapes: dict[str, Any]) -> None:
         "selective": replace(usual, recompute=SELECTIVE),
         "chunks": replace(usual, recompute=Recompute("none", 512)),
     }
-    whole = kept(measure(usual, Part("layer", 0), shard_of(4096, usual)))
+    whole = kept(measure(usual, ModulePart("layer", 0), shard_of(4096, usual)))
     for name, module in others.items():
-        assert kept(measure(module, Part("layer", 0), shard_of(4096, module))) < 0.9 * whole, name
+        assert kept(measure(module, ModulePart("layer", 0), shard_of(4096, module))) < 0.9 * whole, name
 
 
 def test_what_is_recomputed_as_a_whole_and_layers_that_are_alike_are_measured_once(shapes: dict[str, Any]) -> None:
     module = text(shapes, "qwen2_5_vl")
-    first = measure(module, Part("layer", 0), shard_of(128, module))
+    first = measure(module, ModulePart("layer", 0), shard_of(128, module))
     before = measured._measured.cache_info().misses
     for recompute in ("full", 3):
         for layer in range(module.shape.layers):
             given = replace(module, recompute=Recompute(recompute))
-            assert measure(given, Part("layer", layer), shard_of(128, module)) is first
+            assert measure(given, ModulePart("layer", layer), shard_of(128, module)) is first
     assert measured._measured.cache_info().misses == before
 
 
@@ -122,7 +130,7 @@ def test_the_workspace_of_attention_is_that_of_its_windows(
 ) -> None:
     """Here MLPs are so narrow that a layer's backward pass peaks in attention."""
     module = text(shapes, "qwen2_5_vl", name="vision", shape=shapes["qwen2_5_vl"].vision)
-    windowed, full = (measure(module, Part("layer", layer), shard_of(16384, module)) for layer in (0, 7))
+    windowed, full = (measure(module, ModulePart("layer", layer), shard_of(16384, module)) for layer in (0, 7))
     assert kept(windowed) == pytest.approx(kept(full), rel=1e-3)
     more = flash_workspace(16384, 16384, 256, 16, 16, 80) - flash_workspace(16384, 16384, 1, 16, 16, 80)
     assert windowed.backward - full.backward == more > 0

@@ -8,7 +8,7 @@ from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.config.schema import PrecisionConfig
 from megatron_hetero.estimate.communicator_memory import NVLS_BYTES, PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
-from megatron_hetero.estimate.lifetimes import KeptBytes, StageBytes, together
+from megatron_hetero.estimate.lifetimes import PartMemory, StageBytes, combined
 from megatron_hetero.estimate.measured import flash_workspace
 from megatron_hetero.estimate.parameters import Parameter, parameter_bytes
 from megatron_hetero.estimate.traffic import traffic_of
@@ -103,7 +103,7 @@ def test_memory_of_communicators() -> None:
     assert bytes_by_rank((), 1).tolist() == [0], "a rank alone has no communicator"
 
 
-LAYERS = [[KeptBytes(10, 1)], [KeptBytes(30)], [KeptBytes(20, 2, again=100)], [KeptBytes(5)]]
+LAYERS = [[PartMemory(10, 1)], [PartMemory(30)], [PartMemory(20, 2, again=100)], [PartMemory(5)]]
 
 
 def bytes_of(saved: int, passing: int, again: int, host: int) -> StageBytes:
@@ -112,23 +112,23 @@ def bytes_of(saved: int, passing: int, again: int, host: int) -> StageBytes:
 
 def test_layers_that_stay_add_up() -> None:
     # The third is recomputed when the fourth is gone.
-    assert together(LAYERS) == bytes_of(65, 0, 95, 0)
-    assert together([]) == bytes_of(0, 0, 0, 0)
+    assert combined(LAYERS) == bytes_of(65, 0, 95, 0)
+    assert combined([]) == bytes_of(0, 0, 0, 0)
 
 
 def test_layers_that_are_offloaded_are_on_the_device_two_at_a_time() -> None:
     """In both passes most with the third: 1 of the first, 30 and 20, in place of 1 + 0 + 2 + 5."""
-    assert together(LAYERS, offload=OffloadSizes(least=1, block=8)) == bytes_of(8, 43, 143, 16 + 32 + 24)
+    assert combined(LAYERS, offload=OffloadSizes(least=1, block=8)) == bytes_of(8, 43, 143, 16 + 32 + 24)
     # A single layer is offloaded too.
-    assert together(LAYERS[:1], offload=OffloadSizes(least=1, block=8)) == bytes_of(1, 9, 9, 16)
+    assert combined(LAYERS[:1], offload=OffloadSizes(least=1, block=8)) == bytes_of(1, 9, 9, 16)
 
 
 def test_workspace_is_that_of_the_part_that_takes_most_with_what_is_kept_then() -> None:
     """Backward the second layer has most: 10 and 20 are there, 30 more for its time, when 5 and 7 are gone."""
-    layers = [[KeptBytes(10, forward=3, backward=20)], [KeptBytes(20, forward=8, backward=30)], [KeptBytes(5)]]
-    found = together(layers, before=[KeptBytes(1, 1)], after=[KeptBytes(7, forward=9, backward=4)])
+    layers = [[PartMemory(10, forward=3, backward=20)], [PartMemory(20, forward=8, backward=30)], [PartMemory(5)]]
+    found = combined(layers, before=[PartMemory(1, 1)], after=[PartMemory(7, forward=9, backward=4)])
     assert (found.saved, found.forward, found.backward) == (43, 9, 30 - 12)
-    assert together(layers).backward == 30 - 5
+    assert combined(layers).backward == 30 - 5
 
 
 @pytest.mark.parametrize("recompute, moved", [("none", 4.91), ("selective", 3.27), ("full", 0.25)])

@@ -16,7 +16,7 @@ import pytest
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.cli.demo.model import DemoSizes
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.estimate.estimate import Plan
+from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.registry import ENTRY_POINTS, FAMILIES, family_of
 from tests.support.pool import Pool
@@ -106,7 +106,8 @@ def test_plans_count_each_view(make_flags: MakeFlags) -> None:
     """Four slots of two matrices of 16 x 32 are divided over `xp`, and so are their optimizer's states."""
     with known():
         one, two, four = (
-            Plan.of(load_config(make_flags("dp:4", f"tp:2,dp:2,xp:{xp}")), 4).parameters["text", 0] for xp in (1, 2, 4)
+            Estimate.of(load_config(make_flags("dp:4", f"tp:2,dp:2,xp:{xp}")), 4).parameters["text", 0]
+            for xp in (1, 2, 4)
         )
     elements = 4 * 2 * 16 * 32
     assert one.parameters - two.parameters == one.trained - two.trained == elements // 2
@@ -118,7 +119,7 @@ def test_plans_count_each_view(make_flags: MakeFlags) -> None:
 def test_plans_share_the_weights_of_each_view(make_flags: MakeFlags) -> None:
     """Of the slots each rank has one half over `xp`, and of that one half over `xdp`; of all else a quarter."""
     with known():
-        plans = [Plan.of(load_config(make_flags("dp:4", "dp:4,xp:2", f"--zero.text {zero}")), 4) for zero in (1, 3)]
+        plans = [Estimate.of(load_config(make_flags("dp:4", "dp:4,xp:2", f"--zero.text {zero}")), 4) for zero in (1, 3)]
     whole, shared = (plan.parameters["text", 0] for plan in plans)
     slots = 4 * 2 * 16 * 32 // 2
     everything_else = whole.parameters - slots

@@ -17,7 +17,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import USABLE_GIB, Config, GpuName, PlanConfig, load_command, load_config, to_yaml
 from megatron_hetero.estimate import search as changes
 from megatron_hetero.estimate import search as fitting
-from megatron_hetero.estimate.estimate import Plan
+from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.estimate.search import (
     CHANGES,
@@ -91,16 +91,16 @@ def _with_flags(argv: list[str], flags: str) -> list[str]:
     return [word for flag, values in found.items() for word in (flag, *values)]
 
 
-def _suggested(attempt: Attempt, argv: list[str]) -> Plan:
+def _suggested(attempt: Attempt, argv: list[str]) -> Estimate:
     """The plan of a user who adds the flags."""
-    return Plan.of(load_config(_with_flags(argv, attempt.flags)), attempt.plan.world_size)
+    return Estimate.of(load_config(_with_flags(argv, attempt.flags)), attempt.estimate.world_size)
 
 
 @given(case=st.sampled_from(CASES), share=st.floats(0.3, 0.99))
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_suggested_is_taken_and_fits(plan_flags: PlanFlags, case: Case, share: float) -> None:
     argv = plan_flags(case.flags)
-    plan = Plan.of(load_config(argv), case.ranks)
+    plan = Estimate.of(load_config(argv), case.ranks)
     limit = round(share * plan.totals.max())
     found = find_fitting(plan, limit)
     assert len(found.attempts) <= SHOWN and len({a.flags for a in found.attempts}) == len(found.attempts)
@@ -116,7 +116,7 @@ def test_what_is_suggested_is_taken_and_fits(plan_flags: PlanFlags, case: Case, 
 
 @pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
 def test_one_setting_is_preferred_to_two(case: Case, plan_flags: PlanFlags) -> None:
-    plan = Plan.of(load_config(plan_flags(case.flags)), case.ranks)
+    plan = Estimate.of(load_config(plan_flags(case.flags)), case.ranks)
     alone = [a for entry in CHANGES for c in entry(plan) if (a := fitting.planned(plan, c))]
     least = min(a.needed for a in alone)
     if least < plan.totals.max():
@@ -175,14 +175,14 @@ def test_layouts_of_some_ranks_grow_where_they_are(make_plan: MakePlan) -> None:
     flags = f"--train.global_batch_size 16 --plan.tokens 128 {LEAN} {OFFLOADED}"
     plan = make_plan(3, "dp:1@0", "pp:2@1-2", flags)
     larger = find_fitting(plan, round(0.85 * plan.totals.max())).larger
-    assert larger is not None and larger.plan.world_size == 6
-    assert larger.plan.layouts["vision"].ranks == (0, 1) and larger.plan.layouts["text"].ranks == (2, 3, 4, 5)
+    assert larger is not None and larger.estimate.world_size == 6
+    assert larger.estimate.layouts["vision"].ranks == (0, 1) and larger.estimate.layouts["text"].ranks == (2, 3, 4, 5)
 
 
 def test_an_entry_is_a_function_in_the_table(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that saves nothing, one that is refused, and one that saves the optimizer's state."""
 
-    def entry(plan: Plan) -> Iterator[Change]:
+    def entry(plan: Estimate) -> Iterator[Change]:
         yield Change({"data.workers": 0})
         yield Change({"train.micro_batch_size": 3})
         yield Change({"optimizer.name": "sgd"}, unseen=2.0)
@@ -286,5 +286,5 @@ def test_a_plan_just_below_the_memory_without_its_allowance_does_not_fit(make_pl
 
 
 def test_ranks_on_a_cpu_need_no_allowance(plan_flags: PlanFlags) -> None:
-    plan = Plan.of(load_config(plan_flags("--vision-parallel sp:2 --text-parallel tp:2")), 2, gpu=False)
+    plan = Estimate.of(load_config(plan_flags("--vision-parallel sp:2 --text-parallel tp:2")), 2, gpu=False)
     assert not plan.allowance.any()

@@ -17,10 +17,10 @@ import pytest
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import DatasetConfig, load_command, load_config
-from megatron_hetero.estimate.estimate import KINDS, Plan
-from megatron_hetero.estimate.plot import draw_plan
+from megatron_hetero.estimate.estimate import KINDS, Estimate
+from megatron_hetero.estimate.plot import draw_estimate
 from megatron_hetero.estimate.problems import problems_of, shortened
-from megatron_hetero.estimate.report import assumptions, print_plan, require_files, show_plan, size_text
+from megatron_hetero.estimate.report import assumptions, print_estimate, require_files, show_estimate, size_text
 from megatron_hetero.hf.weight_map import split_length
 from tests.support.shapes import parameter_count
 from tests.unit.estimate.conftest import MakePlan
@@ -184,14 +184,14 @@ def test_what_is_suggested_in_place_of_exchanges_is_planned_without_them() -> No
     assert problems_of(_plan_without_windows(fix.split()[-1], flags)) == ()
 
 
-def _plan_without_windows(vision: str, more: str) -> Plan:
+def _plan_without_windows(vision: str, more: str) -> Estimate:
     """A model of 27 layers of full attention on eight ranks, its text module under tp:8 if `more` does not say else."""
     text = "" if "--text-parallel" in more else "--text-parallel tp:8"
     flags = (
         f"--model.hf_path {ROOT}/examples/models/qwen3_vl_8b --data.registry.d.annotations none.json --data.datasets d "
         f"--train.global_batch_size 32 --vision-parallel {vision} {text} {more}"
     )
-    return Plan.of(load_config(flags.split()), 8)
+    return Estimate.of(load_config(flags.split()), 8)
 
 
 def test_what_is_computed_again_takes_time(make_plan: MakePlan) -> None:
@@ -218,7 +218,7 @@ def test_chunks_do_not_grow_with_the_sequence() -> None:
     chunks = "--model.recompute.text selective --model.chunk.text 8192 --model.recompute.vision full"
     for data in ("--plan.tokens 129708", "--plan.image_side 3584 --model.chunk.vision 4096"):
         usual, frugal = (
-            Plan.of(load_config([*flags.split(), *data.split(), *more.split()]), 8) for more in ("", chunks)
+            Estimate.of(load_config([*flags.split(), *data.split(), *more.split()]), 8) for more in ("", chunks)
         )
         peaks = [plan.memory.sum(axis=1).max() for plan in (usual, frugal)]
         assert peaks[1] < 0.8 * peaks[0]
@@ -242,14 +242,14 @@ def test_the_table_of_edges_in_the_docs_is_printed(capsys: pytest.CaptureFixture
         f"--config {ROOT}/examples/qwen3_vl_8b.yaml --model.hf_path {ROOT}/examples/models/qwen3_vl_8b "
         "--vision-parallel dp:4@0-3 --text-parallel tp:2,pp:2,dp:2@4-11 --parallel_layers.text 1 35"
     )
-    print_plan(Plan.of(load_config(flags.split()), 12))
+    print_estimate(Estimate.of(load_config(flags.split()), 12))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert all(row in lines for row in rows)
 
 
 def test_output_has_every_part(plan_flags: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--vision-parallel dp:2@0-1 --text-parallel tp:2,pp:2@2-5 --plan --world-size 6"
-    show_plan(*_with_plan(load_command(plan_flags(flags))))
+    show_estimate(*_with_plan(load_command(plan_flags(flags))))
     shown = capsys.readouterr().out
     for part in (
         "bfloat16 with adamw on 6 ranks", "1 image of 896x896 pixels (4,096 patches, 1,024 rows)", "512 further tokens",
@@ -281,7 +281,7 @@ def test_rows_that_enter_several_stages_are_listed_by_edge(
     more = f"--plan --world-size {world} --vision-parallel {vision} --text-parallel {text}"
     flags = plan_flags(f"{more} --parallel_layers.text {layers}" if layers else more)
     flags[flags.index("--model.hf_path") + 1] = str(qwen3_folder)
-    show_plan(*_with_plan(load_command(flags)))
+    show_estimate(*_with_plan(load_command(flags)))
     shown = capsys.readouterr().out
     [table] = re.findall(r"^Boundaries, in a step.*?\n\n", shown, re.MULTILINE | re.DOTALL)
     lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if "│" in line]
@@ -303,18 +303,18 @@ def _with_plan(command: tuple) -> tuple:
 def test_samples_without_images_can_be_planned(
     plan_flags: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show_plan(*_with_plan(load_command(plan_flags("--plan --plan.images 0"))))
+    show_estimate(*_with_plan(load_command(plan_flags("--plan --plan.images 0"))))
     assert "Nothing crosses" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
 def test_pictures_are_drawn(name: str, make_plan: MakePlan, tmp_path: Path) -> None:
-    draw_plan(make_plan(6, "sp:2@0,5", "tp:2,pp:2@1-4", "--train.global_batch_size 4"), tmp_path / name)
+    draw_estimate(make_plan(6, "sp:2@0,5", "tp:2,pp:2@1-4", "--train.global_batch_size 4"), tmp_path / name)
     assert (tmp_path / name).stat().st_size > 5000
 
 
 def test_the_share_of_a_gpus_memory_is_printed(make_plan: MakePlan, capsys: pytest.CaptureFixture[str]) -> None:
-    print_plan(make_plan(1, "dp:1", "dp:1", "--plan.memory_gb b300"))
+    print_estimate(make_plan(1, "dp:1", "dp:1", "--plan.memory_gb b300"))
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r"It needs \d\d% of the 287\.43 GB of a GPU \(plan\.memory_gb\)", shown), shown
 
@@ -323,14 +323,14 @@ def test_a_picture_that_cannot_be_written_is_refused(
     plan_flags: Callable[[str], list[str]], make_plan: MakePlan, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="text layout"):
-        show_plan(*_with_plan(load_command(plan_flags(f"--plan --plan-svg {tmp_path}/a.svg --text-parallel tp:3"))))
+        show_estimate(*_with_plan(load_command(plan_flags(f"--plan --plan-svg {tmp_path}/a.svg --text-parallel tp:3"))))
     plan, full = make_plan(2, "sp:2", "tp:2"), tmp_path / "full.svg"
-    draw_plan(plan, full)  # which loads fonts
+    draw_estimate(plan, full)  # which loads fonts
     handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         with pytest.raises(UserError, match="full.svg: found file too large, expected a file that can be written"):
-            draw_plan(plan, full)
+            draw_estimate(plan, full)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
@@ -342,7 +342,7 @@ def test_a_plot_that_is_replaced_is_reported(
 ) -> None:
     planned = _with_plan(load_command(plan_flags(f"--plan --plan-svg {tmp_path}/a.png")))
     for _ in range(2):
-        show_plan(*planned)
+        show_estimate(*planned)
     first, second = capsys.readouterr().out.split("\nwrote ")[1:]
     assert "replacing the previous file" not in first and "replacing the previous file" in second
 
@@ -397,7 +397,7 @@ def test_sizes_and_ranks_are_short() -> None:
 def test_bad_input_is_one_message(flags: str, message: str, plan_flags: Callable[[str], list[str]]) -> None:
     more = " --train.global_batch_size 6" if "dp:1@0" in flags else ""
     with pytest.raises(UserError, match=re.escape(message)):
-        show_plan(*_with_plan(load_command(plan_flags(flags + more))))
+        show_estimate(*_with_plan(load_command(plan_flags(flags + more))))
 
 
 def test_files_are_looked_for_where_that_is_asked(
@@ -433,7 +433,7 @@ def test_files_are_looked_for_where_that_is_asked(
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     flags = f"--plan --model.hf_path {tmp_path} --data.registry.d.annotations x --data.datasets d"
     with pytest.raises(UserError, match=r"config\.json"):
-        show_plan(*_with_plan(load_command(flags.split())))
+        show_estimate(*_with_plan(load_command(flags.split())))
 
 
 def test_programs_that_make_no_plan_say_so(plan_flags: Callable[[str], list[str]]) -> None:
