@@ -129,13 +129,6 @@ VISION, TEXT = "vision", "text"
 ROWS, HIDDEN = "rows", "hidden"
 """What pipeline stages give, where they give several things: the rows that replace embeddings, and hidden states."""
 
-ENCODER_NAME = re.compile(r"[a-z][a-z0-9_]*")
-TAKEN = frozenset(
-    {VISION, TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "boundary", "pipeline"}
-    | {"model", "visual", "lm_head"}
-)
-"""What no further encoder can be called: it means something else in flags, records, metrics or tensors' names."""
-
 
 def parts_of(module: str) -> tuple[str, ...]:
     """The parts of a module that can be frozen: of an encoder itself and its projector."""

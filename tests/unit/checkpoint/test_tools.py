@@ -31,7 +31,7 @@ from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.checkpoint.storage import write_entries
 from megatron_hetero.cli import export
-from megatron_hetero.config.schema import CheckpointConfig
+from megatron_hetero.config.sections import CheckpointConfig
 from megatron_hetero.hf.folders import INDEX, SINGLE
 from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.models.families.common import canonical_name
