@@ -1,7 +1,7 @@
 """Environment variables: those by which torchrun, or another launcher, describes the ranks, and those of CUDA, the
-allocator and NCCL. Does not import torch.
+allocator and NCCL (docs/training.md, "Hardware queues", docs/schedules.md, "When a rank is stuck"). Imports no torch.
 
-docs/training.md, "Hardware queues", and docs/schedules.md, "When a rank is stuck", explain the latter. CUDA reads its
+CUDA reads its
 variables when its context is created, PyTorch's allocator on first use. Variables that the user has set, also by their
 older names, are never changed.
 """
@@ -132,30 +132,26 @@ def _wrong(name: str, found: str, expected: str, fix: str) -> UserError:
 
 
 _QUEUES, _FEW = "CUDA_DEVICE_MAX_CONNECTIONS", range(8)  # 8 is CUDA's default.
-_BEFORE_CUDA = {
+_DEFAULTS = {
     (_QUEUES,): "32",
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
-}
-_BEFORE_NCCL = {
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
-    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
 }
 _TRACES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables of CUDA, the allocator and NCCL that the user has not set. Idempotent; call it before CUDA is
+    """Set the variables of CUDA and the allocator that the user has not set. Idempotent; call it before CUDA is
     initialised. Warns on rank 0 if it is too late, or if the user of a GPU has set few hardware queues.
     """
-    late = [names[0] for names in _set(_BEFORE_CUDA, environ)] if _cuda_is_initialized() else []
-    _set(_BEFORE_CUDA | _BEFORE_NCCL, environ)
+    missing = {names[0]: value for names, value in _DEFAULTS.items() if not any(name in environ for name in names)}
+    environ.update(missing)
     if environ.get("RANK", "0") != "0":
         return
-    if late:
-        wanted = " ".join(f"{names[0]}={value}" for names, value in _BEFORE_CUDA.items() if names[0] in late)
+    if missing and _cuda_is_initialized():
+        wanted = " ".join(f"{name}={value}" for name, value in missing.items())
         warnings.warn(
-            f"CUDA was initialised without {' and '.join(late)}, which it reads only then. Start the program with "
+            f"CUDA was initialised without {' and '.join(missing)}, which it reads only then. Start the program with "
             f"{wanted}, or call `prepare_environment` first",
             stacklevel=2,
         )
@@ -201,13 +197,6 @@ def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> Pa
     except (AttributeError, OSError, RuntimeError):
         return None
     return path
-
-
-def _set(defaults: dict[tuple[str, ...], str], environ: MutableMapping[str, str]) -> list[tuple[str, ...]]:
-    """Set the first name of each default none of whose names is set, and return these defaults' names."""
-    missing = [names for names in defaults if not any(name in environ for name in names)]
-    environ.update({names[0]: defaults[names] for names in missing})
-    return missing
 
 
 def _cuda_is_initialized() -> bool:

@@ -18,8 +18,6 @@ from megatron_hetero.base.environment import group_timeout, prepare_environment,
 VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 
 RECORD = """
@@ -73,16 +71,8 @@ def test_what_a_user_has_set_stays() -> None:
     users = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",  # the older name
-        "TORCH_FR_BUFFER_SIZE": "0",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     assert found_at_the_import_of_torch("the program", **users) == users
-
-
-def test_an_older_name_of_the_flight_recorder_counts() -> None:
-    environ = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "100"}
-    prepare_environment(environ)
-    assert "TORCH_FR_BUFFER_SIZE" not in environ and environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
 def test_too_late_is_said_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
