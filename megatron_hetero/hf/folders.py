@@ -105,7 +105,7 @@ def all_finite(values: Tensor) -> bool:
 
 
 def read_companions(folder: Path, changes: Mapping[str, str | None] = NO_CHANGES) -> Companions:
-    """The companions of a folder, except for `changes`: new texts by name, or None to omit a file. Raises `UserError`."""
+    """The companions of a folder with `changes`: new texts by name, or None to omit a file. Raises `UserError`."""
 
     def unreadable(error: OSError) -> UserError:
         problem, why = f"cannot be read ({reason(error)})", "it goes into the exported model"

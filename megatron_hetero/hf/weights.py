@@ -20,7 +20,7 @@ _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass
 class StoredWeights:
-    """The tensors of a folder, read on demand. `shapes`: by canonical name; `fresh`: tensors that replace the folder's."""
+    """Tensors of a folder, read on demand. `shapes`: by canonical name; `fresh`: tensors that replace the folder's."""
 
     folder: Path
     canonical: Callable[[str], str]

@@ -45,7 +45,7 @@ from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
 from tests.unit.checkpoint.jobs_checkpoint import flags, seal
 from tests.unit.checkpoint.test_across_layouts import same
-from tests.unit.models.test_folder_writer import HOLD
+from tests.unit.hf.test_folder_writer import HOLD
 from tests.unit.train.test_two_folders import write_language_model
 
 Pools = Callable[[int], Pool]
