@@ -60,13 +60,13 @@ class TensorSlice:
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Its index in the local parameter."""
+        """The index of the slice in the local parameter."""
         rows = slice(self.at, self.at + self.rows[1] - self.rows[0])
         return (rows,) if self.columns is None else (rows, slice(0, self.columns[1] - self.columns[0]))
 
     @property
     def source(self) -> tuple[slice, ...]:
-        """Its index in the stored tensor as a matrix."""
+        """The index of the slice in the stored tensor as a matrix."""
         return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
 
 
