@@ -18,7 +18,8 @@ from rich.text import Text
 
 from megatron_hetero.base.environment import LAUNCHER
 from megatron_hetero.base.errors import TEXT, VISION, UserError
-from megatron_hetero.config.load import Setting, Tree, children, describe, is_leaf, item_type, shown_name, step
+from megatron_hetero.config.fields import children, is_leaf, item_type, shown_name
+from megatron_hetero.config.load import Setting, Tree, describe, step
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
 
 

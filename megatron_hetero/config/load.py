@@ -14,16 +14,17 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import read_text, unusable
+from megatron_hetero.config.fields import children, is_leaf, item_type, shown_name
 from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
@@ -45,120 +46,7 @@ class Setting:
     """The folder that relative paths start from."""
 
 
-# ------------------------------------------------------------------------------------------- dataclasses
-
-
-def option(
-    default: T,
-    text: str,
-    shown: str = "",
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-) -> T:
-    """A dataclass field with a default, its help text, the default as shown to users if that differs, and bounds of its
-    number or of the numbers in its mapping.
-    """
-    bounds = {"≥": at_least, ">": above, "≤": at_most}
-    metadata = {"help": text, "shown": shown, "bounds": {sign: b for sign, b in bounds.items() if b is not None}}
-    if isinstance(default, dict):
-        return cast(T, field(default_factory=lambda: dict(default), metadata=metadata))
-    return field(default=default, metadata=metadata)
-
-
-def required(text: str) -> Any:
-    """A required dataclass field with its help text."""
-    return field(metadata={"help": text})
-
-
-class Section:
-    """Base class of dataclasses of settings."""
-
-    def _check(self, section: str) -> None:
-        """Check the values against each other. Raises `UserError`, which names the `section`."""
-
-
-def check_values(section: Section, path: str = "") -> None:
-    """Check the bounds of all numbers in a section and below, then each section's own rules, innermost first.
-
-    Raises:
-        UserError: for the first invalid value.
-    """
-    assert is_dataclass(section), "sections are dataclasses"
-    for f in fields(section):
-        name = f"{path}.{shown_name(f)}".removeprefix(".")
-        value = getattr(section, f.name)
-        items = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
-        for where, item in items.items():
-            if isinstance(item, Section):
-                check_values(item, where)
-            elif isinstance(item, int | float):
-                _check_bounds(where, item, f.metadata.get("bounds", {}))
-    section._check(path)
-
-
-def _check_bounds(name: str, value: float, bounds: Mapping[str, float]) -> None:
-    for sign, bound in bounds.items():
-        if not {"≥": value >= bound, ">": value > bound, "≤": value <= bound}[sign]:
-            expected = " and ".join(f"{sign} {bound}" for sign, bound in bounds.items())
-            raise wrong(name, value, expected, "", f"{'lower' if sign == '≤' else 'raise'} or remove it")
-
-
-def wrong(name: str, found: object, expected: str, because: str, fix: str) -> UserError:
-    """The error for a setting with a wrong value."""
-    return UserError.at(f"{name} (--{name})", found=str(found), expected=expected, because=because, fix=fix)
-
-
-def unused(name: str, found: object, because: str, fix: str) -> UserError:
-    """The error for a setting without effect: a user's setting is never silently ignored."""
-    return wrong(name, found, "no value", because, fix)
-
-
-def children(kind: object) -> dict[str, object] | None:
-    """The fields of a dataclass type with their types; None for any other type."""
-    if not is_dataclass(kind):
-        return None
-    hints = get_type_hints(kind)
-    return {shown_name(f): hints[f.name] for f in fields(kind)}
-
-
-def shown_name(f: Field[Any]) -> str:
-    """A field's name in YAML and flags: Python keywords such as `async` carry a trailing underscore in the code."""
-    return f.name.removesuffix("_")
-
-
-def item_type(kind: object) -> object:
-    """The type of a mapping's values; None for any other type."""
-    return get_args(kind)[1] if get_origin(kind) is Mapping else None
-
-
-def is_leaf(kind: object) -> bool:
-    """Whether a type is that of a value, without further names below it."""
-    return not is_dataclass(kind) and item_type(kind) is None
-
-
-def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
-    """The type of `name` below a value of type `kind` at `path`.
-
-    Raises:
-        UserError: there is no such field.
-    """
-    known = children(kind)
-    if known is None:
-        return item_type(kind)
-    if name not in known:
-        what = f"field of {'.'.join(path)}" if path else "section"
-        raise UserError.at(
-            where,
-            found=f"`{'.'.join((*path, name))}`{did_you_mean(name, known)}",
-            expected=f"a {what}, one of {', '.join(known)}",
-            fix="rename or remove it",
-        )
-    return known[name]
-
-
-# -------------------------------------------------------------------------------------------- conversion
+# ---------------------------------------------------------------------------------------------- conversion
 
 
 class ConversionError(Exception):
@@ -293,6 +181,26 @@ _SCALARS: dict[object, Callable[[str], object]] = {str: _text, bool: _boolean, i
 
 
 # ------------------------------------------------------------------------------------- YAML to a tree
+
+
+def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
+    """The type of `name` below a value of type `kind` at `path`.
+
+    Raises:
+        UserError: there is no such field.
+    """
+    known = children(kind)
+    if known is None:
+        return item_type(kind)
+    if name not in known:
+        what = f"field of {'.'.join(path)}" if path else "section"
+        raise UserError.at(
+            where,
+            found=f"`{'.'.join((*path, name))}`{did_you_mean(name, known)}",
+            expected=f"a {what}, one of {', '.join(known)}",
+            fix="rename or remove it",
+        )
+    return known[name]
 
 
 class _Loader(yaml.SafeLoader):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megatron_hetero.config.load import Section, option, unused, wrong
+from megatron_hetero.config.fields import Section, option, unused, wrong
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,12 @@ from typing import Literal, NamedTuple
 
 import yaml
 
-from megatron_hetero.base.errors import TEXT, UserError, parts_of
+from megatron_hetero.base.errors import UserError, parts_of
 from megatron_hetero.base.files import resolved
 from megatron_hetero.base.outputs import is_ours, lock_of, partial_export_of, replaced_of
+from megatron_hetero.config.fields import Section, check_values, option, shown_name, unused, wrong
 from megatron_hetero.config.flags import CommandLine, EstimateRequest, read_flags, without_plan
-from megatron_hetero.config.load import (
-    Section,
-    build,
-    check_values,
-    merge,
-    option,
-    read_yaml,
-    shown_name,
-    unused,
-    wrong,
-)
+from megatron_hetero.config.load import build, merge, read_yaml
 from megatron_hetero.config.optimizers import FP32, OPTIMIZERS, OffloadConfig, OptimizerConfig, PrecisionConfig
 from megatron_hetero.config.sections import (
     BoundaryConfig,
@@ -152,7 +143,7 @@ def _check_states(config: Config) -> None:
                 raise unused(name, True, f"{kind.name} keeps no states of this module", "remove it")
             _require_trained(config, module, name, True)
         # The layers of a frozen text module keep activations for the gradients of encoders.
-        if chosen.activations and module != TEXT and module in config.model.freeze:
+        if chosen.activations and module in config.model.encoder_names and module in config.model.freeze:
             why, fix = f"{module} is frozen and its layers have no backward pass", f"remove it, or train {module}"
             raise unused(f"offload.{module}.activations", True, why, fix)
     for module, zero in config.zero.items():

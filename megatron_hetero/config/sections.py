@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_hetero.base.errors import TEXT, VISION, UserError, is_pattern, parts_of
-from megatron_hetero.config.load import Section, option, required, shown_name, unused, wrong
+from megatron_hetero.config.fields import Section, option, required, shown_name, unused, wrong
 from megatron_hetero.layout.grammar import did_you_mean
 
 _ENCODER_NAME = re.compile(r"[a-z][a-z0-9_]*")
