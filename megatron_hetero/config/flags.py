@@ -164,16 +164,16 @@ def _no_such_flag(flag: str, root: type) -> UserError:
 
 
 class FlagRow(NamedTuple):
-    """One flag as `--help` and docs/configuration.md show it."""
+    """A flag in `--help` and docs/configuration.md."""
 
     flag: str
-    """Such as `--train.iters`."""
+    """Its name, such as `--train.iters`."""
     values: str
     """Its type in a user's words."""
     default: str
-    """Its default, or how that is chosen."""
+    """Its default, or a description of it."""
     text: str
-    """Its help text, one sentence or more."""
+    """Its help text."""
 
 
 @lru_cache

@@ -36,22 +36,18 @@ def resolve(
 def _parsed(
     name: str, texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int, flags: bool
 ) -> Layout:
-    try:
-        return Layout.parse(texts[name], world_size, views=modules[name].views)
-    except UserError:  # Parsed again for advice that suits the other modules.
-        idle = set(range(world_size)).difference(
-            *(_likely_ranks(texts.get(other), world_size, shape) for other, shape in modules.items() if other != name)
-        )
-        views = [view for shape in modules.values() for view in shape.views]
-        return Layout.parse(
-            texts[name],
-            world_size,
-            module=name,
-            shape=modules[name],
-            idle=idle,
-            flags=flags,
-            elsewhere=views,
-        )
+    """The layout of a module, or an error with advice that suits the other modules too."""
+    others = {other: shape for other, shape in modules.items() if other != name}
+    covered = (_likely_ranks(texts.get(other), world_size, shape) for other, shape in others.items())
+    return Layout.parse(
+        texts[name],
+        world_size,
+        module=name,
+        shape=modules[name],
+        idle=set(range(world_size)).difference(*covered),
+        flags=flags,
+        elsewhere=[view for shape in others.values() for view in shape.views],
+    )
 
 
 def _likely_ranks(text: str | None, world_size: int, shape: ModuleShape) -> Sequence[int]:
@@ -80,8 +76,10 @@ def validate(
                 expected="one",
                 fix=f"try `{as_given(name, f'dp:{world_size}', flags=flags)}`",
             )
-        _require_inside(name, shape, layouts[name], world_size, flags)
-        _require_shape(shape, layouts[name], world_size, flags)
+        layout = layouts[name]
+        if layout.ranks[-1] >= world_size:  # Parsed again for the message.
+            Layout.parse(str(layout), world_size, module=name, shape=shape, flags=flags, views=layout.views)
+        _require_shape(shape, layout, world_size, flags)
     _require_all_covered(modules, layouts, world_size, flags)
 
 
@@ -95,11 +93,6 @@ def _require_known(names: Iterable[str], modules: Mapping[str, ModuleShape], fla
                 because="the model has no other modules",
                 fix="rename or remove it",
             )
-
-
-def _require_inside(name: str, shape: ModuleShape, layout: Layout, world_size: int, flags: bool) -> None:
-    if layout.ranks[-1] >= world_size:
-        Layout.parse(str(layout), world_size, module=name, shape=shape, flags=flags, views=layout.views)
 
 
 def _require_shape(shape: ModuleShape, layout: Layout, world_size: int, flags: bool) -> None:
