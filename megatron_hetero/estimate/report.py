@@ -12,7 +12,7 @@ from rich.text import Text
 
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.base.terminal import size_text
-from megatron_hetero.config.flags import PlanRequest
+from megatron_hetero.config.flags import EstimateRequest
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import ALLOWANCES, FRAGMENTATION, NODE, kind_bytes
 from megatron_hetero.estimate.estimate import KINDS, BoundaryTraffic, Estimate

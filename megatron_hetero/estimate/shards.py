@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.config.schema import PlanConfig
+from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.data.balance import assign, assign_in_order, cut_calls
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards

@@ -68,7 +68,8 @@ def test_example_loads_and_its_layouts_fit(model: str) -> None:
     vision = published.encoders["vision"]
     side = isqrt(config.data.max_pixels)
     assert (
-        vision.rows(item_type(vision).assumed(vision, PlanConfig(image_side=side))) <= config.data.max_seq_length // 2
+        vision.rows(item_type(vision).assumed(vision, EstimateConfig(image_side=side)))
+        <= config.data.max_seq_length // 2
     )
 
 
