@@ -334,7 +334,7 @@ _ExchangeFunction = Callable[[Tensor, Tensor, Exchange[RowIndex], dist.ProcessGr
 
 
 def _all_to_all(received: Tensor, sent: Tensor, plan: Exchange[RowIndex], group: dist.ProcessGroup) -> Sequence[Any]:
-    """One uneven all-to-all over the group."""
+    """Start one uneven all-to-all over the group."""
     work = dist.all_to_all_single(
         received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True
     )  # fmt: skip
@@ -344,7 +344,7 @@ def _all_to_all(received: Tensor, sent: Tensor, plan: Exchange[RowIndex], group:
 def _point_to_point(
     received: Tensor, sent: Tensor, plan: Exchange[RowIndex], group: dist.ProcessGroup
 ) -> Sequence[Any]:
-    """One batch of sends and receives, between ranks that exchange at least one row."""
+    """Start one batch of sends and receives, between ranks that exchange at least one row."""
     ranks = dist.get_process_group_ranks(group)
     sides = (dist.isend, sent, plan.send_counts), (dist.irecv, received, plan.receive_counts)
     batch = [

@@ -181,9 +181,8 @@ class BoundaryPlan:
             most, most_sent, total = (
                 n * self.row_bytes for n in (received.max(initial=0), sent.max(initial=0), sum(sent))
             )
-            yield (
-                f"{name}: at most {most:,} bytes received and {most_sent:,} bytes sent by a rank; {total:,} bytes in all"
-            )
+            largest = f"at most {most:,} bytes received and {most_sent:,} bytes sent by a rank"
+            yield f"{name}: {largest}; {total:,} bytes in all"
 
     def _rank_lines(self, name: str, of_ranks: Traffic) -> Iterator[str]:
         row = self.row_bytes
