@@ -28,7 +28,7 @@ from megatron_hetero.layout.graph import Edge
 _NOT_ACCUMULATED = str(
     UserError.at(
         "micro_batch",
-        problem="`torch.autograd.grad` computed the gradient of rows that arrived, and none reached the rows themselves",
+        problem="`torch.autograd.grad` computed the gradient of rows that arrived, and none reached the rows",
         because="what it returns does not go back",
         fix="call `rows.backward(gradient)` with what it returned; for a gradient that is only looked at, take that of "
         "`rows.detach().requires_grad_()`",

@@ -98,7 +98,7 @@ class StepLoader:
 
     def with_schedule(self, schedule: Schedule) -> StepLoader:
         """The same for steps of another schedule, of as many micro-batches as that has."""
-        together = {name: schedule.together(name) for name in self.planner.encoders}
+        together = {name: schedule.in_one_call(name) for name in self.planner.encoders}
         return replace(self, planner=self.planner.with_calls(lambda _: together))
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:

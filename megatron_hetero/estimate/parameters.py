@@ -35,8 +35,8 @@ from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
 from megatron_hetero.layout.stages import LAYERS, Stage
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes, weight_map
+from megatron_hetero.schedule.gathering import GatherSpan, rows_of_share, shares_weights, span_of
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.semantics import Span, rows_of_share, shares_weights, span_of
 from megatron_hetero.step.number_formats import BLOCK, batch_elements
 
 _MASTER = {"float32": 4, "split": 2, "none": 0}
@@ -174,7 +174,7 @@ class GatheredBytes:
     running: int = 0
 
 
-def planned_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range]) -> Span:
+def planned_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range]) -> GatherSpan:
     """How long a module's gathered weights stay. `calls`: of an encoder, its micro-batches in runs that are one call
     each; where it has one in each of its turns, nothing is left that they could stay for.
     """
@@ -185,7 +185,7 @@ def planned_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range
 
 
 def gathered_bytes(
-    parameters: Sequence[Parameter], itemsize: int, gradient: int, span: Span, *, is_head: bool
+    parameters: Sequence[Parameter], itemsize: int, gradient: int, span: GatherSpan, *, is_head: bool
 ) -> GatheredBytes:
     """`itemsize`: bytes of a weight; `gradient`: of its gradient, whole and as it is sent. `is_head`: whether the
     embedding is read again after the layers.

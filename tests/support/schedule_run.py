@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,32 @@ import torch.distributed as dist
 from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.layout.communicators import DIRECTIONS, EdgeUse, Link
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.deadlock import DESIGN, Wiring
 from megatron_hetero.schedule.program import Schedule, use_of
 from tests.support.pool import Pool, world
 
 Ranks = tuple[int, ...]
 
 
-def runs_to_the_end(schedule: Schedule, pool: Pool, wiring: Wiring = DESIGN) -> str | None:
+@dataclass(frozen=True)
+class Wiring:
+    """Which operations of a rank share a communicator.
+
+    `links`: one communicator for activations (F, R) and one for gradients (B) per ordered pair of ranks (`pair`) or per
+    pipeline. `boundaries`: one communicator per direction of an edge, or per edge. The defaults are those of
+    `megatron_hetero.layout.communicators`.
+    """
+
+    links: Literal["pair", "pipeline"] = "pair"
+    boundaries: Literal["direction", "boundary"] = "direction"
+
+    def __call__(self, use: Link | EdgeUse) -> str:
+        """Name the communicator for a use."""
+        if isinstance(use, Link):
+            return str(use) if self.links == "pair" else f"{use.module} {use.direction}"
+        return str(use) if self.boundaries == "direction" else "-".join(use.edge.ends)
+
+
+def runs_to_the_end(schedule: Schedule, pool: Pool, wiring: Wiring = Wiring()) -> str | None:
     """None where the schedule ends on the ranks of the pool, else what the process group says of it.
 
     Args:
@@ -59,12 +77,12 @@ def _groups(schedule: Schedule, wiring: Wiring) -> list[tuple[str, list[list[int
         linked[f"work of {module.name}"] = [module.stage_ranks(at) for at in range(module.layout.pp)]
         for stage in range(module.stages - 1):
             for direction, sender, receiver in zip(DIRECTIONS, (stage, stage + 1), (stage + 1, stage), strict=True):
-                name = wiring.of(Link(module.name, direction, module.coordinate(sender)))
+                name = wiring(Link(module.name, direction, module.coordinate(sender)))
                 pairs = zip(module.stage_ranks(sender), module.stage_ranks(receiver), strict=True)
                 linked.setdefault(name, []).extend(pair for pair in pairs if pair[0] != pair[1])
     for edge in schedule.edges:
         for direction in DIRECTIONS:
-            name = wiring.of(EdgeUse(edge, direction))
+            name = wiring(EdgeUse(edge, direction))
             linked.setdefault(name, []).append(tuple(chain(*schedule.sides(edge))))
     return [(name, parts) for name, links in linked.items() if (parts := _connected(links))]
 
@@ -182,7 +200,7 @@ class _Rank:
         return text, encoder, action.kind == "F"
 
     def _group(self, action: Action) -> Any:
-        return self.groups[self.wiring.of(use_of(self.schedule, action))]
+        return self.groups[self.wiring(use_of(self.schedule, action))]
 
     def _all_to_all(self, action: Action) -> Any:
         group = self._group(action)

@@ -21,7 +21,7 @@ from megatron_hetero.groups.megatron import fsdp_groups
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.models.layers import offload as activations
-from megatron_hetero.schedule import semantics as gathering
+from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.step.interpreter import StepExecution
 from megatron_hetero.train.start import build_trainer

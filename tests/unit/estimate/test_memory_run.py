@@ -11,7 +11,7 @@ import pytest
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import KINDS, Plan
-from megatron_hetero.schedule import semantics as gathering
+from megatron_hetero.schedule import gathering
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import long, thinned
 from tests.support.pool import Pool

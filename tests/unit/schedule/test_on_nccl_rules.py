@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.deadlock import Wiring, find_cycle
+from megatron_hetero.schedule.deadlock import find_cycle
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.pool import Pool
-from tests.support.schedule_run import runs_to_the_end
+from tests.support.schedule_run import Wiring, runs_to_the_end
 from tests.unit.schedule.shapes import layouts, schedules
 
 Pools = Callable[[int], Pool]
