@@ -240,7 +240,7 @@ class Boundary:
             held: ids of the rows that this rank passes to the crossing, in that order; int64, from 0. Ranks that hold
                 the same rows, such as those along `tp`, give the same ids. -1, as often as needed, is a row that does
                 not cross: a class token, padding.
-            needed: ids of the rows that this rank wants, in the order in which they arrive.
+            needed: ids of the rows that this rank needs, in the order in which they arrive.
             gradient: of rows that several ranks need, the same on all ranks. `invariant`: each of them computes the
                 whole gradient, as Megatron's layers do along `tp`, with or without sequence parallelism. `partial`:
                 each computes a part, as ranks do that share the tokens of a sample. Where ranks do both (`tp` with

@@ -117,7 +117,7 @@ class BoundaryCommunicator:
         return {name: str(getattr(self, name)) for name in ("width", "dtype", "transport", "check")}
 
     def no_rows(self) -> Tensor:
-        """The input of a rank that holds no rows: [0, width]."""
+        """Return the input of a rank without rows: [0, width]."""
         return torch.empty(0, self.width, dtype=self.dtype, device=self.device)
 
     def forward(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class Crossing:
         return result
 
     def _allocate_output(self, direction: DirectionPlan[RowIndex]) -> Tensor:
-        """Where rows arrive: the result itself, or a buffer if the wire has its own dtype."""
+        """Allocate the result, or take a buffer for the rows that arrive if the wire has its own dtype."""
         if self._wire_dtype == self._dtype:
             shape = direction.needed, self._communicator.width
             output = torch.empty(shape, dtype=self._dtype, device=self._communicator.device)
@@ -281,7 +281,7 @@ class Crossing:
         scatter, gather = direction.exchange("scatter"), direction.exchange("gather")
         exchange = None if scatter is None else self._launch(scatter, rows, self._output)
         with self._communicator._buffers.lease() as lease:
-            scatter_rows(self._output, direction.kept_to, gather_rows(rows, direction.kept_from, lease))
+            scatter_rows(self._output, direction.local_to, gather_rows(rows, direction.local_from, lease))
         if exchange is not None:
             yield
             exchange.finish()

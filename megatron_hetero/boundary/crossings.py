@@ -168,7 +168,7 @@ class MicroBatchCrossings:
                 self._backward(crossing.edge.source, waiting.pop(crossing.edge.source, {}))
 
     def _may_wait(self, source: str, waiting: Mapping[int, _Returned]) -> bool:
-        """Whether no rows of `source` were computed from what the last crossing brought. Rows that crossed before it
+        """Whether no rows of `source` were computed from the rows of the last crossing. Rows that crossed before it
         cannot be.
         """
         last, before = self.crossings[-1], {id(earlier.rows) for earlier in self.crossings}
@@ -207,7 +207,7 @@ def require_no_backward(current: MicroBatchCrossings | None) -> None:
 
 
 def _computed_from(rows: Tensor, crossing: _Crossing) -> bool:
-    """Whether the graph of `rows` begins at what `crossing` brought."""
+    """Whether the graph of `rows` begins at the rows that arrived by `crossing`."""
     seen: set[Any] = set()
     left: list[Any] = [rows.grad_fn]
     while left:

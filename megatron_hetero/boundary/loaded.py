@@ -79,7 +79,7 @@ class BufferLease:
 
 
 def load_index(index: np.ndarray, device: torch.device) -> RowIndex:
-    """`index`, int64 [rows], on the device; a slice where it is a contiguous run."""
+    """Copy `index`, int64 [rows], to the device; return a slice where it is a contiguous run."""
     if not len(index):
         return slice(0, 0)
     if index[-1] - index[0] == len(index) - 1 and np.all(np.diff(index) == 1):
@@ -88,7 +88,7 @@ def load_index(index: np.ndarray, device: torch.device) -> RowIndex:
 
 
 def gather_rows(rows: Tensor, index: RowIndex, lease: BufferLease) -> Tensor:
-    """`rows[index]`, contiguous; in a buffer of `lease` unless they are so already."""
+    """Return `rows[index]`, contiguous; in a buffer of `lease` unless they are so already."""
     if not isinstance(index, slice):
         return torch.index_select(rows, 0, index, out=lease.acquire(len(index), rows.dtype))
     run = rows[index]
@@ -96,7 +96,7 @@ def gather_rows(rows: Tensor, index: RowIndex, lease: BufferLease) -> Tensor:
 
 
 def scatter_rows(target: Tensor, index: RowIndex, rows: Tensor) -> None:
-    """`target[index] = rows`."""
+    """Set `target[index] = rows`."""
     if isinstance(index, slice):
         target[index] = rows
     else:
@@ -104,7 +104,7 @@ def scatter_rows(target: Tensor, index: RowIndex, rows: Tensor) -> None:
 
 
 def scatter_add_rows(target: Tensor, index: RowIndex, rows: Tensor, lease: BufferLease) -> None:
-    """`target[index] += rows`, in the dtype of `target`."""
+    """Add `rows` to `target[index]`, in the dtype of `target`."""
     if rows.dtype != target.dtype:
         rows = lease.acquire(len(rows), target.dtype).copy_(rows)
     if isinstance(index, slice):
@@ -147,4 +147,4 @@ def _load_direction(plan: DirectionPlan[np.ndarray], device: torch.device) -> Di
     exchanges = tuple(
         Exchange(e.phase, load(e.send), e.send_counts, load(e.receive), e.receive_counts) for e in plan.exchanges
     )
-    return DirectionPlan(plan.held, plan.needed, load(plan.kept_from), load(plan.kept_to), exchanges, plan.complete)
+    return DirectionPlan(plan.held, plan.needed, load(plan.local_from), load(plan.local_to), exchanges, plan.complete)

@@ -51,11 +51,11 @@ class Members:
         return np.diff(self.starts)
 
     def group_of(self, rank: int) -> int:
-        """The group of `rank`; -1 for none."""
+        """Return the group of `rank`; -1 for none."""
         return int(self.groups_of(np.array([rank]))[0])
 
     def groups_of(self, ranks: np.ndarray) -> np.ndarray:
-        """The group of each of `ranks`, int64; -1 for none."""
+        """Return the group of each of `ranks`, int64; -1 for none."""
         if not len(self.sorted_ranks):
             return np.full(len(ranks), -1, np.int64)
         at = np.minimum(np.searchsorted(self.sorted_ranks, ranks), len(self.sorted_ranks) - 1)
@@ -137,7 +137,7 @@ class Ownership:
         return cls(groups, np.argsort(small, kind="stable"), np.concatenate([[0], np.cumsum(counts)]), gradient)
 
     def of_groups(self, first: int, last: int) -> Ownership:
-        """The groups [first, last), with their rows."""
+        """Return the groups [first, last), with their rows."""
         low, high = self.starts[first], self.starts[last]
         return Ownership(
             self.groups[first:last], self.ids[low:high], self.starts[first : last + 1] - low, self.gradient
@@ -152,9 +152,9 @@ class Ownership:
         return [self._between(first, last) for first, last in pairwise(ends)]
 
     def _between(self, first: int, last: int) -> Ownership:
-        kept = (self.ids >= first) & (self.ids < last)
-        starts = np.concatenate([[0], np.cumsum(kept)])[self.starts]
-        return Ownership(self.groups, self.ids[kept] - first, starts, self.gradient)
+        inside = (self.ids >= first) & (self.ids < last)
+        starts = np.concatenate([[0], np.cumsum(inside)])[self.starts]
+        return Ownership(self.groups, self.ids[inside] - first, starts, self.gradient)
 
     @classmethod
     def parse(cls, text: str) -> Ownership:
@@ -198,17 +198,17 @@ class Ownership:
         return tuple(self.members.sorted_ranks.tolist())
 
     def held_by(self, rank: int) -> np.ndarray:
-        """The row ids that `rank` holds, in stored order; empty for a rank that is not on this side."""
+        """Return the row ids that `rank` holds, in stored order; empty for a rank that is not on this side."""
         group = self.members.group_of(rank)
         return self.ids[:0] if group < 0 else self.ids[self.starts[group] : self.starts[group + 1]]
 
     def peers_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same rows as `rank`, itself included; empty for a rank that is not on this side."""
+        """Return the ranks that hold the same rows as `rank`, itself included; empty for a rank not on this side."""
         group = self.members.group_of(rank)
         return () if group < 0 else self.groups[group]
 
     def num_rows(self, rank: int) -> int:
-        """The number of rows that `rank` holds."""
+        """Return the number of rows that `rank` holds."""
         return len(self.held_by(rank))
 
     @cached_property

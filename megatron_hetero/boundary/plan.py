@@ -109,7 +109,7 @@ class BoundaryPlan:
         return digest
 
     def rank(self, rank: int, *, backward: bool = True) -> RankPlan[np.ndarray]:
-        """The part of `rank`, one of `ranks`. `backward=False`: of the forward direction only."""
+        """Plan the part of `rank`, one of `ranks`. `backward=False`: only the forward direction."""
         forward, back = self.directions.values()
         return RankPlan(
             rank,
@@ -131,11 +131,11 @@ class BoundaryPlan:
         return {"forward": forward, "backward": Redistribution(destination, source, summed, once, mirror=forward)}
 
     def moves(self) -> tuple[Move, ...]:
-        """All moves of both directions, in order of execution."""
+        """Return all moves of both directions, in order of execution."""
         return tuple(_moves(self._phase_moves()))
 
     def traffic(self, direction: str) -> Traffic:
-        """The traffic of all `ranks` in `direction`, "forward" or "backward"."""
+        """Return the traffic of all `ranks` in `direction`, "forward" or "backward"."""
         return self._traffic(direction, self._phase_moves())
 
     def _phase_moves(self) -> list[_PhaseMoves]:
@@ -162,7 +162,7 @@ class BoundaryPlan:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        """A summary, the moves, each rank's traffic, and the totals."""
+        """Write a summary, the moves, each rank's traffic, and the totals."""
         how = "batched point-to-point" if self.point_to_point else "one uneven all-to-all per phase"
         rows = len(self.destination.ids)
         yield f"boundary of {rows:,} rows of {self.row_bytes:,} bytes over {len(self.ranks)} ranks, {how}"

@@ -43,7 +43,7 @@ class Exchange(Generic[Index]):
 class DirectionPlan(Generic[Index]):
     """One direction of a boundary for one rank.
 
-    `held`, `needed`: rows of the input and of the output buffer. `kept_from`, `kept_to`: rows that stay on this rank,
+    `held`, `needed`: rows of the input and of the output buffer. `local_from`, `local_to`: rows that stay on this rank,
     as indices in the input and the output. `exchanges`: the phases, the same on every rank. A reduce adds to a copy of
     the input, from which the scatter reads; a gather reads and writes the output. `complete`: whether every output row
     is written; the others are zero.
@@ -51,13 +51,13 @@ class DirectionPlan(Generic[Index]):
 
     held: int
     needed: int
-    kept_from: Index
-    kept_to: Index
+    local_from: Index
+    local_to: Index
     exchanges: tuple[Exchange[Index], ...]
     complete: bool
 
     def exchange(self, phase: Phase) -> Exchange[Index] | None:
-        """The exchange of `phase`, if there is one."""
+        """Return the exchange of `phase`, if there is one."""
         return next((e for e in self.exchanges if e.phase == phase), None)
 
     @property
@@ -76,11 +76,11 @@ class DirectionPlan(Generic[Index]):
         return len(self.exchanges)
 
 
-def keeps_all(plan: DirectionPlan[np.ndarray]) -> bool:
+def is_identity(plan: DirectionPlan[np.ndarray]) -> bool:
     """Whether the output is the input: no rank exchanges anything, and every row stays in its place."""
     everything = np.arange(plan.held)
-    kept = np.array_equal(plan.kept_from, everything) and np.array_equal(plan.kept_to, everything)
-    return kept and plan.needed == plan.held and not plan.exchanges
+    in_place = np.array_equal(plan.local_from, everything) and np.array_equal(plan.local_to, everything)
+    return in_place and plan.needed == plan.held and not plan.exchanges
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ class Routes:
         return keys // ranks, keys % ranks, rows
 
     def exchange(self, phase: Phase, rank: int, ranks: Sequence[int]) -> Exchange[np.ndarray]:
-        """The sends and receives of `rank`."""
+        """Return the sends and receives of `rank`."""
         order = np.asarray(ranks)
 
         def side(own: np.ndarray, other: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -161,27 +161,27 @@ class Redistribution:
         return tuple(phase for phase in PHASES if used[phase])
 
     def plan(self, rank: int, ranks: Sequence[int]) -> DirectionPlan[np.ndarray]:
-        """The part of `rank`."""
+        """Plan the part of `rank`."""
         rows = self.row_table(rank)
         # The routes of the scatter include the rows that stay, even if it moves none.
         scatter = self.routes("scatter", rows)
         routes = {phase: scatter if phase == "scatter" else self.routes(phase, rows) for phase in self.phases}
-        kept = np.flatnonzero((scatter.sender == rank) & (scatter.receiver == rank))
+        local = np.flatnonzero((scatter.sender == rank) & (scatter.receiver == rank))
         exchanges = tuple(routes[phase].exchange(phase, rank, ranks) for phase in self.phases)
         arriving = sum(sum(e.receive_counts) for e in exchanges if e.phase != "reduce")
         needed = self.needed.num_rows(rank)
         return DirectionPlan(
             held=self.held.num_rows(rank),
             needed=needed,
-            kept_from=scatter.source_index[kept],
-            kept_to=scatter.target_index[kept],
+            local_from=scatter.source_index[local],
+            local_to=scatter.target_index[local],
             exchanges=exchanges,
-            complete=len(kept) + arriving == needed,
+            complete=len(local) + arriving == needed,
         )
 
     def minima(self, ranks: np.ndarray) -> np.ndarray | None:
-        """The fewest rows that each of `ranks` can receive: those it needs less those it holds. None where rows are
-        summed, or one rank of a group gets a row: only the total has a minimum then.
+        """Return the fewest rows that each of `ranks` can receive: those it needs less those it holds. None where rows
+        are summed, or one rank of a group gets a row: only the total has a minimum then.
         """
         if self.once or (self.summed and self.held.members.sizes.max(initial=1) > 1):
             return None
@@ -245,7 +245,7 @@ class Redistribution:
         return keys[order], self.mirror._rows_of_pairs[1][order]
 
     def row_table(self, rank: int | None) -> RowTable:
-        """The rows that `rank` holds or needs; None: all. Contains all rows of a pair of groups or none."""
+        """Return the rows that `rank` holds or needs; None: all. Contains all rows of a pair of groups or none."""
         held, needed, source_index, target_index = self._columns
         if rank is not None:
             mine = (held == self.held.members.group_of(rank)) | (needed == self.needed.members.group_of(rank))
@@ -263,7 +263,7 @@ class Redistribution:
         return _SharedRanks.of(self.held, self.needed)
 
     def routes(self, phase: Phase, rows: RowTable) -> Routes:
-        """The moves of `rows` in a phase."""
+        """Return the moves of `rows` in a phase."""
         return {"reduce": self._reduce, "scatter": self._scatter, "gather": self._gather}[phase](rows)
 
     def _endpoints(self, rows: RowTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -293,7 +293,7 @@ class Redistribution:
         crossing = Routes(sender, first_receiver, rows.source_index, rows.target_index)
         if self.summed or self.once or not np.any(shared > 1):
             return crossing
-        # All shared ranks keep their copies, not only the row's sender.
+        # A row stays on all shared ranks, not only on its sender.
         member, times = _all_members(self.needed, rows.needed)
         copies = rows.repeated(times)
         stays = (self.held.members.groups_of(member) == copies.held) & (member != np.repeat(sender, times))
@@ -340,18 +340,18 @@ class _SharedRanks:
         return at, (self.keys[at] == keys) if len(self.keys) else np.zeros(len(keys), bool)
 
     def counts(self, keys: np.ndarray) -> np.ndarray:
-        """The number of shared ranks of each pair."""
+        """Count the shared ranks of each pair."""
         at, found = self._find(keys)
         return np.where(found, np.diff(self.starts)[at], 0) if len(self.keys) else np.zeros(len(keys), np.int64)
 
     def rank_at(self, keys: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """The shared rank number `index` of each pair."""
+        """Return the shared rank number `index` of each pair."""
         at, _ = self._find(keys)
         return self.ranks[self.starts[at] + index]
 
 
 def _all_members(side: Ownership, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ranks of each of `groups`, concatenated, and the size of each."""
+    """Return the ranks of each of `groups`, concatenated, and the size of each."""
     sizes = side.members.sizes[groups]
     within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return side.members.ranks[np.repeat(side.members.starts[groups], sizes) + within], sizes

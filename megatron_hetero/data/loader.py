@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import RowIndex, load_index, load_plan
-from megatron_hetero.boundary.routes import DirectionPlan, keeps_all
+from megatron_hetero.boundary.routes import DirectionPlan, is_identity
 from megatron_hetero.data.dealing import Deal, Dealing, PackMetadata, SampleMetadata, pack_metadata
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, TokenizedSample, pack
@@ -316,7 +316,7 @@ class PatchSharing:
         if direction.exchanges:
             own = parts[0] if len(parts) == 1 else torch.cat([torch.zeros(0, width), *parts])
             parts = [self._communicators[encoder].forward(load_plan(plan.exchange, CPU), own)]
-        as_it_is = len(parts) == 1 and (direction.exchanges or keeps_all(direction))
+        as_it_is = len(parts) == 1 and (direction.exchanges or is_identity(direction))
         if as_it_is and not plan.padding and not pinned:
             return parts[0].view(-1, elements)
         out = torch.empty(direction.needed * width // elements + plan.padding, elements, pin_memory=pinned)
@@ -356,7 +356,7 @@ def place_rows(direction: DirectionPlan[np.ndarray], parts: Sequence[Tensor], ou
 def _runs(direction: DirectionPlan[np.ndarray], lengths: Sequence[int]) -> Iterator[tuple[RowIndex, RowIndex]]:
     """For each part the rows of it that stay, and where they go."""
     starts = np.cumsum([0, *lengths])
-    part_of_row = np.searchsorted(starts, direction.kept_from, side="right") - 1
+    part_of_row = np.searchsorted(starts, direction.local_from, side="right") - 1
     for number, start in enumerate(starts[:-1]):
         chosen = part_of_row == number
-        yield load_index(direction.kept_from[chosen] - start, CPU), load_index(direction.kept_to[chosen], CPU)
+        yield load_index(direction.local_from[chosen] - start, CPU), load_index(direction.local_to[chosen], CPU)

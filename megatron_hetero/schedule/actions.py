@@ -52,11 +52,11 @@ What an action needs before it:
     send          its run
     start F       on the encoder's side: F of the stage that the edge leaves. On the text module's side: nothing
     start B       on the text module's side: B of the stage that the edge enters. On the encoder's side: nothing
-    wait, finish  its `irecv` or `start`, and what is said above of other ranks
+    wait, finish  its `irecv` or `start`, and other ranks as specified above
 
 Which actions a rank executes follows from its modules and stages alone (`expected_actions`); the builder determines
 their order. For `--vision-parallel dp:1@0 --text-parallel pp:2@1-2`, run-ahead 0 and two micro-batches, one step per
-line (``-`` is no action; columns wait for each other as said above):
+line (``-`` is no action; columns wait for each other as specified above):
 
     step  vision.0         text.0           text.1
           @0               @1               @2

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import NamedTuple
 
@@ -146,50 +146,29 @@ def find_problem(schedule: Schedule) -> ScheduleProblem | None:
 
 
 def _wrong_actions(schedule: Schedule) -> Iterator[ScheduleProblem]:
+    once, because = "each of its actions once", "every action is executed once, on all ranks that take part"
     for index, role in enumerate(schedule.roles):
         expected = expected_actions(schedule, role)
-        missing = Counter(expected) - Counter(role.actions)
-        known = set(expected)
-        seen: set[Action] = set()
+        missing = list(Counter(expected) - Counter(role.actions))
+        known, seen = set(expected), set[Action]()
         for at, action in enumerate(role.actions):
             if action not in known or action in seen:
-                yield _unexpected(index, at, action, action in known, list(missing))
+                found = f"`{action}` twice" if action in known else f"`{action}`, which is none of its actions"
+                closest = f"; `{_closest(action, missing)}` is missing" if missing else ""
+                yield ScheduleProblem(((index, at),), found, once, because + closest)
             seen.add(action)
         if missing:
-            yield _missing(schedule, index, next(iter(missing)))
-
-
-def _unexpected(role: int, at: int, action: Action, twice: bool, missing: Sequence[Action]) -> ScheduleProblem:
-    found = f"`{action}` twice" if twice else f"`{action}`, which is none of its actions"
-    because = "every action is executed once, on the ranks of its stage"
-    if missing:
-        because += f"; `{_closest(action, missing)}` is missing"
-    return ScheduleProblem(((role, at),), found, "each of its actions once", because)
+            needing = (
+                at for at, each in enumerate(role.actions) if missing[0] in local_dependencies(schedule, role, each)
+            )
+            point = index, next(needing, len(role.actions))
+            yield ScheduleProblem((point,), f"no `{missing[0]}`", once, because)
 
 
 def _closest(action: Action, others: Sequence[Action]) -> Action:
     """Return the action that differs from `action` in the fewest fields."""
-    fields = ("op", "kind", "module", "micro_batch", "stage", "peer")
-    return max(others, key=lambda other: sum(getattr(action, f) == getattr(other, f) for f in fields))
-
-
-def _missing(schedule: Schedule, index: int, missing: Action) -> ScheduleProblem:
-    role = schedule.roles[index]
-    users = (at for at, action in enumerate(role.actions) if missing in local_dependencies(schedule, role, action))
-    return ScheduleProblem(
-        ((index, next(users, len(role.actions))),), f"no `{missing}`", "each of its actions once", _purpose(missing)
-    )
-
-
-def _purpose(action: Action) -> str:
-    if action.op in ("run", "finish", "start"):
-        return {
-            "run": "every stage runs every micro-batch once",
-            "finish": "what crosses must have arrived before it is used",
-            "start": "every participant takes part in every crossing",
-        }[action.op]
-    other = f"stage {action.peer} of `{action.module}`"
-    return f"{other} waits for it" if action.op == "send" else f"{other} sends it, and nobody would receive it"
+    names = [each.name for each in fields(Action)]
+    return max(others, key=lambda other: sum(getattr(action, name) == getattr(other, name) for name in names))
 
 
 # ------------------------------------------------------------------------------------- 2. order on a rank
@@ -269,7 +248,7 @@ def _too_many_resident(schedule: Schedule) -> Iterator[ScheduleProblem]:
                 ((index, most.at),),
                 f"communication that may occupy {most.ctas} SMs of a GPU at a time",
                 f"at most {MOST_CTAS}",
-                "waiting kernels may keep out the kernels that they wait for",
+                "waiting kernels may occupy the SMs that the kernels they wait for need",
                 (f"operations that have begun: {', '.join(most.communicators)}",),
                 "give modules ranks of their own, so that a rank takes part in fewer edges and pipelines",
             )
@@ -282,12 +261,12 @@ def live_activations(schedule: Schedule, role: Role, module: str) -> list[int]:
     """Count, after each action of the role, the micro-batches (with virtual stages: the stages) whose activations of
     the module are live.
     """
-    keeps = schedule.module[module].forward_kinds[-1] if schedule.module[module].backward else None
+    saves = schedule.module[module].forward_kinds[-1] if schedule.module[module].backward else None
     counts: list[int] = []
     live = 0
     for action in role.actions:
         if action.op == "run" and action.module == module:
-            live += (action.kind == keeps) - (action.kind == "B")
+            live += (action.kind == saves) - (action.kind == "B")
         counts.append(live)
     return counts
 

@@ -132,7 +132,7 @@ class _Graph:
         return self.schedule.module[stage[0]].backward
 
     def executing(self, action: Action) -> frozenset[int]:
-        """The roles that execute the action, by index."""
+        """Return the roles that execute the action, by index."""
         if action.op in ("start", "finish"):
             edge, (own, stage) = action.edge, self.schedule.stages_of(action.edge)
             return self.roles[edge.source, own] | self.roles[edge.target, stage]

@@ -47,11 +47,11 @@ class Module:
         return self.layout.pp * self.virtual
 
     def coordinate(self, stage: int) -> int:
-        """The pipeline coordinate of the ranks that hold `stage`."""
+        """Return the pipeline coordinate of the ranks that hold `stage`."""
         return stage % self.layout.pp
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold `stage`, ascending. The i-th ranks of two stages are peers."""
+        """Return the ranks that hold `stage`, ascending. The i-th ranks of two stages are peers."""
         per_stage = self.layout.size // self.layout.pp  # `pp` varies slowest among ranks.
         first = self.coordinate(stage) * per_stage
         return self.layout.ranks[first : first + per_stage]

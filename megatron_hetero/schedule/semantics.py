@@ -80,7 +80,7 @@ class Dependencies:
     """The dependencies of actions on other ranks, by role.
 
     A role depends on what any of its ranks depends on, and has executed what all of its ranks have: roles are replayed
-    as if their ranks kept pace. If this finds no deadlock, there is none.
+    as if their ranks proceeded at one pace. If this finds no deadlock, there is none.
     """
 
     def __init__(self, schedule: Schedule):
@@ -202,14 +202,14 @@ def replay(schedule: Schedule) -> Replay:
 
 
 def steps(found: Replay) -> dict[Point, int]:
-    """The step of each action, if each takes one step. Actions that never happen follow the last one of their role."""
+    """Count steps up to each action, if each takes one. Actions that never happen follow the last one of their role."""
     roles = found.schedule.roles
     index = {(role, action): at for role, each in enumerate(roles) for at, action in enumerate(each.actions)}
     never = [(role, at) for role, first in found.stuck for at in range(first, len(roles[role].actions))]
     step: dict[Point, int] = {}
 
     def after(event: Event) -> int:
-        """The first step that may follow the event. An action is reached after the action before it."""
+        """Return the first step that may follow the event. An action is reached after the action before it."""
         at = index.get((event.role, event.action), 0)
         return step.get((event.role, at - event.reached), -1) + 1
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import SHOWN, plan_boundary
-from megatron_hetero.boundary.routes import keeps_all
+from megatron_hetero.boundary.routes import is_identity
 from tests.unit.boundary.cases import PLACEMENTS, random_boundary
 from tests.unit.boundary.checks import check_everything, check_received
 from tests.unit.boundary.simulation import ROW_BYTES, Boundary
@@ -90,7 +90,7 @@ KNOWN = [
 def test_rows_that_all_stay_in_place(source: str, destination: str, kept: bool) -> None:
     """On rank 0, which may have to take part in what others exchange."""
     plan = plan_boundary(Ownership.parse(source), Ownership.parse(destination), ROW_BYTES)
-    assert keeps_all(plan.rank(0).forward) is kept
+    assert is_identity(plan.rank(0).forward) is kept
 
 
 @pytest.mark.parametrize("source, destination, forward, backward", KNOWN)

@@ -166,7 +166,7 @@ def test_crossings_no_larger_than_before_allocate_their_results_only(
         found, results = allocated(communicator, boundaries[2:])
         assert found == results, f"seed {seed}: allocated {found} bytes for results of {results}"
         phases |= {phase for direction in boundaries[2].plan.directions.values() for phase in direction.phases}
-        phases |= {"kept" for kept in (boundaries[2].loaded.forward.kept_from,) if isinstance(kept, Tensor)}
+        phases |= {"kept" for kept in (boundaries[2].loaded.forward.local_from,) if isinstance(kept, Tensor)}
     assert set().union(*gathered(phases)) == {"reduce", "scatter", "gather"} | (
         {"kept"} if placement != "disjoint" else set()
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -30,9 +31,28 @@ from megatron_hetero.schedule.deadlock import find_cycle, issues
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.semantics import local_dependencies
 from megatron_hetero.schedule.settings import ScheduleSettings
-from tests.support.schedule_run import Wiring
 from tests.unit.schedule.gpus import Gpus
 from tests.unit.schedule.shapes import layouts, schedules
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Which operations of a rank share a communicator.
+
+    `links`: one communicator for activations (F, R) and one for gradients (B) per ordered pair of ranks (`pair`) or per
+    pipeline. `boundaries`: one communicator per direction of an edge, or per edge. The defaults are those of
+    `megatron_hetero.layout.communicators`.
+    """
+
+    links: Literal["pair", "pipeline"] = "pair"
+    boundaries: Literal["direction", "boundary"] = "direction"
+
+    def __call__(self, use: Link | EdgeUse) -> str:
+        """Name the communicator for a use."""
+        if isinstance(use, Link):
+            return str(use) if self.links == "pair" else f"{use.module} {use.direction}"
+        return str(use) if self.boundaries == "direction" else "-".join(use.edge.ends)
+
 
 SHARED = Wiring(links="pipeline", boundaries="boundary")
 """What there was before: both directions of a boundary, and all ranks of a pipeline, on one communicator."""
