@@ -184,12 +184,12 @@ class Boundary:
         """Open the boundary from module `source` to `target`, on a rank of either.
 
         The topology was built by `build`, or with the edge in `edges` and in `planned`. `width`: elements of a row;
-        `transport`, `check`: as for `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
-        back, also where no rank's rows require them. What is left out is that of the topology's graph. A plan or
-        crossing to which other ranks have not come after `timeout_s` seconds ends the process with a message; 0: never.
+        `transport`, `check`: see `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
+        back, also where no rank's rows require them. Defaults are those of the topology's graph. A plan or crossing
+        that other ranks have not reached after `timeout_s` seconds ends the process with a message; 0: never.
 
         Raises:
-            UserError: the topology has no such edge on this rank, or no graph that has what is left out.
+            UserError: the topology has no such edge on this rank, or no graph that has a default.
         """
         edge = as_edge((source, target), topology.layouts)
         watchdog = Watchdog.of_world(timeout_s, topology.platform)
@@ -241,10 +241,11 @@ class Boundary:
                 the same rows, such as those along `tp`, give the same ids. -1, as often as needed, is a row that does
                 not cross: a class token, padding.
             needed: ids of the rows that this rank needs, in the order in which they arrive.
-            gradient: of rows that several ranks need, the same on all ranks. `invariant`: each of them computes the
-                whole gradient, as Megatron's layers do along `tp`, with or without sequence parallelism. `partial`:
-                each computes a part, as ranks do that share the tokens of a sample. Where ranks do both (`tp` with
-                `cp`), let each need the rows of its own tokens only, which makes gradients `invariant`.
+            gradient: how ranks hold the gradients of rows that several of them need, the same on all ranks.
+                `invariant`: each of them computes the whole gradient, as Megatron's layers do along `tp`, with or
+                without sequence parallelism. `partial`: each computes a part, as ranks do that share the tokens of a
+                sample. Where ranks do both (`tp` with `cp`), let each need the rows of its own tokens only, which makes
+                gradients `invariant`.
 
         Raises:
             UserError: on all ranks. A row is held or needed twice, or needed and not held; or ranks that hold a common

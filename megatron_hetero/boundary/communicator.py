@@ -37,10 +37,10 @@ class BoundaryCommunicator:
     """Moves rows, [rows, width], between the ranks of a group.
 
     Args:
-        group: its ranks are those of every plan, ascending.
-        device: of the rows.
+        group: process group with the ranks of every plan, ascending.
+        device: device of the rows.
         width: elements of a row.
-        dtype: of the rows.
+        dtype: dtype of the rows.
         backward: a group of the same ranks for gradients; default `group`. It must be another communicator where
             crossings of both directions can be in flight at once: on NCCL a communicator is one queue.
         transport: dtype on the wire, such as bfloat16 for fp32 rows; None: `dtype`. All rows are rounded to it, also
@@ -51,7 +51,7 @@ class BoundaryCommunicator:
             False, a rank raises errors in its own rows or plan only, and plans of different batches go unnoticed, hang
             or fail in the backend. Neither detects a plan of the wrong batch on all ranks with matching numbers of
             rows.
-        name: of the edge, for errors.
+        name: name of the edge, for errors.
     """
 
     def __init__(

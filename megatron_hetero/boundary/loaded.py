@@ -115,7 +115,7 @@ def scatter_add_rows(target: Tensor, index: RowIndex, rows: Tensor, lease: Buffe
 
 @dataclass(frozen=True, eq=False)
 class LoadedPlan(RankPlan[RowIndex]):
-    """A `RankPlan` whose indices are on the device. `edge`: of the boundary that planned it, if one did."""
+    """A `RankPlan` whose indices are on the device. `edge`: the boundary that planned it, if one did."""
 
     edge: str = ""
 

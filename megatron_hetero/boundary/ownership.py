@@ -36,7 +36,8 @@ Groups = tuple[tuple[int, ...], ...]
 class Members:
     """The ranks of replica groups as arrays, int64.
 
-    `ranks`: of all groups, concatenated; `starts`, [groups + 1]: where each group begins in it, and the end.
+    `ranks`: ranks of all groups, concatenated; `starts`, [groups + 1]: the index in it where each group begins, and the
+    end.
     `sorted_ranks`, `sorted_groups`: all ranks, ascending, and the group of each.
     """
 

@@ -318,8 +318,8 @@ class Redistribution:
 class _SharedRanks:
     """The ranks shared by a holding group and a needing group.
 
-    `keys`: of the pairs of groups that share ranks, ascending; `ranks`: of all pairs, concatenated; `starts`: where
-    each pair's ranks begin, and the end.
+    `keys`: keys of the pairs of groups that share ranks, ascending; `ranks`: shared ranks of all pairs, concatenated;
+    `starts`: the index where each pair's ranks begin, and the end.
     """
 
     keys: np.ndarray

@@ -48,7 +48,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.graph import Edge, Ends, as_edge, edge_of
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, WorkKind, finish, run, start
-from megatron_hetero.schedule.graph_builder import build_graph_schedule, fed_by_all
+from megatron_hetero.schedule.graph_builder import build_graph_schedule, fed_by_all, require_trained_through
 from megatron_hetero.schedule.program import Module, Role, Schedule, find_roles
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
 from megatron_hetero.schedule.transfers import with_transfers
@@ -66,15 +66,15 @@ def build_schedule(
     """Build the schedule of a step.
 
     Args:
-        layouts: of all modules, by name.
-        micro_batches: their number in the step.
+        layouts: layouts of all modules, by name.
+        micro_batches: number of micro-batches in the step.
         settings: see `ScheduleSettings`.
         text: the module that all others feed, which are encoders; default: the one that `edges` make that, or `text`
             where there are none.
         forward_only: modules without a backward pass: frozen encoders, or all modules in an evaluation.
-        edges: of the graph of modules; (from, to) alone is from the last stage to the first. With `text`, encoders
-            without any feed its first stage. Graphs in which several modules are fed, or some feed none, are run as
-            `graph` describes; they have no settings.
+        edges: edges of the graph of modules; (from, to) alone is from the last stage to the first. With `text`,
+            encoders without any feed its first stage. Graphs in which several modules are fed, or some feed none, are
+            run as `graph_builder` describes; they have no settings.
 
     Raises:
         UserError: the settings or edges do not fit the layouts.
@@ -89,6 +89,7 @@ def build_schedule(
     _require_edges_fit(layouts, text, settings.virtual_stages, named)
     modules = _modules(layouts, settings, text, forward_only)
     empty = Schedule(modules, _edges(modules, named), micro_batches, find_roles(modules))
+    require_trained_through(empty)
     ctx = _Context(empty, settings.run_ahead or 0)
     orders = [list(_order(ctx, role)) for role in empty.roles]
     return replace(empty, roles=with_transfers(empty, orders))
@@ -100,7 +101,6 @@ def _modules(
     text: str,
     forward_only: Collection[str],
 ) -> tuple[Module, ...]:
-    _require_forward_only_fits(layouts, text, forward_only)
     sharing = sharing_encoders(layouts, text)
 
     def encoder(name: str) -> Module:
@@ -175,17 +175,6 @@ def _require_forward_only_exists(layouts: Mapping[str, Layout], forward_only: Co
     if unknown := [name for name in forward_only if name not in layouts]:
         found, expected = f"`{unknown[0]}`", f"some of {', '.join(layouts)}"
         raise UserError.at("forward_only", found=found, expected=expected, fix="name modules that have a layout")
-
-
-def _require_forward_only_fits(layouts: Mapping[str, Layout], text: str, forward_only: Collection[str]) -> None:
-    if text in forward_only and len(set(forward_only)) < len(layouts):
-        raise UserError.at(
-            "forward_only",
-            found=f"`{text}` without {', '.join(f'`{name}`' for name in layouts if name not in forward_only)}",
-            expected="all modules",
-            because=f"encoders get their gradients through `{text}`",
-            fix="name all modules, or leave it out (its parameters may be frozen all the same)",
-        )
 
 
 # --------------------------------------------------------------------------------------------- orders

@@ -37,7 +37,7 @@ def build_graph_schedule(
         Module(name, layout, "graph", backward=name not in forward_only) for name, layout in layouts.items()
     )
     graph = _Graph(Schedule(modules, named, micro_batches, find_roles(modules)))
-    _require_trained_through(graph.schedule)
+    require_trained_through(graph.schedule)
     bounded = tuple(replace(m, window=max(graph.depth[m.name, stage] for stage in range(m.stages))) for m in modules)
     schedule = replace(graph.schedule, modules=bounded)
     orders: list[list[Action]] = [[] for _ in schedule.roles]
@@ -57,7 +57,8 @@ def _require_edges(layouts: Mapping[str, Layout], edges: Collection[Edge]) -> No
                 raise UserError.at("edges", found=f"`{edge}`", expected=expected, fix=fix)
 
 
-def _require_trained_through(schedule: Schedule) -> None:
+def require_trained_through(schedule: Schedule) -> None:
+    """Check that modules with a backward pass feed only modules with one. Raises `UserError`."""
     for edge in schedule.edges:
         source, target = schedule.module[edge.source], schedule.module[edge.target]
         if source.backward and not target.backward:

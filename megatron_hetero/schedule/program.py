@@ -111,8 +111,8 @@ def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """The actions of every rank in a step of `micro_batches`. `edges`: of the graph of `modules`. Where they are
-    encoders and the text module that all of them feed, it is the last one.
+    """The actions of every rank in a step of `micro_batches`. `edges`: edges of the graph of `modules`. Where
+    these are encoders and the text module that all of them feed, the text module is the last one.
 
     `megatron_hetero.schedule.check` has its text and its invariants.
     """

@@ -55,9 +55,9 @@ def resolve_settings(
     """Fill in all defaults; settings that do not apply stay None.
 
     Args:
-        settings: as given.
-        layouts: of all modules, by name.
-        micro_batches: their number in the step.
+        settings: the settings as given.
+        layouts: layouts of all modules, by name.
+        micro_batches: number of micro-batches in the step.
         text: the module that all others feed.
         place: where the user gave them, for messages.
 
