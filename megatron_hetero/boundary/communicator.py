@@ -364,7 +364,7 @@ _FEW = 8
 """So few values may be equal by chance where they are parts."""
 
 
-class GradientSummary(NamedTuple):
+class GradientCopy(NamedTuple):
     """A rank's gradients of rows that several ranks need: their sum, with weights that depend on the place, and that of
     their absolute values; the first of these ranks, the rank itself, whether gradients are parts, and whether all rows
     have the same one.
@@ -378,7 +378,7 @@ class GradientSummary(NamedTuple):
     pooled: bool
 
     @classmethod
-    def of(cls, stated: Sequence[float]) -> GradientSummary:
+    def of(cls, stated: Sequence[float]) -> GradientCopy:
         """Build a summary from its fields as numbers."""
         projection, size, leader, rank, summed, pooled = stated
         return cls(projection, size, int(leader), int(rank), bool(summed), bool(pooled))
@@ -390,7 +390,7 @@ def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
 
 
 def summarize(plan: LoadedPlan, grads: Tensor) -> Tensor:
-    """Return the fields of this rank's `GradientSummary`, fp64 [6] on the device."""
+    """Return the fields of this rank's `GradientCopy`, fp64 [6] on the device."""
     size = torch.linalg.vector_norm(grads, 1, dtype=torch.float64)
     pooled = (grads == grads[:1]).all().to(size)
     return torch.stack([_projection(grads), size, *size.new_tensor([min(plan.copies), plan.rank, plan.summed]), pooled])
@@ -420,12 +420,12 @@ def require_agreement(
     plans = [{"plan": f"{int(digest):08x}"} for _, digest, *_ in stated]
     ranks = dist.get_process_group_ranks(group)
     require_alike(f"{title} {name}", plans, ranks, "plan with ownerships of the same batch on all ranks")
-    copies = [GradientSummary.of(copy) for _, _, *copy in stated]
+    copies = [GradientCopy.of(copy) for _, _, *copy in stated]
     for first in sorted({copy.leader for copy in copies} - {-1}):
         require_fit(title, [copy for copy in copies if copy.leader == first])
 
 
-def require_fit(title: str, copies: Sequence[GradientSummary]) -> None:
+def require_fit(title: str, copies: Sequence[GradientCopy]) -> None:
     """Check the summaries of ranks that need the same rows. Raises `UserError`."""
     if problem := _misfit(copies):
         raise UserError(f"{title} backward: found gradients of rows {problem}")
@@ -439,7 +439,7 @@ def _projection(grads: Tensor) -> Tensor:
     return torch.dot(by_row.double(), (rows * 0.414214 % 1 - 0.3).double())
 
 
-def _misfit(copies: Sequence[GradientSummary]) -> str:
+def _misfit(copies: Sequence[GradientCopy]) -> str:
     """Describe what is wrong with the gradients that several ranks have of the same rows; empty if nothing is."""
     ranks = format_ranks(copy.rank for copy in copies)
     projections, sizes = [copy.projection for copy in copies], [copy.size for copy in copies]

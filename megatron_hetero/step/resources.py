@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.communicator import (
     BoundaryCommunicator,
-    GradientSummary,
+    GradientCopy,
     can_compare,
     require_fit,
     summarize,
@@ -75,7 +75,7 @@ class RunChecks:
         self._turns[where] += 1
         turn = f"{where}, {self._turns[where]}"
         self.state(f"{turn} of {plan.rank}", summarize(plan, grads).tolist())
-        copies = [GradientSummary.of(self.stated(f"{turn} of {rank}")) for rank in plan.copies]
+        copies = [GradientCopy.of(self.stated(f"{turn} of {rank}")) for rank in plan.copies]
         if any(copy.size for copy in copies):
             self._known.add(where)
         require_fit(f"boundary {edge}", copies)
