@@ -62,7 +62,7 @@ unit: $(INSTALLED)
 
 # Not part of `make test`.
 matrix: $(INSTALLED)
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long --ignore tests/rules
 
 functional: $(INSTALLED)
 	$(BIN)/python -u -m pytest --ignore tests/unit 2>&1 | tee $(LOGS)/functional.log
@@ -80,9 +80,7 @@ test-versions:
 
 # Not part of `make test`. SEED=N draws other layouts.
 nccl-rules: $(INSTALLED)
-	$(BIN)/python -m tests.rules --seed $(SEED)
-	$(BIN)/python -m tests.rules --seed $(SEED) --layouts 60 --one-connection
-	$(BIN)/python -m tests.rules --seed $(SEED) --layouts 100 --family qwen3_vl
+	SEED=$(SEED) $(BIN)/python -m pytest -m long tests/rules
 
 # Not part of `make test`. `python -m tests.recorded --help` says how to record anew, and from another checkout.
 recorded: $(INSTALLED)

@@ -324,7 +324,8 @@ class CrossingBench:
         self._rows, self._gradient = case.values(case.held), torch.zeros(case.tokens, width, dtype=case.dtype)
         self._embedding = torch.zeros_like(self._gradient)
         _put(self._gradient, case.places, case.values(case.needed))
-        own = sum(plan.traffic(name, self._rank).minimum or 0 for name in plan.directions)
+        minima = (direction.minima(np.array([self._rank])) for direction in plan.directions.values())
+        own = sum(int(least_of_rank[0]) for least_of_rank in minima if least_of_rank is not None)
         return own * case.row_bytes, least
 
     def _group(self, ranks: tuple[int, ...]) -> Any:

@@ -228,7 +228,7 @@ class JobSpec:
     def together(self, micro_batches: int, *, evaluation: bool = False) -> dict[str, tuple[range, ...]]:
         """By encoder, so many micro-batches in runs of those that may be one call of it."""
         schedule = self.evaluation_schedule(micro_batches) if evaluation else self.schedule_of(micro_batches)
-        return {name: schedule.together(name) for name in self.shapes.encoders}
+        return {name: schedule.in_one_call(name) for name in self.shapes.encoders}
 
     def evaluation_schedule(self, micro_batches: int) -> Schedule:
         """Of so many micro-batches that are evaluated: that of a step without any backward pass. Raises `UserError`."""

@@ -139,7 +139,7 @@ def _sent_by(schedule: Schedule, rank: int, action: Action) -> Iterator[tuple[in
     if action.op == "wait":
         yield _partners(schedule, rank, action)[1]
     elif action.op == "finish":
-        if any(len(call) > 1 and action.micro_batch in call for call in schedule.together(action.edge.source)):
+        if any(len(call) > 1 and action.micro_batch in call for call in schedule.in_one_call(action.edge.source)):
             return
         encoder, text = schedule.sides(action.edge)
         senders, receivers = (encoder, text) if action.kind == "F" else (text, encoder)

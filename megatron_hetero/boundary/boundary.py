@@ -1,20 +1,17 @@
-"""Both ownerships of a boundary from the ids that each of its ranks knows. Pure.
-
-A boundary for a training loop of your own: planned from what each rank knows, and crossed as a function
+"""A boundary for a training loop of your own: planned from what each rank knows, and crossed as a function
 (docs/library.md, "Without stages: autograd").
 
 A crossing is a collective in both directions, but autograd goes back only through what it reaches from a loss: a rank
 without a loss, or whose loss uses no row, would leave the others waiting. `micro_batch` therefore ends the graph at
 each crossing. Backward passes inside it accumulate the gradients of the rows that arrived; at its end all crossings go
-back on all ranks, the last one first, and each continues into the module that made its rows.
+back on all ranks, the last one first, and each continues into the module that computed its rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,57 +37,51 @@ from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.layout.graph import Edge, as_edge
 
 PADDING = -1
-"""The id of a held row that does not cross."""
-
-
-class Known(NamedTuple):
-    """What one rank knows of a crossing of `boundary`: ids of rows, int64, in order, `PADDING` among those held, and
-    how gradients of needed rows are held. `terms`: with which the rank has opened the boundary, by name.
-    """
-
-    boundary: str
-    held: np.ndarray
-    needed: np.ndarray
-    gradient: Gradient
-    terms: Mapping[str, str] = {}
-
-    @classmethod
-    def of(
-        cls,
-        boundary: str,
-        rank: int,
-        held: Any,
-        needed: Any,
-        gradient: Gradient,
-        terms: Mapping[str, str] = MappingProxyType({}),
-    ) -> Self:
-        """Those of `rank`, checked. Raises `UserError`."""
-        where = f"boundary {boundary} on rank {rank}"
-        if gradient not in ("invariant", "partial"):
-            expected = "'invariant' or 'partial'"
-            raise UserError.at(f"{where}: gradient", found=repr(gradient), expected=expected, fix="correct it")
-        own = _ids(f"{where}: held", held, least=PADDING), _ids(f"{where}: needed", needed)
-        return cls(boundary, *own, gradient, dict(terms))
-
-
+"""The id of a row that is held and does not cross."""
+Ids = Sequence[int] | np.ndarray | Tensor
 Sides = tuple[Sequence[int], Sequence[int]]
 """The ranks that rows leave, and those that they enter."""
 
 
+class Rows(NamedTuple):
+    """What a rank holds and needs of the rows of a crossing, see `Boundary.plan`."""
+
+    held: Ids = ()
+    needed: Ids = ()
+    gradient: Gradient = "invariant"
+
+
+class RowIds(NamedTuple):
+    """Checked `Rows`, int64."""
+
+    held: np.ndarray
+    needed: np.ndarray
+    gradient: Gradient
+
+    @classmethod
+    def of(cls, boundary: str, rank: int, rows: Rows) -> RowIds:
+        """Check the rows of `rank`. Raises `UserError`."""
+        where = f"boundary {boundary} on rank {rank}"
+        if rows.gradient not in ("invariant", "partial"):
+            expected = "'invariant' or 'partial'"
+            raise UserError.at(f"{where}: gradient", found=repr(rows.gradient), expected=expected, fix="correct it")
+        held, needed = _ids(f"{where}: held", rows.held, least=PADDING), _ids(f"{where}: needed", rows.needed)
+        return cls(held, needed, rows.gradient)
+
+
 def ownerships_of(
-    ranks: Sequence[int], known: Sequence[Known], sides: Sides | None = None
+    boundary: str, ranks: Sequence[int], rows: Sequence[RowIds], sides: Sides | None = None
 ) -> tuple[Ownership, Ownership]:
-    """Who holds and who needs the rows of a crossing, from what the ranks of its boundary know. Rows are numbered from
-    0 in the order of their ids, padding after them. `sides`: default: all ranks. Raises `UserError`, see
+    """Find who holds and who needs the rows of a crossing, from the rows of each rank of its boundary. Rows are
+    numbered from 0 in the order of their ids, padding after them. `sides`: default: all ranks. Raises `UserError`, see
     `Boundary.plan`.
     """
     sources, targets = sides or (ranks, ranks)
-    boundary = known[0].boundary
-    require_alike("plan", [{"boundary": k.boundary} for k in known], ranks, "plan boundaries in one order on all ranks")
-    facts = [{**each.terms, "gradient": each.gradient} for each in known]
-    require_alike(f"boundary {boundary}", facts, ranks, "open and plan it alike on all ranks")
-    numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(each.held[each.held != PADDING] for each in known)]))
-    for rank, each in zip(ranks, known, strict=True):
+    facts = [{"gradient": each.gradient} for each in rows]
+    require_alike(f"boundary {boundary}", facts, ranks, "plan it alike on all ranks")
+    numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(each.held[each.held != PADDING] for each in rows)]))
+    held, needed = dict[int, np.ndarray](), dict[int, np.ndarray]()
+    for rank, each in zip(ranks, rows, strict=True):
         if len(missing := np.setdiff1d(each.needed, numbers)):
             raise UserError.at(
                 f"boundary {boundary}: needed",
@@ -98,46 +89,29 @@ def ownerships_of(
                 expected=f"one of the {len(numbers)} rows that ranks hold",
                 fix="give the rows the same ids on both sides, of the same batch",
             )
-    _require_none(boundary, "held", {r: each.held for r, each in zip(ranks, known, strict=True) if r not in sources})
-    _require_none(
-        boundary, "needed", {r: each.needed for r, each in zip(ranks, known, strict=True) if r not in targets}
-    )
-    own = dict(zip(ranks, known, strict=True))
-    held = _grouped(boundary, "held", sources, [_numbered(own[r].held, numbers) for r in sources], numbers)
-    needed = _grouped(boundary, "needed", targets, [np.searchsorted(numbers, own[r].needed) for r in targets], numbers)
-    return Ownership.of(_with_numbered_padding(held, len(numbers))), Ownership.of(needed, known[0].gradient)
-
-
-def _require_none(boundary: str, what: str, ids: Mapping[int, np.ndarray]) -> None:
-    """Check that ranks of the other side alone have no rows."""
-    for rank, found in ids.items():
-        if len(found):
-            raise UserError.at(
-                f"boundary {boundary}: {what}",
-                found=f"{len(found)} rows on rank {rank}",
-                expected="none",
-                because=f"rows {'leave' if what == 'held' else 'enter'} a stage that is not on that rank",
-                fix=f"leave `{what}` out there",
-            )
-
-
-def _numbered(ids: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The place of each id in `numbers`; padding as it is."""
-    return np.where(ids == PADDING, PADDING, np.searchsorted(numbers, ids))
-
-
-def _with_numbered_padding(held: Mapping[tuple[int, ...], np.ndarray], first: int) -> dict[tuple[int, ...], np.ndarray]:
-    """Padding as rows of their own, numbered from `first`, which nobody needs."""
-    found = {}
-    for ranks, rows in held.items():
-        padding = rows == PADDING
-        found[ranks] = np.where(padding, first - 1 + np.cumsum(padding), rows)
+        for what, ids, side, does in (("held", each.held, sources, "leave"), ("needed", each.needed, targets, "enter")):
+            if len(ids) and rank not in side:
+                raise UserError.at(
+                    f"boundary {boundary}: {what}",
+                    found=f"{len(ids)} rows on rank {rank}",
+                    expected="none",
+                    because=f"rows {does} a stage that is not on that rank",
+                    fix=f"leave `{what}` out there",
+                )
+        held[rank] = np.where(each.held == PADDING, PADDING, np.searchsorted(numbers, each.held))
+        needed[rank] = np.searchsorted(numbers, each.needed)
+    holders = _grouped(boundary, "held", {rank: held[rank] for rank in sources}, numbers)
+    needing = _grouped(boundary, "needed", {rank: needed[rank] for rank in targets}, numbers)
+    first = len(numbers)
+    for group, ids in holders.items():  # Padding rows have numbers of their own, which nobody needs.
+        padding = ids == PADDING
+        holders[group] = np.where(padding, first - 1 + np.cumsum(padding), ids)
         first += int(padding.sum())
-    return found
+    return Ownership.of(holders), Ownership.of(needing, rows[0].gradient)
 
 
 def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:
-    """The ids as an array, each once but for `PADDING`. Raises `UserError`."""
+    """Return the ids as an array, each once but for `PADDING`. Raises `UserError`."""
     try:
         found = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (TypeError, ValueError, RuntimeError):  # Ragged lists, dtypes that NumPy lacks.
@@ -158,41 +132,29 @@ def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:
 
 
 def _grouped(
-    boundary: str, what: str, ranks: Sequence[int], rows: Sequence[np.ndarray], numbers: np.ndarray
+    boundary: str, what: str, rows: Mapping[int, np.ndarray], numbers: np.ndarray
 ) -> dict[tuple[int, ...], np.ndarray]:
-    """Rows by the ranks that have the same ones, in the same order. Raises `UserError` if two groups share a row."""
+    """Group ranks that have the same rows in the same order. Raises `UserError` if two groups share a row."""
     by_rows: dict[bytes, list[int]] = {}
-    for place, mine in enumerate(rows):
-        by_rows.setdefault(mine.tobytes() if len(mine) else b"of rank %d" % place, []).append(place)
-    groups = list(by_rows.values())
+    for rank, mine in rows.items():
+        by_rows.setdefault(mine.tobytes() if len(mine) else b"of rank %d" % rank, []).append(rank)
     owner = np.full(len(numbers), -1, np.int64)
-    for number, group in enumerate(groups):
-        mine = rows[group[0]][rows[group[0]] != PADDING]
+    for ranks in by_rows.values():
+        mine = rows[ranks[0]][rows[ranks[0]] != PADDING]
         if len(taken := mine[owner[mine] >= 0]):
-            other = ranks[groups[int(owner[taken[0]])][0]]
             raise UserError.at(
                 f"boundary {boundary}: {what}",
-                found=f"row {numbers[taken[0]]} on ranks {other} and {ranks[group[0]]}, which differ in rows or order",
+                found=f"row {numbers[taken[0]]} on ranks {owner[taken[0]]} and {ranks[0]}, which differ in rows or "
+                "order",
                 expected="ranks with a common row to have the same rows in the same order",
                 fix="give such ranks the union of their rows, and index what arrives",
             )
-        owner[mine] = number
-    return {tuple(ranks[place] for place in group): rows[group[0]] for group in groups}
-
-
-Ids = Sequence[int] | np.ndarray | Tensor
-
-
-class Rows(NamedTuple):
-    """What a rank holds and needs of the rows of a crossing, see `Boundary.plan`."""
-
-    held: Ids = ()
-    needed: Ids = ()
-    gradient: Gradient = "invariant"
+        owner[mine] = ranks[0]
+    return {tuple(ranks): rows[ranks[0]] for ranks in by_rows.values()}
 
 
 class Boundary:
-    """The boundary along one edge, on one of its ranks; made by `open`."""
+    """The boundary along one edge, on one of its ranks. Use `open`."""
 
     def __init__(
         self,
@@ -219,15 +181,15 @@ class Boundary:
         check: bool = True,
         timeout_s: float = 300.0,
     ) -> Boundary:
-        """The boundary from module `source` to `target`, on a rank of either.
+        """Open the boundary from module `source` to `target`, on a rank of either.
 
-        The topology was made by `build`, or with the edge in `edges` and in `planned`. `width`: elements of a row;
-        `transport`, `check`: as for `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
-        back, also where no rank's rows require them. What is left out is that of the topology's graph. A plan or
-        crossing to which other ranks have not come after `timeout_s` seconds ends the process with a message; 0: never.
+        The topology was built by `build`, or with the edge in `edges` and in `planned`. `width`: elements of a row;
+        `transport`, `check`: see `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
+        back, also where no rank's rows require them. Defaults are those of the topology's graph. A plan or crossing
+        that other ranks have not reached after `timeout_s` seconds ends the process with a message; 0: never.
 
         Raises:
-            UserError: the topology has no such edge on this rank, or no graph that has what is left out.
+            UserError: the topology has no such edge on this rank, or no graph that has a default.
         """
         edge = as_edge((source, target), topology.layouts)
         watchdog = Watchdog.of_world(timeout_s, topology.platform)
@@ -245,60 +207,45 @@ class Boundary:
         transport: torch.dtype | None = None,
         check: bool = True,
     ) -> Boundary:
-        """As `open`, along any edge, with the rank's own `watchdog`."""
-        if topology.graph and edge in topology.graph.edges and edge not in topology.planned:
-            problem, fix = "the rank is on neither side of it", f"open it where {edge.source} or {edge.target} is"
-            raise UserError.at(f"boundary {edge} on rank {topology.rank}", problem=problem, fix=fix)
+        """Open the boundary along any edge, see `open`, with the rank's own `watchdog`."""
         if edge not in topology.planned:
-            declared = edge in topology.boundaries
             raise UserError.at(
                 f"boundary {edge} on rank {topology.rank}",
-                found="an edge that is not planned" if declared else "no such edge",
+                found="no such boundary",
                 expected=f"one of {', '.join(map(str, topology.planned)) or 'none'}",
-                fix="add it to the graph"
-                if topology.graph
-                else "give it to `Topology.build` in `edges` and `planned`, and open it on ranks of either module",
+                because=f"a boundary is opened where {edge.source} or {edge.target} is, and declared beforehand",
+                fix="open it on those ranks, and add the edge to the graph, or to `edges` and `planned` of "
+                "`Topology.build`",
             )
         if graph := topology.graph:
             of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
             width, dtype, transport = width or of_edge, dtype or graph.dtype, transport or graph.transport
         if width is None or dtype is None:
-            expected = "both, where the topology has no graph"
             raise UserError.at(
                 f"boundary {edge}",
                 found=f"width {width}, dtype {dtype}",
-                expected=expected,
+                expected="both, where the topology has no graph",
                 fix="give `width` and `dtype`",
             )
-        groups = topology.boundaries[edge]
-        device = topology.platform.device
-        communicator = BoundaryCommunicator(
-            groups.forward,
-            device,
-            width,
-            dtype,
-            transport=transport,
-            check=check,
-            backward=groups.backward,
-            name=str(edge),
-        )
+        communicator = BoundaryCommunicator.along(topology, edge, width, dtype, transport=transport, check=check)
         source, target = (topology.layouts[name] for name in (edge.source, edge.target))
         sides = edge.source_ranks(source), edge.target_ranks(target)
         return cls(edge, communicator, topology.planned[edge], sides, watchdog)
 
     @_disable_dynamo
     def plan(self, *, held: Ids = (), needed: Ids = (), gradient: Gradient = "invariant") -> LoadedPlan:
-        """The plan of a crossing, from what each rank knows. All ranks of the boundary call it, with their own rows.
+        """Plan a crossing from what each rank knows. All ranks of the boundary call it, with their own rows.
 
         Args:
             held: ids of the rows that this rank passes to the crossing, in that order; int64, from 0. Ranks that hold
                 the same rows, such as those along `tp`, give the same ids. -1, as often as needed, is a row that does
                 not cross: a class token, padding.
-            needed: ids of the rows that this rank wants, in the order in which they arrive.
-            gradient: of rows that several ranks need, the same on all ranks. `invariant`: each of them computes the
-                whole gradient, as Megatron's layers do along `tp`, with or without sequence parallelism. `partial`:
-                each computes a part, as ranks do that share the tokens of a sample. Where ranks do both (`tp` with
-                `cp`), let each need the rows of its own tokens only, which makes gradients `invariant`.
+            needed: ids of the rows that this rank needs, in the order in which they arrive.
+            gradient: how ranks hold the gradients of rows that several of them need, the same on all ranks.
+                `invariant`: each of them computes the whole gradient, as Megatron's layers do along `tp`, with or
+                without sequence parallelism. `partial`: each computes a part, as ranks do that share the tokens of a
+                sample. Where ranks do both (`tp` with `cp`), let each need the rows of its own tokens only, which makes
+                gradients `invariant`.
 
         Raises:
             UserError: on all ranks. A row is held or needed twice, or needed and not held; or ranks that hold a common
@@ -309,23 +256,27 @@ class Boundary:
 
     @_disable_dynamo
     def plans(self, crossings: Sequence[Rows]) -> list[LoadedPlan]:
-        """As `plan`, of several crossings at once, with one exchange between the hosts."""
+        """Plan several crossings, see `plan`, with one exchange between the hosts."""
         require_no_backward(self._micro_batch)
-        mine, name, terms = dist.get_rank(), str(self.edge), self.communicator.terms
+        mine, name = dist.get_rank(), str(self.edge)
+        terms = {"crossings": str(len(crossings)), **self.communicator.terms}
         with self._doing("a plan"):
-            everyone = on_every(self._hosts, lambda: [Known.of(name, mine, *rows, terms) for rows in crossings])
+            everyone = on_every(self._hosts, lambda: (name, terms, [RowIds.of(name, mine, rows) for rows in crossings]))
+        names, facts, rows = zip(*everyone, strict=True)
         ranks = dist.get_process_group_ranks(self._hosts)
-        fix = "give each rank its part of every micro-batch"
-        require_alike(f"boundary {self.edge}", [{"crossings": str(len(known))} for known in everyone], ranks, fix)
-        sides = (ownerships_of(ranks, known, self._sides) for known in zip(*everyone, strict=True))
+        fix = "plan boundaries in one order on all ranks"
+        require_alike("plan", [{"boundary": each} for each in names], ranks, fix)
+        fix = "open it alike on all ranks, and give each rank its part of every micro-batch"
+        require_alike(f"boundary {name}", facts, ranks, fix)
+        sides = (ownerships_of(name, ranks, of_ranks, self._sides) for of_ranks in zip(*rows, strict=True))
         plans = (plan_boundary(*each, self.communicator.row_bytes) for each in sides)
         return [load_plan(plan.rank(mine), self.communicator.device, edge=name) for plan in plans]
 
     @_disable_dynamo
     def __call__(self, plan: LoadedPlan, rows: Tensor | None = None) -> Tensor:
-        """Rows that this rank holds, [held, width], to those that it needs, [needed, width]; differentiable. All ranks
-        of the boundary call it; one that holds none may leave `rows` out. Rows of a narrower floating dtype (under
-        autocast) are converted to the boundary's.
+        """Turn the rows that this rank holds, [held, width], into those that it needs, [needed, width]; differentiable.
+        All ranks of the boundary call it; one that holds none may leave `rows` out. Rows of a narrower floating dtype
+        (under autocast) are converted to the boundary's.
 
         Inside a `micro_batch`, where the graph ends at what arrives; outside only without gradients.
 
@@ -360,7 +311,7 @@ class Boundary:
         return self.communicator.forward(plan, widened(rows, self.communicator.dtype))
 
     def _doing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around what waits for the other ranks of the boundary."""
+        """Watch what waits for the other ranks of the boundary."""
         return self._watchdog.doing(lambda: f"{what} of boundary {self.edge}, with all its ranks,")
 
     def __repr__(self) -> str:
@@ -369,7 +320,7 @@ class Boundary:
 
 @contextlib.contextmanager
 def micro_batch(*boundaries: Boundary) -> Iterator[None]:
-    """Around the forward and backward passes of a micro-batch: gradients of all rows that cross one of the boundaries
+    """Enclose the forward and backward passes of a micro-batch: gradients of all rows that cross one of the boundaries
     go back at the end, on all ranks. All ranks of a boundary enter it, and cross its boundaries in the same order.
 
     Raises:
@@ -389,7 +340,7 @@ def micro_batch(*boundaries: Boundary) -> Iterator[None]:
         yield
     except BaseException:
         if current.problem:
-            current.end()  # All ranks learn it there.
+            current.end()  # It raises the problem on all ranks.
         raise
     else:
         current.end()

@@ -1,6 +1,4 @@
-"""What the ranks of a boundary check together before a crossing.
-
-Executes boundary plans: packs rows by index, exchanges them, unpacks them by index. All decisions are the plan's.
+"""Executes boundary plans: packs rows by index, exchanges them, unpacks them by index. All decisions are the plan's.
 
 `start_forward` and `start_backward` return a `Crossing` whose first exchange overlaps what the caller does before
 `Crossing.wait`; each later phase starts when the one before it has arrived. Where source and destination share no rank,
@@ -17,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.base.errors import UserError, listed
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.loaded import (
     BufferPool,
-    LoadedDirection,
-    LoadedExchange,
     LoadedPlan,
+    RowIndex,
     gather_rows,
     scatter_add_rows,
     scatter_rows,
 )
+from megatron_hetero.boundary.routes import DirectionPlan, Exchange
 from megatron_hetero.groups.collective import raise_first, require_alike
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.graph import Edge
@@ -34,120 +32,15 @@ from megatron_hetero.layout.graph import Edge
 if TYPE_CHECKING:
     from megatron_hetero.groups.topology import Topology
 
-_SAME = 1e-3
-"""How far projections of equal gradients may be apart, relative to the sum of absolute values: sums differ in order."""
-_FEW = 8
-"""So few values may be equal by chance where they are parts."""
-
-
-class Copy(NamedTuple):
-    """What a rank says of its gradients of rows that other ranks need, too: their sum, with weights that depend on the
-    place, and that of their absolute values; the first of these ranks, itself, whether gradients are parts, and whether
-    all rows have the same one.
-    """
-
-    projection: float
-    size: float
-    leader: int
-    rank: int
-    summed: bool
-    pooled: bool
-
-    @classmethod
-    def of(cls, stated: Sequence[float]) -> Copy:
-        """From a statement."""
-        projection, size, leader, rank, summed, pooled = stated
-        return cls(projection, size, int(leader), int(rank), bool(summed), bool(pooled))
-
-
-def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
-    """Whether copies of `grads` tell if they are what the plan says."""
-    return len(plan.copies) > 1 and not (plan.summed and grads.numel() <= _FEW)
-
-
-def state(plan: LoadedPlan, grads: Tensor) -> Tensor:
-    """The fields of this rank's `Copy`, fp64 [6] on the device."""
-    size = torch.linalg.vector_norm(grads, 1, dtype=torch.float64)
-    pooled = (grads == grads[:1]).all().to(size)
-    return torch.stack([_projection(grads), size, *size.new_tensor([min(plan.copies), plan.rank, plan.summed]), pooled])
-
-
-def require_agreement(
-    title: str,
-    name: str,
-    problem: str | None,
-    plan: LoadedPlan,
-    rows: Tensor,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> None:
-    """Check that no rank has a `problem`, that all have parts of one plan, and that gradients of rows on several ranks
-    (`name` is "backward") are what it says: whole and so equal, or parts and so not. Raises the same `UserError` on
-    every rank, at the price of one small gather.
-    """
-    mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0, 0], dtype=torch.float64, device=device)
-    if name == "backward" and problem is None and can_compare(plan, rows):
-        mine[2:] = state(plan, rows)
-    everyone = mine.new_empty(group.size() * len(mine))
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    stated = everyone.view(group.size(), -1).tolist()
-    if any(has_problem for has_problem, *_ in stated):
-        raise_first(group, problem)
-    plans = [{"plan": f"{int(digest):08x}"} for _, digest, *_ in stated]
-    ranks = dist.get_process_group_ranks(group)
-    require_alike(f"{title} {name}", plans, ranks, "plan with ownerships of the same batch on all ranks")
-    copies = [Copy.of(copy) for _, _, *copy in stated]
-    for first in sorted({copy.leader for copy in copies} - {-1}):
-        require_fit(title, [copy for copy in copies if copy.leader == first])
-
-
-def require_fit(title: str, copies: Sequence[Copy]) -> None:
-    """Check the copies of one leader. Raises `UserError`."""
-    if problem := _misfit(copies):
-        raise UserError(f"{title} backward: found gradients of rows {problem}")
-
-
-def _projection(grads: Tensor) -> Tensor:
-    """A weighted sum, fp64, that tells apart gradients with the same values in other places."""
-    rows, columns = (torch.arange(1, n + 1, device=grads.device, dtype=torch.float32) for n in grads.shape)
-    # Fractions of multiples of an irrational number are spread evenly.
-    by_row = torch.mv(grads, (columns * 0.618034 % 1 - 0.3).to(grads.dtype))
-    return torch.dot(by_row.double(), (rows * 0.414214 % 1 - 0.3).double())
-
-
-def _misfit(copies: Sequence[Copy]) -> str:
-    """What is wrong with the gradients that several ranks have of the same rows; empty if nothing is."""
-    ranks = format_ranks(copy.rank for copy in copies)
-    projections, sizes = [copy.projection for copy in copies], [copy.size for copy in copies]
-    apart = max(projections) - min(projections) + max(sizes) - min(sizes)
-    if not copies[0].summed and apart > _SAME * max(sizes):
-        return (
-            f"that differ on ranks {ranks}, expected equal ones, because the plan has them as `invariant`: each rank "
-            "computes the whole gradient; plan with gradient='partial' if each computes a part"
-        )
-    for number, copy in enumerate(copies if copies[0].summed else ()):
-        same = [other.rank for other in copies[number:] if other[:2] == copy[:2]]
-        if copy.size > 0 and len(same) > 1:
-            problem = (
-                f"that are equal on ranks {format_ranks(same)}, expected parts, because the plan has them as `partial` "
-                "and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, and let "
-                "ranks with other tokens need other rows"
-            )
-            if not copy.pooled:
-                return problem
-            # Equal parts of a mean over rows look like this, too.
-            warnings.warn(f"found gradients of rows {problem}", stacklevel=2)
-    return ""
-
 
 class BoundaryCommunicator:
     """Moves rows, [rows, width], between the ranks of a group.
 
     Args:
-        group: its ranks are those of every plan, ascending.
-        device: of the rows.
+        group: process group with the ranks of every plan, ascending.
+        device: device of the rows.
         width: elements of a row.
-        dtype: of the rows.
+        dtype: dtype of the rows.
         backward: a group of the same ranks for gradients; default `group`. It must be another communicator where
             crossings of both directions can be in flight at once: on NCCL a communicator is one queue.
         transport: dtype on the wire, such as bfloat16 for fp32 rows; None: `dtype`. All rows are rounded to it, also
@@ -158,7 +51,7 @@ class BoundaryCommunicator:
             False, a rank raises errors in its own rows or plan only, and plans of different batches go unnoticed, hang
             or fail in the backend. Neither detects a plan of the wrong batch on all ranks with matching numbers of
             rows.
-        name: of the edge, for errors.
+        name: name of the edge, for errors.
     """
 
     def __init__(
@@ -184,9 +77,33 @@ class BoundaryCommunicator:
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._buffers = BufferPool(width, device)
 
+    @classmethod
+    def along(
+        cls,
+        topology: Topology,
+        edge: Edge,
+        width: int,
+        dtype: torch.dtype,
+        *,
+        transport: torch.dtype | None = None,
+        check: bool = True,
+    ) -> BoundaryCommunicator:
+        """Create the communicator of an edge of the topology that includes this rank."""
+        groups, device = topology.boundaries[edge], topology.platform.device
+        return cls(
+            groups.forward,
+            device,
+            width,
+            dtype,
+            transport=transport,
+            check=check,
+            backward=groups.backward,
+            name=str(edge),
+        )
+
     @property
     def title(self) -> str:
-        """For errors, such as ``boundary vision>text``."""
+        """The boundary's name in errors, such as ``boundary vision>text``."""
         return f"boundary {self.name}".rstrip()
 
     @property
@@ -196,16 +113,16 @@ class BoundaryCommunicator:
 
     @property
     def terms(self) -> dict[str, str]:
-        """What all ranks must have opened the boundary with."""
+        """The settings that all ranks must open the boundary with."""
         return {name: str(getattr(self, name)) for name in ("width", "dtype", "transport", "check")}
 
     def no_rows(self) -> Tensor:
-        """The input of a rank that holds no rows: [0, width]."""
+        """Return the input of a rank without rows: [0, width]."""
         return torch.empty(0, self.width, dtype=self.dtype, device=self.device)
 
     def forward(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
-        """This rank's source rows, [held, width], to the rows it needs, [needed, width]. Not differentiable; see
-        `Boundary`.
+        """Turn this rank's source rows, [held, width], into the rows it needs, [needed, width]. Not differentiable;
+        see `Boundary`.
 
         Raises:
             UserError: rows do not fit the plan, or plans differ; on every rank with `check`.
@@ -213,12 +130,13 @@ class BoundaryCommunicator:
         return self.start_forward(plan, rows).wait()
 
     def backward(self, plan: LoadedPlan, grads: Tensor, *, problem: str | None = None) -> Tensor:
-        """The adjoint of `forward`: gradients of needed rows, [needed, width], to those of held rows, [held, width].
+        """Turn gradients of needed rows, [needed, width], into those of held rows, [held, width]: the adjoint of
+        `forward`.
 
         `problem`: an error of the caller on this rank.
 
         Raises:
-            UserError: as `forward`, and if the plan has no backward direction, or for a `problem`.
+            UserError: see `forward`; also if the plan has no backward direction, or for a `problem`.
         """
         return self._start("backward", plan, plan.backward, grads, problem).wait()
 
@@ -235,9 +153,15 @@ class BoundaryCommunicator:
 
     @torch.no_grad()
     def _start(
-        self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor, problem: str | None = None
+        self,
+        name: str,
+        plan: LoadedPlan,
+        direction: DirectionPlan[RowIndex] | None,
+        rows: Tensor,
+        problem: str | None = None,
     ) -> Crossing:
-        problem, group = problem or self._problem(name, plan, direction, rows), self._group_of(name)
+        problem = problem or self._problem(name, plan, direction, rows)
+        group = self.group if name == "forward" else self.backward_group
         if self.check:
             require_agreement(self.title, name, problem, plan, rows, group, self.device)
         elif problem:
@@ -245,11 +169,10 @@ class BoundaryCommunicator:
         assert direction is not None, "a plan without this direction has been refused"
         return Crossing(direction, rows.detach(), self, group, point_to_point=plan.point_to_point)
 
-    def _group_of(self, direction: str) -> dist.ProcessGroup:
-        return self.group if direction == "forward" else self.backward_group
-
-    def _problem(self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor) -> str | None:
-        """The error in this rank's plan or rows, if any."""
+    def _problem(
+        self, name: str, plan: LoadedPlan, direction: DirectionPlan[RowIndex] | None, rows: Tensor
+    ) -> str | None:
+        """Describe the error in this rank's plan or rows, if any."""
         fix = "give the boundary this batch's plan and the rows that it names"
         if plan.edge and self.name and plan.edge != self.name:
             found, expected = f"a plan of boundary {plan.edge}", "its own"
@@ -292,38 +215,19 @@ def _require_rows(title: str, width: int, dtype: torch.dtype, transport: torch.d
 
 def boundary_communicators(
     topology: Topology,
-    width: int | Mapping[Edge, int],
+    widths: Mapping[Edge, int],
     dtype: torch.dtype,
     *,
     transport: torch.dtype | None = None,
     check: bool = True,
 ) -> dict[Edge, BoundaryCommunicator]:
-    """A communicator for each edge of the topology that includes this rank.
+    """Create a communicator for each edge of the topology that includes this rank.
 
-    `width`: elements of a row, of all edges or of each; the other arguments as for `BoundaryCommunicator`.
+    `widths`: elements of a row of each edge; the other arguments as for `BoundaryCommunicator`.
     """
-    widths = dict.fromkeys(topology.boundaries, width) if isinstance(width, int) else width
-    if missing := [edge for edge in topology.boundaries if edge not in widths]:
-        raise UserError.at(
-            "boundary_communicators: width",
-            found=f"widths of {listed(list(map(str, widths))) or 'no edge'}",
-            expected=f"one of {missing[0]} too",
-            because="the topology has that edge on this rank",
-            fix="give the width of each edge, or one number",
-        )
-    device = topology.platform.device
     return {
-        edge: BoundaryCommunicator(
-            groups.forward,
-            device,
-            widths[edge],
-            dtype,
-            transport=transport,
-            check=check,
-            backward=groups.backward,
-            name=str(edge),
-        )
-        for edge, groups in topology.boundaries.items()
+        edge: BoundaryCommunicator.along(topology, edge, widths[edge], dtype, transport=transport, check=check)
+        for edge in topology.boundaries
     }
 
 
@@ -332,7 +236,7 @@ class Crossing:
 
     def __init__(
         self,
-        direction: LoadedDirection,
+        direction: DirectionPlan[RowIndex],
         rows: Tensor,
         communicator: BoundaryCommunicator,
         group: dist.ProcessGroup,
@@ -355,8 +259,8 @@ class Crossing:
         self._lease.release()
         return result
 
-    def _allocate_output(self, direction: LoadedDirection) -> Tensor:
-        """Where rows arrive: the result itself, or a buffer if the wire has its own dtype."""
+    def _allocate_output(self, direction: DirectionPlan[RowIndex]) -> Tensor:
+        """Allocate the result, or take a buffer for the rows that arrive if the wire has its own dtype."""
         if self._wire_dtype == self._dtype:
             shape = direction.needed, self._communicator.width
             output = torch.empty(shape, dtype=self._dtype, device=self._communicator.device)
@@ -364,35 +268,32 @@ class Crossing:
             output = self._lease.acquire(direction.needed, self._wire_dtype)
         return output if direction.complete else output.zero_()
 
-    def _run_phases(self, direction: LoadedDirection, rows: Tensor) -> Iterator[None]:
+    def _run_phases(self, direction: DirectionPlan[RowIndex], rows: Tensor) -> Iterator[None]:
         """Run all phases. Yields while an exchange is in flight."""
-        if direction.reduce is not None:
+        if (reduce := direction.exchange("reduce")) is not None:
             sums = self._lease.acquire(len(rows), self._dtype).copy_(rows)
-            exchange = self._launch(direction.reduce, self._to_wire_dtype(rows), sums)
+            exchange = self._launch(reduce, self._to_wire_dtype(rows), sums)
             if not self._point_to_point:  # Else receivers may wait for the sums before this rank calls `wait`.
                 yield
             exchange.finish()
             rows = sums
         rows = self._to_wire_dtype(rows)
-        exchange = None if direction.scatter is None else self._launch(direction.scatter, rows, self._output)
-        self._copy_kept(direction, rows)
+        scatter, gather = direction.exchange("scatter"), direction.exchange("gather")
+        exchange = None if scatter is None else self._launch(scatter, rows, self._output)
+        with self._communicator._buffers.lease() as lease:
+            scatter_rows(self._output, direction.local_to, gather_rows(rows, direction.local_from, lease))
         if exchange is not None:
             yield
             exchange.finish()
-        if direction.gather is not None:
-            exchange = self._launch(direction.gather, self._output, self._output)
+        if gather is not None:
+            exchange = self._launch(gather, self._output, self._output)
             yield
             exchange.finish()
 
     def _to_wire_dtype(self, rows: Tensor) -> Tensor:
         return rows if self._wire_dtype == self._dtype else self._lease.acquire(len(rows), self._wire_dtype).copy_(rows)
 
-    def _copy_kept(self, direction: LoadedDirection, rows: Tensor) -> None:
-        """Copy the rows that stay on this rank into the output."""
-        with self._communicator._buffers.lease() as lease:
-            scatter_rows(self._output, direction.kept_to, gather_rows(rows, direction.kept_from, lease))
-
-    def _launch(self, plan: LoadedExchange, source: Tensor, target: Tensor) -> _PendingExchange:
+    def _launch(self, plan: Exchange[RowIndex], source: Tensor, target: Tensor) -> _PendingExchange:
         exchange = _point_to_point if self._point_to_point else _all_to_all
         return _PendingExchange(plan, source, target, self._communicator, self._group, exchange)
 
@@ -402,7 +303,7 @@ class _PendingExchange:
 
     def __init__(
         self,
-        plan: LoadedExchange,
+        plan: Exchange[RowIndex],
         source: Tensor,
         target: Tensor,
         communicator: BoundaryCommunicator,
@@ -429,21 +330,21 @@ class _PendingExchange:
         self._lease.release()
 
 
-# ------------------------------------------------------------------------------------------- exchanges
-
-_ExchangeFunction = Callable[[Tensor, Tensor, LoadedExchange, dist.ProcessGroup], Sequence[Any]]
+_ExchangeFunction = Callable[[Tensor, Tensor, Exchange[RowIndex], dist.ProcessGroup], Sequence[Any]]
 
 
-def _all_to_all(received: Tensor, sent: Tensor, plan: LoadedExchange, group: dist.ProcessGroup) -> Sequence[Any]:
-    """One uneven all-to-all over the group."""
+def _all_to_all(received: Tensor, sent: Tensor, plan: Exchange[RowIndex], group: dist.ProcessGroup) -> Sequence[Any]:
+    """Start one uneven all-to-all over the group."""
     work = dist.all_to_all_single(
         received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True
     )  # fmt: skip
     return [work]
 
 
-def _point_to_point(received: Tensor, sent: Tensor, plan: LoadedExchange, group: dist.ProcessGroup) -> Sequence[Any]:
-    """One batch of sends and receives, between ranks that exchange at least one row."""
+def _point_to_point(
+    received: Tensor, sent: Tensor, plan: Exchange[RowIndex], group: dist.ProcessGroup
+) -> Sequence[Any]:
+    """Start one batch of sends and receives, between ranks that exchange at least one row."""
     ranks = dist.get_process_group_ranks(group)
     sides = (dist.isend, sent, plan.send_counts), (dist.irecv, received, plan.receive_counts)
     batch = [
@@ -455,4 +356,109 @@ def _point_to_point(received: Tensor, sent: Tensor, plan: LoadedExchange, group:
     return dist.batch_isend_irecv(batch) if batch else []
 
 
-# ------------------------------------------------------------------------------------------------ loading
+# ---------------------------------------------------------------------------- checks before a crossing
+
+_SAME = 1e-3
+"""How far projections of equal gradients may be apart, relative to the sum of absolute values: sums differ in order."""
+_FEW = 8
+"""So few values may be equal by chance where they are parts."""
+
+
+class GradientCopy(NamedTuple):
+    """A rank's gradients of rows that several ranks need: their sum, with weights that depend on the place, and that of
+    their absolute values; the first of these ranks, the rank itself, whether gradients are parts, and whether all rows
+    have the same one.
+    """
+
+    projection: float
+    size: float
+    leader: int
+    rank: int
+    summed: bool
+    pooled: bool
+
+    @classmethod
+    def of(cls, stated: Sequence[float]) -> GradientCopy:
+        """Build a summary from its fields as numbers."""
+        projection, size, leader, rank, summed, pooled = stated
+        return cls(projection, size, int(leader), int(rank), bool(summed), bool(pooled))
+
+
+def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
+    """Whether the summaries of all ranks can show that `grads` are not what the plan says."""
+    return len(plan.copies) > 1 and not (plan.summed and grads.numel() <= _FEW)
+
+
+def summarize(plan: LoadedPlan, grads: Tensor) -> Tensor:
+    """Return the fields of this rank's `GradientCopy`, fp64 [6] on the device."""
+    size = torch.linalg.vector_norm(grads, 1, dtype=torch.float64)
+    pooled = (grads == grads[:1]).all().to(size)
+    return torch.stack([_projection(grads), size, *size.new_tensor([min(plan.copies), plan.rank, plan.summed]), pooled])
+
+
+def require_agreement(
+    title: str,
+    name: str,
+    problem: str | None,
+    plan: LoadedPlan,
+    rows: Tensor,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Check that no rank has a `problem`, that all have parts of one plan, and that gradients of rows on several ranks
+    (`name` is "backward") are what it says: whole and so equal, or parts and so not. Raises the same `UserError` on
+    every rank, at the price of one small gather.
+    """
+    mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0, 0], dtype=torch.float64, device=device)
+    if name == "backward" and problem is None and can_compare(plan, rows):
+        mine[2:] = summarize(plan, rows)
+    everyone = mine.new_empty(group.size() * len(mine))
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    stated = everyone.view(group.size(), -1).tolist()
+    if any(has_problem for has_problem, *_ in stated):
+        raise_first(group, problem)
+    plans = [{"plan": f"{int(digest):08x}"} for _, digest, *_ in stated]
+    ranks = dist.get_process_group_ranks(group)
+    require_alike(f"{title} {name}", plans, ranks, "plan with ownerships of the same batch on all ranks")
+    copies = [GradientCopy.of(copy) for _, _, *copy in stated]
+    for first in sorted({copy.leader for copy in copies} - {-1}):
+        require_fit(title, [copy for copy in copies if copy.leader == first])
+
+
+def require_fit(title: str, copies: Sequence[GradientCopy]) -> None:
+    """Check the summaries of ranks that need the same rows. Raises `UserError`."""
+    if problem := _misfit(copies):
+        raise UserError(f"{title} backward: found gradients of rows {problem}")
+
+
+def _projection(grads: Tensor) -> Tensor:
+    """Return a weighted sum, fp64, that distinguishes gradients with the same values in other places."""
+    rows, columns = (torch.arange(1, n + 1, device=grads.device, dtype=torch.float32) for n in grads.shape)
+    # Fractions of multiples of an irrational number are spread evenly.
+    by_row = torch.mv(grads, (columns * 0.618034 % 1 - 0.3).to(grads.dtype))
+    return torch.dot(by_row.double(), (rows * 0.414214 % 1 - 0.3).double())
+
+
+def _misfit(copies: Sequence[GradientCopy]) -> str:
+    """Describe what is wrong with the gradients that several ranks have of the same rows; empty if nothing is."""
+    ranks = format_ranks(copy.rank for copy in copies)
+    projections, sizes = [copy.projection for copy in copies], [copy.size for copy in copies]
+    apart = max(projections) - min(projections) + max(sizes) - min(sizes)
+    if not copies[0].summed and apart > _SAME * max(sizes):
+        return (
+            f"that differ on ranks {ranks}, expected equal ones, because the plan has them as `invariant`: each rank "
+            "computes the whole gradient; plan with gradient='partial' if each computes a part"
+        )
+    for number, copy in enumerate(copies if copies[0].summed else ()):
+        same = [other.rank for other in copies[number:] if other[:2] == copy[:2]]
+        if copy.size > 0 and len(same) > 1:
+            problem = (
+                f"that are equal on ranks {format_ranks(same)}, expected parts, because the plan has them as `partial` "
+                "and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, and let "
+                "ranks with other tokens need other rows"
+            )
+            if not copy.pooled:
+                return problem
+            # Equal parts of a mean over rows look like this, too.
+            warnings.warn(f"found gradients of rows {problem}", stacklevel=2)
+    return ""

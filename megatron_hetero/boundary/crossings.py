@@ -1,10 +1,10 @@
 """The crossings of a micro-batch, and how their gradients go back.
 
-What arrives is the output of an autograd node that keeps the gradients that come to it. They go back at the end, on all
-ranks, the last crossing first. The module that made rows runs its backward pass once, with the gradients of all of its
-rows: wrappers such as DDP reduce gradients in each backward pass and expect one for each forward pass. When it does so
-is the same on all ranks that made rows, as FSDP2 wants, whose backward passes communicate: modules of a chain are known
-by the names of their edges, not by what a rank's rows were made of.
+What arrives is the output of an autograd node that stores the gradients that come to it. They go back at the end, on
+all ranks, the last crossing first. The module that computed rows runs its backward pass once, with the gradients of all
+of its rows: wrappers such as DDP reduce gradients in each backward pass and expect one for each forward pass. When it
+does so is the same on all ranks of the module, as FSDP2 requires, whose backward passes communicate: modules of a chain
+are identified by the names of their edges, not by what a rank's rows were computed from.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.layout.graph import Edge
 
-_NOT_KEPT = str(
+_NOT_ACCUMULATED = str(
     UserError.at(
         "micro_batch",
-        problem="`torch.autograd.grad` made the gradient of rows that arrived, and nothing came to the rows themselves",
+        problem="`torch.autograd.grad` computed the gradient of rows that arrived, and none reached the rows",
         because="what it returns does not go back",
         fix="call `rows.backward(gradient)` with what it returned; for a gradient that is only looked at, take that of "
         "`rows.detach().requires_grad_()`",
     )
 )
-_MADE_AGAIN = str(
+_IN_BACKWARD = str(
     UserError.at(
         "micro_batch",
         problem="a plan or a crossing amid a backward pass",
@@ -61,8 +61,8 @@ Doing = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(eq=False)
 class _Crossing:
-    """A crossing along `edge`: this rank's `rows` (None once they are of no more use), and the sum of the gradients
-    that came to those that arrived. `computed`: whether any were made.
+    """A crossing along `edge`: this rank's `rows` (None once they are of no more use), and the sum of the gradients of
+    those that arrived. `computed`: whether any was computed.
     """
 
     edge: Edge
@@ -74,7 +74,7 @@ class _Crossing:
     computed: bool = False
 
     def arrive(self, rows: Tensor) -> Tensor:
-        """`rows` as part of a graph, which ends at this crossing."""
+        """Make `rows` part of a graph, which ends at this crossing."""
         arrived: Any = _Arrival.apply(torch.empty(0, requires_grad=True), self, [rows])
         arrived.register_hook(self._notice)
         return arrived
@@ -84,18 +84,18 @@ class _Crossing:
             raise UserError(_AFTER_ITS_END)
         self.computed = True
 
-    def keep(self, grad: Tensor) -> None:
+    def accumulate(self, grad: Tensor) -> None:
         """Add the gradient of a backward pass, [needed, width]."""
         self._notice(grad)
         self.grad = grad if self.grad is None else self.grad + grad
 
     def go_back(self, problem: str | None) -> Tensor:
-        """The gradient of this rank's rows, [held, width]; a collective. Raises `problem` on all ranks."""
+        """Return the gradient of this rank's rows, [held, width]; a collective. Raises `problem` on all ranks."""
         if self.grad is None:
             shape = self.plan.forward.needed, self.communicator.width
             self.grad = torch.zeros(shape, dtype=self.communicator.dtype, device=self.communicator.device)
-            problem = problem or (_NOT_KEPT if self.computed else None)
-        grad, self.grad = self.grad, None  # What arrived keeps this object.
+            problem = problem or (_NOT_ACCUMULATED if self.computed else None)
+        grad, self.grad = self.grad, None  # The rows that arrived keep this object alive.
         with self.doing("the return of gradients"):
             return self.communicator.backward(self.plan, grad, problem=problem)
 
@@ -111,7 +111,7 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.crossing.keep(grad)
+        ctx.crossing.accumulate(grad)
         return None, None, None
 
 
@@ -124,8 +124,8 @@ class _Returned(NamedTuple):
 
 @dataclass(eq=False)
 class MicroBatchCrossings:
-    """The crossings from the beginning to the end of a micro-batch, in order. `problem`: what was wrong on this rank
-    amid a backward pass, where other ranks cannot be told.
+    """The crossings from the beginning to the end of a micro-batch, in order. `problem`: an error of this rank amid a
+    backward pass, where other ranks cannot learn of it.
     """
 
     crossings: list[_Crossing] = field(default_factory=list)
@@ -134,7 +134,7 @@ class MicroBatchCrossings:
     def cross(
         self, edge: Edge, communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor, doing: Doing
     ) -> Tensor:
-        """As `Boundary.__call__`. `doing`: around what waits for other ranks when the gradients return."""
+        """Cross, see `Boundary.__call__`. `doing` watches what waits for other ranks when the gradients return."""
         returns = returns_gradients(communicator, plan, rows)
         arrived = communicator.forward(plan, widened(rows, communicator.dtype))
         if not returns:
@@ -152,7 +152,7 @@ class MicroBatchCrossings:
             self._end()
 
     def _end(self) -> None:
-        waiting: dict[str, dict[int, _Returned]] = {}  # by the module that made the rows
+        waiting: dict[str, dict[int, _Returned]] = {}  # by the module that computed the rows
         while self.crossings:
             for source in [source for source, rows in waiting.items() if not self._may_wait(source, rows)]:
                 self._backward(source, waiting.pop(source))
@@ -168,17 +168,17 @@ class MicroBatchCrossings:
                 self._backward(crossing.edge.source, waiting.pop(crossing.edge.source, {}))
 
     def _may_wait(self, source: str, waiting: Mapping[int, _Returned]) -> bool:
-        """Whether no rows of `source` were made of what the last crossing brought, in so far as that can be: those that
-        crossed before it were not.
+        """Whether no rows of `source` were computed from the rows of the last crossing. Rows that crossed before it
+        cannot be.
         """
         last, before = self.crossings[-1], {id(earlier.rows) for earlier in self.crossings}
         later = [each.rows for id, each in waiting.items() if id not in before]
-        return not later or not (last.edge.target == source or any(_made_of(rows, last) for rows in later))
+        return not later or not (last.edge.target == source or any(_computed_from(rows, last) for rows in later))
 
     def _backward(self, source: str, waiting: Mapping[int, _Returned]) -> None:
-        """Continue into the module that made rows, once with all of them."""
+        """Continue into the module that computed rows, once with all of them."""
         if waiting:
-            # Rows that are left may share parts of the graph.
+            # Other rows may share parts of the graph.
             shared = any(left.rows is not None and left.rows.requires_grad for left in self.crossings)
             rows = [each.rows for each in waiting.values()]
             grads = [each.grad.to(each.rows.dtype) for each in waiting.values()]
@@ -197,17 +197,17 @@ class MicroBatchCrossings:
 
 
 def require_no_backward(current: MicroBatchCrossings | None) -> None:
-    """Check, before waiting for other ranks, that this one is not amid a backward pass: they may have no such pass, and
-    learn of it at the end of the micro-batch. Raises `UserError`.
+    """Check, before waiting for other ranks, that this one is not amid a backward pass: they may have none, and learn
+    of it at the end of the micro-batch. Raises `UserError`.
     """
     if torch._C._current_graph_task_id() != -1:
         if current is not None:
-            current.problem = _MADE_AGAIN
-        raise UserError(_MADE_AGAIN)
+            current.problem = _IN_BACKWARD
+        raise UserError(_IN_BACKWARD)
 
 
-def _made_of(rows: Tensor, crossing: _Crossing) -> bool:
-    """Whether the graph of `rows` begins at what `crossing` brought."""
+def _computed_from(rows: Tensor, crossing: _Crossing) -> bool:
+    """Whether the graph of `rows` begins at the rows that arrived by `crossing`."""
     seen: set[Any] = set()
     left: list[Any] = [rows.grad_fn]
     while left:
@@ -228,8 +228,8 @@ def requires_grad(rows: Tensor) -> bool:
 
 def returns_gradients(communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> bool:
     """Whether gradients go back through a crossing, the same on all ranks: if the rows of any rank require them, which
-    a small all-reduce tells. A communicator that checks nothing has no time for it: gradients then go back in grad mode
-    where the plan has a way back.
+    takes a small all-reduce. A communicator that checks nothing saves it: gradients then go back in grad mode where the
+    plan has a backward direction.
 
     Raises:
         UserError: on every rank. Some rows require gradients, and another rank is not in grad mode or has a plan of the
@@ -262,6 +262,8 @@ def returns_gradients(communicator: BoundaryCommunicator, plan: LoadedPlan, rows
 
 
 def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows in `dtype` if it holds their values without loss, such as bfloat16 in float32; else as they are."""
+    """Convert rows to `dtype` if it represents their values without loss, such as bfloat16 in float32; else return
+    them unchanged.
+    """
     floating = isinstance(rows, Tensor) and rows.is_floating_point()
     return rows.to(dtype) if floating and torch.promote_types(rows.dtype, dtype) == dtype else rows

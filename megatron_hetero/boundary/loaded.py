@@ -1,7 +1,4 @@
-"""Staging buffers of a communicator, reused across crossings, and indexed copies of rows into and out of them.
-
-Boundary plans whose indices are on the device.
-"""
+"""Boundary plans whose indices are on the device, indexed copies of rows, and the staging buffers of a communicator."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.plan import RankPlan
-from megatron_hetero.boundary.routes import DirectionPlan, Exchange, Phase
+from megatron_hetero.boundary.routes import DirectionPlan, Exchange
 from megatron_hetero.groups.platform import on_device
 
 RowIndex = slice | Tensor
@@ -34,11 +31,11 @@ class BufferPool:
         self._free: list[Tensor] = []
 
     def lease(self) -> BufferLease:
-        """Buffers that are acquired one by one and released together."""
+        """Return a lease without buffers."""
         return BufferLease(self)
 
     def acquire(self, size: int) -> Tensor:
-        """A buffer of at least `size` bytes, uninitialized."""
+        """Take an uninitialized buffer of at least `size` bytes."""
         fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= size]
         if fitting:
             return self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
@@ -59,7 +56,7 @@ class BufferLease:
         self._acquired: list[Tensor] = []
 
     def acquire(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialized buffer, [rows, width]."""
+        """Take an uninitialized buffer, [rows, width]."""
         width = self._pool.width
         size = rows * width * dtype.itemsize
         buffer = self._pool.acquire(size)
@@ -82,7 +79,7 @@ class BufferLease:
 
 
 def load_index(index: np.ndarray, device: torch.device) -> RowIndex:
-    """`index`, int64 [rows], on the device; a slice where it is a contiguous run."""
+    """Copy `index`, int64 [rows], to the device; return a slice where it is a contiguous run."""
     if not len(index):
         return slice(0, 0)
     if index[-1] - index[0] == len(index) - 1 and np.all(np.diff(index) == 1):
@@ -91,7 +88,7 @@ def load_index(index: np.ndarray, device: torch.device) -> RowIndex:
 
 
 def gather_rows(rows: Tensor, index: RowIndex, lease: BufferLease) -> Tensor:
-    """`rows[index]`, contiguous; in a buffer of `lease` unless they are so already."""
+    """Return `rows[index]`, contiguous; in a buffer of `lease` unless they are so already."""
     if not isinstance(index, slice):
         return torch.index_select(rows, 0, index, out=lease.acquire(len(index), rows.dtype))
     run = rows[index]
@@ -99,7 +96,7 @@ def gather_rows(rows: Tensor, index: RowIndex, lease: BufferLease) -> Tensor:
 
 
 def scatter_rows(target: Tensor, index: RowIndex, rows: Tensor) -> None:
-    """`target[index] = rows`."""
+    """Set `target[index] = rows`."""
     if isinstance(index, slice):
         target[index] = rows
     else:
@@ -107,7 +104,7 @@ def scatter_rows(target: Tensor, index: RowIndex, rows: Tensor) -> None:
 
 
 def scatter_add_rows(target: Tensor, index: RowIndex, rows: Tensor, lease: BufferLease) -> None:
-    """`target[index] += rows`, in the dtype of `target`."""
+    """Add `rows` to `target[index]`, in the dtype of `target`."""
     if rows.dtype != target.dtype:
         rows = lease.acquire(len(rows), target.dtype).copy_(rows)
     if isinstance(index, slice):
@@ -117,46 +114,13 @@ def scatter_add_rows(target: Tensor, index: RowIndex, rows: Tensor, lease: Buffe
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedExchange:
-    """An `Exchange` on the device."""
+class LoadedPlan(RankPlan[RowIndex]):
+    """A `RankPlan` whose indices are on the device. `edge`: the boundary that planned it, if one did."""
 
-    phase: Phase
-    send: RowIndex
-    send_counts: list[int]
-    receive: RowIndex
-    receive_counts: list[int]
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedDirection:
-    """A `DirectionPlan` on the device."""
-
-    held: int
-    needed: int
-    kept_from: RowIndex
-    kept_to: RowIndex
-    reduce: LoadedExchange | None
-    scatter: LoadedExchange | None
-    gather: LoadedExchange | None
-    complete: bool
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedPlan:
-    """A `RankPlan` whose indices are on the device. `edge`: of the boundary that planned it, if one did."""
-
-    rank: int
-    ranks: tuple[int, ...]
-    digest: int
-    point_to_point: bool
-    copies: tuple[int, ...]
-    summed: bool
-    forward: LoadedDirection
-    backward: LoadedDirection | None
     edge: str = ""
 
 
-def load_plan(plan: RankPlan, device: torch.device, *, edge: str = "") -> LoadedPlan:
+def load_plan(plan: RankPlan[np.ndarray], device: torch.device, *, edge: str = "") -> LoadedPlan:
     """Copy the indices of `plan` to the device, asynchronously. `edge`: the only one whose rows it is for; else any.
 
     Raises:
@@ -176,26 +140,11 @@ def load_plan(plan: RankPlan, device: torch.device, *, edge: str = "") -> Loaded
     )
 
 
-def _load_direction(plan: DirectionPlan, device: torch.device) -> LoadedDirection:
-    return LoadedDirection(
-        plan.held,
-        plan.needed,
-        load_index(plan.kept_from, device),
-        load_index(plan.kept_to, device),
-        _load_exchange(plan.exchange("reduce"), device),
-        _load_exchange(plan.exchange("scatter"), device),
-        _load_exchange(plan.exchange("gather"), device),
-        plan.complete,
-    )
+def _load_direction(plan: DirectionPlan[np.ndarray], device: torch.device) -> DirectionPlan[RowIndex]:
+    def load(index: np.ndarray) -> RowIndex:
+        return load_index(index, device)
 
-
-def _load_exchange(exchange: Exchange | None, device: torch.device) -> LoadedExchange | None:
-    if exchange is None:
-        return None
-    return LoadedExchange(
-        exchange.phase,
-        load_index(exchange.send, device),
-        exchange.send_counts.tolist(),
-        load_index(exchange.receive, device),
-        exchange.receive_counts.tolist(),
+    exchanges = tuple(
+        Exchange(e.phase, load(e.send), e.send_counts, load(e.receive), e.receive_counts) for e in plan.exchanges
     )
+    return DirectionPlan(plan.held, plan.needed, load(plan.local_from), load(plan.local_to), exchanges, plan.complete)

@@ -36,7 +36,8 @@ Groups = tuple[tuple[int, ...], ...]
 class Members:
     """The ranks of replica groups as arrays, int64.
 
-    `ranks`: of all groups, concatenated; `starts`, [groups + 1]: where each group begins in it, and the end.
+    `ranks`: ranks of all groups, concatenated; `starts`, [groups + 1]: the index in it where each group begins, and the
+    end.
     `sorted_ranks`, `sorted_groups`: all ranks, ascending, and the group of each.
     """
 
@@ -51,11 +52,11 @@ class Members:
         return np.diff(self.starts)
 
     def group_of(self, rank: int) -> int:
-        """The group of `rank`; -1 for none."""
+        """Return the group of `rank`; -1 for none."""
         return int(self.groups_of(np.array([rank]))[0])
 
     def groups_of(self, ranks: np.ndarray) -> np.ndarray:
-        """The group of each of `ranks`, int64; -1 for none."""
+        """Return the group of each of `ranks`, int64; -1 for none."""
         if not len(self.sorted_ranks):
             return np.full(len(ranks), -1, np.int64)
         at = np.minimum(np.searchsorted(self.sorted_ranks, ranks), len(self.sorted_ranks) - 1)
@@ -64,7 +65,7 @@ class Members:
 
 @lru_cache(maxsize=64)
 def members_of(groups: Groups) -> Members:
-    """`groups` as arrays. Raises `ValueError` if a group is empty or a rank is in two."""
+    """Return `groups` as arrays. Raises `ValueError` if a group is empty or a rank is in two."""
     sizes = np.fromiter(map(len, groups), np.int64, len(groups))
     ranks = np.fromiter((rank for group in groups for rank in group), np.int64, int(sizes.sum()))
     order = np.argsort(ranks, kind="stable")
@@ -93,7 +94,12 @@ class Ownership:
 
     def __post_init__(self) -> None:
         members_of(self.groups)
-        self._require_starts()
+        groups, rows, starts = len(self.groups), len(self.ids), self.starts
+        if len(starts) != groups + 1 or (starts[0], starts[-1]) != (0, rows) or np.any(np.diff(starts) < 0):
+            raise ValueError(
+                f"ownership: found starts {_some(starts)} of {groups} groups, expected {groups + 1} that ascend from 0 "
+                f"to {rows}, the number of rows"
+            )
         if not len(self.ids):
             return
         if self.ids.min() < 0:
@@ -103,26 +109,12 @@ class Ownership:
             twice = _some(np.flatnonzero(holders > 1))
             raise ValueError(f"ownership: found rows {twice} held by two groups, or twice, expected one holder")
 
-    def _require_starts(self) -> None:
-        """Check that `starts` partition the rows into groups."""
-        groups, rows, starts = len(self.groups), len(self.ids), self.starts
-        if len(starts) != groups + 1:
-            found = f"{len(starts)} starts of {groups} groups, expected {groups + 1}, one of each and the end"
-        elif starts[0] != 0 or starts[-1] != rows:
-            found = f"starts from {starts[0]} to {starts[-1]}, expected 0 to {rows}, the number of rows"
-        elif np.any(np.diff(starts) < 0):
-            at = int(np.flatnonzero(np.diff(starts) < 0)[0])
-            found = f"starts that fall from {starts[at]} to {starts[at + 1]} at group {at}, expected them to ascend"
-        else:
-            return
-        raise ValueError(f"ownership: found {found}")
-
     @classmethod
     def of(
         cls, holders: Mapping[tuple[int, ...], Sequence[int] | np.ndarray], gradient: Gradient = "invariant"
     ) -> Ownership:
-        """From a mapping of replica group to the row ids that each of its ranks holds, in stored order. Raises
-        `UserError` if a key is no group, or `gradient` is unknown.
+        """Build an ownership from a mapping of replica group to the row ids that each of its ranks holds, in stored
+        order. Raises `UserError` if a key is no group, or `gradient` is unknown.
         """
         if wrong := [ranks for ranks in holders if isinstance(ranks, int)]:
             found, expected = f"{wrong[0]!r} as a group of ranks", "tuples of ranks"
@@ -140,34 +132,34 @@ class Ownership:
 
     @classmethod
     def from_assignment(cls, groups: Groups, group_of_row: np.ndarray, gradient: Gradient = "invariant") -> Ownership:
-        """From the group of each row, int64 [rows]. Every group stores its rows in ascending order."""
+        """Build an ownership from the group of each row, int64 [rows], whose groups store rows in ascending order."""
         counts = np.bincount(group_of_row, minlength=len(groups))
         small = group_of_row.astype(np.uint16) if len(groups) <= 1 << 16 else group_of_row  # sorts ten times as fast
         return cls(groups, np.argsort(small, kind="stable"), np.concatenate([[0], np.cumsum(counts)]), gradient)
 
     def of_groups(self, first: int, last: int) -> Ownership:
-        """The groups [first, last), with their rows."""
+        """Return the groups [first, last), with their rows."""
         low, high = self.starts[first], self.starts[last]
         return Ownership(
             self.groups[first:last], self.ids[low:high], self.starts[first : last + 1] - low, self.gradient
         )
 
     def cut(self, ends: Sequence[int]) -> list[Ownership]:
-        """The rows from each of `ends`, which ascend, to the next, numbered from 0. Every group holds those of its own,
-        in their stored order.
+        """Cut at `ends`, which ascend: each part has the rows from one end to the next, numbered from 0, in the groups
+        and the order of the whole.
         """
         if len(ends) == 2 and (ends[0], ends[1]) == (0, len(self.ids)):
             return [self]
         return [self._between(first, last) for first, last in pairwise(ends)]
 
     def _between(self, first: int, last: int) -> Ownership:
-        kept = (self.ids >= first) & (self.ids < last)
-        starts = np.concatenate([[0], np.cumsum(kept)])[self.starts]
-        return Ownership(self.groups, self.ids[kept] - first, starts, self.gradient)
+        inside = (self.ids >= first) & (self.ids < last)
+        starts = np.concatenate([[0], np.cumsum(inside)])[self.starts]
+        return Ownership(self.groups, self.ids[inside] - first, starts, self.gradient)
 
     @classmethod
     def parse(cls, text: str) -> Ownership:
-        """The ownership that `text` describes (see the module docstring). Raises `UserError` if it is malformed."""
+        """Read the text of an ownership, see the module docstring. Raises `UserError` if it is malformed."""
         body = text.strip().removesuffix("partial")
         gradient: Gradient = "invariant" if body == text.strip() else "partial"
         try:
@@ -207,17 +199,17 @@ class Ownership:
         return tuple(self.members.sorted_ranks.tolist())
 
     def held_by(self, rank: int) -> np.ndarray:
-        """The row ids that `rank` holds, in stored order; empty for a rank that is not on this side."""
+        """Return the row ids that `rank` holds, in stored order; empty for a rank that is not on this side."""
         group = self.members.group_of(rank)
         return self.ids[:0] if group < 0 else self.ids[self.starts[group] : self.starts[group + 1]]
 
     def peers_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same rows as `rank`, itself included; empty for a rank that is not on this side."""
+        """Return the ranks that hold the same rows as `rank`, itself included; empty for a rank not on this side."""
         group = self.members.group_of(rank)
         return () if group < 0 else self.groups[group]
 
     def num_rows(self, rank: int) -> int:
-        """The number of rows that `rank` holds."""
+        """Return the number of rows that `rank` holds."""
         return len(self.held_by(rank))
 
     @cached_property
@@ -231,7 +223,7 @@ class Ownership:
         return np.arange(len(self.ids)) - self.starts[self.group_of_entry]
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each of `ids`, the group that holds it, -1 for none, and its index in that group's stored order."""
+        """Return the group that holds each of `ids`, -1 for none, and its index in that group's stored order."""
         size = 1 + int(max(self.ids.max(initial=-1), ids.max(initial=-1)))
         group, index = np.full(size, -1, np.int64), np.zeros(size, np.int64)
         group[self.ids], index[self.ids] = self.group_of_entry, self.index_of_entry
@@ -239,34 +231,26 @@ class Ownership:
 
 
 def _runs(rows: np.ndarray) -> str:
-    """Ids as ascending runs, such as ``0-3,8``."""
+    """Write ids as ascending runs, such as ``0-3,8``."""
     edges = np.flatnonzero(np.diff(rows) != 1) + 1
     runs = np.split(rows, edges) if len(rows) else []
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+_GROUP = re.compile(r"[0-9]+(,[0-9]+)*:([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?")
+
+
 def _read_group(number: int, text: str) -> tuple[tuple[int, ...], np.ndarray]:
-    """Ranks and rows of one group, such as ``0,1: 0-3,8``. Raises `ValueError` with what was found."""
-    ranks, *rows = text.split(":")
-    if len(rows) != 1:
-        raise ValueError(f"`{text.strip()}` as group {number}, with {len(rows)} colons")
-    of_group = f"of group {number}"
-    parts = [part for part in rows[0].split(",") if part.strip()]
-    return (
-        tuple(_read_run(rank, f"ranks {of_group}", rank=True)[0] for rank in ranks.split(",")),
-        np.array([i for part in parts for i in _read_run(part, f"rows {of_group}")], np.int64),
-    )
-
-
-def _read_run(text: str, among: str, *, rank: bool = False) -> range:
-    """A number, or, for rows, ascending numbers such as ``0-3``."""
-    found = re.fullmatch(r"([0-9]+)" if rank else r"([0-9]+)(?:\s*-\s*([0-9]+))?", text.strip())
-    if found is None:
-        raise ValueError(f"`{text.strip()}` among the {among}" if text.strip() else f"an empty place among the {among}")
-    numbers = [int(n) for n in found.groups() if n is not None]
-    if numbers[-1] < numbers[0]:
-        raise ValueError(f"`{text.strip()}` among the {among}, which descends")
-    return range(numbers[0], numbers[-1] + 1)
+    """Read the ranks and rows of a group, such as ``0,1: 0-3,8``. Raises `ValueError` with what was found."""
+    dense = re.sub(r"\s*([,:-])\s*", r"\1", text.strip())
+    if not _GROUP.fullmatch(dense):
+        raise ValueError(f"`{text.strip()}` as group {number}")
+    ranks, rows = dense.split(":")
+    runs = [[int(row) for row in run.split("-")] for run in rows.split(",") if run]
+    if any(run[-1] < run[0] for run in runs):
+        raise ValueError(f"`{text.strip()}` as group {number}, with rows that descend")
+    ids = [row for run in runs for row in range(run[0], run[-1] + 1)]
+    return tuple(int(rank) for rank in ranks.split(",")), np.array(ids, np.int64)
 
 
 def _some(ids: np.ndarray) -> str:

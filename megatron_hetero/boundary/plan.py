@@ -1,29 +1,29 @@
 """Plans a boundary from its two ownerships: the rows that each rank sends and receives in both directions. The routes
 of single rows are computed in `routes`. Pure data.
-
-The text of a boundary plan: a summary, every move, and each rank's traffic.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
-from typing import NamedTuple
+from itertools import islice
+from typing import Generic, NamedTuple
 from zlib import crc32
 
 import numpy as np
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.boundary.routes import DirectionPlan, Redistribution
+from megatron_hetero.boundary.routes import DirectionPlan, Index, Redistribution
 from megatron_hetero.layout.grammar import format_ranks
+
+SHOWN = 256
+"""The most moves, and the most ranks, that a plan's text lists."""
 
 
 @dataclass(frozen=True, eq=False)
-class RankPlan:
+class RankPlan(Generic[Index]):
     """One boundary for one rank and one batch.
 
     `ranks`: all participants, ascending; counts are in their order. `digest`: `BoundaryPlan.digest` of the whole plan.
@@ -38,20 +38,43 @@ class RankPlan:
     point_to_point: bool
     copies: tuple[int, ...]
     summed: bool
-    forward: DirectionPlan
-    backward: DirectionPlan | None
+    forward: DirectionPlan[Index]
+    backward: DirectionPlan[Index] | None
+
+
+class Move(NamedTuple):
+    """Rows that one rank sends to another in one phase of a direction."""
+
+    direction: str
+    phase: str
+    sender: int
+    receiver: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.direction:<8}  {self.phase:<7}  {self.sender:>6} -> {self.receiver:<6}  {self.rows:>9,}"
 
 
 class Traffic(NamedTuple):
-    """Rows that one rank moves in one direction. `minimum`: the fewest it could receive; None where only the sum over
-    all ranks has a minimum, since in a reduce ranks can trade shares.
+    """Rows that each rank holds, needs, receives and sends in one direction, int64 [ranks]. `minimum`: the fewest it
+    could receive; None where only the sum over all ranks has a minimum, since in a reduce ranks can trade shares.
     """
 
-    held: int
-    needed: int
-    received: int
-    sent: int
-    minimum: int | None
+    held: np.ndarray
+    needed: np.ndarray
+    received: np.ndarray
+    sent: np.ndarray
+    minimum: np.ndarray | None
+
+
+class _PhaseMoves(NamedTuple):
+    """The moves of one phase of one direction, as columns, int64 [moves]."""
+
+    direction: str
+    phase: str
+    senders: np.ndarray
+    receivers: np.ndarray
+    rows: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +108,8 @@ class BoundaryPlan:
                 digest = crc32(numbers.astype(np.int32).data, digest)
         return digest
 
-    def rank(self, rank: int, *, backward: bool = True) -> RankPlan:
-        """The part of `rank`, one of `ranks`. `backward=False`: of the forward direction only."""
+    def rank(self, rank: int, *, backward: bool = True) -> RankPlan[np.ndarray]:
+        """Plan the part of `rank`, one of `ranks`. `backward=False`: only the forward direction."""
         forward, back = self.directions.values()
         return RankPlan(
             rank,
@@ -108,19 +131,66 @@ class BoundaryPlan:
         return {"forward": forward, "backward": Redistribution(destination, source, summed, once, mirror=forward)}
 
     def moves(self) -> tuple[Move, ...]:
-        """All moves of both directions, in order of execution."""
-        return tuple(moves_of(self))
+        """Return all moves of both directions, in order of execution."""
+        return tuple(_moves(self._phase_moves()))
 
-    def traffic(self, direction: str, rank: int) -> Traffic:
-        """The traffic of `rank` in "forward" or "backward"; another direction is a `KeyError`."""
-        if direction not in self.directions:
-            raise KeyError(f"no direction `{direction}`; there are {', '.join(self.directions)}")
-        chosen = self.directions[direction]
-        plan = chosen.plan(rank, self.ranks)
-        return Traffic(plan.held, plan.needed, plan.received_rows, plan.sent_rows, chosen.minimum(rank))
+    def traffic(self, direction: str) -> Traffic:
+        """Return the traffic of all `ranks` in `direction`, "forward" or "backward"."""
+        return self._traffic(direction, self._phase_moves())
+
+    def _phase_moves(self) -> list[_PhaseMoves]:
+        found: list[_PhaseMoves] = []
+        for name, each in self.directions.items():
+            rows = each.row_table(None)
+            found += [_PhaseMoves(name, phase, *each.routes(phase, rows).row_counts()) for phase in each.phases]
+        return found
+
+    def _traffic(self, direction: str, phases: Sequence[_PhaseMoves]) -> Traffic:
+        """Count moves, since planning each rank is slow."""
+        ranks, chosen = np.array(self.ranks, np.int64), self.directions[direction]
+        received, sent = np.zeros((2, len(ranks)), np.int64)
+        for phase in phases:
+            if phase.direction == direction:
+                np.add.at(received, np.searchsorted(ranks, phase.receivers), phase.rows)
+                np.add.at(sent, np.searchsorted(ranks, phase.senders), phase.rows)
+        held, needed = (
+            np.append(np.diff(side.starts), 0)[side.members.groups_of(ranks)] for side in (chosen.held, chosen.needed)
+        )
+        return Traffic(held, needed, received, sent, chosen.minima(ranks))
 
     def __str__(self) -> str:
-        return "\n".join(describe_plan(self))
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """Write a summary, the moves, each rank's traffic, and the totals."""
+        how = "batched point-to-point" if self.point_to_point else "one uneven all-to-all per phase"
+        rows = len(self.destination.ids)
+        yield f"boundary of {rows:,} rows of {self.row_bytes:,} bytes over {len(self.ranks)} ranks, {how}"
+        for name, each in self.directions.items():
+            phases, least = ", ".join(each.phases) or "nothing moves", f"{each.minimum_total:,} rows received"
+            yield f"{name}: {phases}; {least} is the minimum{_gradient_note(self, name)}"
+        moves = self._phase_moves()
+        yield "direction phase        from -> to           rows           bytes"
+        yield from (f"{move}  {move.rows * self.row_bytes:>14,}" for move in islice(_moves(moves), SHOWN))
+        yield from _more(sum(len(phase.rows) for phase in moves))
+        yield "direction   rank       held     needed  received bytes         minimum      sent bytes"
+        traffic = {name: self._traffic(name, moves) for name in self.directions}
+        for name, of_ranks in traffic.items():
+            yield from self._rank_lines(name, of_ranks)
+        for name, (_, _, received, sent, _) in traffic.items():
+            most, most_sent, total = (
+                n * self.row_bytes for n in (received.max(initial=0), sent.max(initial=0), sum(sent))
+            )
+            largest = f"at most {most:,} bytes received and {most_sent:,} bytes sent by a rank"
+            yield f"{name}: {largest}; {total:,} bytes in all"
+
+    def _rank_lines(self, name: str, of_ranks: Traffic) -> Iterator[str]:
+        row = self.row_bytes
+        for at, rank in enumerate(self.ranks[:SHOWN]):
+            held, needed, received, sent = (int(column[at]) for column in of_ranks[:4])
+            least = "shared" if of_ranks.minimum is None else f"{of_ranks.minimum[at] * row:,}"
+            yield (f"{name:<8} {rank:>7} {held:>10,} {needed:>10,} {received * row:>15,} {least:>15} {sent * row:>15,}")
+        yield from _more(len(self.ranks))
 
 
 def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> BoundaryPlan:
@@ -144,115 +214,14 @@ def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> 
     return plan
 
 
-SHOWN = 256
-"""The most moves, and the most ranks, that a plan's text lists."""
-
-
-class Move(NamedTuple):
-    """Rows that one rank sends to another in one phase of a direction. ``Move.parse(str(move)) == move``."""
-
-    direction: str
-    phase: str
-    sender: int
-    receiver: int
-    rows: int
-
-    def __str__(self) -> str:
-        return f"{self.direction:<8}  {self.phase:<7}  {self.sender:>6} -> {self.receiver:<6}  {self.rows:>9,}"
-
-    @classmethod
-    def parse(cls, text: str) -> Move:
-        """The move at the head of a line of a plan's table. Raises `ValueError`."""
-        found = re.match(r"(forward|backward) +(reduce|scatter|gather) +(\d+) -> (\d+) +([\d,]+)", text)
-        if found is None:
-            raise ValueError(f"found {text!r}, expected a line such as 'forward scatter 0 -> 1 17'")
-        direction, phase, *numbers = found.groups()
-        sender, receiver, rows = (int(number.replace(",", "")) for number in numbers)
-        return cls(direction, phase, sender, receiver, rows)
-
-
-class _PhaseMoves(NamedTuple):
-    """The moves of one phase of one direction, as columns, int64 [moves]."""
-
-    direction: str
-    phase: str
-    senders: np.ndarray
-    receivers: np.ndarray
-    rows: np.ndarray
-
-
-def _phase_moves(plan: BoundaryPlan) -> list[_PhaseMoves]:
-    """All moves of a plan."""
-    found: list[_PhaseMoves] = []
-    for name, direction in plan.directions.items():
-        rows = direction.row_table(None)
-        found += [_PhaseMoves(name, phase, *direction.routes(phase, rows).row_counts()) for phase in direction.phases]
-    return found
-
-
-def moves_of(plan: BoundaryPlan) -> Iterator[Move]:
-    """All moves of both directions, in order of execution."""
-    return _moves(_phase_moves(plan))
-
-
 def _moves(phases: Sequence[_PhaseMoves]) -> Iterator[Move]:
-    def of_phase(phase: _PhaseMoves) -> Iterator[Move]:
-        columns = zip(phase.senders, phase.receivers, phase.rows, strict=True)
-        return (Move(phase.direction, phase.phase, *map(int, move)) for move in columns)
-
-    return chain.from_iterable(map(of_phase, phases))
-
-
-def describe_plan(plan: BoundaryPlan) -> Iterator[str]:
-    """The lines of a plan's text: a summary, its moves, each rank's traffic, and the totals."""
-    how = "batched point-to-point" if plan.point_to_point else "one uneven all-to-all per phase"
-    rows = len(plan.destination.ids)
-    yield f"boundary of {rows:,} rows of {plan.row_bytes:,} bytes over {len(plan.ranks)} ranks, {how}"
-    for name, direction in plan.directions.items():
-        phases = ", ".join(direction.phases) or "nothing moves"
-        yield f"{name}: {phases}; {direction.minimum_total:,} rows received is the minimum{_gradient_note(plan, name)}"
-    moves = _phase_moves(plan)
-    yield "direction phase        from -> to           rows           bytes"
-    yield from (f"{move}  {move.rows * plan.row_bytes:>14,}" for move in islice(_moves(moves), SHOWN))
-    yield from _more(sum(len(phase.rows) for phase in moves))
-    yield "direction   rank       held     needed  received bytes         minimum      sent bytes"
-    traffic = {name: _traffic_of_all(plan, name, moves) for name in plan.directions}
-    for name, columns in traffic.items():
-        yield from _rank_lines(plan, name, columns)
-    for name, (_, _, received, sent, _) in traffic.items():
-        most, sent_most, total = (n * plan.row_bytes for n in (received.max(initial=0), sent.max(initial=0), sum(sent)))
-        yield f"{name}: at most {most:,} bytes received and {sent_most:,} bytes sent by a rank; {total:,} bytes in all"
-
-
-def _traffic_of_all(plan: BoundaryPlan, name: str, phases: Sequence[_PhaseMoves]) -> tuple[np.ndarray, ...]:
-    """The columns of `Traffic` for all ranks, int64 [ranks], -1 for None. Counts moves, since planning each rank is
-    slow.
-    """
-    ranks, direction = np.array(plan.ranks, np.int64), plan.directions[name]
-    received, sent = np.zeros((2, len(ranks)), np.int64)
-    for phase in phases:
-        if phase.direction == name:
-            np.add.at(received, np.searchsorted(ranks, phase.receivers), phase.rows)
-            np.add.at(sent, np.searchsorted(ranks, phase.senders), phase.rows)
-    held, needed = (
-        np.append(np.diff(side.starts), 0)[side.members.groups_of(ranks)] for side in (direction.held, direction.needed)
-    )
-    return held, needed, received, sent, direction.missing(ranks) if direction.has_minima else np.full(len(ranks), -1)
-
-
-def _rank_lines(plan: BoundaryPlan, name: str, columns: Sequence[np.ndarray]) -> Iterator[str]:
-    shown = (column[:SHOWN].tolist() for column in columns)
-    for rank, held, needed, received, sent, minimum in zip(plan.ranks[:SHOWN], *shown, strict=True):
-        least = "shared" if minimum < 0 else f"{minimum * plan.row_bytes:,}"
-        yield (
-            f"{name:<8} {rank:>7} {held:>10,} {needed:>10,} {received * plan.row_bytes:>15,} {least:>15} "
-            f"{sent * plan.row_bytes:>15,}"
-        )
-    yield from _more(len(plan.ranks))
+    for direction, phase, *columns in phases:
+        for sender, receiver, rows in zip(*(column.tolist() for column in columns), strict=True):
+            yield Move(direction, phase, sender, receiver, rows)
 
 
 def _more(lines: int) -> Iterator[str]:
-    """How many lines a table omits."""
+    """Yield how many lines a table omits, if any."""
     if lines > SHOWN:
         yield f"… and {lines - SHOWN:,} more"
 

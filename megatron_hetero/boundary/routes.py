@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -19,11 +19,13 @@ from megatron_hetero.boundary.ownership import Ownership
 
 Phase = Literal["reduce", "scatter", "gather"]
 PHASES: tuple[Phase, ...] = ("reduce", "scatter", "gather")
+Index = TypeVar("Index")
+"""Indices of rows: int64 arrays in plans, and what `loaded` makes of them on a device."""
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
-    """One phase on one rank, in row indices of its buffers; all arrays are int64.
+class Exchange(Generic[Index]):
+    """One phase on one rank, in row indices of its buffers.
 
     `send`: the rows to send, ordered by receiver; `send_counts`: rows to each of the plan's ranks. `receive`: where
     received rows are written (added, in a reduce), ordered by sender; `receive_counts`: rows from each of the plan's
@@ -31,54 +33,54 @@ class Exchange:
     """
 
     phase: Phase
-    send: np.ndarray
-    send_counts: np.ndarray
-    receive: np.ndarray
-    receive_counts: np.ndarray
+    send: Index
+    send_counts: list[int]
+    receive: Index
+    receive_counts: list[int]
 
 
 @dataclass(frozen=True, eq=False)
-class DirectionPlan:
+class DirectionPlan(Generic[Index]):
     """One direction of a boundary for one rank.
 
-    `held`, `needed`: rows of the input and of the output buffer. `kept_from`, `kept_to`: int64, rows that stay on this
-    rank, as indices in the input and the output. `exchanges`: the phases, the same on every rank. A reduce adds to a
-    copy of the input, from which the scatter reads; a gather reads and writes the output. `complete`: whether every
-    output row is written; the others are zero.
+    `held`, `needed`: rows of the input and of the output buffer. `local_from`, `local_to`: rows that stay on this rank,
+    as indices in the input and the output. `exchanges`: the phases, the same on every rank. A reduce adds to a copy of
+    the input, from which the scatter reads; a gather reads and writes the output. `complete`: whether every output row
+    is written; the others are zero.
     """
 
     held: int
     needed: int
-    kept_from: np.ndarray
-    kept_to: np.ndarray
-    exchanges: tuple[Exchange, ...]
+    local_from: Index
+    local_to: Index
+    exchanges: tuple[Exchange[Index], ...]
     complete: bool
 
-    def exchange(self, phase: Phase) -> Exchange | None:
-        """The exchange of `phase`, if there is one."""
+    def exchange(self, phase: Phase) -> Exchange[Index] | None:
+        """Return the exchange of `phase`, if there is one."""
         return next((e for e in self.exchanges if e.phase == phase), None)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the output is the input: no rank exchanges anything, and every row stays in its place."""
-        everything = np.arange(self.held)
-        kept = np.array_equal(self.kept_from, everything) and np.array_equal(self.kept_to, everything)
-        return kept and self.needed == self.held and not self.exchanges
 
     @property
     def received_rows(self) -> int:
         """Rows received from other ranks."""
-        return sum(int(e.receive_counts.sum()) for e in self.exchanges)
+        return sum(sum(e.receive_counts) for e in self.exchanges)
 
     @property
     def sent_rows(self) -> int:
         """Rows sent to other ranks."""
-        return sum(int(e.send_counts.sum()) for e in self.exchanges)
+        return sum(sum(e.send_counts) for e in self.exchanges)
 
     @property
     def collectives(self) -> int:
         """The number of collectives, the same on every rank."""
         return len(self.exchanges)
+
+
+def is_identity(plan: DirectionPlan[np.ndarray]) -> bool:
+    """Whether the output is the input: no rank exchanges anything, and every row stays in its place."""
+    everything = np.arange(plan.held)
+    in_place = np.array_equal(plan.local_from, everything) and np.array_equal(plan.local_to, everything)
+    return in_place and plan.needed == plan.held and not plan.exchanges
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +99,7 @@ class RowTable:
     count: np.ndarray
 
     def repeated(self, times: np.ndarray) -> RowTable:
-        """Row i `times[i]` times."""
+        """Repeat row i `times[i]` times."""
         return RowTable(*(np.repeat(column, times) for column in self.__dict__.values()))
 
 
@@ -117,15 +119,15 @@ class Routes:
         keys, rows = np.unique(self.sender[moved] * ranks + self.receiver[moved], return_counts=True)
         return keys // ranks, keys % ranks, rows
 
-    def exchange(self, phase: Phase, rank: int, ranks: Sequence[int]) -> Exchange:
-        """The sends and receives of `rank`."""
+    def exchange(self, phase: Phase, rank: int, ranks: Sequence[int]) -> Exchange[np.ndarray]:
+        """Return the sends and receives of `rank`."""
         order = np.asarray(ranks)
 
-        def side(own: np.ndarray, other: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        def side(own: np.ndarray, other: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, list[int]]:
             mine = np.flatnonzero((own == rank) & (other != rank))
             mine = mine[np.argsort(other[mine], kind="stable")]
             peers = np.searchsorted(order, other[mine])
-            return indices[mine], np.bincount(peers, minlength=len(order))
+            return indices[mine], np.bincount(peers, minlength=len(order)).tolist()
 
         send = side(self.sender, self.receiver, self.source_index)
         return Exchange(phase, *send, *side(self.receiver, self.sender, self.target_index))
@@ -158,36 +160,31 @@ class Redistribution:
         }
         return tuple(phase for phase in PHASES if used[phase])
 
-    def plan(self, rank: int, ranks: Sequence[int]) -> DirectionPlan:
-        """The part of `rank`."""
+    def plan(self, rank: int, ranks: Sequence[int]) -> DirectionPlan[np.ndarray]:
+        """Plan the part of `rank`."""
         rows = self.row_table(rank)
         # The routes of the scatter include the rows that stay, even if it moves none.
         scatter = self.routes("scatter", rows)
         routes = {phase: scatter if phase == "scatter" else self.routes(phase, rows) for phase in self.phases}
-        kept = np.flatnonzero((scatter.sender == rank) & (scatter.receiver == rank))
+        local = np.flatnonzero((scatter.sender == rank) & (scatter.receiver == rank))
         exchanges = tuple(routes[phase].exchange(phase, rank, ranks) for phase in self.phases)
-        arriving = sum(int(e.receive_counts.sum()) for e in exchanges if e.phase != "reduce")
+        arriving = sum(sum(e.receive_counts) for e in exchanges if e.phase != "reduce")
         needed = self.needed.num_rows(rank)
         return DirectionPlan(
             held=self.held.num_rows(rank),
             needed=needed,
-            kept_from=scatter.source_index[kept],
-            kept_to=scatter.target_index[kept],
+            local_from=scatter.source_index[local],
+            local_to=scatter.target_index[local],
             exchanges=exchanges,
-            complete=len(kept) + arriving == needed,
+            complete=len(local) + arriving == needed,
         )
 
-    def minimum(self, rank: int) -> int | None:
-        """The fewest rows that `rank` can receive: those it needs less those it holds. None without `has_minima`."""
-        return int(self.missing(np.array([rank]))[0]) if self.has_minima else None
-
-    @property
-    def has_minima(self) -> bool:
-        """Whether each rank has a minimum of its own: no row is summed, and all ranks of a group get the row."""
-        return not self.once and not (self.summed and self.held.members.sizes.max(initial=1) > 1)
-
-    def missing(self, ranks: np.ndarray) -> np.ndarray:
-        """For each of `ranks`, the number of rows that it needs and does not hold."""
+    def minima(self, ranks: np.ndarray) -> np.ndarray | None:
+        """Return the fewest rows that each of `ranks` can receive: those it needs less those it holds. None where rows
+        are summed, or one rank of a group gets a row: only the total has a minimum then.
+        """
+        if self.once or (self.summed and self.held.members.sizes.max(initial=1) > 1):
+            return None
         keys, rows = self._rows_of_pairs
         held, needed = self.held.members.groups_of(ranks), self.needed.members.groups_of(ranks)
         groups = len(self.needed.groups)
@@ -248,7 +245,7 @@ class Redistribution:
         return keys[order], self.mirror._rows_of_pairs[1][order]
 
     def row_table(self, rank: int | None) -> RowTable:
-        """The rows that `rank` holds or needs; None: all. Contains all rows of a pair of groups or none."""
+        """Return the rows that `rank` holds or needs; None: all. Contains all rows of a pair of groups or none."""
         held, needed, source_index, target_index = self._columns
         if rank is not None:
             mine = (held == self.held.members.group_of(rank)) | (needed == self.needed.members.group_of(rank))
@@ -266,7 +263,7 @@ class Redistribution:
         return _SharedRanks.of(self.held, self.needed)
 
     def routes(self, phase: Phase, rows: RowTable) -> Routes:
-        """The moves of `rows` in a phase."""
+        """Return the moves of `rows` in a phase."""
         return {"reduce": self._reduce, "scatter": self._scatter, "gather": self._gather}[phase](rows)
 
     def _endpoints(self, rows: RowTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -296,7 +293,7 @@ class Redistribution:
         crossing = Routes(sender, first_receiver, rows.source_index, rows.target_index)
         if self.summed or self.once or not np.any(shared > 1):
             return crossing
-        # All shared ranks keep their copies, not only the row's sender.
+        # A row stays on all shared ranks, not only on its sender.
         member, times = _all_members(self.needed, rows.needed)
         copies = rows.repeated(times)
         stays = (self.held.members.groups_of(member) == copies.held) & (member != np.repeat(sender, times))
@@ -321,8 +318,8 @@ class Redistribution:
 class _SharedRanks:
     """The ranks shared by a holding group and a needing group.
 
-    `keys`: of the pairs of groups that share ranks, ascending; `ranks`: of all pairs, concatenated; `starts`: where
-    each pair's ranks begin, and the end.
+    `keys`: keys of the pairs of groups that share ranks, ascending; `ranks`: shared ranks of all pairs, concatenated;
+    `starts`: the index where each pair's ranks begin, and the end.
     """
 
     keys: np.ndarray
@@ -343,18 +340,18 @@ class _SharedRanks:
         return at, (self.keys[at] == keys) if len(self.keys) else np.zeros(len(keys), bool)
 
     def counts(self, keys: np.ndarray) -> np.ndarray:
-        """The number of shared ranks of each pair."""
+        """Count the shared ranks of each pair."""
         at, found = self._find(keys)
         return np.where(found, np.diff(self.starts)[at], 0) if len(self.keys) else np.zeros(len(keys), np.int64)
 
     def rank_at(self, keys: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Of each pair, its shared rank number `index`."""
+        """Return the shared rank number `index` of each pair."""
         at, _ = self._find(keys)
         return self.ranks[self.starts[at] + index]
 
 
 def _all_members(side: Ownership, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ranks of each of `groups`, concatenated, and the size of each."""
+    """Return the ranks of each of `groups`, concatenated, and the size of each."""
     sizes = side.members.sizes[groups]
     within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return side.members.ranks[np.repeat(side.members.starts[groups], sizes) + within], sizes

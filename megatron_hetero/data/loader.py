@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import RowIndex, load_index, load_plan
-from megatron_hetero.boundary.routes import DirectionPlan
+from megatron_hetero.boundary.routes import DirectionPlan, is_identity
 from megatron_hetero.data.dealing import Deal, Dealing, PackMetadata, SampleMetadata, pack_metadata
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, TokenizedSample, pack
@@ -98,7 +98,7 @@ class StepLoader:
 
     def with_schedule(self, schedule: Schedule) -> StepLoader:
         """The same for steps of another schedule, of as many micro-batches as that has."""
-        together = {name: schedule.together(name) for name in self.planner.encoders}
+        together = {name: schedule.in_one_call(name) for name in self.planner.encoders}
         return replace(self, planner=self.planner.with_calls(lambda _: together))
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
@@ -316,7 +316,7 @@ class PatchSharing:
         if direction.exchanges:
             own = parts[0] if len(parts) == 1 else torch.cat([torch.zeros(0, width), *parts])
             parts = [self._communicators[encoder].forward(load_plan(plan.exchange, CPU), own)]
-        as_it_is = len(parts) == 1 and (direction.exchanges or direction.keeps_all)
+        as_it_is = len(parts) == 1 and (direction.exchanges or is_identity(direction))
         if as_it_is and not plan.padding and not pinned:
             return parts[0].view(-1, elements)
         out = torch.empty(direction.needed * width // elements + plan.padding, elements, pin_memory=pinned)
@@ -338,7 +338,7 @@ class PatchSharing:
         }
 
 
-def place_rows(direction: DirectionPlan, parts: Sequence[Tensor], out: Tensor) -> None:
+def place_rows(direction: DirectionPlan[np.ndarray], parts: Sequence[Tensor], out: Tensor) -> None:
     """What a direction without exchanges makes of `parts`, the rows held, one part after the other: into `out`
     [needed, width], each row in one copy.
     """
@@ -353,10 +353,10 @@ def place_rows(direction: DirectionPlan, parts: Sequence[Tensor], out: Tensor) -
             out[target].copy_(part[origin])
 
 
-def _runs(direction: DirectionPlan, lengths: Sequence[int]) -> Iterator[tuple[RowIndex, RowIndex]]:
+def _runs(direction: DirectionPlan[np.ndarray], lengths: Sequence[int]) -> Iterator[tuple[RowIndex, RowIndex]]:
     """For each part the rows of it that stay, and where they go."""
     starts = np.cumsum([0, *lengths])
-    part_of_row = np.searchsorted(starts, direction.kept_from, side="right") - 1
+    part_of_row = np.searchsorted(starts, direction.local_from, side="right") - 1
     for number, start in enumerate(starts[:-1]):
         chosen = part_of_row == number
-        yield load_index(direction.kept_from[chosen] - start, CPU), load_index(direction.kept_to[chosen], CPU)
+        yield load_index(direction.local_from[chosen] - start, CPU), load_index(direction.local_to[chosen], CPU)

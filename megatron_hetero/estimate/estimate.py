@@ -41,8 +41,8 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.stages import Stage, stages_of_rank
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.weights import prefix_of
+from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.semantics import shares_weights
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")

@@ -26,8 +26,8 @@ from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
 from megatron_hetero.layout.stages import LAYERS, Stage
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes, weight_map
+from megatron_hetero.schedule.gathering import GatherSpan, rows_of_share, shares_weights, span_of
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.semantics import Span, rows_of_share, shares_weights, span_of
 from megatron_hetero.step.number_formats import BLOCK, batch_elements
 
 _MASTER = {"float32": 4, "split": 2, "none": 0}
@@ -180,7 +180,7 @@ def gathered_span(schedule: Schedule, name: str, zero: int, calls: Sequence[rang
 
 
 def gathered_bytes(
-    parameters: Sequence[Parameter], itemsize: int, gradient: int, span: Span, *, is_head: bool
+    parameters: Sequence[Parameter], itemsize: int, gradient: int, span: GatherSpan, *, is_head: bool
 ) -> GatheredBytes:
     """Gathered weights and gradients in exchange. `itemsize`: bytes of a weight; `gradient`: of its gradient, whole
     and as it is sent. `is_head`: whether the embedding is also the head.

@@ -5,7 +5,7 @@ module: rows leave a stage of the encoder and enter a stage of the text module.
 A module has stages, numbered along its pipeline; with virtual stages, stage s of the text module is on the ranks of
 pipeline coordinate s mod pp. A step runs M micro-batches, numbered from 0. The kinds of work are
 
-    F   forward of a stage; keeps what its backward needs, unless the module recomputes
+    F   forward of a stage; saves what its backward needs, unless the module recomputes
     R   the same forward again, just before its backward, of a module that recomputes
     B   backward of a stage
 
@@ -29,7 +29,7 @@ ordered pair of ranks is a queue and needs no tags.
 On NCCL every communicator is a queue too, on each of its ranks: an operation issued early holds up all that follow it
 there, and a send ends only when its receive has begun. "Never blocks" refers to the host. So whatever may be issued
 early has a communicator of its own: each ordered pair of ranks in a pipeline one for F and R and one for B, each edge
-one for F and one for B. How actions map to streams is in `streams`, when they deadlock in `deadlock`.
+one for F and one for B. How actions map to streams, and when they deadlock, is in `deadlock`.
 
 A crossing (`start`, `finish`) is one operation of many ranks, its *participants*: those of the two stages of an edge,
 of all replicas. Every participant starts and finishes every crossing
@@ -37,11 +37,11 @@ once, also if it has no rows, and a rank on both sides does so once for both.
 
   * If the two sides share no rank, it is batched point-to-point. The `finish` of a sender ends when all receivers have
     started; that of a receiver when all senders have started and the other receivers have reached their `finish` too
-    (they may gather rows among themselves). In each direction all participants start in one order, and finish in one
-    order. Partial gradients held by several senders are summed inside `start`.
+    (they may gather rows among themselves). In each direction of an edge all participants start in one order, and
+    receivers finish in one order. Partial gradients held by several senders are summed inside `start`.
   * If they share ranks, it is a collective over all participants. `start` enters its first exchange, `finish` the
-    others, so that a `finish` ends when all participants have reached theirs. All starts and finishes, of both
-    directions and of all such edges, are in one order on the ranks that take part in them.
+    others, so that a `finish` ends when all participants have reached theirs. In each direction of an edge all starts
+    and finishes are in one order on all participants.
 
 What an action needs before it:
 
@@ -52,11 +52,11 @@ What an action needs before it:
     send          its run
     start F       on the encoder's side: F of the stage that the edge leaves. On the text module's side: nothing
     start B       on the text module's side: B of the stage that the edge enters. On the encoder's side: nothing
-    wait, finish  its `irecv` or `start`, and what is said above of other ranks
+    wait, finish  its `irecv` or `start`, and other ranks as specified above
 
 Which actions a rank executes follows from its modules and stages alone (`expected_actions`); the builder determines
 their order. For `--vision-parallel dp:1@0 --text-parallel pp:2@1-2`, run-ahead 0 and two micro-batches, one step per
-line (``-`` is no action; columns wait for each other as said above):
+line (``-`` is no action; columns wait for each other as specified above):
 
     step  vision.0         text.0           text.1
           @0               @1               @2
@@ -110,7 +110,7 @@ class Action:
             case "irecv" | "wait":
                 return f"{self.module}.{self.stage}<{self.peer}.{work}{'!' if self.op == 'wait' else ''}"
             case "start" | "finish":
-                # Checks print actions that are none, too.
+                # Checks print invalid actions, too.
                 ends = self.peer.ends if isinstance(self.peer, Edge) else (self.module, f"{self.peer}")
                 ends = ends if self.kind == "F" else ends[::-1]
                 return f"{'>'.join(ends)}.{work}{'!' if self.op == 'finish' else ''}"
@@ -120,13 +120,25 @@ class Action:
 
     @property
     def edge(self) -> Edge:
-        """Of a `start` or `finish`."""
+        """The edge of a `start` or `finish`."""
         assert isinstance(self.peer, Edge), f"{self.op} is not of an edge"
+        return self.peer
+
+    @property
+    def own_stage(self) -> int:
+        """The stage of work or of a transfer."""
+        assert self.stage is not None, f"{self.op} has no stage"
+        return self.stage
+
+    @property
+    def peer_stage(self) -> int:
+        """The other stage of a transfer."""
+        assert isinstance(self.peer, int), f"{self.op} has no other stage"
         return self.peer
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The inverse of `str`. Raises `ValueError`."""
+        """Read the text of an action. Raises `ValueError`."""
         if found := _RUN.fullmatch(text):
             module, stage, kind, batch = found.groups()
             return run(cast(WorkKind, kind), module, int(stage), int(batch))
@@ -152,28 +164,28 @@ _CROSSING = re.compile(rf"{_END}>{_END}\.([FB])(\d+)(!?)")
 
 
 def _edge_between(left: tuple[str, str | None], right: tuple[str, str | None], kind: str) -> Edge:
-    """The edge of a crossing that is written from left to right; each end is a module and maybe a stage."""
+    """Return the edge of a crossing that is written from left to right; each end is a module and maybe a stage."""
     source, target = (left, right) if kind == "F" else (right, left)
     return Edge(source[0], target[0], *(None if end[1] is None else int(end[1]) for end in (source, target)))
 
 
 def run(kind: WorkKind, module: str, stage: int, micro_batch: int) -> Action:
-    """Work of a stage."""
+    """Run work of a stage."""
     return Action("run", kind, module, micro_batch, stage)
 
 
 def send(kind: WorkKind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
-    """`stage` sends to the stage `peer`."""
+    """Send from `stage` to the stage `peer`."""
     return Action("send", kind, module, micro_batch, stage, peer)
 
 
 def irecv(kind: WorkKind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
-    """`stage` posts the receive from the stage `peer`."""
+    """Post the receive of `stage` from the stage `peer`."""
     return Action("irecv", kind, module, micro_batch, stage, peer)
 
 
 def wait(kind: WorkKind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
-    """`stage` waits for its receive from the stage `peer`."""
+    """Wait in `stage` for its receive from the stage `peer`."""
     return Action("wait", kind, module, micro_batch, stage, peer)
 
 

@@ -1,17 +1,4 @@
-"""The order in which a pipeline rank of the text module runs forwards and backwards.
-
-For pp:3 and five micro-batches (1F1B; time goes to the right):
-
-    stage 0   F0 F1 F2          B0 F3    B1 F4    B2       B3       B4
-    stage 1      F0 F1       B0 F2    B1 F3    B2 F4    B3       B4
-    stage 2         F0 B0       F1 B1    F2 B2    F3 B3    F4 B4
-
-1F1B: Narayanan et al. 2019 (PipeDream), in the flushing variant of Narayanan et al. 2021 (arXiv 2104.04473).
-Interleaving of virtual stages: section 2.2 of the latter, with the warm-up of Megatron-LM.
-
-What the orders of all roles are built from.
-
-Builds schedules. docs/schedules.md says what each kind does; a schedule combines one or several of these cases:
+"""Builds schedules. docs/schedules.md says what each kind does; a schedule combines one or several of these cases:
 
   1. *Colocated, text pp:1*: `waves` of one micro-batch.
   2. *Colocated, text pp > 1*: every rank encodes, in `waves` or with `recompute`.
@@ -38,6 +25,15 @@ Why no order deadlocks. In a turn of the encoder (return, encode) all ranks walk
 has no part in, and nothing in the list depends on what comes later. The turns are in one order on all ranks, and what a
 stage runs before a turn depends only on what others run before it. Encoders that run ahead walk through the first text
 stage's list, one step behind in what they receive and ahead in what they send. `check_schedule` proves it each time.
+
+For pp:3 and five micro-batches, the text module alone runs (1F1B; time goes to the right):
+
+    stage 0   F0 F1 F2          B0 F3    B1 F4    B2       B3       B4
+    stage 1      F0 F1       B0 F2    B1 F3    B2 F4    B3       B4
+    stage 2         F0 B0       F1 B1    F2 B2    F3 B3    F4 B4
+
+1F1B: Narayanan et al. 2019 (PipeDream), in the flushing variant of Narayanan et al. 2021 (arXiv 2104.04473).
+Interleaving of virtual stages: section 2.2 of the latter, with the warm-up of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -52,150 +48,10 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.graph import Edge, Ends, as_edge, edge_of
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, WorkKind, finish, run, start
-from megatron_hetero.schedule.graph import build_graph_schedule, fed_by_all, with_transfers
+from megatron_hetero.schedule.graph_builder import build_graph_schedule, fed_by_all, require_trained_through
 from megatron_hetero.schedule.program import Module, Role, Schedule, find_roles
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
-
-
-class Work(NamedTuple):
-    """A unit of work of the text module."""
-
-    kind: WorkKind
-    stage: int
-    micro_batch: int
-
-
-def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
-    """The work of the ranks at a pipeline coordinate, in order: 1F1B, interleaved if the module has virtual stages."""
-    pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
-    if module.virtual == 1:
-        warm_up, forwards = left, [Work("F", coordinate, m) for m in micro_batches]
-        backwards = [Work("B", coordinate, m) for m in micro_batches]
-    else:
-        warm_up = 2 * left + (module.virtual - 1) * pp
-        forwards = _interleaved("F", module, coordinate, micro_batches)
-        backwards = _interleaved("B", module, coordinate, micro_batches)
-    order = forwards if not module.backward else _alternated(forwards, backwards, warm_up)
-    return [work for work in order if work.micro_batch >= 0]
-
-
-def _alternated(forwards: list[Work], backwards: list[Work], warm_up: int) -> list[Work]:
-    """`warm_up` forwards, then forwards and backwards alternating, then the remaining backwards."""
-    warm_up = min(warm_up, len(forwards))
-    steady = len(forwards) - warm_up
-    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
-    return [*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[steady:]]
-
-
-def _interleaved(kind: WorkKind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
-    """pp micro-batches through each of the rank's stages in turn, then the next pp of them.
-
-    The micro-batches are padded to a multiple of pp; the padding has number -1 and is dropped later. Dropping a
-    micro-batch everywhere adds no cycle to an order.
-    """
-    pp = module.layout.pp
-    padded = [*micro_batches, *[-1] * (-len(micro_batches) % pp)]
-    stages = range(coordinate, module.stages, pp)
-    return [
-        Work(kind, stage, m)
-        for first in range(0, len(padded), pp)
-        for stage in (stages if kind == "F" else reversed(stages))
-        for m in padded[first : first + pp]
-    ]
-
-
-@dataclass(frozen=True, eq=False)
-class BuildContext:
-    """Shared by the orders of all roles."""
-
-    schedule: Schedule
-    settings: ScheduleSettings
-
-    @property
-    def text(self) -> Module:
-        """The text module."""
-        return self.schedule.text
-
-    @property
-    def batches(self) -> int:
-        """Micro-batches of the step."""
-        return self.schedule.micro_batches
-
-    @cached_property
-    def ahead(self) -> tuple[Module, ...]:
-        """Encoders on their own ranks."""
-        return tuple(e for e in self.schedule.encoders if e.style == "ahead")
-
-    @cached_property
-    def sharing(self) -> tuple[Module, ...]:
-        """Encoders that take turns with the text module."""
-        return tuple(e for e in self.schedule.encoders if e.style != "ahead")
-
-    @cached_property
-    def run_ahead(self) -> int:
-        """Micro-batches that encoders may be ahead by."""
-        return self.settings.run_ahead or 0
-
-    @property
-    def waves(self) -> tuple[range, ...]:
-        """The micro-batches of each wave."""
-        return self.schedule.waves
-
-    @cached_property
-    def turns(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """For each turn of the encoders that share ranks with the text module, after the first encoding: the
-        micro-batches whose gradients return, and those that are encoded.
-        """
-        return list(zip(self.schedule.returned, [*self.waves[1:], range(0)], strict=True))
-
-    @cached_property
-    def pace(self) -> list[Work]:
-        """The work of the first text stage, in order."""
-        return [work for part in text_parts(self, 0) for work in part if work.stage == 0]
-
-    @property
-    def starts_back_early(self) -> bool:
-        """Whether gradients go back to encoders that take turns with the text module before their turn."""
-        return any(self.schedule.returns_early(e) for e in self.schedule.edges if e.source in self._sharing_names)
-
-    @cached_property
-    def _sharing_names(self) -> list[str]:
-        return [encoder.name for encoder in self.sharing]
-
-    def crossed(self, role: Role, encoder: Module) -> list[tuple[Edge, int]]:
-        """The edges of an encoder that the role is on a side of, each with the stage that its rows leave."""
-        schedule = self.schedule
-        edges = [e for e in schedule.edges if e.source == encoder.name and any(schedule.crosses(role, e))]
-        return [(edge, schedule.stages_of(edge)[0]) for edge in edges]
-
-    def leaving(self, encoder: Module, stage: int) -> tuple[Edge, ...]:
-        """The edges that leave a stage of an encoder."""
-        return self.schedule.leaving.get((encoder.name, stage), ())
-
-    def arriving(self, role: Role) -> list[Edge]:
-        """The edges of encoders that run ahead to any text stage of the role."""
-        names = [encoder.name for encoder in self.ahead]
-        return [e for e in self.schedule.edges if e.source in names and self.schedule.crosses(role, e)[1]]
-
-    def has_backward(self, edge: Edge) -> bool:
-        """Whether gradients go back along the edge."""
-        return self.schedule.returns(edge)
-
-
-def first_stage(role: Role, module: Module) -> int | None:
-    """The (first) stage of `module` that the role holds."""
-    return next((stage for name, stage in role.held_stages if name == module.name), None)
-
-
-def text_parts(ctx: BuildContext, stage: int | None) -> list[list[Work]]:
-    """Before each turn of the encoders, the work of ranks whose first text stage is `stage`; none without a stage."""
-    if stage is None:
-        return [[] for _ in ctx.turns]
-    if ctx.text.virtual > 1:
-        return [pipeline_order(ctx.text, stage, wave) for wave in ctx.waves]
-    works = pipeline_order(ctx.text, stage, range(ctx.batches))
-    cuts = [works.index(Work("F", stage, max(0, wave[0] - stage // 3))) for wave in ctx.waves[1:]]
-    return [works[first:last] for first, last in pairwise([0, *cuts, len(works)])]
+from megatron_hetero.schedule.transfers import with_transfers
 
 
 def build_schedule(
@@ -210,15 +66,15 @@ def build_schedule(
     """Build the schedule of a step.
 
     Args:
-        layouts: of all modules, by name.
-        micro_batches: their number in the step.
+        layouts: layouts of all modules, by name.
+        micro_batches: number of micro-batches in the step.
         settings: see `ScheduleSettings`.
         text: the module that all others feed, which are encoders; default: the one that `edges` make that, or `text`
             where there are none.
         forward_only: modules without a backward pass: frozen encoders, or all modules in an evaluation.
-        edges: of the graph of modules; (from, to) alone is from the last stage to the first. With `text`, encoders
-            without any feed its first stage. Graphs in which several modules are fed, or some feed none, are run as
-            `graph` describes; they have no settings.
+        edges: edges of the graph of modules; (from, to) alone is from the last stage to the first. With `text`,
+            encoders without any feed its first stage. Graphs in which several modules are fed, or some feed none, are
+            run as `graph_builder` describes; they have no settings.
 
     Raises:
         UserError: the settings or edges do not fit the layouts.
@@ -233,7 +89,8 @@ def build_schedule(
     _require_edges_fit(layouts, text, settings.virtual_stages, named)
     modules = _modules(layouts, settings, text, forward_only)
     empty = Schedule(modules, _edges(modules, named), micro_batches, find_roles(modules))
-    ctx = BuildContext(empty, settings)
+    require_trained_through(empty)
+    ctx = _Context(empty, settings.run_ahead or 0)
     orders = [list(_order(ctx, role)) for role in empty.roles]
     return replace(empty, roles=with_transfers(empty, orders))
 
@@ -244,7 +101,6 @@ def _modules(
     text: str,
     forward_only: Collection[str],
 ) -> tuple[Module, ...]:
-    _require_forward_only_fits(layouts, text, forward_only)
     sharing = sharing_encoders(layouts, text)
 
     def encoder(name: str) -> Module:
@@ -260,7 +116,7 @@ def _modules(
 
 
 def _edges(modules: Sequence[Module], edges: Collection[Edge]) -> tuple[Edge, ...]:
-    """Encoder by encoder those of `edges`, or the one from its last stage to the first of the text module."""
+    """Return `edges` encoder by encoder; one from the last stage to the first text stage where an encoder has none."""
     layouts, *_, text = {module.name: module.layout for module in modules}, modules[-1]
     named = [as_edge(edge, layouts) for edge in edges]
     own = ([edge for edge in named if edge.source == encoder.name] for encoder in modules[:-1])
@@ -270,7 +126,7 @@ def _edges(modules: Sequence[Module], edges: Collection[Edge]) -> tuple[Edge, ..
 
 
 def last_entered(virtual_stages: int) -> int:
-    """The last pipeline coordinate of the text module that rows of an encoder may enter which runs ahead.
+    """Return the last pipeline coordinate of the text module that rows may enter of an encoder that runs ahead.
 
     The encoder is at the pace of the first stage. Backwards of stage s are s micro-batches ahead of that: from s = 3 on
     its gradients are ready, and block its queue, before the encoder has sent the rows that it waits for. Interleaved
@@ -321,44 +177,152 @@ def _require_forward_only_exists(layouts: Mapping[str, Layout], forward_only: Co
         raise UserError.at("forward_only", found=found, expected=expected, fix="name modules that have a layout")
 
 
-def _require_forward_only_fits(layouts: Mapping[str, Layout], text: str, forward_only: Collection[str]) -> None:
-    if text in forward_only and len(set(forward_only)) < len(layouts):
-        raise UserError.at(
-            "forward_only",
-            found=f"`{text}` without {', '.join(f'`{name}`' for name in layouts if name not in forward_only)}",
-            expected="all modules",
-            because=f"encoders get their gradients through `{text}`",
-            fix="name all modules, or leave it out (its parameters may be frozen all the same)",
-        )
+# --------------------------------------------------------------------------------------------- orders
 
 
-def _order(ctx: BuildContext, role: Role) -> Iterator[Action]:
-    """The work and crossings of a role, without the transfers between stages."""
-    if any(first_stage(role, encoder) is not None for encoder in ctx.ahead):
-        yield from ahead_order(ctx, role)
+class Work(NamedTuple):
+    """A unit of work of the text module."""
+
+    kind: WorkKind
+    stage: int
+    micro_batch: int
+
+
+def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
+    """Order the work of a pipeline coordinate: 1F1B, interleaved if the module has virtual stages."""
+    pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
+    if module.virtual == 1:
+        warm_up, forwards = left, [Work("F", coordinate, m) for m in micro_batches]
+        backwards = [Work("B", coordinate, m) for m in micro_batches]
+    else:
+        warm_up = 2 * left + (module.virtual - 1) * pp
+        forwards = _interleaved("F", module, coordinate, micro_batches)
+        backwards = _interleaved("B", module, coordinate, micro_batches)
+    order = forwards if not module.backward else _alternated(forwards, backwards, warm_up)
+    return [work for work in order if work.micro_batch >= 0]
+
+
+def _alternated(forwards: list[Work], backwards: list[Work], warm_up: int) -> list[Work]:
+    """Run `warm_up` forwards, then forwards and backwards alternating, then the remaining backwards."""
+    warm_up = min(warm_up, len(forwards))
+    steady = len(forwards) - warm_up
+    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
+    return [*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[steady:]]
+
+
+def _interleaved(kind: WorkKind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
+    """Run pp micro-batches through each of the rank's stages in turn, then the next pp of them.
+
+    The micro-batches are padded to a multiple of pp; the padding has number -1 and is dropped later. Dropping a
+    micro-batch everywhere adds no cycle to an order.
+    """
+    pp = module.layout.pp
+    padded = [*micro_batches, *[-1] * (-len(micro_batches) % pp)]
+    stages = range(coordinate, module.stages, pp)
+    return [
+        Work(kind, stage, m)
+        for first in range(0, len(padded), pp)
+        for stage in (stages if kind == "F" else reversed(stages))
+        for m in padded[first : first + pp]
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Context:
+    """Values that the orders of all roles share. `schedule`: without actions."""
+
+    schedule: Schedule
+    run_ahead: int
+
+    @cached_property
+    def ahead(self) -> tuple[Module, ...]:
+        """Encoders on their own ranks."""
+        return tuple(e for e in self.schedule.encoders if e.style == "ahead")
+
+    @cached_property
+    def sharing(self) -> tuple[Module, ...]:
+        """Encoders that take turns with the text module."""
+        return tuple(e for e in self.schedule.encoders if e.style != "ahead")
+
+    @cached_property
+    def turns(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """Turns of the encoders that share ranks with the text module, after the first encoding: the micro-batches
+        whose gradients return, and those that are encoded.
+        """
+        return list(zip(self.schedule.returned, [*self.schedule.waves[1:], range(0)], strict=True))
+
+    @cached_property
+    def pace(self) -> list[Work]:
+        """The work of the first text stage, in order."""
+        return [work for part in self.text_parts(0) for work in part if work.stage == 0]
+
+    @cached_property
+    def starts_back_early(self) -> bool:
+        """Whether gradients go back to encoders that take turns with the text module before their turn."""
+        names = [encoder.name for encoder in self.sharing]
+        return any(self.schedule.returns_early(e) for e in self.schedule.edges if e.source in names)
+
+    def text_parts(self, stage: int | None) -> list[list[Work]]:
+        """Return the work, before each turn of the encoders, of ranks whose first text stage is `stage`."""
+        schedule = self.schedule
+        if stage is None:
+            return [[] for _ in self.turns]
+        if schedule.text.virtual > 1:
+            return [pipeline_order(schedule.text, stage, wave) for wave in schedule.waves]
+        works = pipeline_order(schedule.text, stage, range(schedule.micro_batches))
+        cuts = [works.index(Work("F", stage, max(0, wave[0] - stage // 3))) for wave in schedule.waves[1:]]
+        return [works[first:last] for first, last in pairwise([0, *cuts, len(works)])]
+
+    def crossed(self, role: Role, encoder: Module) -> list[tuple[Edge, int]]:
+        """Return the edges of an encoder that the role is on a side of, each with the stage that its rows leave."""
+        schedule = self.schedule
+        edges = [e for e in schedule.edges if e.source == encoder.name and any(schedule.crosses(role, e))]
+        return [(edge, schedule.stages_of(edge)[0]) for edge in edges]
+
+    def leaving(self, encoder: Module, stage: int) -> tuple[Edge, ...]:
+        """Return the edges that leave a stage of an encoder."""
+        return self.schedule.leaving.get((encoder.name, stage), ())
+
+    def arriving(self, role: Role) -> list[Edge]:
+        """Return the edges of encoders that run ahead to any text stage of the role."""
+        names = [encoder.name for encoder in self.ahead]
+        return [e for e in self.schedule.edges if e.source in names and self.schedule.crosses(role, e)[1]]
+
+
+def _first_stage(role: Role, module: Module) -> int | None:
+    """Return the (first) stage of `module` that the role holds."""
+    return next((stage for name, stage in role.held_stages if name == module.name), None)
+
+
+def _order(ctx: _Context, role: Role) -> Iterator[Action]:
+    """Order the work and crossings of a role, without the transfers between stages."""
+    if any(_first_stage(role, encoder) is not None for encoder in ctx.ahead):
+        yield from _ahead_order(ctx, role)
         return
     arriving = ctx.arriving(role)
     if ctx.run_ahead:  # Rows of the first micro-batch may arrive at any time.
         yield from (start("F", edge, 0) for edge in arriving)
-    yield from _encode(ctx, role, ctx.waves[0])
-    for works, (returned, encoded) in zip(text_parts(ctx, first_stage(role, ctx.text)), ctx.turns, strict=True):
+    yield from _encode(ctx, role, ctx.schedule.waves[0])
+    for works, (returned, encoded) in zip(
+        ctx.text_parts(_first_stage(role, ctx.schedule.text)), ctx.turns, strict=True
+    ):
         yield from _text(ctx, role, works)
         yield from _return(ctx, role, returned)
         yield from _encode(ctx, role, encoded)
-    for m in range(ctx.batches, ctx.batches + ctx.run_ahead + 1):
-        yield from send_gradients_ahead(ctx, role, m)
+    for m in range(ctx.schedule.micro_batches, ctx.schedule.micro_batches + ctx.run_ahead + 1):
+        yield from _send_gradients_ahead(ctx, role, m)
 
 
 # ------------------------------------------------------------------------- modules that share ranks: waves
 
 
-def _encode(ctx: BuildContext, role: Role, wave: Sequence[int]) -> Iterator[Action]:
-    """Forward and crossing of a wave. In step k stage i runs micro-batch k - i. The rows of a micro-batch leave in the
-    step in which their stage has run it, and have one step to arrive.
+def _encode(ctx: _Context, role: Role, wave: Sequence[int]) -> Iterator[Action]:
+    """Run the forward and crossing of a wave. In step k stage i runs micro-batch k - i. The rows of a micro-batch leave
+    in the step in which their stage has run it, and have one step to arrive.
     """
     for step in range(len(wave) + max((e.stages for e in ctx.sharing), default=0)):
         for encoder in ctx.sharing:
-            stage = first_stage(role, encoder)
+            stage = _first_stage(role, encoder)
             if stage is not None:
                 yield from (run("F", encoder.name, stage, m) for m in _at(wave, step - stage))
             for edge, own in ctx.crossed(role, encoder):
@@ -366,19 +330,19 @@ def _encode(ctx: BuildContext, role: Role, wave: Sequence[int]) -> Iterator[Acti
                 yield from (finish("F", edge, m) for m in _at(wave, step - own - 1))
 
 
-def _return(ctx: BuildContext, role: Role, wave: Sequence[int]) -> Iterator[Action]:
-    """Crossing back and backward of a wave. In step k the gradients of micro-batch k leave for the last stage, those of
-    k - 1 arrive, and a stage with n stages after it runs the backward of micro-batch k - 1 - n; what only this stage
-    needs leaves n steps later. With `recompute` the forward runs again, stage after stage, so that the last stage has
-    it when the gradients arrive.
+def _return(ctx: _Context, role: Role, wave: Sequence[int]) -> Iterator[Action]:
+    """Run the crossing back and backward of a wave. In step k the gradients of micro-batch k leave for the last stage,
+    those of k - 1 arrive, and a stage with n stages after it runs the backward of micro-batch k - 1 - n; what only this
+    stage needs leaves n steps later. With `recompute` the forward runs again, stage after stage, so that the last stage
+    has it when the gradients arrive.
     """
     encoders = [encoder for encoder in ctx.sharing if encoder.backward]
-    if ctx.starts_back_early and first_stage(role, ctx.text) != 0:  # As the text module's ranks have.
+    if ctx.starts_back_early and _first_stage(role, ctx.schedule.text) != 0:  # In the order of the text module's ranks.
         for m, encoder in product(wave, encoders):
             yield from (start("B", edge, m) for edge, _ in ctx.crossed(role, encoder))
     for step in range(len(wave) + 2 * max((e.stages for e in encoders), default=0)):
         for encoder in encoders:
-            stage, last = first_stage(role, encoder), encoder.stages - 1
+            stage, last = _first_stage(role, encoder), encoder.stages - 1
             again, crossed = last if encoder.recomputes else 0, ctx.crossed(role, encoder)
             if not ctx.starts_back_early:
                 for edge, own in crossed:
@@ -392,39 +356,39 @@ def _return(ctx: BuildContext, role: Role, wave: Sequence[int]) -> Iterator[Acti
 
 
 def _at(wave: Sequence[int], index: int) -> Sequence[int]:
-    """The micro-batch of that index in the wave, if any."""
+    """Return the micro-batch of that index in the wave, if any."""
     return wave[index : index + 1] if index >= 0 else ()
 
 
-def _text(ctx: BuildContext, role: Role, works: Sequence[Work]) -> Iterator[Action]:
-    """Work of the role's text stages, with the crossings of their edges."""
-    first = first_stage(role, ctx.text)
+def _text(ctx: _Context, role: Role, works: Sequence[Work]) -> Iterator[Action]:
+    """Run the role's text stages, with the crossings of their edges."""
+    first = _first_stage(role, ctx.schedule.text)
     for work in works:
         if work.stage == first and work.kind == "F":
-            yield from receive_rows(ctx, ctx.arriving(role), work.micro_batch)
-        yield run(work.kind, ctx.text.name, work.stage, work.micro_batch)
+            yield from _receive_rows(ctx, ctx.arriving(role), work.micro_batch)
+        yield run(work.kind, ctx.schedule.text.name, work.stage, work.micro_batch)
         if work.kind == "B":
             yield from _send_gradients(ctx, role, work)
 
 
-def _send_gradients(ctx: BuildContext, role: Role, work: Work) -> Iterator[Action]:
+def _send_gradients(ctx: _Context, role: Role, work: Work) -> Iterator[Action]:
     """Send the gradients of rows back after the backward of the role's first stage: those of its later virtual stages
     are known before, but would wait there for an encoder that waits for the first stage. They are finished so late that
     encoders that run ahead hold up nothing.
     """
-    if work.stage != first_stage(role, ctx.text):
+    if work.stage != _first_stage(role, ctx.schedule.text):
         return
     if ctx.starts_back_early:
         sharing = (ctx.crossed(role, encoder) for encoder in ctx.sharing if encoder.backward)
         yield from (start("B", edge, work.micro_batch) for edges in sharing for edge, _ in edges)
-    yield from send_gradients_ahead(ctx, role, work.micro_batch)
+    yield from _send_gradients_ahead(ctx, role, work.micro_batch)
 
 
-def ahead_order(ctx: BuildContext, role: Role) -> Iterator[Action]:
-    """The actions of encoders at the pace of the first text stage. A stage leads it by the run-ahead, plus one for the
-    stage itself and each stage after it.
+def _ahead_order(ctx: _Context, role: Role) -> Iterator[Action]:
+    """Run encoders at the pace of the first text stage. A stage leads it by the run-ahead, plus one for the stage
+    itself and each stage after it.
     """
-    held = [(e, stage) for e in ctx.ahead if (stage := first_stage(role, e)) is not None]
+    held = [(e, stage) for e in ctx.ahead if (stage := _first_stage(role, e)) is not None]
     lead = {encoder.name: ctx.run_ahead + encoder.stages - stage for encoder, stage in held}
     for step in range(-max(lead.values()), 0):
         for encoder, stage in held:
@@ -437,16 +401,16 @@ def ahead_order(ctx: BuildContext, role: Role) -> Iterator[Action]:
                 yield from _backward_ahead(ctx, encoder, stage, work.micro_batch)
     for encoder, stage in held:
         if _lag(ctx, encoder, stage) == 1:
-            yield from (finish("F", edge, ctx.batches - 1) for edge in ctx.leaving(encoder, stage))
+            yield from (finish("F", edge, ctx.schedule.micro_batches - 1) for edge in ctx.leaving(encoder, stage))
 
 
-def _lag(ctx: BuildContext, encoder: Module, stage: int) -> int:
-    """How many micro-batches before the one that a stage encodes the text module is ready for."""
+def _lag(ctx: _Context, encoder: Module, stage: int) -> int:
+    """Count the micro-batches from the one that the text module is ready for to the one that a stage encodes."""
     return max(1, ctx.run_ahead) + encoder.stages - 1 - stage
 
 
-def _forward_ahead(ctx: BuildContext, encoder: Module, stage: int, m: int) -> Iterator[Action]:
-    """Forward of a micro-batch, once the text module is ready for the rows of the micro-batch `_lag` before it.
+def _forward_ahead(ctx: _Context, encoder: Module, stage: int, m: int) -> Iterator[Action]:
+    """Run the forward of a micro-batch, once the text module is ready for the rows of the micro-batch `_lag` before it.
 
     Rows leave when the text module is ready for those before them, also after the last forward. More of them in flight
     would queue behind each other on one communicator; and if all streams of a GPU share a queue
@@ -454,11 +418,11 @@ def _forward_ahead(ctx: BuildContext, encoder: Module, stage: int, m: int) -> It
     """
     edges, lag = ctx.leaving(encoder, stage), _lag(ctx, encoder, stage)
     holds_back, sent = lag > 1, m - lag
-    if 0 <= sent < ctx.batches and (holds_back or m < ctx.batches):
+    if 0 <= sent < ctx.schedule.micro_batches and (holds_back or m < ctx.schedule.micro_batches):
         yield from (finish("F", edge, sent) for edge in edges)
-        if holds_back and sent + 1 < ctx.batches:
+        if holds_back and sent + 1 < ctx.schedule.micro_batches:
             yield from (start("F", edge, sent + 1) for edge in edges)
-    if not 0 <= m < ctx.batches:
+    if not 0 <= m < ctx.schedule.micro_batches:
         return
     yield run("F", encoder.name, stage, m)
     if m == 0 or not holds_back:
@@ -467,30 +431,30 @@ def _forward_ahead(ctx: BuildContext, encoder: Module, stage: int, m: int) -> It
         yield from (start("B", edge, 0) for edge in edges)
 
 
-def _backward_ahead(ctx: BuildContext, encoder: Module, stage: int, m: int) -> Iterator[Action]:
-    """Backward of a micro-batch; then the gradients of the next may arrive."""
+def _backward_ahead(ctx: _Context, encoder: Module, stage: int, m: int) -> Iterator[Action]:
+    """Run the backward of a micro-batch; then the gradients of the next may arrive."""
     edges = ctx.leaving(encoder, stage)
     yield from (finish("B", edge, m) for edge in edges)
     yield run("B", encoder.name, stage, m)
-    if m + 1 < ctx.batches:
+    if m + 1 < ctx.schedule.micro_batches:
         yield from (start("B", edge, m + 1) for edge in edges)
 
 
-def receive_rows(ctx: BuildContext, arriving: Sequence[Edge], m: int) -> Iterator[Action]:
+def _receive_rows(ctx: _Context, arriving: Sequence[Edge], m: int) -> Iterator[Action]:
     """Receive the rows of encoders that run ahead. A posted receive lets the encoder proceed, so without run-ahead it
     must not be posted before the rows are needed; with it, the next rows may arrive during the forward.
     """
     if not ctx.run_ahead:
         yield from (start("F", edge, m) for edge in arriving)
     yield from (finish("F", edge, m) for edge in arriving)
-    if ctx.run_ahead and m + 1 < ctx.batches:
+    if ctx.run_ahead and m + 1 < ctx.schedule.micro_batches:
         yield from (start("F", edge, m + 1) for edge in arriving)
 
 
-def send_gradients_ahead(ctx: BuildContext, role: Role, m: int) -> Iterator[Action]:
-    """Send those of micro-batch `m`, if there is one, to encoders that run ahead."""
-    edges, sent = [edge for edge in ctx.arriving(role) if ctx.has_backward(edge)], m - 1 - ctx.run_ahead
-    if 0 <= m < ctx.batches:
+def _send_gradients_ahead(ctx: _Context, role: Role, m: int) -> Iterator[Action]:
+    """Send the gradients of micro-batch `m`, if there is one, to encoders that run ahead."""
+    edges, sent = [edge for edge in ctx.arriving(role) if ctx.schedule.returns(edge)], m - 1 - ctx.run_ahead
+    if 0 <= m < ctx.schedule.micro_batches:
         yield from (start("B", edge, m) for edge in edges)
-    if 0 <= sent < ctx.batches:
+    if 0 <= sent < ctx.schedule.micro_batches:
         yield from (finish("B", edge, sent) for edge in edges)

@@ -1,4 +1,17 @@
-"""Schedules as text: a line per step, a column per role. Columns wait for each other as specified in `actions`.
+"""Checks a schedule before it runs, and reports the first error with its location. Writes schedules as text.
+
+In this order, since each check relies on those before:
+
+  1. the actions of a role: none missing (such as the receive for another role's send), duplicated, or of a module,
+     stage or micro-batch that is not its own;
+  2. their order on the role: nothing is used before it has been waited for, or sent before it is computed;
+  3. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`). Receives in another order
+     than their sends are one, and crossings of an edge in different orders. The message shows it;
+  4. residency: what a rank's GPU has begun and waits for other ranks leaves SMs for the rest (`most_resident`): a CTA
+     of NCCL has up to 640 threads, and is counted as an SM;
+  5. memory: no rank holds activations of more micro-batches than its module's style allows.
+
+The text of a schedule has a line per step and a column per role. Columns wait for each other as specified in `actions`:
 
 micro-batches: 2
 edges: vision>text
@@ -8,36 +21,22 @@ step  vision.0         text.0           text.1
       @0               @1               @2
    0  vision.0.F0      vision>text.F0   text.1<0.F0
    1  vision>text.F0   -                -
-
-Checks a schedule before it runs, and reports the first error with its location.
-
-In this order, since each check relies on those before:
-
-  1. the actions of a role: none missing (such as the receive for another role's send), duplicated, or of a module,
-     stage or micro-batch that is not its own;
-  2. their order on the role: nothing is used before it has been waited for, or sent before it is computed;
-  3. queues: a rank posts the receives from another rank in the order of its sends;
-  4. crossings: their participants start and finish them in one order;
-  5. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`). The message shows it;
-  6. residency: what a rank's GPU has begun and waits for other ranks leaves SMs for the rest (`most_resident`): a CTA
-     of NCCL has up to 640 threads, and is counted as an SM;
-  7. memory: no rank holds activations of more micro-batches than its module's style allows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, zip_longest
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import NamedTuple
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.communicators import gradient_uses, max_ctas
-from megatron_hetero.schedule.actions import Action, irecv
-from megatron_hetero.schedule.deadlock import DESIGN, Waiting, Wiring, find_cycle, issues
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.deadlock import find_cycle, issues
 from megatron_hetero.schedule.program import Role, Schedule, use_of
-from megatron_hetero.schedule.semantics import Dependencies, Point, expected_actions, local_dependencies, replay, steps
+from megatron_hetero.schedule.semantics import Point, expected_actions, local_dependencies, replay, steps
 
 EMPTY = "-"
 MARK = "<-- ERROR HERE"
@@ -46,7 +45,7 @@ SHOWN_ROLES = 6
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The text of a schedule, each action of which `Action.parse` reads."""
+    """Write a schedule as text, each action of which `Action.parse` reads."""
     roles = range(len(schedule.roles))
     lines = _aligned([*_titles(schedule, roles), *_cells(schedule, roles, steps(replay(schedule)))])
     edges = f"edges: {' '.join(map(str, schedule.edges)) or EMPTY}"
@@ -54,7 +53,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def excerpt(schedule: Schedule, points: Sequence[Point], around: int = 4) -> str:
-    """The grid around `points`, which are marked. Their roles come first."""
+    """Write the grid around `points`, which are marked. Their roles come first."""
     step = steps(replay(schedule))
     marks = dict.fromkeys(points, f" {MARK}")
     near = {step.get(point, step.get((point[0], point[1] - 1), 0)) for point in points}
@@ -116,9 +115,9 @@ class ScheduleProblem:
     fix: str = "fix the order of actions, or build the schedule with `build_schedule`"
 
 
-def check_schedule(schedule: Schedule, wiring: Wiring = DESIGN) -> None:
-    """Raise `ScheduleError` for the first problem, if any. `wiring`: which operations share a communicator."""
-    problem = find_problem(schedule, wiring)
+def check_schedule(schedule: Schedule) -> None:
+    """Raise `ScheduleError` for the first problem, if any."""
+    problem = find_problem(schedule)
     if problem is None:
         return
     role, at = problem.points[0]
@@ -134,67 +133,42 @@ def check_schedule(schedule: Schedule, wiring: Wiring = DESIGN) -> None:
     raise ScheduleError("\n".join([str(message), *problem.details, excerpt(schedule, problem.points)]))
 
 
-def find_problem(schedule: Schedule, wiring: Wiring = DESIGN) -> ScheduleProblem | None:
-    """The first problem of the schedule, if any."""
-    for find in (_wrong_actions, _wrong_order, _wrong_queues, _wrong_crossings):
+def find_problem(schedule: Schedule) -> ScheduleProblem | None:
+    """Return the first problem of the schedule, if any."""
+    for find in (_wrong_actions, _wrong_order, _deadlocks, _too_many_resident, _too_many_activations):
         problem = next(find(schedule), None)
         if problem is not None:
             return problem
-    return (
-        _deadlock(schedule, wiring)
-        or next(_too_many_resident(schedule, wiring), None)
-        or next(_too_many_activations(schedule), None)
-    )
+    return None
 
 
 # ---------------------------------------------------------------------------------------- 1. the actions
 
 
 def _wrong_actions(schedule: Schedule) -> Iterator[ScheduleProblem]:
+    once, because = "each of its actions once", "every action is executed once, on all ranks that take part"
     for index, role in enumerate(schedule.roles):
         expected = expected_actions(schedule, role)
-        missing = Counter(expected) - Counter(role.actions)
-        known = set(expected)
-        seen: set[Action] = set()
+        missing = list(Counter(expected) - Counter(role.actions))
+        known, seen = set(expected), set[Action]()
         for at, action in enumerate(role.actions):
             if action not in known or action in seen:
-                yield _unexpected(index, at, action, action in known, list(missing))
+                found = f"`{action}` twice" if action in known else f"`{action}`, which is none of its actions"
+                closest = f"; `{_closest(action, missing)}` is missing" if missing else ""
+                yield ScheduleProblem(((index, at),), found, once, because + closest)
             seen.add(action)
         if missing:
-            yield _missing(schedule, index, next(iter(missing)))
-
-
-def _unexpected(role: int, at: int, action: Action, twice: bool, missing: Sequence[Action]) -> ScheduleProblem:
-    found = f"`{action}` twice" if twice else f"`{action}`, which is none of its actions"
-    because = "every action is executed once, on the ranks of its stage"
-    if missing:
-        because += f"; `{_closest(action, missing)}` is missing"
-    return ScheduleProblem(((role, at),), found, "each of its actions once", because)
+            needing = (
+                at for at, each in enumerate(role.actions) if missing[0] in local_dependencies(schedule, role, each)
+            )
+            point = index, next(needing, len(role.actions))
+            yield ScheduleProblem((point,), f"no `{missing[0]}`", once, because)
 
 
 def _closest(action: Action, others: Sequence[Action]) -> Action:
-    """The one that differs from `action` in the fewest fields."""
-    fields = ("op", "kind", "module", "micro_batch", "stage", "peer")
-    return max(others, key=lambda other: sum(getattr(action, f) == getattr(other, f) for f in fields))
-
-
-def _missing(schedule: Schedule, index: int, missing: Action) -> ScheduleProblem:
-    role = schedule.roles[index]
-    users = (at for at, action in enumerate(role.actions) if missing in local_dependencies(schedule, role, action))
-    return ScheduleProblem(
-        ((index, next(users, len(role.actions))),), f"no `{missing}`", "each of its actions once", _purpose(missing)
-    )
-
-
-def _purpose(action: Action) -> str:
-    if action.op in ("run", "finish", "start"):
-        return {
-            "run": "every stage runs every micro-batch once",
-            "finish": "what crosses must have arrived before it is used",
-            "start": "every participant takes part in every crossing",
-        }[action.op]
-    other = f"stage {action.peer} of `{action.module}`"
-    return f"{other} waits for it" if action.op == "send" else f"{other} sends it, and nobody would receive it"
+    """Return the action that differs from `action` in the fewest fields."""
+    names = [each.name for each in fields(Action)]
+    return max(others, key=lambda other: sum(getattr(action, name) == getattr(other, name) for name in names))
 
 
 # ------------------------------------------------------------------------------------- 2. order on a rank
@@ -213,185 +187,26 @@ def _wrong_order(schedule: Schedule) -> Iterator[ScheduleProblem]:
             done.add(action)
 
 
-# ----------------------------------------------------------------------------------------------- 3. queues
+# --------------------------------------------------------------------------------------------- 3. deadlock
 
 
-def _wrong_queues(schedule: Schedule) -> Iterator[ScheduleProblem]:
-    dependencies = Dependencies(schedule)
-    for index, role in enumerate(schedule.roles):
-        for key, posted in _by_source(schedule, role).items():
-            for sender in dependencies.peer_roles(index, posted[0]):
-                sent = _by_target(schedule, schedule.roles[sender], key)
-                yield from _first_difference(schedule, (index, posted), (sender, sent))
+def _deadlocks(schedule: Schedule) -> Iterator[ScheduleProblem]:
+    if cycle := find_cycle(schedule):
+        names = [name for name, _ in groupby((*cycle, cycle[0]), key=lambda each: each.ranks)]
+        yield ScheduleProblem(
+            tuple(dict.fromkeys((schedule.role_index[each.rank], each.at) for each in cycle)),
+            "a deadlock",
+            "an order in which all can proceed",
+            f"on NCCL they wait in a cycle: {' for '.join(names)}",
+            tuple(map(str, cycle)),
+        )
 
 
-def _by_source(schedule: Schedule, role: Role) -> dict[tuple[str, int], list[Action]]:
-    """The receives that the role posts, by module and the sender's pipeline coordinate."""
-    found: dict[tuple[str, int], list[Action]] = {}
-    for action in role.actions:
-        if action.op == "irecv":
-            assert isinstance(action.peer, int), "the peer of a transfer is a stage"
-            coordinate = schedule.module[action.module].coordinate(action.peer)
-            found.setdefault((action.module, coordinate), []).append(action)
-    return found
-
-
-def _by_target(schedule: Schedule, sender: Role, key: tuple[str, int]) -> dict[int, list[Action]]:
-    """The role's sends of a module, as `irecv` of their receivers, by the receiver's pipeline coordinate."""
-    found: dict[int, list[Action]] = {}
-    for a in sender.actions:
-        if a.op == "send" and a.module == key[0]:
-            assert isinstance(a.peer, int) and a.stage is not None, "a transfer is between two stages"
-            arriving = irecv(a.kind, a.module, a.peer, a.stage, a.micro_batch)
-            found.setdefault(schedule.module[a.module].coordinate(a.peer), []).append(arriving)
-    return found
-
-
-def _first_difference(
-    schedule: Schedule, receiver: tuple[int, list[Action]], sender: tuple[int, dict[int, list[Action]]]
-) -> Iterator[ScheduleProblem]:
-    index, posted = receiver
-    role, first = schedule.roles[index], posted[0]
-    assert first.stage is not None, "an irecv has a stage"
-    sent = sender[1].get(schedule.module[first.module].coordinate(first.stage), [])
-    for mine, theirs in zip_longest(posted, sent):
-        if mine != theirs:
-            at = role.actions.index(mine) if mine in role.actions else len(role.actions) - 1
-            who = schedule.roles[sender[0]]
-            because = f"{who} sends in that order, and messages between two ranks arrive in the order they are sent"
-            yield ScheduleProblem(((index, at),), f"`{mine}`", f"`{theirs}`", because)
-            return
-
-
-# -------------------------------------------------------------------------------------------- 4. crossings
-
-Lane = tuple[str, ...]
-"""Crossings that all participants execute in one order: those of all edges that are collectives together; of other
-edges those of one direction, starts and finishes separately.
-"""
-
-
-def _wrong_crossings(schedule: Schedule) -> Iterator[ScheduleProblem]:
-    lanes = [_lanes(schedule, role) for role in schedule.roles]
-    for lane in {lane: None for each in lanes for lane in each}:
-        members = [(index, each[lane]) for index, each in enumerate(lanes) if lane in each]
-        for at, (one, points) in enumerate(members):
-            for other, others in members[at + 1 :]:
-                yield from _different_order(schedule, (one, points), (other, others))
-
-
-def _lanes(schedule: Schedule, role: Role) -> dict[Lane, list[int]]:
-    found: dict[Lane, list[int]] = {}
-    for at, action in enumerate(role.actions):
-        if action.op in ("start", "finish"):
-            collective = schedule.collective[action.edge]
-            lane = ("collectives",) if collective else (str(action.edge), action.kind, action.op)
-            found.setdefault(lane, []).append(at)
-    return found
-
-
-def _different_order(
-    schedule: Schedule, one: tuple[int, list[int]], other: tuple[int, list[int]]
-) -> Iterator[ScheduleProblem]:
-    """The first crossing that two roles, among those of both, execute in different orders."""
-    edges = [{_action(schedule, (role, at)).edge for at in ats} for role, ats in (one, other)]
-    both = edges[0] & edges[1]
-    common = ([(role, at) for at in ats if _action(schedule, (role, at)).edge in both] for role, ats in (one, other))
-    for mine, theirs in zip(*common, strict=True):
-        if _action(schedule, mine) != _action(schedule, theirs):
-            expected = f"`{_action(schedule, theirs)}`, as {schedule.roles[theirs[0]]} do there"
-            because = "participants do crossings in one order, or each waits for another"
-            yield ScheduleProblem((mine, theirs), f"`{_action(schedule, mine)}`", expected, because)
-            return
-
-
-def _action(schedule: Schedule, point: Point) -> Action:
-    return schedule.roles[point[0]].actions[point[1]]
-
-
-# --------------------------------------------------------------------------------------------- 5. deadlock
-
-
-def _deadlock(schedule: Schedule, wiring: Wiring) -> ScheduleProblem | None:
-    cycle = find_cycle(schedule, wiring)
-    if cycle is None:
-        return None
-    cycle = _from_first(cycle)
-    names = [name for name, _ in groupby((*cycle, cycle[0]), key=lambda each: each.ranks)]
-    problem = ScheduleProblem(
-        tuple(dict.fromkeys((schedule.role_index[each.rank], each.at) for each in cycle)),
-        "a deadlock",
-        "an order in which all can proceed",
-        f"on NCCL they wait in a cycle: {' for '.join(names)}",
-        tuple(map(str, cycle)),
-    )
-    if wiring != DESIGN and find_cycle(schedule) is None:
-        return replace(problem, fix="give each of these a communicator of its own, as `Topology` does")
-    return problem
-
-
-def _from_first(cycle: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
-    """The cycle, rotated to begin at an operation queued behind another one, else at a change of ranks."""
-    behind = (at for at, each in enumerate(cycle) if each.reason == "behind")
-    others = (at for at, each in enumerate(cycle) if each.ranks != cycle[at - 1].ranks)
-    first = next(behind, next(others, 0))
-    return cycle[first:] + cycle[:first]
-
-
-# -------------------------------------------------------------------------------------------- 6. residency
-
-
-def _too_many_resident(schedule: Schedule, wiring: Wiring) -> Iterator[ScheduleProblem]:
-    for index, role in enumerate(schedule.roles):
-        most = most_resident(schedule, role, wiring)
-        if most.ctas > MOST_CTAS:
-            yield ScheduleProblem(
-                ((index, most.at),),
-                f"communication that may occupy {most.ctas} SMs of a GPU at a time",
-                f"at most {MOST_CTAS}",
-                "waiting kernels may keep out the kernels that they wait for",
-                (f"operations that have begun: {', '.join(most.communicators)}",),
-                "give modules ranks of their own, so that a rank takes part in fewer edges and pipelines",
-            )
-
-
-# ----------------------------------------------------------------------------------------------- 7. memory
-
-
-def live_activations(schedule: Schedule, role: Role, module: str) -> list[int]:
-    """After each action of the role, the number of micro-batches (with virtual stages: of stages) whose activations of
-    the module are live.
-    """
-    keeps = schedule.module[module].forward_kinds[-1] if schedule.module[module].backward else None
-    counts: list[int] = []
-    live = 0
-    for action in role.actions:
-        if action.op == "run" and action.module == module:
-            live += (action.kind == keeps) - (action.kind == "B")
-        counts.append(live)
-    return counts
-
-
-def _too_many_activations(schedule: Schedule) -> Iterator[ScheduleProblem]:
-    for index, role in enumerate(schedule.roles):
-        for name, coordinate in _held(schedule, role):
-            bound = schedule.activation_bound(schedule.module[name], coordinate)
-            counts = live_activations(schedule, role, name)
-            if max(counts, default=0) > bound:
-                at = next(i for i, count in enumerate(counts) if count > bound)
-                found, expected = f"activations of {counts[at]} micro-batches of `{name}`", f"at most {bound}"
-                because = f"`{schedule.module[name]}` bounds them, however many micro-batches there are"
-                yield ScheduleProblem(((index, at),), found, expected, because)
-
-
-def _held(schedule: Schedule, role: Role) -> Iterable[tuple[str, int]]:
-    """The modules of a role, with its pipeline coordinate in each."""
-    return dict.fromkeys((name, schedule.module[name].coordinate(stage)) for name, stage in role.held_stages)
-
+# -------------------------------------------------------------------------------------------- 4. residency
 
 MOST_CTAS = 80
-"""They leave room for a collective of the layers and some products: of the 132 SMs of an H100, on which NCCL gives a
-collective up to 32 CTAs, and of the 108 of an A100, on which it gives it up to 24.
+"""The most CTAs of operations that wait. They leave room for a collective of the layers and some products: of the 132
+SMs of an H100, on which NCCL gives a collective up to 32 CTAs, and of the 108 of an A100, on which it gives up to 24.
 """
 
 
@@ -403,16 +218,16 @@ class Resident(NamedTuple):
     communicators: tuple[str, ...]
 
 
-def most_resident(schedule: Schedule, role: Role, wiring: Wiring) -> Resident:
-    """The most CTAs that a rank of the role may have at a time. An operation is taken to last until it is waited for, a
-    send to the end of the step.
+def most_resident(schedule: Schedule, role: Role) -> Resident:
+    """Return the most CTAs that a rank of the role may have at a time. An operation is taken to last until it is waited
+    for, a send to the end of the step.
     """
     held = {name: schedule.module[name] for name, _ in role.held_stages}
     sums = [use for m in held.values() if m.backward for use in gradient_uses(m.name, m.layout)]
     # By communicator, the index of its last operation and the CTAs of one.
     pending = {str(use): (-1, max_ctas(use) or 0) for use in sums}
     most = Resident(sum(ctas for _, ctas in pending.values()), 0, tuple(pending))
-    issued = issues(schedule, role, wiring)
+    issued = issues(schedule, role)
     for index, issue in enumerate(issued):
         if issue.waits is not None:
             stream = issued[issue.waits].stream
@@ -423,3 +238,47 @@ def most_resident(schedule: Schedule, role: Role, wiring: Wiring) -> Resident:
             if (now := sum(ctas for _, ctas in pending.values())) > most.ctas:
                 most = Resident(now, issue.at, tuple(pending))
     return most
+
+
+def _too_many_resident(schedule: Schedule) -> Iterator[ScheduleProblem]:
+    for index, role in enumerate(schedule.roles):
+        most = most_resident(schedule, role)
+        if most.ctas > MOST_CTAS:
+            yield ScheduleProblem(
+                ((index, most.at),),
+                f"communication that may occupy {most.ctas} SMs of a GPU at a time",
+                f"at most {MOST_CTAS}",
+                "waiting kernels may occupy the SMs that the kernels they wait for need",
+                (f"operations that have begun: {', '.join(most.communicators)}",),
+                "give modules ranks of their own, so that a rank takes part in fewer edges and pipelines",
+            )
+
+
+# ----------------------------------------------------------------------------------------------- 5. memory
+
+
+def live_activations(schedule: Schedule, role: Role, module: str) -> list[int]:
+    """Count, after each action of the role, the micro-batches (with virtual stages: the stages) whose activations of
+    the module are live.
+    """
+    saves = schedule.module[module].forward_kinds[-1] if schedule.module[module].backward else None
+    counts: list[int] = []
+    live = 0
+    for action in role.actions:
+        if action.op == "run" and action.module == module:
+            live += (action.kind == saves) - (action.kind == "B")
+        counts.append(live)
+    return counts
+
+
+def _too_many_activations(schedule: Schedule) -> Iterator[ScheduleProblem]:
+    for index, role in enumerate(schedule.roles):
+        coordinates = ((name, schedule.module[name].coordinate(stage)) for name, stage in role.held_stages)
+        for name, coordinate in dict.fromkeys(coordinates):
+            bound = schedule.activation_bound(schedule.module[name], coordinate)
+            counts = live_activations(schedule, role, name)
+            if max(counts, default=0) > bound:
+                at = next(i for i, count in enumerate(counts) if count > bound)
+                found, expected = f"activations of {counts[at]} micro-batches of `{name}`", f"at most {bound}"
+                because = f"`{schedule.module[name]}` bounds them, however many micro-batches there are"
+                yield ScheduleProblem(((index, at),), found, expected, because)

@@ -32,7 +32,7 @@ from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.program import Schedule
 
 LOSS = "loss"
-"""The name of the sum of losses; further names are in `megatron_hetero.base.errors`."""
+"""The output with the sum of losses; further names are in `megatron_hetero.base.errors`."""
 METRICS = "metrics"
 """The name under which a last stage may return further sums by name, scalars without gradients."""
 
@@ -48,7 +48,7 @@ receives. The first one of a module that `embeds` has `embed(batch)`: what needs
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """A part of a stage whose weights are gathered by themselves, where data-parallel ranks share them.
+    """A part of a stage whose weights are gathered separately, where data-parallel ranks share them.
 
     `read_again`: whether they are read after the part has run. `in_backward`: whether its backward pass reads them.
     """
@@ -67,7 +67,7 @@ class GatheredStage(Protocol):
         ...
 
     def before_run(self, stays: bool) -> None:
-        """Before each run of the stage: whether the weights that it gathers stay so, for the next one."""
+        """Notify, before each run of the stage, whether the weights that it gathers stay for the next run."""
         ...
 
 
@@ -78,7 +78,7 @@ class ModuleOnRank:
     `stages`: the models of its stages on this rank, by stage number. `embeds`: whether the first stage of the text
     module has `embed`, which runs while rows travel. `trains_before_last`: whether stages before the last one, or rows
     that enter them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains).
-    `gathered`: by stage number, those of each view that are to know how long weights stay gathered.
+    `gathered`: the stages that are notified, by stage number, how long gathered weights stay.
     """
 
     stages: Mapping[int, StageModel]
@@ -95,8 +95,7 @@ class DeviceMicroBatch:
     without images). `boundaries`: by edge, the plan of its rows; without edges along which none cross.
 
     `calls`: by module, the micro-batches that one call of it computes, where these are several. The input of the first
-    is that of all, the others have none. Only of encoders in waves, and of micro-batches that the schedule has
-    `together`.
+    is that of all, the others have none. Only encoders in waves have such calls, within `Schedule.in_one_call`.
     """
 
     inputs: Mapping[str, Any]
@@ -106,10 +105,10 @@ class DeviceMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step has summed on this rank, over its micro-batches: scalars on the device.
+    """Sums over the micro-batches of a step on this rank: scalars on the device.
 
-    `loss`: the losses of all modules, fp32; 0 without any. `losses`, `metrics`: by module those of its last stage,
-    without modules that have none on this rank.
+    `loss`: the losses of all modules, fp32; 0 without any. `losses`, `metrics`: those of last stages on this rank, by
+    module.
     """
 
     loss: Tensor
@@ -118,8 +117,8 @@ class StepResult:
 
 
 def require_known(micro_batch: int, batch: DeviceMicroBatch, modules: Collection[str], edges: Collection[Edge]) -> None:
-    """Check that a micro-batch names modules and edges of the schedule. Raises `UserError`: others would be left out
-    without a word.
+    """Check that a micro-batch names modules and edges of the schedule. Raises `UserError`: others would be ignored
+    silently.
     """
     for name, found, known in (("inputs", batch.inputs, modules), ("boundaries", batch.boundaries, edges)):
         if unknown := [key for key in found if key not in known]:
@@ -131,12 +130,12 @@ def require_known(micro_batch: int, batch: DeviceMicroBatch, modules: Collection
             )
 
 
-def require_together(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule) -> None:
-    """Check that the calls which begin with a micro-batch are of such as the schedule has together. Raises `UserError`:
-    rows of others would be sent before they are made, or their gradients be waited for.
+def require_calls(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule) -> None:
+    """Check that the calls which begin with a micro-batch are within `Schedule.in_one_call`. Raises `UserError`: other
+    rows would be sent before they are computed, or their gradients be waited for.
     """
     for module, call in batch.calls.items():
-        known = schedule.together(module) if module in schedule.module else ()
+        known = schedule.in_one_call(module) if module in schedule.module else ()
         if call and call[0] == micro_batch and any(set(call) <= set(run) for run in known):
             continue
         runs = ", ".join(f"{run[0]}-{run[-1]}" for run in known if micro_batch in run)
@@ -145,13 +144,13 @@ def require_together(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedu
             found=f"{call} of `{module}`",
             expected=f"a range that begins with it, within {runs or 'the micro-batches of a module in waves'}",
             because="these are encoded in one turn, and their gradients come back in one",
-            fix=f"leave `{module}` out, or take micro-batches of one run of `schedule.together({module!r})`",
+            fix=f"leave `{module}` out, or take micro-batches of one run of `schedule.in_one_call({module!r})`",
         )
 
 
 def random_states(platform: Platform) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """What returns a copy of the states of the generators that models use, PyTorch's own and the streams of
-    Megatron-Core where it has been imported; and what restores one. Neither waits for the device.
+    """Return two functions: one copies the states of the generators that models use, PyTorch's own and the streams of
+    Megatron-Core where it has been imported; the other restores a copy. Neither waits for the device.
     """
     if "megatron.core.tensor_parallel.random" not in sys.modules:
         return platform.random_states, platform.set_random_states

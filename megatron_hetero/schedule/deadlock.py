@@ -1,4 +1,4 @@
-"""Maps the actions of a rank to a GPU: work on its compute stream, operations on the streams of communicators.
+"""Whether a schedule ends on NCCL, and if not, the cycle of ranks that wait for each other.
 
 NCCL gives a communicator one stream on each of its ranks, first in, first out, for its collectives and, if created
 eagerly, for its unbatched point-to-point too. The host of a rank issues its actions and never blocks.
@@ -22,12 +22,9 @@ needs, between which ranks, depends on its plan; here a crossing has all of them
 start of B may occur during the backward of the text module, as soon as the gradients of rows are known, so that this
 work has two parts. Tokens are embedded before rows are waited for.
 
-Whether a schedule ends on NCCL, and if not, the cycle of ranks that wait for each other.
-
-docs/schedules.md, "How deadlocks are excluded", has the rules for what the host of each rank issues (`streams`), and
-what they take for granted. Each event waits for all of its predecessors, so a schedule ends if and only if the graph of
-beginnings and ends has no cycle, whatever the durations. What a batch of data skips, it skips on all ranks that take
-part, which adds no cycle.
+docs/schedules.md, "How deadlocks are excluded", has the rules and what they assume. Each event waits for all of its
+predecessors, so a schedule ends if and only if the graph of beginnings and ends has no cycle, whatever the durations.
+What a batch of data skips, it skips on all ranks that take part, which adds no cycle.
 
 Ranks are checked in classes. First by role, as if each rank depended on what any rank of the role depends on, which
 finds every cycle. If there is one, again by classes of ranks whose peers in all pipelines are of one class too. Then
@@ -47,24 +44,8 @@ from megatron_hetero.layout.communicators import EdgeUse, Link
 from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.program import Role, Schedule, starts_early, use_of
 
-
-@dataclass(frozen=True)
-class Wiring:
-    """Which operations of a rank share a communicator.
-
-    `links`: one communicator for activations (F, R) and one for gradients (B) per ordered pair of ranks (`pair`) or per
-    pipeline. `boundaries`: one communicator per direction of an edge, or per edge. The defaults are those of
-    `megatron_hetero.layout.communicators`.
-    """
-
-    links: Literal["pair", "pipeline"] = "pair"
-    boundaries: Literal["direction", "boundary"] = "direction"
-
-    def of(self, use: Link | EdgeUse) -> str:
-        """The name of the communicator for a use."""
-        if isinstance(use, Link):
-            return str(use) if self.links == "pair" else f"{use.module} {use.direction}"
-        return str(use) if self.boundaries == "direction" else "-".join(use.edge.ends)
+Communicator = Callable[[Link | EdgeUse], str]
+"""Names the communicator for a use. `str` names those that `Topology` creates: one for each use."""
 
 
 class Issue(NamedTuple):
@@ -86,9 +67,11 @@ LinkOf = Callable[[Action], Hashable]
 """Distinguishes the transfers of one stage, kind and micro-batch whose ranks have different peers."""
 
 
-def issues(schedule: Schedule, role: Role, wiring: Wiring, link: LinkOf = lambda action: None) -> list[Issue]:
-    """The issues of each rank of the role, in order. Its actions must be complete, each once."""
-    host = _Host(schedule, role, wiring, link)
+def issues(
+    schedule: Schedule, role: Role, communicator: Communicator = str, link: LinkOf = lambda action: None
+) -> list[Issue]:
+    """Return what the host of each rank of the role issues, in order. Its actions must be complete, each once."""
+    host = _Host(schedule, role, communicator, link)
     for at, action in enumerate(role.actions):
         host.issue(at, action)
     return host.issued
@@ -97,15 +80,15 @@ def issues(schedule: Schedule, role: Role, wiring: Wiring, link: LinkOf = lambda
 class _Host:
     """The host of one role: turns its actions into issues."""
 
-    def __init__(self, schedule: Schedule, role: Role, wiring: Wiring, link: LinkOf):
-        self.schedule, self.role, self.wiring, self.link = schedule, role, wiring, link
+    def __init__(self, schedule: Schedule, role: Role, communicator: Communicator, link: LinkOf):
+        self.schedule, self.communicator, self.link = schedule, communicator, link
         self.issued: list[Issue] = []
         self.crosses = {edge: schedule.crosses(role, edge) for edge in schedule.edges}
         self.position = {action: at for at, action in enumerate(role.actions)}
         self.crossings = [a for a in role.actions if a.op in ("start", "finish")]
         self.next_crossing = 0
         self.operation: dict[Action, int] = {}  # by irecv or start, its (last) operation
-        self.early: dict[Action, int] = {}  # by irecv that its `wait` precedes, that wait
+        self.early: dict[Action, int] = {}  # the `wait` of an irecv that is issued later
         self.ran: set[tuple[str, int | None, int]] = set()
         self.deferred: dict[str, deque[Action]] = {}
         self.embedded: set[tuple[str, int]] = set()
@@ -132,7 +115,7 @@ class _Host:
         return len(self.issued) - 1
 
     def _stream(self, action: Action) -> str:
-        return self.wiring.of(use_of(self.schedule, action))
+        return self.communicator(use_of(self.schedule, action))
 
     def _stream_wait(self, at: int, part: str, operation: int) -> None:
         self.issued.append(Issue(at, part, waits=operation))
@@ -224,52 +207,39 @@ class _Host:
         return self.crosses[action.edge][action.kind == "F"]
 
 
-DESIGN = Wiring()
-"""The communicators that `Topology` creates."""
-
-
 Reason = Literal["begin", "end", "behind", "after"]
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """An action in which ranks of a role wait, and what for: the action of the next `Waiting` of the cycle.
+    """An action in which ranks of a role wait for the action of the next `Waiting` of the cycle.
 
-    `ranks`: such as ``rank 0 (vision.0)``; `rank`: the first of them; `at`: the index of their action; `what`: the
-    action, or a part of it; `communicator`: None on the compute stream. `reason`: they wait for `ranks_there` to
-    `begin` the action `there`; for the `end` of their own operation; they are `behind` another operation on their
-    communicator; or begin `after` what they issued before.
+    `ranks`: such as ``rank 0 (vision.0)``; `rank`: the first of them; `at`: the index of their action. `reason`: they
+    wait for other ranks to `begin` the next action; for the `end` of their own operation; they are `behind` another
+    operation on their communicator; or begin `after` what they issued before. `text` has all of it in words.
     """
 
     rank: int
     ranks: str
     at: int
-    what: str
-    communicator: str | None
     reason: Reason
-    ranks_there: str
-    there: str
+    text: str
 
     def __str__(self) -> str:
-        on = f" on communicator `{self.communicator}`" if self.communicator else ""
-        reasons = {
-            "begin": f"waits for {self.ranks_there} to begin {self.there}",
-            "end": f"waits for the end of {self.there}",
-            "behind": f"stands behind {self.there}",
-            "after": f"begins after {self.there}",
-        }
-        return f"{self.ranks}: {self.what}{on} {reasons[self.reason]}"
+        return self.text
 
 
-def find_cycle(schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: bool = True) -> tuple[Waiting, ...] | None:
-    """The cycle of ranks that wait for each other; None if the schedule ends.
+def find_cycle(
+    schedule: Schedule, communicator: Communicator = str, *, single_queue: bool = True
+) -> tuple[Waiting, ...] | None:
+    """Find the cycle of ranks that wait for each other; None if the schedule ends.
 
     Args:
         schedule: its roles have all of their actions once, and finish what they start.
-        wiring: which operations share a communicator.
+        communicator: names the communicator for a use.
         single_queue: all streams of a rank share one hardware queue. A schedule that ends with one ends with more.
     """
-    found = _cycle(schedule, schedule.roles, lambda role: lambda action: None, wiring, single_queue)
+    found = _cycle(schedule, schedule.roles, lambda role: lambda action: None, communicator, single_queue)
     if found is None:
         return None
     classes = _classes(schedule)
@@ -283,13 +253,14 @@ def find_cycle(schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: boo
 
         return sender
 
-    return _cycle(schedule, classes, link, wiring, single_queue)
+    return _cycle(schedule, classes, link, communicator, single_queue)
 
 
 def _classes(schedule: Schedule) -> list[Role]:
-    """The roles, refined until the peers of a class's ranks in each pipeline are all of one class."""
+    """Refine the roles until the peers of a class's ranks in each pipeline are all of one class."""
     color = dict(schedule.role_index)
-    neighbors = [_neighbors(stages) for stages in _pipelines(schedule)]
+    pipelines = [[m.stage_ranks(s) for s in range(m.layout.pp)] for m in schedule.modules if m.layout.pp > 1]
+    neighbors = [_neighbors(stages) for stages in pipelines]
     while True:
         signs = {
             rank: (own, *(tuple(color[other] for other in each.get(rank, ())) for each in neighbors))
@@ -306,13 +277,8 @@ def _classes(schedule: Schedule) -> list[Role]:
     return [replace(schedule.roles[schedule.role_index[ranks[0]]], ranks=tuple(ranks)) for ranks in members.values()]
 
 
-def _pipelines(schedule: Schedule) -> list[list[tuple[int, ...]]]:
-    """The ranks of each stage, for each module with stages."""
-    return [[m.stage_ranks(s) for s in range(m.layout.pp)] for m in schedule.modules if m.layout.pp > 1]
-
-
 def _neighbors(stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
-    """The previous and the next rank of each in its pipeline, taken as a ring."""
+    """Return the previous and the next rank of each rank in its pipeline, taken as a ring."""
     rings = zip(*stages, strict=True)
     return {rank: (ring[at - 1], ring[(at + 1) % len(ring)]) for ring in rings for at, rank in enumerate(ring)}
 
@@ -331,9 +297,9 @@ class _IssueEnd(NamedTuple):
     is_end: bool
 
 
-class _Graph:
-    """Events as nodes, each with its followers. Node 2 i is the beginning of the i-th of all issues, 2 i + 1 its end (a
-    stream wait only has an end); then come the nodes that stand for all counterparts having begun.
+class _EventGraph:
+    """A graph of events, each with its followers. Node 2 i is the beginning of the i-th of all issues, 2 i + 1 its end
+    (a stream wait only has an end); then come the nodes that stand for all counterparts having begun.
     """
 
     def __init__(self, issued: Sequence[Sequence[Issue]], single_queue: bool):
@@ -349,7 +315,7 @@ class _Graph:
                     self.followers[begin].append(following)
 
     def issue_of(self, node: Node) -> _IssueEnd | None:
-        """The issue of a node; None for one of several parties."""
+        """Return the issue of a node; None for a node of several parties."""
         if node >= self.first[-1]:
             return None
         party = bisect_right(self.first, node) - 1
@@ -389,7 +355,7 @@ class _Graph:
         return node
 
     def stuck(self) -> set[Node]:
-        """The events that never happen."""
+        """Return the events that never happen."""
         before = [0] * len(self.followers)
         for each in self.followers:
             for node in each:
@@ -404,19 +370,23 @@ class _Graph:
 
 
 def _cycle(
-    schedule: Schedule, parties: Sequence[Role], link: Callable[[Role], LinkOf], wiring: Wiring, single_queue: bool
+    schedule: Schedule,
+    parties: Sequence[Role],
+    link: Callable[[Role], LinkOf],
+    communicator: Communicator,
+    single_queue: bool,
 ) -> tuple[Waiting, ...] | None:
-    """The cycle, if any, of parties that each execute the actions of their role. `link`: see `LinkOf`."""
-    issued = [issues(schedule, party, wiring, link(party)) for party in parties]
-    graph = _Graph(issued, single_queue)
+    """Find the cycle, if any, of parties that each execute the actions of their role."""
+    issued = [issues(schedule, party, communicator, link(party)) for party in parties]
+    graph = _EventGraph(issued, single_queue)
     stuck = graph.stuck()
     if not stuck:
         return None
     return _described(parties, issued, [*filter(None, map(graph.issue_of, _short_cycle(graph, stuck)))])
 
 
-def _short_cycle(graph: _Graph, stuck: set[Node]) -> list[Node]:
-    """A short cycle among `stuck`; each node waits for the next."""
+def _short_cycle(graph: _EventGraph, stuck: set[Node]) -> list[Node]:
+    """Find a short cycle among `stuck`; each node waits for the next."""
     before: dict[Node, list[Node]] = {node: [] for node in stuck}
     for node in stuck:
         for follower in graph.followers[node]:
@@ -432,7 +402,7 @@ def _short_cycle(graph: _Graph, stuck: set[Node]) -> list[Node]:
 
 
 def _shortest(before: dict[Node, list[Node]], first: Node, known: list[Node]) -> list[Node]:
-    """The shortest cycle through `first`; `known` is a cycle that contains it."""
+    """Find the shortest cycle through `first`; `known` is a cycle that contains it."""
     reached: dict[Node, Node] = {}
     frontier = deque([first])
     while frontier:
@@ -455,15 +425,20 @@ def _shortest(before: dict[Node, list[Node]], first: Node, known: list[Node]) ->
 def _described(
     parties: Sequence[Role], issued: Sequence[Sequence[Issue]], cycle: Sequence[_IssueEnd]
 ) -> tuple[Waiting, ...]:
+    """Describe a cycle, from an operation that is queued behind another one, or else from a change of ranks."""
     # The beginning and the end of an issue share a line, and so do successive "after"s.
     ends = [end for at, end in enumerate(cycle) if end[:2] != cycle[at - 1][:2]]
     reasons = [_reason(issued, *pair) for pair in _around(ends)]
-    kept = [end for at, end in enumerate(ends) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]]
-    return tuple(_waiting(parties, issued, *pair) for pair in _around(kept))
+    shown = [end for at, end in enumerate(ends) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]]
+    found = [_waiting(parties, issued, *pair) for pair in _around(shown)]
+    behind = (at for at, each in enumerate(found) if each.reason == "behind")
+    others = (at for at, each in enumerate(found) if each.ranks != found[at - 1].ranks)
+    first = next(behind, next(others, 0))
+    return (*found[first:], *found[:first])
 
 
 def _around(ends: Sequence[_IssueEnd]) -> Iterator[tuple[_IssueEnd, _IssueEnd]]:
-    """Pairs of successive ends; the last is paired with the first."""
+    """Pair successive ends, and the last with the first."""
     return zip(ends, [*ends[1:], *ends[:1]], strict=True)
 
 
@@ -479,13 +454,13 @@ def _reason(issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd
 def _waiting(parties: Sequence[Role], issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd) -> Waiting:
     role, issue = parties[mine.party], issued[mine.party][mine.issue]
     whom, there = parties[other.party], issued[other.party][other.issue]
-    return Waiting(
-        role.ranks[0],
-        str(role),
-        issue.at,
-        f"{issue.part}`{role.actions[issue.at]}`",
-        issue.stream,
-        _reason(issued, mine, other),
-        str(whom),
-        f"{there.part}`{whom.actions[there.at]}`",
-    )
+    what, on = f"{there.part}`{whom.actions[there.at]}`", f" on communicator `{issue.stream}`" if issue.stream else ""
+    reason = _reason(issued, mine, other)
+    waits = {
+        "begin": f"waits for {whom} to begin {what}",
+        "end": f"waits for the end of {what}",
+        "behind": f"is queued behind {what}",
+        "after": f"begins after {what}",
+    }[reason]
+    text = f"{role}: {issue.part}`{role.actions[issue.at]}`{on} {waits}"
+    return Waiting(role.ranks[0], str(role), issue.at, reason, text)

@@ -16,7 +16,7 @@ Timelines = Mapping[str, Sequence[Span]]
 
 
 def timelines_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
-    """The timelines of a simulation, one per role."""
+    """Return the timelines of a simulation, one per role."""
     pairs = zip(simulation.schedule.roles, simulation.spans, strict=True)
     return {role_label(role): spans for role, spans in pairs}
 
@@ -25,7 +25,7 @@ def timelines_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
 
 
 def timeline(simulation: Simulation, *, unit: float | None = None, columns: int = 40) -> str:
-    """A line per role, a cell per `unit` seconds (default: the shortest work), such as
+    """Write a line per role and a cell per `unit` seconds (default: the shortest work), such as
 
         0 vision.0  vF0 vF1                     vB0 =       vB1 =
         1 text.0        tF0 tF1         tB0 =       tB1 =
@@ -59,14 +59,15 @@ def _cells(names: Mapping[str, str], spans: Iterable[Span], unit: float) -> Iter
 
 
 def _short_names(schedule: Schedule) -> dict[str, str]:
-    """The shortest distinct prefixes of the modules' names."""
+    """Return the shortest distinct prefixes of the modules' names."""
     names = [module.name for module in schedule.modules]
-    long = {n: next(i for i in range(1, len(n) + 1) if _is_distinct(n, i, names)) for n in names}
-    return {name: name[:length] for name, length in long.items()}
-
-
-def _is_distinct(name: str, length: int, names: Iterable[str]) -> bool:
-    return length == len(name) or not any(n.startswith(name[:length]) for n in names if n != name)
+    found: dict[str, str] = {}
+    for name in names:
+        length = 1
+        while length < len(name) and any(other.startswith(name[:length]) for other in names if other != name):
+            length += 1
+        found[name] = name[:length]
+    return found
 
 
 def _label(names: Mapping[str, str], action: Action) -> str:
@@ -120,7 +121,7 @@ def write_plot(figure: Any, file: Path) -> None:
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """A matplotlib figure of `size`, in inches. Raises `UserError` if matplotlib is not installed."""
+    """Create a matplotlib figure of `size`, in inches. Raises `UserError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -134,7 +135,7 @@ def new_figure(size: tuple[float, float]) -> Any:
 
 
 def colours_of(panels: Iterable[Timelines]) -> dict[str, str]:
-    """A colour for each module, the same in all panels."""
+    """Choose a colour for each module, the same in all panels."""
     names = dict.fromkeys(s.action.module for rows in panels for spans in rows.values() for s in spans)
     return {name: f"C{i % 10}" for i, name in enumerate(sorted(names))}
 
@@ -157,7 +158,7 @@ def draw_panel(axis: Any, title: str, rows: Timelines, colours: Mapping[str, str
 
 
 def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, str], seconds: float) -> None:
-    """The spans of one row. Those of one kind are one artist, since matplotlib is slow with thousands."""
+    """Draw the spans of one row. Spans of one kind are one artist, since matplotlib is slow with thousands."""
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     waits: list[tuple[float, float]] = []
     for span in spans:
@@ -175,7 +176,7 @@ def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, s
 
 
 def _number(axis: Any, at: int, span: Span, seconds: float) -> None:
-    """The micro-batch of a span, if it fits."""
+    """Write the micro-batch of a span into it, if it fits."""
     if span.end - span.start > 0.012 * seconds:
         colour = "white" if span.action.kind == "B" else "black"
         middle = (span.start + span.end) / 2

@@ -1,9 +1,8 @@
-"""A schedule: modules, and the actions of every rank in a step. Pure data; actions are specified in `actions`.
+"""A schedule: modules, and the actions of every rank in a step, with their peers and communicators. Pure data; actions
+are specified in `actions`.
 
 Ranks that hold the same stages of the same modules share one *role* and one list of actions, so the size of a schedule
 grows with the number of roles (about that of pipeline stages), not of ranks.
-
-The communicators and the peers of actions. Pure.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Module:
     """A module as seen by schedules.
 
     `style`: `text` for the module that all others feed; for an encoder `waves` of `window` micro-batches, `recompute`
-    (keep only rows, run forward again before backward) or `ahead` of the text module by at most `window` more
-    micro-batches; `graph` for a module of any other graph, which keeps activations of at most `window` micro-batches.
+    (save only rows, run forward again before backward) or `ahead` of the text module by at most `window` more
+    micro-batches; `graph` for a module of any other graph, which stores activations of at most `window` micro-batches.
     `virtual`: stages per pipeline rank. `backward`: whether there is a backward pass.
     """
 
@@ -48,11 +47,11 @@ class Module:
         return self.layout.pp * self.virtual
 
     def coordinate(self, stage: int) -> int:
-        """The pipeline coordinate of the ranks that hold `stage`."""
+        """Return the pipeline coordinate of the ranks that hold `stage`."""
         return stage % self.layout.pp
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold `stage`, ascending. The i-th ranks of two stages are peers."""
+        """Return the ranks that hold `stage`, ascending. The i-th ranks of two stages are peers."""
         per_stage = self.layout.size // self.layout.pp  # `pp` varies slowest among ranks.
         first = self.coordinate(stage) * per_stage
         return self.layout.ranks[first : first + per_stage]
@@ -64,7 +63,7 @@ class Module:
 
     @property
     def recomputes(self) -> bool:
-        """Whether F keeps no activations and R runs before B."""
+        """Whether F saves no activations and R runs before B."""
         return self.style == "recompute" and self.backward
 
     def __str__(self) -> str:
@@ -84,12 +83,12 @@ class Role:
 
     @property
     def name(self) -> str:
-        """Such as ``vision.0+text.1``."""
+        """The name of the role, such as ``vision.0+text.1``."""
         return "+".join(f"{module}.{stage}" for module, stage in self.held_stages)
 
     @property
     def ranks_text(self) -> str:
-        """Such as ``@0-3``."""
+        """The ranks as text, such as ``@0-3``."""
         return f"@{format_ranks(self.ranks)}"
 
     def __str__(self) -> str:
@@ -97,7 +96,7 @@ class Role:
 
 
 def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
-    """The roles of all ranks, without actions, in the order of their first ranks."""
+    """Find the roles of all ranks, without actions, in the order of their first ranks."""
     stages_of_rank: dict[int, tuple[StageId, ...]] = {}
     for module in modules:
         for coordinate in range(module.layout.pp):
@@ -112,10 +111,10 @@ def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """The actions of every rank in a step of `micro_batches`. `edges`: of the graph of `modules`. Where they are
-    encoders and the text module that all of them feed, it is the last one.
+    """The actions of every rank in a step of `micro_batches`. `edges`: edges of the graph of `modules`. Where
+    these are encoders and the text module that all of them feed, the text module is the last one.
 
-    Its text is in `megatron_hetero.schedule.check`, its invariants in `megatron_hetero.schedule.checks`.
+    `megatron_hetero.schedule.check` has its text and its invariants.
     """
 
     modules: tuple[Module, ...]
@@ -133,7 +132,7 @@ class Schedule:
 
     @property
     def encoders(self) -> tuple[Module, ...]:
-        """All modules but the text."""
+        """All modules but the text module."""
         return self.modules[:-1]
 
     @property
@@ -143,29 +142,28 @@ class Schedule:
 
     @cached_property
     def role_index(self) -> dict[int, int]:
-        """For each rank, the index of its role."""
+        """The index of the role of each rank."""
         return {rank: index for index, role in enumerate(self.roles) for rank in role.ranks}
 
     def actions_of(self, rank: int) -> tuple[Action, ...]:
-        """The actions of `rank`. Raises `KeyError` if it holds no module."""
+        """Return the actions of `rank`. Raises `KeyError` if it holds no module."""
         if rank not in self.role_index:
             raise KeyError(f"rank {rank} holds no module; ranks {format_ranks(sorted(self.role_index))} do")
         return self.roles[self.role_index[rank]].actions
 
     def peer_rank(self, rank: int, action: Action) -> int:
-        """The other rank of a `send`, `irecv` or `wait` of `rank`."""
-        assert isinstance(action.stage, int) and isinstance(action.peer, int), f"{action} has no single peer"
+        """Return the other rank of a `send`, `irecv` or `wait` of `rank`."""
         module = self.module[action.module]
-        return module.stage_ranks(action.peer)[module.stage_ranks(action.stage).index(rank)]
+        return module.stage_ranks(action.peer_stage)[module.stage_ranks(action.own_stage).index(rank)]
 
     @cached_property
     def leaving(self) -> dict[StageId, tuple[Edge, ...]]:
-        """The edges that leave each stage; without stages that none leaves."""
+        """The edges that leave each stage, by stage."""
         return _by_stage((edge.source, self.stages_of(edge)[0], edge) for edge in self.edges)
 
     @cached_property
     def entering(self) -> dict[StageId, tuple[Edge, ...]]:
-        """The edges that enter each stage; without stages that none enters."""
+        """The edges that enter each stage, by stage."""
         return _by_stage((edge.target, self.stages_of(edge)[1], edge) for edge in self.edges)
 
     def returns(self, edge: Edge) -> bool:
@@ -173,20 +171,20 @@ class Schedule:
         return self.module[edge.source].backward and self.module[edge.target].backward
 
     def stages_of(self, edge: Edge) -> tuple[int, int]:
-        """The stage that rows leave, and the one that they enter."""
+        """Return the stage that rows leave, and the one that they enter."""
         if edge.source_stage is None:
             return self.module[edge.source].stages - 1, 0
         assert edge.target_stage is not None, f"{edge} names one stage"
         return edge.source_stage, edge.target_stage
 
     def sides(self, edge: Edge) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ranks that rows of an edge leave, and those that they enter."""
+        """Return the ranks that rows of an edge leave, and those that they enter."""
         own, stage = self.stages_of(edge)
         return self.module[edge.source].stage_ranks(own), self.module[edge.target].stage_ranks(stage)
 
     @cached_property
     def collective(self) -> dict[Edge, bool]:
-        """For each edge, whether its crossings are collectives: its sides share ranks."""
+        """Whether crossings of each edge are collectives: its sides share ranks."""
         sides = {edge: self.sides(edge) for edge in self.edges}
         return {edge: not set(own).isdisjoint(others) for edge, (own, others) in sides.items()}
 
@@ -196,7 +194,7 @@ class Schedule:
         return (edge.source, own) in role.held_stages, (edge.target, stage) in role.held_stages
 
     def returns_early(self, edge: Edge) -> bool:
-        """Whether gradients start to cross back as soon as possible, amid the backward that makes them.
+        """Whether gradients start to cross back as soon as possible, amid the backward that computes them.
 
         Where modules take turns and the text module has stages, the other ranks cannot take part before their turn.
         Communication that waits for them gains nothing, and may even keep a GPU from proceeding with the text module
@@ -222,10 +220,10 @@ class Schedule:
         ends = [max(0, wave[0] - self.in_flight_between_waves) for wave in self.waves[1:]] + [self.micro_batches]
         return tuple(range(*pair) for pair in pairwise([0, *ends]))
 
-    def together(self, name: str) -> tuple[range, ...]:
-        """All micro-batches, in runs of those that a module may compute in one call: they are encoded in one turn, and
-        their gradients come back in one. Single ones for whatever does not run in waves, and for an encoder with
-        pipeline stages, which compute several micro-batches at a time already.
+    def in_one_call(self, name: str) -> tuple[range, ...]:
+        """Cut the micro-batches into runs that a module may compute in one call: they are encoded in one turn, and
+        their gradients come back in one. Runs have one micro-batch for a module that does not run in waves, and for an
+        encoder with pipeline stages, which compute several micro-batches at a time already.
         """
         module = self.module[name]
         if module.style != "waves" or module.stages > 1:
@@ -241,7 +239,7 @@ class Schedule:
         return self.text.layout.pp - 1 if self.text.virtual == 1 else 0
 
     def activation_bound(self, module: Module, coordinate: int) -> int:
-        """The most micro-batches (with virtual stages: stages) whose activations may live on a rank at once."""
+        """Return the most micro-batches (with virtual stages: stages) whose activations may live on a rank at once."""
         pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
         match module.style:
             case "text" if module.virtual == 1:
@@ -268,12 +266,11 @@ def _by_stage(ends: Iterable[tuple[str, int, Edge]]) -> dict[StageId, tuple[Edge
 
 
 def use_of(schedule: Schedule, action: Action) -> Link | EdgeUse:
-    """The use of a communicator by a transfer or crossing."""
+    """Return the use of a communicator by a transfer or crossing."""
     direction: Direction = "backward" if action.kind == "B" else "forward"
     if action.op in ("start", "finish"):
         return EdgeUse(action.edge, direction)
-    sender = action.stage if action.op == "send" else action.peer
-    assert isinstance(sender, int), "work uses no communicator"
+    sender = action.own_stage if action.op == "send" else action.peer_stage
     return Link(action.module, direction, schedule.module[action.module].coordinate(sender))
 
 
@@ -290,7 +287,7 @@ def starts_early(schedule: Schedule, work: Action, following: Action | None) -> 
 
 
 def describe_action(schedule: Schedule, rank: int, action: Action) -> str:
-    """An action of `rank` in words: its micro-batch, its peers and its communicator."""
+    """Describe an action of `rank`: its micro-batch, its peers and its communicator."""
     if action.op == "run":
         others = "the other ranks of its stage"
     elif action.op in ("start", "finish"):

@@ -16,10 +16,10 @@ ScheduleKind = Literal["auto", "waves", "recompute", "ahead"]
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """How modules take turns. None: chosen from the layouts."""
+    """Settings of how modules take turns. None: chosen from the layouts."""
 
     kind: ScheduleKind = "auto"
-    """How encoders that share ranks with the text module run: in `waves`, or with `recompute` (keep only the rows, run
+    """How encoders that share ranks with the text module run: in `waves`, or with `recompute` (save only the rows, run
     forward again before backward). `ahead`: no encoder shares ranks with the text module. `auto`: waves or ahead."""
     waves: int | None = None
     """Micro-batches encoded at a time. Encoder activations of as many live at once, and of pp - 1 more if the text
@@ -32,8 +32,8 @@ class ScheduleSettings:
 
 
 def sharing_encoders(layouts: Mapping[str, Layout], text: str) -> tuple[str, ...]:
-    """The encoders that share ranks with the text module, directly or through another encoder; they take turns with
-    it.
+    """Find the encoders that share ranks with the text module, directly or through another encoder; they take turns
+    with it.
     """
     found: list[str] = []
     ranks, more = set(layouts[text].ranks), True
@@ -52,12 +52,12 @@ def resolve_settings(
     text: str = "text",
     place: str = "ScheduleSettings",
 ) -> ScheduleSettings:
-    """The settings with all defaults filled in; those that do not apply stay None.
+    """Fill in all defaults; settings that do not apply stay None.
 
     Args:
-        settings: as given.
-        layouts: of all modules, by name.
-        micro_batches: their number in the step.
+        settings: the settings as given.
+        layouts: layouts of all modules, by name.
+        micro_batches: number of micro-batches in the step.
         text: the module that all others feed.
         place: where the user gave them, for messages.
 
@@ -80,9 +80,9 @@ def resolve_settings(
 
 
 def _default_waves(pp: int, micro_batches: int, virtual_stages: int) -> int:
-    """Without stages, 1. With stages, waves of equal size near 3 pp: in simulations, stages waiting for each other at
-    each wave then cost less than 5 % of a step, for an encoder without stages and with at least a quarter of the text
-    module's work; with stages of its own, or virtual text stages, up to 6.5 %.
+    """Return 1 without stages. With stages, waves are of equal size near 3 pp: in simulations, stages waiting for each
+    other at each wave then cost less than 5 % of a step, for an encoder without stages and with at least a quarter of
+    the text module's work; with stages of its own, or virtual text stages, up to 6.5 %.
     """
     if pp == 1:
         return 1

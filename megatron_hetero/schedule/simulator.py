@@ -35,15 +35,15 @@ class Simulation:
 
     @cached_property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Seconds of work on the rank."""
+        """Return the seconds of work on the rank."""
         return sum(s.end - s.start for s in self.spans[self.schedule.role_index[rank]] if s.action.op == "run")
 
     def bubble(self, rank: int) -> float:
-        """Share of the step in which the rank is idle, from 0 to 1."""
+        """Return the share of the step in which the rank is idle, from 0 to 1."""
         return 1 - self.busy(rank) / self.seconds if self.seconds else 0.0
 
     @cached_property
@@ -53,7 +53,7 @@ class Simulation:
         return sum(n * bubble for n, bubble in weighted) / sum(n for n, _ in weighted)
 
     def peak_activations(self, rank: int) -> dict[str, int]:
-        """By module, the most micro-batches (with virtual stages: stages) whose activations live at once."""
+        """Return the most micro-batches (with virtual stages: stages) whose activations live at once, by module."""
         role = self.schedule.roles[self.schedule.role_index[rank]]
         names = dict.fromkeys(name for name, _ in role.held_stages)
         return {name: max(live_activations(self.schedule, role, name), default=0) for name in names}
@@ -88,7 +88,7 @@ def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.
 
 
 class _Clock:
-    """The clocks of all roles, advanced action by action."""
+    """Clocks of all roles, advanced action by action."""
 
     def __init__(
         self, schedule: Schedule, duration: Callable[[DurationKey], float], transfer: Callable[[DurationKey], float]
@@ -104,8 +104,7 @@ class _Clock:
         end = now
         match action.op:
             case "run":
-                assert action.stage is not None, "work has a stage"
-                end = now + self._duration((action.module, action.kind, action.stage))
+                end = now + self._duration((action.module, action.kind, action.own_stage))
             case "wait":
                 end = max(now, self._arrival_of_transfer(role, action))
             case "finish":
@@ -115,15 +114,14 @@ class _Clock:
         self.spans[role].append(Span(action, now, end))
 
     def _arrival_of_transfer(self, role: int, action: Action) -> float:
-        """A transfer begins when it is sent and its receive is posted."""
-        assert isinstance(action.peer, int) and action.stage is not None, f"{action} is no transfer"
+        """Return when a transfer ends that begins when it is sent and its receive is posted."""
         posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
         sent = [self._ready[event] for event in ((e.role, e.action) for e in self._dependencies.of(role, action))]
-        took = self._transfer((action.module, action.kind, action.peer))
+        took = self._transfer((action.module, action.kind, action.peer_stage))
         return max(self._ready[role, posted], *sent) + took
 
     def _arrival_of_crossing(self, role: int, action: Action) -> float:
-        """A crossing begins when this rank and all that it exchanges rows with have started."""
+        """Return when a crossing ends that begins when this rank and all that it exchanges rows with have started."""
         started = start(action.kind, action.edge, action.micro_batch)
         own, other = self._dependencies.own_and_other_side(role, action.edge)
         members = {*own, *other} if self._schedule.collective[action.edge] else {role, *other}
@@ -149,5 +147,5 @@ def _found(name: str, durations: Mapping[DurationKey, float], key: DurationKey) 
 
 
 def role_label(role: Role) -> str:
-    """Such as ``0-3 vision.0+text.1``."""
+    """Return the label of a role in plots, such as ``0-3 vision.0+text.1``."""
     return f"{role.ranks_text[1:]} {role.name}"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron_hetero.schedule.contract import GatheredStage
-from megatron_hetero.schedule.semantics import bucket_elements
+from megatron_hetero.schedule.gathering import bucket_elements
 from megatron_hetero.step.buffers import BucketSums, Buffer, Range, WeightGathers, accumulate, parts_of_stage
 
 

@@ -23,7 +23,7 @@ from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderModel, TextModel
 from megatron_hetero.models.weights import tied_parameter, weight_map
-from megatron_hetero.schedule.semantics import shares_weights
+from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.data_parallel import DataParallel, Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage, without_weights
 from megatron_hetero.step.module import OverTp, TrainedModule

@@ -28,7 +28,7 @@ from typing_extensions import override
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.groups.megatron import forget_order, fsdp_groups, fsdp_parameters, reduce_unused
 from megatron_hetero.schedule.contract import Gathered
-from megatron_hetero.schedule.semantics import rows_of_share
+from megatron_hetero.schedule.gathering import rows_of_share
 from megatron_hetero.step.buffers import Range, units_of
 from megatron_hetero.step.data_parallel import DataParallel
 

@@ -17,7 +17,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import on_every, require_equal, together
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.communicators import GRADIENT_AXES
-from megatron_hetero.schedule.semantics import shares_weights
+from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.data_parallel import DataParallel, Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, shard_stage
 from megatron_hetero.step.gradients import (

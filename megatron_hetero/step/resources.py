@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.boundary.communicator import BoundaryCommunicator, Copy, can_compare, require_fit, state
+from megatron_hetero.boundary.communicator import (
+    BoundaryCommunicator,
+    GradientCopy,
+    can_compare,
+    require_fit,
+    summarize,
+)
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.groups.topology import Links
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
@@ -68,8 +74,8 @@ class RunChecks:
             return
         self._turns[where] += 1
         turn = f"{where}, {self._turns[where]}"
-        self.state(f"{turn} of {plan.rank}", state(plan, grads).tolist())
-        copies = [Copy.of(self.stated(f"{turn} of {rank}")) for rank in plan.copies]
+        self.state(f"{turn} of {plan.rank}", summarize(plan, grads).tolist())
+        copies = [GradientCopy.of(self.stated(f"{turn} of {rank}")) for rank in plan.copies]
         if any(copy.size for copy in copies):
             self._known.add(where)
         require_fit(f"boundary {edge}", copies)

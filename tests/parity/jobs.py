@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.schedule import semantics as gathering
+from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.gradients import scale_gradients

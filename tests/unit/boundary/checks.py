@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.boundary.plan import SHOWN, Move
+from megatron_hetero.boundary.plan import SHOWN
 from tests.unit.boundary.simulation import ROW_BYTES, Boundary, SimulatedDirection
 
 
@@ -102,13 +102,14 @@ def check_adjoint(boundary: Boundary) -> None:
 def check_received(boundary: Boundary) -> None:
     for name, (held, needed, simulated) in boundary.directions.items():
         direction = boundary.plan.directions[name]
-        for rank, plan in zip(simulated.ranks, simulated.plans, strict=True):
-            least = np.setdiff1d(np.intersect1d(needed.held_by(rank), held.ids), held.held_by(rank))
-            traffic = boundary.plan.traffic(name, rank)
-            assert traffic[:4] == (held.num_rows(rank), needed.num_rows(rank), plan.received_rows, plan.sent_rows)
-            assert traffic.minimum in (None, plan.received_rows)
-            assert traffic.minimum in (None, len(least))
-            assert traffic.minimum is not None or not plain(name, held, needed)
+        traffic = boundary.plan.traffic(name)
+        assert traffic.minimum is not None or not plain(name, held, needed)
+        for at, (rank, plan) in enumerate(zip(simulated.ranks, simulated.plans, strict=True)):
+            counted = held.num_rows(rank), needed.num_rows(rank), plan.received_rows, plan.sent_rows
+            assert tuple(column[at] for column in traffic[:4]) == counted
+            if traffic.minimum is not None:
+                least = np.setdiff1d(np.intersect1d(needed.held_by(rank), held.ids), held.held_by(rank))
+                assert traffic.minimum[at] == plan.received_rows == len(least)
         received, sent = (sum(getattr(p, f"{what}_rows") for p in simulated.plans) for what in ("received", "sent"))
         assert received == sent == direction.minimum_total
 
@@ -139,9 +140,10 @@ def check_even_shares(boundary: Boundary) -> None:
 def check_text(boundary: Boundary) -> None:
     moves = [move for name, (*_, simulated) in boundary.directions.items() for move in simulated.moves(name)]
     assert list(boundary.plan.moves()) == moves
-    assert all(Move.parse(str(move)) == move for move in moves)
     lines = str(boundary.plan).splitlines()[4:]  # after what the plan is, both directions, and the table's head
-    assert [Move.parse(line) for line in lines[: min(SHOWN, len(moves))]] == moves[:SHOWN]
+    assert [line[: len(str(move))] for line, move in zip(lines, moves[:SHOWN], strict=False)] == list(
+        map(str, moves[:SHOWN])
+    )
     assert len(boundary.plan.ranks) <= SHOWN
     table = lines[-2 - 2 * len(boundary.plan.ranks) :]
     rows = [line.replace(",", "").split() for line in table[:-2]]

@@ -81,8 +81,8 @@ class SimulatedDirection:
             np.add.at(held, phase.write, before[phase.read])
         result, writes = np.zeros((2, self.needed_starts[-1]), np.int64)
         for plan, start, to in zip(self.plans, self.held_starts, self.needed_starts, strict=False):
-            result[plan.kept_to + to] = held[plan.kept_from + start]
-            np.add.at(writes, plan.kept_to + to, 1)
+            result[plan.local_to + to] = held[plan.local_from + start]
+            np.add.at(writes, plan.local_to + to, 1)
         for name, source in (("scatter", held), ("gather", result)):
             if (phase := self.phases.get(name)) is not None:
                 assert name == "scatter" or writes[phase.read].all(), "passed on before it arrived"

@@ -43,9 +43,6 @@ PURE: dict[str, Callable[[], Any]] = {
     r"layout `xp:2`.*: found axis `xp`, expected one of tp, sp, cp, dp, pp": lambda: mh.Layout.parse("xp:2", 4),
 }
 MISSING: dict[str, Callable[[], Any]] = {
-    "no direction `back`; there are forward, backward": (
-        lambda: plan_boundary(SOURCE, TARGET, row_bytes=4).traffic("back", 0)
-    ),
     "rank 7 holds no module; ranks 0-3 do": lambda: build_schedule(LAYOUTS, 2).actions_of(7),
 }
 

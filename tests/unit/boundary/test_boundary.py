@@ -19,9 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.boundary import Boundary, micro_batch
-from megatron_hetero.boundary.communicator import boundary_communicators
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
@@ -365,10 +363,3 @@ def test_what_does_not_fit_a_boundary_is_named_on_all_ranks() -> None:
     with pytest.raises(UserError, match=r"boundary vision>text: plan: found a Tensor, expected what `Boundary.plan`"):
         link(held, plan)  # pyright: ignore[reportArgumentType]
     assert torch.equal(link(plan, held), held)
-
-
-@on_ranks(4)
-def test_each_edge_has_a_width() -> None:
-    places, widths = topology(COLOCATED), {Edge("vision", "text"): 3}
-    with pytest.raises(UserError, match="width: found widths of vision>text, expected one of sound>text too"):
-        boundary_communicators(places, widths, torch.float64)

@@ -19,11 +19,12 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.crossings import MicroBatchCrossings
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.groups.platform import CPU
 from megatron_hetero.layout.graph import Edge
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
 from tests.unit.boundary.cases import PLACEMENTS, Placement
-from tests.unit.boundary.jobs import CPU, WIDTH, Boundary
+from tests.unit.boundary.rank_view import WIDTH, Boundary
 
 SHARDS = "0: 0-2; 1: 3-4; 2: ; 3: 5-7"
 """Four ranks, one of which holds nothing."""

@@ -43,25 +43,26 @@ def test_text_may_be_spaced_freely() -> None:
 @pytest.mark.parametrize(
     "text, found",
     [
-        ("0: 0-3; 1: a", "`a` among the rows of group 1"),
-        ("0: -3", "`-3` among the rows of group 0"),
-        ("0: 0-", "`0-` among the rows of group 0"),
-        ("0: 1_0", "`1_0` among the rows of group 0"),
-        ("0: 3-1", "`3-1` among the rows of group 0, which descends"),
-        ("0: 1; 1,b: 0", "`b` among the ranks of group 1"),
-        ("0-1: 0", "`0-1` among the ranks of group 0"),
-        ("-1: 0", "`-1` among the ranks of group 0"),
-        (": 0-3", "an empty place among the ranks of group 0"),
-        ("0,: 0-3", "an empty place among the ranks of group 0"),
-        ("0 0-3", "`0 0-3` as group 0, with 0 colons"),
-        ("0: 4; 0: 0: 1", "`0: 0: 1` as group 1, with 2 colons"),
+        ("0: 0-3; 1: a", "`1: a` as group 1"),
+        ("0: -3", "`0: -3` as group 0"),
+        ("0: 0-", "`0: 0-` as group 0"),
+        ("0: 1_0", "`0: 1_0` as group 0"),
+        ("0: 1 2", "`0: 1 2` as group 0"),
+        ("0: 3-1", "`0: 3-1` as group 0, with rows that descend"),
+        ("0: 1; 1,b: 0", "`1,b: 0` as group 1"),
+        ("0-1: 0", "`0-1: 0` as group 0"),
+        ("-1: 0", "`-1: 0` as group 0"),
+        (": 0-3", "`: 0-3` as group 0"),
+        ("0,: 0-3", "`0,: 0-3` as group 0"),
+        ("0 0-3", "`0 0-3` as group 0"),
+        ("0: 4; 0: 0: 1", "`0: 0: 1` as group 1"),
         ("0: 0-3; 1: 3", "rows 3 held by two groups"),
         ("0: 0,1,0", "rows 0 held"),
         ("0: 0-20; 1: 0-20", "rows 0, 1, 2, 3, 4 and 16 more held"),
         ("0,1: 0; 1,2: 1", "each rank in one group"),
         ("0,0: 0", "each rank in one group"),
         ("0: 0; 0: 1", "each rank in one group"),
-        ("0: 0 invariant", "`0 invariant` among the rows of group 0"),
+        ("0: 0 invariant", "`0: 0 invariant` as group 0"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_text_is_said_with_the_text(text: str, found: str) -> None:
@@ -84,17 +85,9 @@ def test_a_rank_in_two_groups_and_a_group_of_none_are_refused() -> None:
             Ownership.from_assignment(groups, np.zeros(3, np.int64))
 
 
-@pytest.mark.parametrize(
-    "starts, found",
-    [
-        ([0, 3], "2 starts of 2 groups, expected 3, one of each and the end"),
-        ([0, 1, 2, 3], "4 starts of 2 groups, expected 3, one of each and the end"),
-        ([1, 2, 3], "starts from 1 to 3, expected 0 to 3, the number of rows"),
-        ([0, 2, 2], "starts from 0 to 2, expected 0 to 3, the number of rows"),
-        ([0, 4, 3], "starts that fall from 4 to 3 at group 1, expected them to ascend"),
-    ],
-)
-def test_starts_that_do_not_part_the_rows_are_refused(starts: list[int], found: str) -> None:
+@pytest.mark.parametrize("starts", [[0, 3], [0, 1, 2, 3], [1, 2, 3], [0, 2, 2], [0, 4, 3]])
+def test_starts_that_do_not_part_the_rows_are_refused(starts: list[int]) -> None:
+    found = f"starts {', '.join(map(str, starts))} of 2 groups, expected 3 that ascend from 0 to 3, the number of rows"
     with pytest.raises(ValueError, match=f"^ownership: found {found}$"):
         Ownership(((0,), (1,)), np.arange(3), np.array(starts))
 

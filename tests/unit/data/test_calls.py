@@ -24,7 +24,10 @@ def called(schedule: Schedule) -> Schedule:
     backwards with the last.
     """
     calls = {
-        (module.name, m): call for module in schedule.modules for call in schedule.together(module.name) for m in call
+        (module.name, m): call
+        for module in schedule.modules
+        for call in schedule.in_one_call(module.name)
+        for m in call
     }
     roles = []
     for role in schedule.roles:
@@ -43,7 +46,7 @@ def called(schedule: Schedule) -> Schedule:
 def test_calls_as_large_as_they_may_be_keep_a_schedule_sound(schedule: Schedule, seed: int) -> None:
     """Also where the streams of a GPU share one queue."""
     for module in schedule.modules:
-        assert [m for call in schedule.together(module.name) for m in call] == list(range(schedule.micro_batches))
+        assert [m for call in schedule.in_one_call(module.name) for m in call] == list(range(schedule.micro_batches))
     merged = called(schedule)
     check_schedule(merged)
     execute(merged, seed)
@@ -65,13 +68,13 @@ def test_calls_as_large_as_they_may_be_keep_a_schedule_sound(schedule: Schedule,
 )
 def test_together(vision: str, text: str, batches: int, chosen: ScheduleSettings, expected: str) -> None:
     schedule = build_schedule(layouts(vision=vision, text=text), batches, chosen)
-    assert _runs(schedule.together("vision")) == expected
+    assert _runs(schedule.in_one_call("vision")) == expected
 
 
 def test_without_gradients_a_wave_is_whole() -> None:
     model = layouts(vision="sp:2@0-1", text="pp:2@0-1")
     schedule = build_schedule(model, 8, ScheduleSettings(waves=4), forward_only=["vision"])
-    assert _runs(schedule.together("vision")) == "0-3 4-7"
+    assert _runs(schedule.in_one_call("vision")) == "0-3 4-7"
 
 
 def _runs(calls: tuple[range, ...]) -> str:

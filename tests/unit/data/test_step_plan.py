@@ -62,7 +62,7 @@ def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: 
         forward, replica = plan.patches["vision"].exchange.forward, vision.group_of(rank, "tp", "sp", "cp")
         assert plan.patches["vision"].exchange.ranks == replica
         result = np.full(forward.needed, -1)
-        result[forward.kept_to] = decoded_units(plan, packs)[forward.kept_from]
+        result[forward.local_to] = decoded_units(plan, packs)[forward.local_from]
         results.append(result)
     for stage in ("scatter", "gather"):
         for rank, plan in enumerate(plans):

@@ -73,7 +73,7 @@ def test_traffic_is_that_of_each_ranks_plan(world: int, vision: str, text: str, 
             direction = getattr(boundary.rank(rank), name)
             assert (traffic.held[i], traffic.needed[i]) == (direction.held, direction.needed)
             assert (traffic.received[i], traffic.sent[i]) == (direction.received_rows, direction.sent_rows)
-            assert traffic.kept[i] == len(direction.kept_from)
+            assert traffic.kept[i] == len(direction.local_from)
             for stage in traffic.stages:
                 exchange = direction.exchange(stage.stage)
                 assert (stage.send[i], stage.receive[i]) == (len(exchange.send), len(exchange.receive))

@@ -102,13 +102,18 @@ class Execution:
         return True
 
     def _enter(self, rank: int, a: Action) -> None:
-        """The rank's next operation of the group must be the one that its fellows have at that number."""
+        """The rank's next operation of the group must be the one that its fellows have at that number. Where no rank is
+        on both sides, only receivers do something together when they finish.
+        """
         source, target = self._sides(a)
         collective = bool(source & target)
-        lane = (a.edge,) if collective else (a.edge, a.kind, a.op)
+        lane = (a.edge, a.kind) if collective else (a.edge, a.kind, a.op)
+        members = source | target if collective or a.op == "start" else target
+        if rank not in members:
+            return
         mine = self.entered[lane, rank]
         mine.append(a)
-        for other in source | target:
+        for other in members:
             theirs = self.entered[lane, other]
             if len(theirs) >= len(mine) and theirs[len(mine) - 1] != a:
                 raise Failure(f"rank {rank} does {a} while rank {other} does {theirs[len(mine) - 1]}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given, settings
@@ -15,14 +15,11 @@ from megatron_hetero.schedule.check import check_schedule, live_activations
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.schedule.simulator import simulate
-from tests.support.pool import Pool
-from tests.support.schedule_run import runs_to_the_end
+from tests.unit.schedule.gpus import Gpus
 from tests.unit.schedule.oracle import execute
 from tests.unit.schedule.shapes import graph_schedules, layouts
 
-Pools = Callable[[int], Pool]
 CHAIN = [("vision", "text"), ("text", "generator")]
-RANKS = 6
 
 
 def works(schedule: Schedule, rank: int) -> str:
@@ -38,12 +35,7 @@ def seconds(module: str, kind: str, stage: int) -> float:
 def test_every_graph_ends(schedule: Schedule, seed: int) -> None:
     check_schedule(schedule)
     execute(schedule, seed)
-
-
-@given(graph_schedules(most_batches=3, most_ranks=RANKS))
-@settings(max_examples=10)
-def test_every_graph_ends_with_nccls_rules(rules_pools: Pools, schedule: Schedule) -> None:
-    assert runs_to_the_end(schedule, rules_pools(RANKS)) is None
+    assert not Gpus(schedule).run()
 
 
 def test_modules_that_share_their_ranks_run_depth_first() -> None:

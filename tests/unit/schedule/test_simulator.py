@@ -133,5 +133,5 @@ def test_what_cannot_be_simulated() -> None:
     with pytest.raises(UserError, match=r"simulation, durations: found nothing for \('vision', 'F', 0\)"):
         simulate(PIPELINE, {})
     lacking = with_actions(PIPELINE, 2, [a for a in PIPELINE.roles[2].actions if a.op != "send"])
-    with pytest.raises(ScheduleError, match="waits for it"):
+    with pytest.raises(ScheduleError, match="found no `text.1>0.B0`"):
         simulate(lacking, unit)

@@ -25,7 +25,7 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.models.items.types import Item
 from megatron_hetero.models.stages import EncoderModel, TextModel
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.schedule import semantics as gathering
+from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.schedule.program import Schedule

@@ -162,7 +162,10 @@ def test_a_call_of_micro_batches_of_two_turns_is_refused() -> None:
             {"inputs": {"encodr": 1}},
             "`inputs` of its `DeviceMicroBatch`: found `encodr`, expected some of `encoder`, `d",
         ),
-        ({"boundaries": {("encoder", "decoder"): 1}}, r"`boundaries` of .*: found \('encoder', 'decoder'\), expected"),
+        (
+            {"boundaries": {("encoder", "decoder"): 1}},
+            r"`boundaries` of .*: found `\('encoder', 'decoder'\)`, expected",
+        ),
         (
             {"boundaries": {Edge("decoder", "encoder"): 1}},
             "found `decoder>encoder`, expected some of `encoder>decoder`",

@@ -1,19 +1,35 @@
-"""Draws runs: layouts of 2 to 8 ranks, placements, schedules, micro-batches, that a user could configure."""
+"""Layouts of 2 to 8 ranks, placements, schedules and micro-batches that a user could configure, drawn at random: a step
+of each runs on the process group with NCCL's rules. `make nccl-rules`, SEED=N for others.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache
+from itertools import islice, product
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.axes import divisors
-from tests.support.folders import ModelChoice
+from megatron_hetero.schedule import gathering
+from megatron_hetero.train.start import build_trainer
+from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.oracle import Oracle, TwoTowers
+from tests.support.pool import Pool, platform
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
+Pools = Callable[[int], Pool]
 
 BATCH = 12
 """Samples of the step, so that many degrees of data parallelism divide it."""
@@ -36,6 +52,11 @@ MODELS = {
 DETAIL = replace(MODEL, vision_layers=2, full_layers=(0,), seed=12)
 AXES = ("tp", "sp", "cp", "dp", "pp")
 Ranks = tuple[int, ...]
+ROWS = [(MODEL.family, 200, False), (MODEL.family, 60, True), ("qwen3_vl", 100, False)]
+"""Families, how many layouts, and whether all streams of a GPU share one hardware queue."""
+SEED = int(os.environ.get("SEED", "0"))
+LOSS, NORM = 1e-5, 1e-4
+"""Relative differences that are rounding."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +66,6 @@ class Drawn:
     ranks: int
     layouts: dict[str, str]
     flags: tuple[str, ...]
-    kind: str
-    """The placement and schedule, for counting."""
 
     def command(self, folder: Path) -> list[str]:
         """The configuration, for the model and data in `folder`."""
@@ -103,7 +122,7 @@ def _draw(rng: random.Random, world: int) -> Drawn:
         if "tp" in layout and rng.random() < 0.3:
             flags += [f"--model.tp_overlap.{name}", str(rng.choice([2, 3]))]
     flags += ["--optimizer.name", rng.choice(["sgd", "adamw"])]
-    return Drawn(world, layouts, tuple(flags), f"{placement} {schedule}")
+    return Drawn(world, layouts, tuple(flags))
 
 
 def _ranks(rng: random.Random, placement: str, world: int) -> tuple[Ranks, Ranks]:
@@ -138,3 +157,67 @@ def _is_legal(drawn: Drawn, folder: Path) -> bool:
     except UserError:
         return False
     return True
+
+
+class Reference(NamedTuple):
+    """A model and data, and what one process with plain `transformers` computes of them, whatever the layout."""
+
+    folder: Path
+    loss: float
+    norm: float
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Reference]:
+    """By family and number of encoders."""
+
+    @cache
+    def reference(family: str, encoders: int) -> Reference:
+        folder, model = tmp_path_factory.mktemp(f"{family}-{encoders}"), MODELS[family]
+        write_model(folder / "model", model)
+        if encoders == 2:
+            write_model(folder / "detail", DETAIL)
+        write_data(folder, BATCH, seed=model.seed, turns=2, details=(1, 0, 0, 2) if encoders == 2 else (0,))
+        oracle = (TwoTowers if encoders == 2 else Oracle).load(folder / "model", folder / "data.jsonl")
+        loss, gradients = oracle.step(range(BATCH))
+        return Reference(folder, loss, math.sqrt(sum(float((each.double() ** 2).sum()) for each in gradients.values())))
+
+    return reference
+
+
+def first_step(flags: list[str]) -> tuple[float, float]:
+    """Loss and gradient norm of one step with small buckets: it begins while weights are gathered, and sums of
+    gradients amid backward passes.
+    """
+    with mock.patch.object(gathering, "BUCKET", 1000):
+        run = build_trainer(load_config(flags), platform())
+    run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
+    _, batch, _ = next(iter(run.batches()))
+    for optimizer in run.optimizer.sharded.values():
+        optimizer.share_weights()
+    summary = run.gradients(batch)
+    return summary.loss_sum / batch.supervised, summary.norm / batch.supervised
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("family, layouts, one_connection", ROWS)
+def test_drawn_layouts_end_with_the_numbers_of_one_process(
+    family: str,
+    layouts: int,
+    one_connection: bool,
+    ranks: int,
+    references: Callable[[str, int], Reference],
+    rules_pools: Pools,
+    one_connection_pools: Pools,
+) -> None:
+    pools, wrong = one_connection_pools if one_connection else rules_pools, []
+    for drawn in islice(draws(SEED, ranks, references(family, 2).folder), math.ceil(layouts / len(SIZES))):
+        folder, loss, norm = references(family, len(drawn.layouts) - 1)
+        try:
+            found = pools(ranks).run(first_step, drawn.command(folder), timeout_s=600)[0]
+        except (AssertionError, TimeoutError) as error:
+            wrong.append(f"{drawn}: {error}")
+            continue
+        if found != (pytest.approx(loss, rel=LOSS), pytest.approx(norm, rel=NORM)):
+            wrong.append(f"{drawn}: loss and norm {found}, expected {(loss, norm)}")
+    assert not wrong, "\n".join(wrong)

@@ -1,10 +1,4 @@
-"""Adds the transfers between pipeline stages to the work of each role.
-
-An output is sent right after its work. A receive is posted one work before the one that uses it, so that they overlap,
-and waited for directly before its use. Receives are posted in the order in which the sender sends: those that precede
-it from the same rank are posted with it.
-
-Schedules of any acyclic graph of stages, such as text > generator or audio > text > talker, on any ranks: one
+"""Schedules of any acyclic graph of stages, such as text > generator or audio > text > talker, on any ranks: one
 pipeline with branches, see docs/schedules.md, "Other graphs".
 
 The orders of all ranks come from one simulated run, in which a forward takes one unit of time and a backward two, and a
@@ -16,8 +10,7 @@ action that has not ended can proceed, and nothing deadlocks.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -27,120 +20,9 @@ from typing import NamedTuple
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.graph import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.schedule.actions import Action, WorkKind, finish, irecv, run, send, start, wait
-from megatron_hetero.schedule.program import Module, Role, Schedule, StageId, find_roles
-
-Source = tuple[str, int]
-"""A module and the sender's pipeline coordinate."""
-
-
-def source_stage(module: Module, work: Action) -> int | None:
-    """The stage whose output `work` uses, if any."""
-    assert work.stage is not None, "work has a stage"
-    source = work.stage + (1 if work.kind == "B" else -1)
-    return source if 0 <= source < module.stages else None
-
-
-def target_stage(module: Module, work: Action) -> int | None:
-    """The stage that uses the output of `work`, if any."""
-    assert work.stage is not None, "work has a stage"
-    target = work.stage - (1 if work.kind == "B" else -1)
-    return target if 0 <= target < module.stages else None
-
-
-def input_of(module: Module, work: Action) -> tuple[Action, Action] | None:
-    """The `irecv` and the `wait` of the input of `work`, if it comes from another stage."""
-    source = source_stage(module, work)
-    if source is None:
-        return None
-    assert work.stage is not None, "work has a stage"
-    where = work.kind, work.module, work.stage, source, work.micro_batch
-    return irecv(*where), wait(*where)
-
-
-def output_of(module: Module, work: Action) -> Action | None:
-    """The `send` of the output of `work`, if another stage uses it."""
-    target = target_stage(module, work)
-    if target is None:
-        return None
-    assert work.stage is not None, "work has a stage"
-    return send(work.kind, work.module, work.stage, target, work.micro_batch)
-
-
-def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[Role, ...]:
-    """The schedule's roles with actions: `orders`, the work and crossings of each, and the transfers between stages."""
-    sent = _sent(schedule, orders)
-    return tuple(
-        replace(role, actions=tuple(_completed(schedule, role, order, sent)))
-        for role, order in zip(schedule.roles, orders, strict=True)
-    )
-
-
-def _sent(schedule: Schedule, orders: Iterable[Sequence[Action]]) -> dict[tuple[Source, int], list[Action]]:
-    """The messages from each source to each coordinate of its module, in order, as the receiver's `irecv`."""
-    found: dict[tuple[Source, int], list[Action]] = {}
-    known: set[Source] = set()
-    for role, order in zip(schedule.roles, orders, strict=True):
-        # All ranks of a stage run the module in one order, whatever other modules they hold.
-        new = {_source(schedule, name, stage) for name, stage in role.held_stages} - known
-        known |= new
-        for work in order:
-            if work.op != "run" or _source(schedule, work.module, work.stage) not in new:
-                continue
-            module = schedule.module[work.module]
-            target = target_stage(module, work)
-            if target is not None:
-                assert work.stage is not None, "work has a stage"
-                arriving = irecv(work.kind, work.module, target, work.stage, work.micro_batch)
-                source = _source(schedule, work.module, work.stage)
-                found.setdefault((source, module.coordinate(target)), []).append(arriving)
-    return found
-
-
-def _source(schedule: Schedule, module: str, stage: int | None) -> Source:
-    assert stage is not None, "work has a stage"
-    return module, schedule.module[module].coordinate(stage)
-
-
-def _completed(
-    schedule: Schedule, role: Role, order: Sequence[Action], sent: dict[tuple[Source, int], list[Action]]
-) -> Iterator[Action]:
-    queues: dict[Source, deque[Action]] = {}
-    for name, stage in role.held_stages:
-        module = schedule.module[name]
-        for coordinate in {(module.coordinate(stage) + by) % module.layout.pp for by in (1, -1)}:
-            arriving = sent.get(((name, coordinate), module.coordinate(stage)), ())
-            queues[name, coordinate] = deque(arriving)
-    posted: set[Action] = set()
-    works = [action for action in order if action.op == "run"]
-    following = iter([*works[1:], None])
-    for action in order:
-        if action.op != "run":
-            yield action
-            continue
-        for work in (action, next(following)):
-            yield from _irecvs(schedule, work, queues, posted)
-        module = schedule.module[action.module]
-        if arriving := input_of(module, action):
-            yield arriving[1]
-        yield action
-        if sending := output_of(module, action):
-            yield sending
-
-
-def _irecvs(
-    schedule: Schedule, work: Action | None, queues: dict[Source, deque[Action]], posted: set[Action]
-) -> Iterator[Action]:
-    """Post the receive of the input of `work`, and before it all earlier ones from the same sender."""
-    arriving = work and input_of(schedule.module[work.module], work)
-    if not arriving:
-        return
-    assert isinstance(arriving[0].peer, int), "the peer of a transfer is a stage"
-    queue = queues[_source(schedule, arriving[0].module, arriving[0].peer)]
-    while arriving[0] not in posted:
-        posted.add(queue[0])
-        yield queue.popleft()
-
+from megatron_hetero.schedule.actions import Action, WorkKind, finish, run, start
+from megatron_hetero.schedule.program import Module, Schedule, StageId, find_roles
+from megatron_hetero.schedule.transfers import input_of, output_of, receive_of
 
 _UNITS: dict[WorkKind, int] = {"F": 1, "B": 2}
 
@@ -148,14 +30,14 @@ _UNITS: dict[WorkKind, int] = {"F": 1, "B": 2}
 def build_graph_schedule(
     layouts: Mapping[str, Layout], edges: Collection[Edge], micro_batches: int, forward_only: Collection[str]
 ) -> Schedule:
-    """Build the schedule of a step. Arguments and errors as of `build_schedule`."""
+    """Build the schedule of a step. Arguments and errors are those of `build_schedule`."""
     _require_edges(layouts, edges)
     named = tuple(dict.fromkeys(as_edge(edge, layouts) for edge in edges))
     modules = tuple(
         Module(name, layout, "graph", backward=name not in forward_only) for name, layout in layouts.items()
     )
     graph = _Graph(Schedule(modules, named, micro_batches, find_roles(modules)))
-    _require_trained_through(graph.schedule)
+    require_trained_through(graph.schedule)
     bounded = tuple(replace(m, window=max(graph.depth[m.name, stage] for stage in range(m.stages))) for m in modules)
     schedule = replace(graph.schedule, modules=bounded)
     orders: list[list[Action]] = [[] for _ in schedule.roles]
@@ -175,7 +57,8 @@ def _require_edges(layouts: Mapping[str, Layout], edges: Collection[Edge]) -> No
                 raise UserError.at("edges", found=f"`{edge}`", expected=expected, fix=fix)
 
 
-def _require_trained_through(schedule: Schedule) -> None:
+def require_trained_through(schedule: Schedule) -> None:
+    """Check that modules with a backward pass feed only modules with one. Raises `UserError`."""
     for edge in schedule.edges:
         source, target = schedule.module[edge.source], schedule.module[edge.target]
         if source.backward and not target.backward:
@@ -250,12 +133,11 @@ class _Graph:
         return self.schedule.module[stage[0]].backward
 
     def executing(self, action: Action) -> frozenset[int]:
-        """The roles that execute the action, by index."""
+        """Return the roles that execute the action, by index."""
         if action.op in ("start", "finish"):
             edge, (own, stage) = action.edge, self.schedule.stages_of(action.edge)
             return self.roles[edge.source, own] | self.roles[edge.target, stage]
-        assert isinstance(action.stage, int), f"{action} is of one stage"
-        return self.roles[action.module, action.stage]
+        return self.roles[action.module, action.own_stage]
 
 
 class _Work(NamedTuple):
@@ -275,7 +157,7 @@ class _Run:
         self.to_the_end = {stage: n for n, stage in enumerate(reversed(graph.order))}
 
     def sequence(self) -> Iterator[Action]:
-        """All actions of the step."""
+        """Yield all actions of the step."""
         now = 0
         while True:
             for work in self._startable():
@@ -297,22 +179,21 @@ class _Run:
         )
 
     def _with_wait(self, work: Action) -> Iterator[Action]:
-        """The work, after what it waits for from another stage of its module."""
+        """Yield the work, after what it waits for from another stage of its module."""
         if arriving := input_of(self.graph.schedule.module[work.module], work):
             yield arriving[1]
         yield work
 
     def _transfer(self, work: Action) -> Iterator[Action]:
-        """The transfer of the output of work to another stage of its module. Its receive is not posted later: a send
-        holds up those behind it until then.
+        """Transfer the output of work to another stage of its module. The receive is not posted later: a send blocks
+        those behind it until then.
         """
         if sending := output_of(self.graph.schedule.module[work.module], work):
-            assert isinstance(sending.peer, int) and sending.stage is not None, "a transfer is between two stages"
             yield sending
-            yield irecv(work.kind, work.module, sending.peer, sending.stage, work.micro_batch)
+            yield receive_of(sending)
 
     def _crossings(self, work: _Work, *, before: bool) -> Iterator[Action]:
-        """Those that end before the work begins, or start when it has ended."""
+        """Finish crossings `before` the work, or start them after it."""
         schedule = self.graph.schedule
         entering, leaving = (side.get(work.stage, ()) for side in (schedule.entering, schedule.leaving))
         for edge in entering if before == (work.kind == "F") else leaving:
@@ -320,7 +201,7 @@ class _Run:
                 yield (finish if before else start)(work.kind, edge, work.micro_batch)
 
     def _startable(self) -> list[_Work]:
-        """The work that begins now. Work that waits for some of its ranks keeps less urgent work off the others."""
+        """Find the work that begins now. Work that waits for some of its ranks reserves the others."""
         taken = {role for work in self.running for role in self.graph.roles[work.stage]}
         waiting = [work for stage in self.graph.order for work in self._ready(stage)]
         found: list[_Work] = []
@@ -332,11 +213,11 @@ class _Run:
         return found
 
     def _urgency(self, work: _Work) -> tuple[bool, int, int]:
-        """Backwards first, then what is nearer to an end of the graph."""
+        """Sort backwards first, then what is nearer to an end of the graph."""
         return work.kind == "F", self.to_the_end[work.stage], work.micro_batch
 
     def _ready(self, stage: StageId) -> Iterator[_Work]:
-        """The next backward and forward of the stage, where they depend on nothing more."""
+        """Yield the next backward and forward of the stage, where they depend on nothing more."""
         graph, every = self.graph, self.graph.schedule.micro_batches
         following, m = graph.following[stage], self.begun["B", stage]
         back = (self.ended["B", other] for other in following if graph.has_backward(other))
@@ -347,13 +228,13 @@ class _Run:
             yield _Work("F", stage, m)
 
     def _done_with(self, stage: StageId) -> int:
-        """The micro-batches of which the stage needs to keep nothing more."""
+        """Count the micro-batches whose activations the stage no longer needs."""
         if self.graph.has_backward(stage):
             return self.ended["B", stage]
         return min((self.ended["F", n] for n in self.graph.following[stage]), default=self.ended["F", stage])
 
 
 def fed_by_all(modules: Collection[str], edges: Collection[Edge]) -> str | None:
-    """The module that all edges enter, from all others; None if there is no such module."""
+    """Return the module that all edges enter, from all others; None if there is no such module."""
     targets, sources = {edge.target for edge in edges}, {edge.source for edge in edges}
     return targets.pop() if len(targets) == 1 and sources == {*modules} - targets else None
