@@ -40,8 +40,8 @@ from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.axes import MAIN, Fold
 from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.stages import Stage
-from megatron_hetero.models.layers.attention import AttentionPlan, TorchAttention
-from megatron_hetero.models.layers.backend import TorchSpecProvider
+from megatron_hetero.models.layers.attention import AttentionParams, TorchAttention
+from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
 from megatron_hetero.models.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.layers.parts import Site
@@ -164,7 +164,7 @@ def _embed_patches(made: Any, shard: SequenceShard, patches: Tensor) -> list[Ten
     return [made.enter(EncoderInput(patches, positions, _NO_ATTENTION, 0))]
 
 
-def _run_layer(made: Any, plan: AttentionPlan, table: Tensor, hidden: Tensor) -> list[Tensor]:
+def _run_layer(made: Any, plan: AttentionParams, table: Tensor, hidden: Tensor) -> list[Tensor]:
     return [made.layers[0](hidden, table, plan)]
 
 
@@ -198,7 +198,7 @@ def _built(module: MeasuredModule, part: Part) -> Any:
             [fold.view for fold in module.folds],
         ),
         Platform(META, "local"),
-        TorchSpecProvider(),
+        TORCH,
         module.dtype,
         module.sequence_parallel,
         module.recompute,
@@ -237,22 +237,20 @@ def _kernel(module: MeasuredModule) -> Any:
     return torch_flash if name == "torch_flash" else partial(bucketed, attend=_fused)
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, scale: Any, **_: Any
-) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **_: Any) -> Tensor:
     """PyTorch's fused attention, which it does not choose by itself on `meta`. Boolean masks are converted to the dtype
     of the queries.
     """
     mask = None if attn_mask is None else attn_mask.to(q.dtype)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+    return fused(q, k, v, 0.0, is_causal, attn_mask=mask)[0]
 
 
-def _attention(module: MeasuredModule, shard: SequenceShard) -> AttentionPlan:
+def _attention(module: MeasuredModule, shard: SequenceShard) -> AttentionParams:
     """What the layers of a rank attend to. It is the first of its groups here; the second has all other tokens."""
     sp_lengths = (shard.tokens, shard.member - shard.tokens, *(0,) * module.sp)[: module.sp]
     cp_lengths = (shard.member,) * module.cp
-    return AttentionPlan(_segments(shard.segments, cp_lengths), sp_lengths, cp_lengths, _segments(shard.windows))
+    return AttentionParams(_segments(shard.segments, cp_lengths), sp_lengths, cp_lengths, _segments(shard.windows))
 
 
 def _segments(spans: Spans, cp_lengths: tuple[int, ...] = ()) -> PackedSegments:
@@ -261,7 +259,7 @@ def _segments(spans: Spans, cp_lengths: tuple[int, ...] = ()) -> PackedSegments:
     return PackedSegments.of_segments(AttentionSegments(queries, keys, index), META, cp_lengths)
 
 
-_NO_ATTENTION = AttentionPlan(_segments(()), (), ())
+_NO_ATTENTION = AttentionParams(_segments(()), (), ())
 
 
 FP32 = 4

@@ -49,7 +49,7 @@ from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.models.items.types import padded_patches
 from megatron_hetero.models.language import VocabularyShard, head_loss
-from megatron_hetero.models.layers.attention import AttentionPlan
+from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.offload import ActivationOffload
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.schedule.contract import Gathered
@@ -67,7 +67,7 @@ class EncoderInput:
 
     patches: Tensor | None
     positions: Tensor
-    attention: AttentionPlan
+    attention: AttentionParams
     padding: int
 
 
@@ -87,7 +87,7 @@ class TextInput:
     supervised: Tensor
     targets: Tensor
     rows_at: Mapping[str, Tensor]
-    attention: AttentionPlan
+    attention: AttentionParams
     hits: Tensor | None = None
 
 
@@ -131,7 +131,7 @@ class ModuleStage(torch.nn.Module):
         return tuple(Gathered(layer) for layer in self.layers)
 
     def _run(
-        self, hidden: Tensor, table_2nD: Tensor, plan: AttentionPlan, after: Mapping[int, Between] = NOTHING
+        self, hidden: Tensor, table_2nD: Tensor, plan: AttentionParams, after: Mapping[int, Between] = NOTHING
     ) -> Tensor:
         """`hidden` [S, 1, hidden] after the layers of this stage, and after its final norm where it has one.
 

@@ -149,13 +149,13 @@ class LiveActivations:
 
     def __init__(self, run: Trainer):
         self.peak, self.saved, self.execution, self.most_gathered = 0, {}, None, 0
-        self.copies = WeakSet[activations.Copy]()
+        self.copies = WeakSet[activations.SavedStorage]()
         kept = [m.data_parallel.weights(name) for m in run.modules for name in m.parameters]
         self.parameters = {t.untyped_storage().data_ptr() for t in kept}
         parts = [part for m in run.modules for chunk in m.chunks for part in chunk.modules()]
         self.shared = [each for part in parts for group in fsdp_groups(part) for each in group.fsdp_params]
         self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
-        self.copying = mock.patch.object(activations, "Copy", partial(_CountedCopy, self))
+        self.copying = mock.patch.object(activations, "SavedStorage", partial(_CountedCopy, self))
         run.interpreter.watch = _Sampler(run.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
         run.interpreter.run = partial(self._execute, run)
 
@@ -223,7 +223,7 @@ class LiveActivations:
                 yield frame.f_locals["rows"]
 
 
-class _CountedCopy(activations.Copy):
+class _CountedCopy(activations.SavedStorage):
     """What is offloaded, as long as it is on the device."""
 
     def __init__(self, live: LiveActivations, saved: Tensor):

@@ -21,13 +21,13 @@ from megatron_hetero.layout.context import contiguous_segments, zigzag_segments,
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.language import VocabularyShard, head_loss, vocab_parallel_hits
 from megatron_hetero.models.layers.attention import (
-    AttentionPlan,
+    AttentionParams,
     PackedSelfAttention,
     SelfAttention,
     TorchAttention,
     attend_across,
 )
-from megatron_hetero.models.layers.backend import TorchSpecProvider
+from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.layers.segments import (
     PackedSegments,
@@ -58,7 +58,7 @@ class Assigned(NamedTuple):
     """What a rank holds: the positions of its tokens in the pack, the plan, and how its groups' members are filled."""
 
     mine: np.ndarray
-    plan: AttentionPlan
+    plan: AttentionParams
 
 
 def assign(lengths: tuple[int, ...], groups: ModuleGroups, causal: bool, how: str) -> Assigned:
@@ -73,7 +73,9 @@ def assign(lengths: tuple[int, ...], groups: ModuleGroups, causal: bool, how: st
     cp_lengths = tuple(len(part) for part in tokens)
     sp_lengths = split(cp_lengths[member], sp, how)
     mine = np.split(tokens[member], np.cumsum(sp_lengths)[:-1])[groups.sp.rank()]
-    return Assigned(mine, AttentionPlan(PackedSegments.of_segments(segments, CPU, cp_lengths), sp_lengths, cp_lengths))
+    return Assigned(
+        mine, AttentionParams(PackedSegments.of_segments(segments, CPU, cp_lengths), sp_lengths, cp_lengths)
+    )
 
 
 def split(total: int, members: int, how: str) -> tuple[int, ...]:
@@ -158,7 +160,7 @@ def _compare_layers(model: Any, reference: Any, lengths: tuple[int, ...], groups
     angles = torch.randn(total, dim, generator=generator)
     table = torch.stack((angles.cos(), angles.sin()))
     x.requires_grad_()
-    whole = AttentionPlan(PackedSegments.of(lengths, CPU), (total,), (total,))
+    whole = AttentionParams(PackedSegments.of(lengths, CPU), (total,), (total,))
     expected, _ = reference(x, table, whole)
     expected.backward(c)
 
@@ -184,17 +186,10 @@ class OtherAttention(TorchAttention):
     """A core attention that a backend might bring along."""
 
 
-class OtherBackend(TorchSpecProvider):
-    """A backend with `OtherAttention`."""
-
-    def core_attention(self) -> type:
-        return OtherAttention
-
-
 def core_attentions(layout: str, dtype: torch.dtype) -> dict[str, str]:
-    """Which core attention layers of `OtherBackend` get: causal, in both directions, windowed."""
+    """Which core attention layers get from a backend with `OtherAttention`: causal, in both directions, windowed."""
     PLATFORM.prepare_megatron()
-    site = Site(_groups(layout), PLATFORM, OtherBackend(), dtype, sequence_parallel=False)
+    site = Site(_groups(layout), PLATFORM, TORCH._replace(attention=OtherAttention), dtype, sequence_parallel=False)
     layers = {"causal": (True, False), "full": (False, False), "windowed": (False, True)}
     return {
         name: type(attention(8, causal=causal, windowed=windowed).build(site, 0).core_attention).__name__
@@ -209,7 +204,7 @@ def attention(kv_heads: int, *, causal: bool = True, windowed: bool = False) -> 
 
 def _self_attention(groups: ModuleGroups, kv_heads: int, *, sequence_parallel: bool) -> Any:
     """Weights depend on the tp rank only."""
-    site = Site(groups, PLATFORM, TorchSpecProvider(), torch.float32, sequence_parallel)
+    site = Site(groups, PLATFORM, TORCH, torch.float32, sequence_parallel)
     model: Any = attention(kv_heads).build(site, 0)
     generator = torch.Generator().manual_seed(groups.tp.rank())
     for parameter in model.parameters():

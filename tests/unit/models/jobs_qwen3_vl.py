@@ -17,7 +17,7 @@ from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.layout.stages import Stage, cut_stages
 from megatron_hetero.models.items.pictures import ImageSize
-from megatron_hetero.models.layers.attention import AttentionPlan
+from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, TextInput
 from tests.unit.train.jobs_stages import Case, Trainee
@@ -42,7 +42,7 @@ def vision(case: Case, sizes: tuple[ImageSize, ...]) -> dict[str, Any]:
     shards = EncoderShards(shape, layout, sharded, sizes, (tuple(range(len(sizes))),))
     own, share = shards.ownership().held_by(dist.get_rank()), shards.share(dist.get_rank())
     units = pixels_of(shape, sizes).view(-1, shape.unit, shape.patch_elements)[torch.from_numpy(own)].flatten(0, 1)
-    plan = AttentionPlan(
+    plan = AttentionParams(
         full=PackedSegments.of_segments(share.segments, CPU, share.cp_lengths),
         sp_lengths=share.sp_lengths,
         cp_lengths=share.cp_lengths,
@@ -124,7 +124,7 @@ def text(case: Case, outputs: tuple[str, ...]) -> dict[str, Any]:
         supervised=supervised,
         targets=own[supervised],
         rows_at=dict.fromkeys(outputs, places),
-        attention=AttentionPlan(
+        attention=AttentionParams(
             PackedSegments.of_segments(share.segments, CPU, share.cp_lengths), share.sp_lengths, share.cp_lengths
         ),
     )

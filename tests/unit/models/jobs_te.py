@@ -12,8 +12,8 @@ from megatron_hetero.groups.megatron import prepare_globals
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import ModuleGroups, Topology
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.layers.attention import AttentionPlan, SelfAttention
-from megatron_hetero.models.layers.backend import TorchSpecProvider, te_provider
+from megatron_hetero.models.layers.attention import AttentionParams, SelfAttention
+from megatron_hetero.models.layers.backend import TORCH, te_backend
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.layers.segments import PackedSegments
 from tests.unit.models.jobs_attention import assign
@@ -42,13 +42,11 @@ def _compare(
     causal: bool,
     windowed: bool,
 ) -> list[str]:
-    theirs, ours = (
-        _attention(p, groups, kv_heads, causal, windowed) for p in (te_provider(capability), TorchSpecProvider())
-    )
+    theirs, ours = (_attention(p, groups, kv_heads, causal, windowed) for p in (te_backend(capability), TORCH))
     assigned = assign(lengths, groups, causal, "even")
     own = len(assigned.mine)
     windows = PackedSegments.of([own - own // 3, own // 3], CPU)
-    plan = AttentionPlan(assigned.plan.full, assigned.plan.sp_lengths, assigned.plan.cp_lengths, windows)
+    plan = AttentionParams(assigned.plan.full, assigned.plan.sp_lengths, assigned.plan.cp_lengths, windows)
     random = torch.Generator().manual_seed(dist.get_rank())
     x, c = (torch.randn(own, 1, HEADS * DIM, generator=random).bfloat16() for _ in "xc")
     angles = torch.randn(own, DIM, generator=random)
@@ -60,7 +58,7 @@ def _compare(
     return [type(part).__name__ for part in (theirs.linear_qkv, theirs.core_attention, theirs.linear_proj)]
 
 
-def _passes(model: Any, x: Tensor, c: Tensor, table: Tensor, plan: AttentionPlan) -> list[Any]:
+def _passes(model: Any, x: Tensor, c: Tensor, table: Tensor, plan: AttentionParams) -> list[Any]:
     """The output, the gradient of the input and those of the weights."""
     x = x.clone().requires_grad_()
     out, bias = model(x, table, plan)

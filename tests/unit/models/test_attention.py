@@ -20,7 +20,7 @@ from megatron_hetero.layout.context import AttentionSegments, zigzag_segments, z
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.language import VocabularyShard, head_loss
 from megatron_hetero.models.layers.attention import TorchAttention
-from megatron_hetero.models.layers.rotary import axial_table, rotate
+from megatron_hetero.models.layers.rotary import AxialRotary, rotate
 from megatron_hetero.models.layers.segments import PackedSegments
 from tests.support.matrix import thinned
 from tests.support.pool import Pool, world
@@ -140,7 +140,7 @@ def test_a_mask_is_made_once() -> None:
 def test_rotary_embedding_is_that_of_transformers() -> None:
     positions = torch.randint(0, 50, (2, 11))
     shape = VisionShape(1, 32, 4, 8, 3, 14, 2, 2, 8, 10000.0, window=4, full_layers=frozenset())
-    table = axial_table(positions, shape.rope_theta, shape.head_dim)
+    table = AxialRotary(shape.rope_theta, shape.head_dim).table(positions)
     assert table.shape == (2, 11, shape.head_dim) and table.dtype == torch.float32
     frequencies = 10000.0 ** -(torch.arange(0, 4, 2).float() / 4)
     angles = (positions.T[..., None] * frequencies).flatten(1)

@@ -20,7 +20,7 @@ from megatron_hetero.models.layers.overlapped import (
     Ahead,
     Overlapping,
     first_in_parts,
-    kept_ahead,
+    gather_ahead,
     overlap_exchanges,
     parts_of,
     second_in_parts,
@@ -69,7 +69,7 @@ def test_two_layers_in_parts(biased: bool, gathered_ahead: bool, hidden: int) ->
     total.main_grad, total.grad_added_to_main_grad = torch.ones_like(total), False
     ahead = Ahead(PARTS, group) if gathered_ahead else None
     wide = first_in_parts(column, mine[0], PARTS, ahead).relu()
-    wide = wide if ahead is None else kept_ahead(wide, mine[0], ahead)
+    wide = wide if ahead is None else gather_ahead(wide, mine[0], ahead)
     out, left = second_in_parts(row, wide, PARTS)
     out.backward(own(cotangent))
     assert left is None and total.grad_added_to_main_grad

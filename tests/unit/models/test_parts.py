@@ -16,7 +16,7 @@ from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, 
 from megatron_hetero.layout.stages import Stage, cut_stages
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.layers.attention import SelfAttention
-from megatron_hetero.models.layers.backend import TorchSpecProvider
+from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.ends import Head, Merger, PatchEmbedding, TokenEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
@@ -202,7 +202,7 @@ def site() -> Site:
     platform = Platform(CPU, "gloo")
     platform.prepare_megatron()
     groups = module_groups(lambda *_: LocalGroup((0,), 0, "test"), None)
-    return Site(groups, platform, TorchSpecProvider(), torch.float32, sequence_parallel=True)
+    return Site(groups, platform, TORCH, torch.float32, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("architecture", [decoder(), decoder(tied=True), encoder(deeper=(0, 2))])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import ROWS
-from megatron_hetero.models.layers.recompute import Recompute, not_keeping, remake
+from megatron_hetero.models.layers.recompute import Recompute, not_saving, recompute
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
@@ -179,8 +179,8 @@ def test_only_inputs_are_kept() -> None:
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
 
     def through(x: Tensor) -> Tensor:
-        made = remake(lambda x: square(x).exp(), x)
-        with not_keeping(made):
+        made = recompute(lambda x: square(x).exp(), x)
+        with not_saving(made):
             return made.view(12)[:8].view(2, 4) @ weight
 
     out, kept = kept_by(lambda: through(x))
@@ -199,15 +199,15 @@ def test_it_is_made_again_once_and_not_in_evaluation() -> None:
         return square(x), x.exp()
 
     x = torch.randn(3, requires_grad=True)
-    one, other = remake(make, x)
-    with not_keeping(one, other):
+    one, other = recompute(make, x)
+    with not_saving(one, other):
         out = (one * other).sum()
     out.backward()
     assert calls == [False, True]
     with torch.no_grad():
-        remake(make, x)
+        recompute(make, x)
     assert len(calls) == 3
-    assert not_keeping(x, square(x)).__class__.__name__ == "nullcontext"
+    assert not_saving(x, square(x)).__class__.__name__ == "nullcontext"
 
 
 @pytest.mark.parametrize(
