@@ -33,7 +33,7 @@ from megatron_hetero.estimate.parameters import (
 from megatron_hetero.estimate.shards import AssumedBatch, ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.estimate.time import durations, with_copies
 from megatron_hetero.estimate.traffic import DirectionTraffic, traffic_of
-from megatron_hetero.job import JobSpec, OfJob
+from megatron_hetero.job import HasJob, JobSpec
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.communicators import CommunicatorKind, communicators
 from megatron_hetero.layout.graph import Edge
@@ -86,7 +86,7 @@ class Boundary:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(OfJob):
+class Plan(HasJob):
     """What `config` means for `world_size` ranks.
 
     `stages`: the pipeline stages of each module. `parameters`, `gathered`: by module and pipeline coordinate. `shards`:

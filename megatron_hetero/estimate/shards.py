@@ -106,7 +106,7 @@ class AssumedBatch:
 
 def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
     """Of all encoders."""
-    batch, together = job.batch, job.together(job.batch.micro_batches)
+    batch, together = job.batch, job.encoder_calls(job.batch.micro_batches)
     found = {}
     for name, shape in job.shapes.encoders.items():
         patches = shape.unit * sample.rows[name] * batch.samples * batch.replicas

@@ -22,7 +22,7 @@ from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderModel, TextModel
-from megatron_hetero.models.weights import tied_parameter, weight_map
+from megatron_hetero.models.weights import weight_map
 from megatron_hetero.schedule.semantics import shares_weights
 from megatron_hetero.step.data_parallel import DataParallel, Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage, without_weights
@@ -67,7 +67,7 @@ def build_module(
         weights,
         shapes.text.architecture.stored_twice,
         frozenset(each for of in of_stages for each, slices in of.items() if slices[0].name not in frozen),
-        next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
+        next(filter(None, map(shapes[name].architecture.tied_parameter, stages)), None),
     )
     adds_up, replicas = recompute.chunk > 0, [topology.group(name, *view.sum_axes) for view in views]
     names = [frozenset(each for of_stage in of_view for each in of_stage) for of_view in own]

@@ -83,7 +83,7 @@ def build_step_trainer(
         job.row_bytes,
         config.data.balance,
         job.edges,
-        job.together,
+        job.encoder_calls,
     )
     watch, profiled = Stopwatch(platform), config.train.profile
     return StepTrainer(

@@ -28,7 +28,7 @@ from megatron_hetero.groups.collective import on_every
 from megatron_hetero.groups.platform import Platform, on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch
-from megatron_hetero.job import JobSpec, OfJob
+from megatron_hetero.job import HasJob, JobSpec
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, TextInput
@@ -123,7 +123,7 @@ class _EndOfStep:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StepTrainer(OfJob):
+class StepTrainer(HasJob):
     """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`:
     runs their stages. `planner` plans the micro-batches of a step.
     """

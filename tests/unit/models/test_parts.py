@@ -231,5 +231,5 @@ def test_a_stage_of_layers_that_differ_runs(site: Site) -> None:
     normed = only.pre_mlp_layernorm(hidden)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(only.self_attention, "forward", lambda hidden, *_: (torch.zeros_like(hidden), None))
-        found = model._run(hidden, torch.zeros(2, 4, 4), plan)
+        found = model._run(hidden, torch.zeros(2, 4, 4), plan, {})
     torch.testing.assert_close(found, hidden + 2 * normed)

@@ -11,7 +11,7 @@ from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.stages import LAYERS, Stage, cut_stages, even_split, stages_of_rank
 from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import tied_parameter, weight_map
+from megatron_hetero.models.weights import weight_map
 
 splits = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
 
@@ -123,7 +123,7 @@ def test_stages_share_the_map_of_the_whole(split: tuple[int, ...], tied: bool, a
 def test_who_holds_a_tied_parameter() -> None:
     tied, untied = shapes_of(3, True), shapes_of(3, False)
     stages = cut_stages(3, 3)
-    assert [tied_parameter("text", tied, stage) for stage in stages] == [EMBEDDING, None, HEAD]
-    assert [tied_parameter("text", untied, stage) for stage in stages] == [None] * 3
-    assert [tied_parameter("vision", tied, stage) for stage in stages] == [None] * 3
-    assert tied_parameter("text", tied, Stage.whole(3)) is None
+    assert [tied["text"].architecture.tied_parameter(stage) for stage in stages] == [EMBEDDING, None, HEAD]
+    assert [untied["text"].architecture.tied_parameter(stage) for stage in stages] == [None] * 3
+    assert [tied["vision"].architecture.tied_parameter(stage) for stage in stages] == [None] * 3
+    assert tied["text"].architecture.tied_parameter(Stage.whole(3)) is None
