@@ -74,7 +74,7 @@ def samples_of(step: int, size: int, end: int | None) -> range:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of a micro-batch of a text replica: `tokens` without padding, and `patches` for each encoder (None: any)."""
+    """Limits of a text replica's micro-batch: `tokens` without padding, `patches` for each encoder (None: any)."""
 
     tokens: int
     patches: int | None = None
@@ -228,7 +228,7 @@ class JobSpec:
         return {name: schedule.together(name) for name in self.shapes.encoders}
 
     def evaluation_schedule(self, micro_batches: int) -> Schedule:
-        """Return the schedule of an evaluation of so many micro-batches, without backward passes. Raises `UserError`."""
+        """Return the schedule of an evaluation, without backward passes. Raises `UserError`."""
         return self._checked_schedule(micro_batches, list(self.layouts))
 
     def _checked_schedule(self, micro_batches: int, forward_only: Collection[str]) -> Schedule:

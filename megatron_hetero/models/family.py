@@ -7,11 +7,13 @@ apart: an encoder of one family may feed the language model of another.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from megatron_hetero.base.errors import ROWS
 from megatron_hetero.base.files import Only
 from megatron_hetero.layout.axes import Split, View
 from megatron_hetero.models.items.types import ItemShape, ItemType
@@ -23,88 +25,72 @@ if TYPE_CHECKING:
     from megatron_hetero.models.layers.rotary import Rotary
 
 
-class TransformerShape(Protocol):
-    """What shapes of encoders and of language models have in common. Widths are in elements."""
+@dataclass(frozen=True)
+class TransformerShape:
+    """Base of the shapes of encoders and of language models. Widths are in elements."""
 
-    @property
-    def architecture(self) -> Architecture:
-        """Layers and ends of the module."""
-        ...
+    layers: int
+    """Number of transformer layers."""
+    hidden: int
+    """Width of a token between layers."""
 
-    @property
-    def rotary(self) -> Rotary:
-        """Rotary embedding of queries and keys."""
-        ...
-
-    @property
-    def family(self) -> str:
-        """The `model_type` of its family."""
-        ...
-
-    @property
-    def layers(self) -> int:
-        """Number of transformer layers."""
-        ...
-
-    @property
-    def hidden(self) -> int:
-        """Width of a token between layers."""
-        ...
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        """Views besides the main one that its layers need."""
-        ...
+    family: ClassVar[str]
+    """`model_type` of its family."""
+    views: ClassVar[tuple[View, ...]] = ()
+    """Views besides the main one that its layers need."""
 
     @property
     def parts(self) -> Mapping[Split, int]:
         """Number of things that these views split, see `ModuleShape`."""
-        ...
-
-
-class EncoderShape(TransformerShape, ItemShape, Protocol):
-    """Shape of an encoder with its projector."""
+        return {}
 
     @property
-    def out_hidden(self) -> int:
-        """Width of a row."""
-        ...
+    def architecture(self) -> Architecture:
+        """Layers and ends of the module."""
+        raise NotImplementedError
+
+    @property
+    def rotary(self) -> Rotary:
+        """Rotary embedding of queries and keys."""
+        raise NotImplementedError
+
+
+class EncoderShape(TransformerShape, ItemShape):
+    """Base of the shape of an encoder with its projector."""
+
+    out_hidden: int
+    """Width of a row."""
 
     @property
     def patch_elements(self) -> int:
         """Input elements of a patch."""
-        ...
+        raise NotImplementedError
 
     @property
     def outputs(self) -> Mapping[str, int]:
         """Output names, each with the layer after which it is computed: `ROWS` first, then those that enter the
         language model deeper. All have the same number of rows, of the same width.
         """
-        ...
+        return {ROWS: self.layers - 1}
 
     def tokens(self, sizes: Iterable[Any]) -> Tokens:
         """Return the tokens that the encoder computes on for items of these sizes."""
-        ...
+        raise NotImplementedError
 
 
-class TextShape(TransformerShape, Protocol):
-    """Shape of a language model."""
+class TextShape(TransformerShape):
+    """Base of the shape of a language model."""
 
-    @property
-    def vocab(self) -> int:
-        """Rows of the embedding."""
-        ...
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head shares the weight of the embedding."""
-        ...
+    vocab: int
+    """Rows of the embedding."""
+    tied: bool
+    """Whether the head shares the weight of the embedding."""
 
     def entry_layer(self, output: str) -> int | None:
         """The layer at which rows of an encoder's output enter: 0 for `ROWS`, which replace embeddings before the
         layers; for others the layer to whose output they are added. None if the model does not take them.
         """
-        ...
+        return 0 if output == ROWS else None
 
 
 class Family:

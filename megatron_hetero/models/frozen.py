@@ -149,7 +149,7 @@ def _any_layer(name: str) -> str:
 def _require_whole_parameters(
     shapes: ModelShapes, frozen: frozenset[str], freeze: Sequence[str], train: Sequence[str]
 ) -> None:
-    """Check that either all or none of the tensors of one parameter (q, k and v of a layer) train. Raises `UserError`."""
+    """Check that all tensors of one parameter (q, k and v of a layer) train, or none. Raises `UserError`."""
     maps = [
         weight_map(module, shapes, Share(0, 1), view=view)
         for module in shapes.modules

@@ -11,7 +11,7 @@ weight is then one product, added to those of earlier micro-batches at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Self
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.layout.axes import Split
 from megatron_hetero.models.architecture import Architecture, End
+from megatron_hetero.models.family import TextShape
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Head, TokenEmbedding
 from megatron_hetero.models.layers.layer import Layer
@@ -41,8 +41,8 @@ def tokens_at_a_time(columns: int) -> int:
 
 
 @dataclass(frozen=True)
-class LanguageModelShape:
-    """Base of a `megatron_hetero.models.family.TextShape` whose tensors are named as those of Qwen2 and Qwen3. Sizes in
+class LanguageModelShape(TextShape):
+    """Base of the shape of a language model whose tensors are named as those of Qwen2 and Qwen3. Sizes in
     elements.
     """
 
@@ -50,17 +50,13 @@ class LanguageModelShape:
     """Whether queries, keys and values have a bias."""
     head_norms: ClassVar[bool]
     """Whether queries and keys are normed head by head."""
-    views = ()
 
-    layers: int
-    hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     ffn: int
     vocab: int
     tied: bool
-    """Whether the head shares the weight of the embedding."""
     rope_theta: float
     mrope_section: tuple[int, ...]
     """Rotary frequencies for time, height and width."""
@@ -100,11 +96,6 @@ class LanguageModelShape:
     def architecture(self) -> Architecture:
         """Embedding, layers, final norm and head."""
         return _architecture(self)
-
-    @property
-    def parts(self) -> Mapping[Split, int]:
-        """Empty, since there are no further views."""
-        return {}
 
 
 @lru_cache

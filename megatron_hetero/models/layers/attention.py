@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, columns, stack, whole
-from megatron_hetero.models.layers import compiled
+from megatron_hetero.models.layers.compiled import NormWeights, heads, run
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import (
@@ -303,8 +303,8 @@ class PackedSelfAttention(Overlapping):
             return rotated_heads(mixed, table_2nD, dim, order, members=self._members(mixed.shape[-2]))
         mixed = mixed if order is None else order.chosen(mixed)
         if self.compiled:
-            norms = None if q_norm is None else (compiled.NormWeights.of(q_norm), compiled.NormWeights.of(k_norm))
-            return compiled.heads(mixed, table_2nD, dim, norms)
+            norms = [None if norm is None else NormWeights.of(norm) for norm in (q_norm, k_norm)]
+            return run(heads, mixed, *table_2nD.unbind(), dim, *norms)
         assert q_norm is not None and k_norm is not None, "families norm both or neither"
         q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))
         q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((q_norm, q), (k_norm, k)))

@@ -46,29 +46,6 @@ def run(function: Callable[..., Any], *inputs: Any) -> Any:
     return compiled_once(function, dynamic=False)(*inputs)
 
 
-def normed(x: Tensor, norm: NormWeights) -> Tensor:
-    """Norm `x` [S, 1, hidden]."""
-    return run(_normed, x, *norm)
-
-
-def added_and_normed(part: Tensor, bias: Tensor | None, residual: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-    """Add part, bias and `residual` [S, 1, hidden]; return the sum, and the sum normed."""
-    return run(_added_and_normed, part, bias, residual, *norm)
-
-
-def activated(wide: Tensor, bias: Tensor | None, activation: Activation, *, has_gate: bool) -> Tensor:
-    """Return the activation of `wide` [S, 1, ffn]; with a gate, of [S, 1, 2 ffn], the activated gate times the rest."""
-    return run(_activated, wide, bias, activation, has_gate)
-
-
-def heads(
-    mixed: Tensor, table_2nD: Tensor, dim: int, norms: tuple[NormWeights, NormWeights] | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values, see `rotary.rotated_heads`. `norms`: of heads of queries and of keys."""
-    cosines, sines = table_2nD.unbind()
-    return run(_heads, mixed, cosines, sines, dim, *(norms or (None, None)))
-
-
 def require_compiler(device: torch.device) -> None:
     """Check that PyTorch can compile. Raises `UserError`."""
     if problem := compile_problem(device):
@@ -80,10 +57,11 @@ def require_compiler(device: torch.device) -> None:
         )
 
 
-# ------------------------------------------------------------------------ functions that are compiled, in fp32
+# --------------------------------------------------------------- functions for `run`, which compute in fp32
 
 
-def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm `x` [S, 1, hidden] with `NormWeights`."""
     wide = x.float()
     if bias is not None:
         out = F.layer_norm(wide, weight.shape, weight.float(), bias.float(), eps)
@@ -92,14 +70,16 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tenso
     return out.to(x.dtype)
 
 
-def _added_and_normed(
+def added_and_normed(
     part: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
+    """Add part, bias and `residual` [S, 1, hidden]; return the sum, and the sum normed."""
     out = residual + (part if bias is None else part + bias)
-    return out, _normed(out, weight, norm_bias, eps)
+    return out, normed(out, weight, norm_bias, eps)
 
 
-def _activated(wide: Tensor, bias: Tensor | None, activation: Activation, has_gate: bool) -> Tensor:
+def activated(wide: Tensor, bias: Tensor | None, activation: Activation, has_gate: bool) -> Tensor:
+    """Return the activation of `wide` [S, 1, ffn]; with a gate, of [S, 1, 2 ffn], the activated gate times the rest."""
     wide = wide if bias is None else wide + bias
     if not has_gate:
         return activation(wide)
@@ -107,7 +87,7 @@ def _activated(wide: Tensor, bias: Tensor | None, activation: Activation, has_ga
     return activation(gate) * up
 
 
-def _heads(
+def heads(
     mixed: Tensor,
     cosines_nD: Tensor,
     sines_nD: Tensor,
@@ -115,10 +95,11 @@ def _heads(
     q_norm: NormWeights | None,
     k_norm: NormWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, see `rotary.rotated_heads`, with norms of heads of queries and of keys."""
     tokens, groups, width = len(cosines_nD), mixed.shape[-2], mixed.shape[-1] // dim
     q, k, v = mixed[:tokens].view(tokens, groups, width, dim).split((width - 2, 1, 1), dim=2)
     if q_norm is not None and k_norm is not None:
-        q, k = _normed(q, *q_norm), _normed(k, *k_norm)
+        q, k = normed(q, *q_norm), normed(k, *k_norm)
     q, k = (_turned(x, cosines_nD, sines_nD) for x in (q, k))
     # A view would save all of the projection for the backward pass.
     v = v.clone(memory_format=torch.contiguous_format)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
-from megatron_hetero.models.layers import compiled
+from megatron_hetero.models.layers.compiled import NormWeights, added_and_normed, normed, run
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import AttentionPart, Drawn, MLPPart, Operations, Site, Tokens, named
 from megatron_hetero.models.layers.recompute import recompute
@@ -102,15 +102,15 @@ class LayerModule(torch.nn.Module):
     def _once(self, table_2nD: Tensor, plan: Any, hidden: Tensor) -> Tensor:
         part = self.self_attention(self._normed(self.input_layernorm, hidden), table_2nD, plan)
         if self.compiled and not self.selective:
-            norm = compiled.NormWeights.of(self.pre_mlp_layernorm)
-            hidden, normed = compiled.added_and_normed(part[0], part[1], hidden, norm)
+            norm = NormWeights.of(self.pre_mlp_layernorm)
+            hidden, for_mlp = run(added_and_normed, part[0], part[1], hidden, *norm)
         else:
             hidden = _added(part, hidden)
-            normed = self._normed(self.pre_mlp_layernorm, hidden)
-        return _added(self.mlp(normed), hidden)
+            for_mlp = self._normed(self.pre_mlp_layernorm, hidden)
+        return _added(self.mlp(for_mlp), hidden)
 
     def _normed(self, norm: Any, hidden: Tensor) -> Tensor:
-        function = partial(compiled.normed, norm=compiled.NormWeights.of(norm)) if self.compiled else norm
+        function = (lambda x: run(normed, x, *NormWeights.of(norm))) if self.compiled else norm
         return recompute(function, hidden) if self.selective else function(hidden)
 
 

@@ -28,7 +28,7 @@ from megatron_hetero.hf.weight_map import (
     split_rows,
     whole,
 )
-from megatron_hetero.models.layers.compiled import activated
+from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.overlapped import Overlapping, first_in_parts, parts_of, second_in_parts
 from megatron_hetero.models.layers.parts import MLPPart, Operations, Site, Tokens
 from megatron_hetero.models.layers.recompute import not_saving, recompute
@@ -171,7 +171,7 @@ class MLPModule(Overlapping):
     def _product(self, wide: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute gate and up [..., 2 ffn] to [..., ffn]; without a gate [..., ffn] to the same."""
         if self.compiled:
-            return activated(wide, bias, self.activation, has_gate=self.has_gate)
+            return run(activated, wide, bias, self.activation, self.has_gate)
         if bias is not None and self.fuses_bias:
             from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 

@@ -12,29 +12,18 @@ recomputation by default, so that plain layers cannot use it, and frees storages
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+if TYPE_CHECKING:
+    from megatron_hetero.config.schema import ModelConfig
+
 How = Literal["none", "selective", "full"]
-
-
-class Settings(Protocol):
-    """The two settings by module, such as `ModelConfig`. Modules without an entry recompute nothing."""
-
-    @property
-    def recompute(self) -> Mapping[str, How | int]:
-        """`none`, `selective`, `full` or a number of layers."""
-        ...
-
-    @property
-    def chunk(self) -> Mapping[str, int]:
-        """Tokens that pass through an MLP at a time."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -50,9 +39,9 @@ class Recompute:
     chunk: int = 0
 
     @classmethod
-    def of(cls, settings: Settings, module: str) -> Recompute:
+    def of(cls, config: ModelConfig, module: str) -> Recompute:
         """Return the settings of `module`."""
-        return cls(settings.recompute.get(module, "none"), settings.chunk.get(module, 0))
+        return cls(config.recompute.get(module, "none"), config.chunk.get(module, 0))
 
     @property
     def selective(self) -> bool:

@@ -66,7 +66,7 @@ def write_model(folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int
     text = {"layers": sizes.text_layers, "hidden": sizes.text_hidden, "heads": sizes.text_heads}
     text |= {"ffn": 2 * sizes.text_hidden, "vocab_size": len(tokenizer) + 3, "slots": 4}
     ear = {"layers": sizes.vision_layers, "hidden": sizes.vision_hidden, "heads": sizes.vision_heads}
-    ear |= {"ffn": 2 * sizes.vision_hidden, "samples": 8, "unit": 2}
+    ear |= {"ffn": 2 * sizes.vision_hidden, "samples": 8, "merged": 2}
     config = {"model_type": "toy", "text_config": text, "vision_config": ear}
     config |= {name: tokenizer.get_vocab()[token] for name, token in _TOKENS.items()}
     tokenizer.save_pretrained(folder)

@@ -37,7 +37,7 @@ from tests.support.stand_ins.flash import (
     flash_attn_3_varlen_func,
     flash_attn_varlen_func,
 )
-from tests.unit.models.jobs_attention import naive
+from tests.unit.models.packs import naive
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"

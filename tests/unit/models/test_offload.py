@@ -27,8 +27,8 @@ from megatron_hetero.models.layers.offload import (
 from megatron_hetero.models.layers.recompute import Hooks, not_saving, recompute
 from tests.support.folders import write_model
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
-from tests.unit.models import jobs_recompute
+from tests.support.ranks import on_ranks
+from tests.unit.models.steps import train
 from tests.unit.models.test_recompute import CHOICES, flags_of
 
 PLATFORM = Platform(CPU, "gloo")
@@ -420,6 +420,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("family, vision, text, ranks, more, rule", thinned(ROWS, 6))
+@on_ranks("ranks")
 def test_steps_are_the_same_bit_by_bit(
     family: str,
     vision: str,
@@ -428,12 +429,10 @@ def test_steps_are_the_same_bit_by_bit(
     more: str,
     rule: str,
     models: dict[str, Path],
-    pools: Callable[[int], Pool],
 ) -> None:
     flags = flags_of(models[family], vision, text, f"{more} {rule}")
-    expected = pools(ranks).run(jobs_recompute.train, flags, 2)
-    found = pools(ranks).run(jobs_recompute.train, [*flags, *OFFLOADED.split()], 2)
-    for (metrics, weights), (wanted, other) in zip(found, expected, strict=True):
-        assert metrics == wanted
-        assert weights.keys() == other.keys()
-        assert all(torch.equal(weight, other[name]) for name, weight in weights.items())
+    wanted, other = train(flags, 2)
+    metrics, weights = train([*flags, *OFFLOADED.split()], 2)
+    assert metrics == wanted
+    assert weights.keys() == other.keys()
+    assert all(torch.equal(weight, other[name]) for name, weight in weights.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,16 +26,15 @@ class VisionShape(ImageEncoderShape):
     """Vision encoder with its merger (`projector`)."""
 
     family = FAMILY
-    position_dims = 2
 
     window: int
     """Units per side of a window."""
     full_layers: frozenset[int]
 
     @property
-    def outputs(self) -> Mapping[str, int]:
-        """The rows of the last layer."""
-        return {ROWS: self.layers - 1}
+    def position_dims(self) -> int:
+        """Coordinates of a patch: row and column."""
+        return 2
 
     def order(self, size: ImageSize) -> PictureOrder:
         """Return the image in window order."""
@@ -94,7 +92,3 @@ class TextShape(LanguageModelShape):
     def turns(self) -> tuple[int, ...]:
         """One section each for time, height and width."""
         return tuple(dim for dim, count in enumerate(self.mrope_section) for _ in range(count))
-
-    def entry_layer(self, output: str) -> int | None:
-        """0 for `ROWS`; there are no other outputs."""
-        return 0 if output == ROWS else None

@@ -87,12 +87,16 @@ class VisionShape(ImageEncoderShape):
     """Vision encoder with its mergers (`projector`)."""
 
     family = FAMILY
-    position_dims = 4  # row and column, and how many there are of each in the image
 
     table_side: int
     """Places per side of the learned table of positions."""
     deepstack: tuple[int, ...]
     """Earlier layers whose outputs are merged too, in order."""
+
+    @property
+    def position_dims(self) -> int:
+        """Coordinates of a patch: row and column, and how many there are of each in the image."""
+        return 4
 
     @property
     def outputs(self) -> Mapping[str, int]:
