@@ -17,7 +17,7 @@ from megatron_hetero.config.schema import Config, require_modules
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
-from megatron_hetero.layout.stages import Stage, cut_stages, even_split, stage_of
+from megatron_hetero.layout.stages import PipelineStage, cut_stages, even_split, stage_of
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
@@ -121,7 +121,7 @@ class JobSpec:
     shapes: ModelShapes
     layouts: Mapping[str, Layout]
     batch: BatchShape
-    stages: Mapping[str, tuple[Stage, ...]]
+    stages: Mapping[str, tuple[PipelineStage, ...]]
     frozen: Frozen
 
     @classmethod
@@ -351,7 +351,7 @@ def _require_exchanges(job: JobSpec) -> None:
             )
 
 
-def _require_layers(config: Config, stages: Mapping[str, Sequence[Stage]]) -> None:
+def _require_layers(config: Config, stages: Mapping[str, Sequence[PipelineStage]]) -> None:
     """Check that some stage has as many layers as are to be recomputed. Raises `UserError`."""
     for name, how in config.model.recompute.items():
         most = max(len(stage.layers) for stage in stages[name])

@@ -36,7 +36,7 @@ from itertools import accumulate, chain, pairwise
 from megatron_hetero.estimate.measured import FIRST, FP32, LAST, MeasuredModule, Part, PartBytes, is_merged, measure
 from megatron_hetero.estimate.shards import SequenceShard
 from megatron_hetero.layout.graph import Edge
-from megatron_hetero.layout.stages import Stage
+from megatron_hetero.layout.stages import PipelineStage
 from megatron_hetero.models.layers.offload import OffloadSizes, offloaded_layers
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Module, Role, Schedule, StageId
@@ -109,7 +109,9 @@ def together(
 
 
 @lru_cache(maxsize=4096)
-def stage_bytes(module: MeasuredModule, stage: Stage, shard: SequenceShard, *, offload: bool = False) -> StageBytes:
+def stage_bytes(
+    module: MeasuredModule, stage: PipelineStage, shard: SequenceShard, *, offload: bool = False
+) -> StageBytes:
     """What a stage takes on a rank that works on `shard`. The rows that enter it are not in it. `offload`: whether its
     activations are on the host.
     """

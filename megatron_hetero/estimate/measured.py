@@ -39,7 +39,7 @@ from megatron_hetero.groups.topology import module_groups
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.axes import MAIN, Fold
 from megatron_hetero.layout.context import AttentionSegments
-from megatron_hetero.layout.stages import Stage
+from megatron_hetero.layout.stages import PipelineStage
 from megatron_hetero.models.layers.attention import AttentionParams, TorchAttention
 from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
@@ -189,8 +189,8 @@ def _built(module: MeasuredModule, part: Part) -> Any:
     shape, architecture = module.shape, module.shape.architecture
     degrees = {"tp": module.tp, "sp": module.sp, "cp": module.cp}
     degrees |= {axis: degree for view, of in module.folds for axis, degree in zip(view.stated, of, strict=True)}
-    ends = {FIRST: Stage(0, 0, True, False), LAST: Stage(shape.layers, shape.layers, False, True)}
-    stage = ends[part] if part in ends else Stage(part.layer, part.layer + 1, False, False)
+    ends = {FIRST: PipelineStage(0, 0, True, False), LAST: PipelineStage(shape.layers, shape.layers, False, True)}
+    stage = ends[part] if part in ends else PipelineStage(part.layer, part.layer + 1, False, False)
     site = Site(
         module_groups(
             lambda *axes: SilentGroup(math.prod(degrees.get(axis, 1) for axis in axes)),

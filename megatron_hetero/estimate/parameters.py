@@ -32,7 +32,7 @@ from itertools import pairwise
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.config.schema import FP32, PrecisionConfig
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
-from megatron_hetero.layout.stages import LAYERS, Stage
+from megatron_hetero.layout.stages import LAYERS, PipelineStage
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes, weight_map
 from megatron_hetero.schedule.program import Schedule
@@ -57,7 +57,12 @@ class Parameter:
 
 
 def parameters_of(
-    module: str, shapes: ModelShapes, holders: int, stages: Sequence[Stage], frozen: Collection[str], view: str = MAIN
+    module: str,
+    shapes: ModelShapes,
+    holders: int,
+    stages: Sequence[PipelineStage],
+    frozen: Collection[str],
+    view: str = MAIN,
 ) -> tuple[Parameter, ...]:
     """The parameters of a rank that holds `stages`, in the order of the model. They are as large on all `holders`, the
     ranks that the view splits them over. `frozen`: the stored tensors that do not train.

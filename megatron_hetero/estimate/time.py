@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from megatron_hetero.base.errors import TEXT
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.shards import AssumedBatch
-from megatron_hetero.layout.stages import Stage
+from megatron_hetero.layout.stages import PipelineStage
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
 from megatron_hetero.models.layers.recompute import Recompute
@@ -21,14 +21,14 @@ half of both on A100.
 """
 
 
-def text_forward(assumed: AssumedBatch, stage: Stage) -> float:
+def text_forward(assumed: AssumedBatch, stage: PipelineStage) -> float:
     """Operations of one rank in the forward pass of a text stage: an even share of its replica's."""
     t, layout = assumed.shapes.text, assumed.layouts[TEXT]
     tokens = Tokens(assumed.lengths, supervised=assumed.sample.supervised * len(assumed.lengths))
     return t.architecture.operations(tokens, stage, FORWARD) / layout.ways("weights", "tokens")
 
 
-def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: float) -> float:
+def encoder_forward(assumed: AssumedBatch, encoder: str, stage: PipelineStage, images: float) -> float:
     """Operations of one rank in the forward pass of an encoder's stage, in a replica with `images` images."""
     v, layout, sizes = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sample.sizes[encoder]
     if not sizes:
@@ -40,7 +40,7 @@ def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: f
 def durations(
     config: Config,
     assumed: AssumedBatch,
-    stages: Mapping[str, Sequence[Stage]],
+    stages: Mapping[str, Sequence[PipelineStage]],
     images: Mapping[str, float],
     frozen: Frozen,
 ) -> dict[DurationKey, float]:
@@ -78,7 +78,7 @@ def with_copies(
     return {key: max(operations, found(*key)) for key, operations in work.items()}
 
 
-def _chunks_again(assumed: AssumedBatch, name: str, stage: Stage, images: float, recompute: Recompute) -> float:
+def _chunks_again(assumed: AssumedBatch, name: str, stage: PipelineStage, images: float, recompute: Recompute) -> float:
     """Operations of one rank in the first product of all MLPs of a stage, where they take their tokens in chunks.
     `images`: of an encoder's replica.
     """

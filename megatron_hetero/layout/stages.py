@@ -22,7 +22,7 @@ LAYERS = "layers."
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """Layers [first, last) of a module, counted over the whole of it.
 
     `is_first`: with what comes before the layers (embedding). `is_last`: with what comes after them (final norm, head,
@@ -35,7 +35,7 @@ class Stage:
     is_last: bool
 
     @classmethod
-    def whole(cls, layers: int) -> Stage:
+    def whole(cls, layers: int) -> PipelineStage:
         """The only stage of a module with `layers` layers."""
         return cls(0, layers, True, True)
 
@@ -57,7 +57,7 @@ class Stage:
 
 def cut_stages(
     layers: int, pp: int, *, per_rank: int = 1, split: Sequence[int] | None = None, module: str = "text"
-) -> tuple[Stage, ...]:
+) -> tuple[PipelineStage, ...]:
     """The `pp * per_rank` stages of a module with `layers` layers, in order.
 
     `split`: how many layers each stage holds (`parallel_layers.MODULE`), even where left out. Raises `UserError`, which
@@ -77,17 +77,17 @@ def cut_stages(
         _check_split(layers, count, tuple(split), module)
     ends = tuple(accumulate(even_split(layers, count) if split is None else split))
     return tuple(
-        Stage(first, last, i == 0, i == count - 1)
+        PipelineStage(first, last, i == 0, i == count - 1)
         for i, (first, last) in enumerate(zip((0, *ends), ends, strict=False))
     )
 
 
-def stages_of_rank(stages: Sequence[Stage], pp_rank: int, pp: int) -> tuple[Stage, ...]:
+def stages_of_rank(stages: Sequence[PipelineStage], pp_rank: int, pp: int) -> tuple[PipelineStage, ...]:
     """Those that a pipeline rank holds, in order."""
     return tuple(stages[pp_rank::pp])
 
 
-def stage_of(stages: Sequence[Stage], layer: int) -> int:
+def stage_of(stages: Sequence[PipelineStage], layer: int) -> int:
     """The number of the stage that holds a layer."""
     return next(number for number, stage in enumerate(stages) if layer in stage.layers)
 

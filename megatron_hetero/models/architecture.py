@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
-from megatron_hetero.layout.stages import LAYERS, Stage
+from megatron_hetero.layout.stages import LAYERS, PipelineStage
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.parts import FORWARD, TRAINED, Drawn, Part, Passes, Site, Tokens, named
 
@@ -45,7 +45,7 @@ class End:
     output: str = ""
     projector: bool = False
 
-    def is_on(self, stage: Stage) -> bool:
+    def is_on(self, stage: PipelineStage) -> bool:
         """Whether `stage` has it."""
         return stage.is_first if self.at == "first" else stage.is_last if self.at == "last" else self.at in stage.layers
 
@@ -120,15 +120,15 @@ class Architecture:
         """Whether a parameter is in the projector."""
         return any(end.projector and parameter.startswith(f"{end.name}.") for end in self.ends)
 
-    def ends_of(self, stage: Stage) -> Iterator[End]:
+    def ends_of(self, stage: PipelineStage) -> Iterator[End]:
         """Return the ends of `stage`. One that copies another on the same stage has no parameters there."""
         return (end for end in (self.entry, *self.ends) if end.is_on(stage))
 
-    def holds_copy(self, end: End, stage: Stage) -> bool:
+    def holds_copy(self, end: End, stage: PipelineStage) -> bool:
         """Whether `end` shares the weight of another end of the same stage."""
         return end.copies is not None and any(other.name == end.copies for other in self.ends_of(stage))
 
-    def weight_map(self, prefix: str, share: Share, stage: Stage, view: str = MAIN) -> WeightMap:
+    def weight_map(self, prefix: str, share: Share, stage: PipelineStage, view: str = MAIN) -> WeightMap:
         """Return the parameters of `stage` in the order of its torch module, and the slices of stored tensors that they
         are for one `share`. `prefix`: of all stored tensors.
         """
@@ -141,7 +141,7 @@ class Architecture:
             result |= named(name, part.weight_map(prefix + stored, share, view))
         return result
 
-    def tied_parameter(self, stage: Stage) -> str | None:
+    def tied_parameter(self, stage: PipelineStage) -> str | None:
         """Return the parameter of `stage` of which another stage has a copy, if there is one."""
         every = {end.name: end for end in (self.entry, *self.ends)}
         for copy in self.ends:
@@ -157,7 +157,7 @@ class Architecture:
     def operations(
         self,
         tokens: Tokens,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
         passes: Passes = TRAINED,
         projector: Passes | None = None,
         first: int = 0,
@@ -166,7 +166,7 @@ class Architecture:
         `projector`: gradients of the projector, if they differ. `first`: the first layer with gradients. The input of
         the module never needs one.
         """
-        stage = stage or Stage.whole(len(self.layers))
+        stage = stage or PipelineStage.whole(len(self.layers))
         kinds = self._kinds if len(stage.layers) == len(self.layers) else Counter(self.layers[i] for i in stage.layers)
         found = sum(count * layer.operations(tokens).of(passes) for layer, count in kinds.items())
         for layer in self.layers[stage.first : min(first, stage.last)]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_hetero.base.errors import HIDDEN, ROWS
-from megatron_hetero.layout.stages import Stage
+from megatron_hetero.layout.stages import PipelineStage
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.models.items.types import padded_patches
@@ -83,11 +83,11 @@ class ModuleStage(torch.nn.Module):
         self,
         architecture: Architecture,
         site: Site,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
         offload: ActivationOffload | None = None,
     ):
         super().__init__()
-        self.stage = stage = stage or Stage.whole(len(architecture.layers))
+        self.stage = stage = stage or PipelineStage.whole(len(architecture.layers))
         self.offload, self.config, self.groups = offload, site.config, site.groups
         self.splits_activations = site.splits_activations
         own = [end for end in architecture.ends_of(stage) if not architecture.holds_copy(end, stage)]
@@ -148,7 +148,11 @@ class EncoderModel(ModuleStage):
     """
 
     def __init__(
-        self, shape: EncoderShape, site: Site, stage: Stage | None = None, offload: ActivationOffload | None = None
+        self,
+        shape: EncoderShape,
+        site: Site,
+        stage: PipelineStage | None = None,
+        offload: ActivationOffload | None = None,
     ):
         architecture = shape.architecture
         super().__init__(architecture, site, stage, offload)
@@ -233,7 +237,7 @@ class TextModel(ModuleStage):
     output_layer: Any
 
     def __init__(
-        self, shape: TextShape, site: Site, stage: Stage | None = None, offload: ActivationOffload | None = None
+        self, shape: TextShape, site: Site, stage: PipelineStage | None = None, offload: ActivationOffload | None = None
     ):
         super().__init__(shape.architecture, site, stage, offload)
         self.shape = shape

@@ -29,7 +29,7 @@ from megatron_hetero.hf.folders import (
 )
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.hf.weights import StoredWeights
-from megatron_hetero.layout.stages import Stage
+from megatron_hetero.layout.stages import PipelineStage
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.layers.parts import Drawn
 from megatron_hetero.models.registry import family_of
@@ -91,13 +91,15 @@ def drawn_tensors(module: str, shapes: ModelShapes) -> dict[str, Drawn]:
 
 
 def weight_map(
-    module: str, shapes: ModelShapes, share: Share, stage: Stage | None = None, view: str = MAIN
+    module: str, shapes: ModelShapes, share: Share, stage: PipelineStage | None = None, view: str = MAIN
 ) -> WeightMap:
     """Return the map of the parameters of `module` in a view, for one `share` of what that splits, in the order of the
     torch module; of `stage` alone if given. Layers are numbered over the whole module.
     """
     shape = shapes[module]
-    return shape.architecture.weight_map(prefix_of(module, shapes), share, stage or Stage.whole(shape.layers), view)
+    return shape.architecture.weight_map(
+        prefix_of(module, shapes), share, stage or PipelineStage.whole(shape.layers), view
+    )
 
 
 STD = 0.02

@@ -15,7 +15,7 @@ from megatron_hetero.base.errors import HIDDEN, ROWS
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
-from megatron_hetero.layout.stages import Stage, cut_stages
+from megatron_hetero.layout.stages import PipelineStage, cut_stages
 from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments
@@ -28,7 +28,7 @@ Arrays = dict[str, np.ndarray]
 class AllStagesHere(Trainee):
     """As `Trainee`, with the stages of `case.split` on each rank, whatever the layout's pp."""
 
-    def _stages(self, name: str) -> tuple[Stage, ...]:
+    def _stages(self, name: str) -> tuple[PipelineStage, ...]:
         split = self.case.split or (self.shapes[name].layers,)
         return cut_stages(self.shapes[name].layers, len(split), split=split, module=name)
 

@@ -13,7 +13,7 @@ from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import module_groups
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, held, split_rows
-from megatron_hetero.layout.stages import Stage, cut_stages
+from megatron_hetero.layout.stages import PipelineStage, cut_stages
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.backend import TORCH
@@ -187,10 +187,10 @@ def test_layers_of_one_module_may_differ() -> None:
 
 
 def test_each_parameter_is_in_the_map_of_its_view() -> None:
-    main, far = (MIXED.weight_map("", Share(1, 2), Stage.whole(3), view) for view in (MAIN, "far"))
+    main, far = (MIXED.weight_map("", Share(1, 2), PipelineStage.whole(3), view) for view in (MAIN, "far"))
     assert "layers.1.mlp.gain" in main and "layers.0.mlp.linear_fc1.weight" in main
     assert list(far) == ["layers.1.mlp.far"] and far["layers.1.mlp.far"][0].rows == (8, 8)
-    of_ranks = held([MIXED.weight_map("", Share(rank, 2), Stage.whole(3), "far") for rank in range(2)])
+    of_ranks = held([MIXED.weight_map("", Share(rank, 2), PipelineStage.whole(3), "far") for rank in range(2)])
     assert of_ranks[0]["layers.1.mlp.far"].sharded
 
 
@@ -224,7 +224,7 @@ def test_one_part_is_built_alone_and_without_memory(site: Site) -> None:
 
 
 def test_a_stage_of_layers_that_differ_runs(site: Site) -> None:
-    model = ModuleStage(MIXED, site, Stage(1, 2, False, False))
+    model = ModuleStage(MIXED, site, PipelineStage(1, 2, False, False))
     only: Any = model.layers[0]
     hidden = torch.randn(4, 1, 8)
     plan: Any = None

@@ -22,7 +22,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.layout.stages import Stage, cut_stages, stages_of_rank
+from megatron_hetero.layout.stages import PipelineStage, cut_stages, stages_of_rank
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.attention import AttentionParams
@@ -100,7 +100,7 @@ class Trainee:
             weights=weights,
         )
 
-    def _stages(self, name: str) -> tuple[Stage, ...]:
+    def _stages(self, name: str) -> tuple[PipelineStage, ...]:
         layers, pp = self.shapes[name].layers, self.layouts[name].pp
         return cut_stages(layers, pp, per_rank=self.case.stages_per_rank, split=self.case.split, module=name)
 
