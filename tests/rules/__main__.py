@@ -21,7 +21,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from transformers.utils.logging import disable_progress_bar
 
-from tests.parity import jobs
 from tests.rules.drawing import BATCH, DETAIL, MODELS, SIZES, Drawn, draws
 from tests.support.folders import write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers
@@ -90,7 +89,7 @@ def _run(
                 pool, made = Pool(ranks, folder, rules=True, one_connection=options.one_connection), made + 1
             begun = time.monotonic()
             try:
-                found = pool.run(jobs.losses_in_buckets, drawn.command(folders[len(drawn.layouts) - 1]), timeout_s=600)[
+                found = pool.run(runs.losses_in_buckets, drawn.command(folders[len(drawn.layouts) - 1]), timeout_s=600)[
                     0
                 ]
             except (AssertionError, TimeoutError) as error:

@@ -19,7 +19,7 @@ from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
-from tests.unit.models import jobs_qwen3_vl
+from tests.unit.models import qwen3_vl_stages
 from tests.unit.models.steps import train
 from tests.unit.train import jobs_stages
 from tests.unit.train.jobs_stages import Case
@@ -55,7 +55,7 @@ def run(pools: Pools, family: str, module: str, case: Case) -> list[dict[str, An
     """A forward and a backward pass: what the ranks found."""
     ranks = pools(prod(int(part.split(":")[1]) for part in case.layouts[module].split(",")))
     if family == "qwen3_vl":
-        job, given = (jobs_qwen3_vl.vision, SIZES) if module == "vision" else (jobs_qwen3_vl.text, OUTPUTS)
+        job, given = (qwen3_vl_stages.vision, SIZES) if module == "vision" else (qwen3_vl_stages.text, OUTPUTS)
         return ranks.run(job, case, given)
     return ranks.run(jobs_stages.vision, case) if module == "vision" else ranks.run(jobs_stages.text, case, SEEDS)
 

@@ -1,4 +1,4 @@
-"""What the workers of the pool run for the tests of Qwen3-VL: all stages of a module in turn, on each rank."""
+"""Modules of Qwen3-VL on workers: all stages of a module in turn, on each rank."""
 
 from __future__ import annotations
 
@@ -142,9 +142,3 @@ def text(case: Case, outputs: tuple[str, ...]) -> dict[str, Any]:
         name: (ids, of_output.grad.numpy().copy()) for name, of_output in rows.items() if of_output.grad is not None
     }
     return {"loss": found["loss"], "rows": of_rows, "gradients": trainee.gradients()}
-
-
-def marked(case: Case) -> dict[str, bool]:
-    """Whether each parameter of the text module is marked as one whose gradients are parts."""
-    parameters = AllStagesHere(case).module.parameters
-    return {name: bool(getattr(p, "sequence_parallel", False)) for name, p in parameters.items()}
