@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from transformers.utils.logging import disable_progress_bar
 
+from tests.parity import runs
 from tests.rules.drawing import BATCH, DETAIL, MODELS, SIZES, Drawn, draws
 from tests.support.folders import write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers
