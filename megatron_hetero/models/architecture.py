@@ -90,7 +90,7 @@ class Architecture:
 
     @cached_property
     def drawn(self) -> dict[str, Drawn]:
-        """Those of the tensors that no folder stores."""
+        """Tensors in checkpoints that no folder stores."""
         return {stored + name: each for stored, part in self._parts() for name, each in part.drawn().items()}
 
     def _parts(self) -> Iterator[tuple[str, Part | Layer]]:

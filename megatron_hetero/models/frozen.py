@@ -27,8 +27,8 @@ _MOST_SUGGESTED = 8
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """What does not train: stored `tensors`, and `parts` of which nothing trains. `shares`: the share from 0 to 1 that
-    trains of each part's matrices that tokens are multiplied with.
+    """The frozen part of a model: stored `tensors`, and `parts` of which nothing trains. `shares`: the share from 0 to
+    1 that trains of each part's matrices that tokens are multiplied with.
     """
 
     tensors: frozenset[str]

@@ -1,4 +1,4 @@
-"""What families have in common: checks of configurations, and names of stored tensors."""
+"""Checks of configurations and names of stored tensors that families share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUPPORTED: dict[str, Only] = {
 }
 """Keys of `config.json`, anywhere in it, with the only values that are supported."""
 Expectation = tuple[str, object, object]
-"""What is checked, in words; the value found, and the value expected."""
+"""The subject of a check in words, the value found, and the value expected."""
 
 
 def require(folder: Path, title: str, expectations: Iterable[Expectation]) -> None:

@@ -264,7 +264,7 @@ class PackedSelfAttention(Overlapping):
     def _in_parts(
         self, hidden: Tensor, parts: tuple[int, ...], table_2nD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor | None]:
-        """As `forward`, with exchanges over tp beside products, see `layers.overlapped`."""
+        """Compute `forward` with exchanges over tp beside products, see `layers.overlapped`."""
         group: Any = self.tp_group
         length, tokens = len(hidden) * self.shards, table_2nD.shape[1]
         order = Order.of_parts(parts, group.size(), tokens, hidden.device)

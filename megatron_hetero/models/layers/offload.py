@@ -136,7 +136,7 @@ class SavedStorage:
 
 
 class _Layer:
-    """What a layer saves in one forward pass. `before`: the previous layer, until it is fetched."""
+    """Storages that a layer saves in one forward pass. `before`: the previous layer, until it is fetched."""
 
     def __init__(self, offload: ActivationOffload, before: _Layer | None, moves: bool):
         self.offload, self.before, self.moves = offload, before, moves

@@ -93,7 +93,7 @@ class Backend(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Where and how a module is built: this rank's groups, the device, the classes of layers.
+    """Groups, device and classes of layers with which this rank builds a module.
 
     `sequence_parallel`: whether activations between layers are split over tp, if tp > 1. `compile_layers`: whether
     operations between matrix products and attention are compiled.

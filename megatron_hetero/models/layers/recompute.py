@@ -28,7 +28,7 @@ How = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the layers of a module recompute in the backward pass.
+    """Recomputation in the backward pass of a module's layers.
 
     `how`: nothing; what needs neither a matrix product nor communication (`selective`); all but the inputs of layers
     (`full`), or that in the first so many layers of each pipeline stage. `chunk`: tokens that pass through an MLP at a
