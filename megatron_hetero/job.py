@@ -1,5 +1,5 @@
-"""What a configuration comes to in a world of ranks: shapes, layouts, the batch, the schedule, all checked against each
-other. Pure, and quick to import: neither Megatron-Core nor a process group is needed.
+"""A configuration in a world of ranks: shapes, layouts, batch and schedule, checked against each other. Pure: neither
+Megatron-Core nor a process group is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_hetero.config.schema import Config, require_modules
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
-from megatron_hetero.layout.stages import Stage, cut_stages, even_split, stage_of
+from megatron_hetero.layout.stages import PipelineStage, cut_stages, even_split, stage_of
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
@@ -28,18 +28,17 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
 
 MOST_TURNS = 1 << 15
-"""Of all stages in a step, one for each micro-batch: its schedule is written out and checked before it begins."""
+"""Limit on stages times micro-batches of a step, whose schedule is built and checked action by action."""
 SCHEDULES = 32
-"""As many are kept."""
+"""Size of the cache of schedules."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The types that `model.dtype` names."""
+"""Types of `model.dtype` by name."""
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a step's samples are dealt out: `replicas` of the text module, each with `micro_batches` of `samples`.
-
-    `end`: where the stream of samples ends; the last steps may then have fewer, or none. None: it has no end.
+    """Samples of a step: `replicas` of the text module, each with `micro_batches` of `samples`. `end`: the length of
+    the stream of samples if it is finite; the last steps may then have fewer, or none.
     """
 
     replicas: int
@@ -49,73 +48,71 @@ class BatchShape:
 
     @property
     def step_samples(self) -> int:
-        """Samples of one step: the global batch."""
+        """Number of samples of one step, the global batch."""
         return self.replicas * self.micro_batches * self.samples
 
     def step(self, step: int) -> range:
-        """Samples of the stream (from 0) of `step` (from 1), of all replicas."""
+        """Return the samples of the stream (from 0) in `step` (from 1), of all replicas."""
         return samples_of(step, self.step_samples, self.end)
 
     def numbers(self, step: int, replica: int, micro_batch: int) -> range:
-        """Those of them that a replica trains in a micro-batch."""
+        """Return the samples of `step` that a replica trains in a micro-batch."""
         first = (micro_batch * self.replicas + replica) * self.samples
         return self.step(step)[first : first + self.samples]
 
     def once(self, samples: int) -> BatchShape:
-        """How a stream of `samples` samples, read once, is dealt out, in at most as many micro-batches a step."""
+        """Return the shape for a stream of `samples` samples, read once, with no more micro-batches a step."""
         needed = max(1, -(-samples // (self.replicas * self.samples)))
         return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)
 
 
 def samples_of(step: int, size: int, end: int | None) -> range:
-    """The samples of `step` (from 1) of a stream (from 0) that steps of `size` read; None: it has no `end`."""
+    """Return the samples of a stream (from 0, of length `end` if not None) in `step` (from 1) of `size` samples."""
     last = step * size
     return range(last - size, last) if end is None else range(end)[last - size : last]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a micro-batch of a replica of the text module may hold: `tokens`, padding excluded, and `patches` of images
-    for each encoder (None: any number).
-    """
+    """Limits of a text replica's micro-batch: `tokens` without padding, `patches` for each encoder (None: any)."""
 
     tokens: int
     patches: int | None = None
 
 
-class OfJob:
-    """What belongs to a job says what the job is."""
+class HasJob:
+    """Gives attributes of `job`."""
 
     job: JobSpec
 
     @property
     def config(self) -> Config:
-        """What was asked for."""
+        """The job's configuration."""
         return self.job.config
 
     @property
     def shapes(self) -> ModelShapes:
-        """Of the model's modules."""
+        """Shapes of the job's modules."""
         return self.job.shapes
 
     @property
     def batch(self) -> BatchShape:
-        """How the samples of a step are assigned to replicas and micro-batches."""
+        """Samples of a step, see `JobSpec`."""
         return self.job.batch
 
 
 @dataclass(frozen=True, eq=False)
 class JobSpec:
-    """What a configuration comes to in a world of ranks.
+    """A configuration in a world of ranks.
 
     Attributes:
         config: the configuration.
-        folders: where the model's own modules come from.
-        shapes: of all modules.
-        layouts: of all modules, checked against shapes and world.
-        batch: how the samples of a step are assigned to replicas and micro-batches. With a `budget` the samples that
-            section `plan` assumes: each step has as many micro-batches as its own samples need.
-        stages: the pipeline stages of each module.
+        folders: folders of the model's own modules.
+        shapes: shapes of all modules.
+        layouts: layouts of all modules.
+        batch: samples of a step; with a `budget`, of the size that section `plan` assumes, while each step has as many
+            micro-batches as its own samples need.
+        stages: pipeline stages of each module.
         frozen: what does not train.
     """
 
@@ -124,19 +121,19 @@ class JobSpec:
     shapes: ModelShapes
     layouts: Mapping[str, Layout]
     batch: BatchShape
-    stages: Mapping[str, tuple[Stage, ...]]
+    stages: Mapping[str, tuple[PipelineStage, ...]]
     frozen: Frozen
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> JobSpec:
-        """Read the model's configuration, and check everything against everything. Raises `UserError`."""
+        """Read the model's configuration, and check everything against it. Raises `UserError`."""
         model = config.model
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
         shapes = ModelShapes.of(folders, model.encoder_folders)
         require_modules(config, shapes.modules)
         frozen = Frozen.of(shapes, model.freeze, model.train)
         if parts := [part for part in model.parts if part in frozen.parts and part not in model.freeze]:
-            # Settings of parts that patterns freeze are checked as those of parts that are named.
+            # Settings of parts that patterns freeze are checked as if `freeze` named the parts.
             replace(config, model=replace(model, freeze=(*model.freeze, *parts), train=()))
         layouts = resolve(config.parallel, shapes.module_shapes(), world_size, flags=True)
         batch = _batch_shape(config, shapes, layouts[TEXT])
@@ -163,39 +160,39 @@ class JobSpec:
 
     @property
     def budget(self) -> Budget | None:
-        """What a micro-batch may hold, if not a number of samples."""
+        """Limits of a micro-batch, if it is not a number of samples."""
         return budget_of(self.config)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Type of weights and activations."""
         return DTYPES[self.config.model.dtype]
 
     @property
     def transport(self) -> torch.dtype:
-        """What rows are sent as."""
+        """Type of rows on the wire."""
         return torch.bfloat16 if self.config.boundary.transport == "bfloat16" else self.dtype
 
     @property
     def row_bytes(self) -> int:
-        """Of a row on the wire."""
+        """Bytes of a row on the wire."""
         return self.shapes.text.hidden * self.transport.itemsize
 
     @property
     def optimizer(self) -> OptimizerKind:
-        """Which optimizer trains."""
+        """Kind of the optimizer."""
         return OPTIMIZERS[self.config.optimizer.name]
 
     @cached_property
     def sequence_parallel(self) -> dict[str, bool]:
-        """For each module, whether its activations are split along the sequence over its tp ranks."""
-        asked = self.config.model.sequence_parallel
-        return {name: asked.get(name, True) and layout.tp > 1 for name, layout in self.layouts.items()}
+        """Whether each module's activations are split along the sequence over tp."""
+        setting = self.config.model.sequence_parallel
+        return {name: setting.get(name, True) and layout.tp > 1 for name, layout in self.layouts.items()}
 
     @cached_property
     def edges(self) -> dict[Edge, tuple[str, ...]]:
-        """The edges along which rows of encoders reach the text module, each with the outputs that cross there: those
-        that leave one stage for another cross together.
+        """Edges from encoders to the text module, each with the outputs that cross there: all those of the same two
+        stages.
         """
         found: dict[Edge, list[str]] = {}
         for name, shape in self.shapes.encoders.items():
@@ -209,29 +206,29 @@ class JobSpec:
 
     @property
     def outputs(self) -> dict[str, tuple[str, ...]]:
-        """The outputs of each encoder."""
+        """Output names of each encoder."""
         return {name: tuple(shape.outputs) for name, shape in self.shapes.encoders.items()}
 
     def text_work(self, tokens: int) -> int:
-        """Predicted forward flops of the text module's layers for a sample of so many tokens."""
+        """Predict the forward flops of the text module for a sample of so many tokens."""
         return self.shapes.text.architecture.operations(Tokens([tokens]), passes=FORWARD)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Of a step of `batch`, checked. Raises `UserError` where settings and layouts do not fit."""
+        """Schedule of a step of `batch`, checked. Raises `UserError` if settings and layouts do not fit."""
         return self.schedule_of(self.batch.micro_batches)
 
     def schedule_of(self, micro_batches: int) -> Schedule:
-        """Of a step with so many micro-batches."""
+        """Return the schedule of a step with so many micro-batches."""
         return self._checked_schedule(micro_batches, self.frozen.modules(self.shapes.encoders))
 
-    def together(self, micro_batches: int, *, evaluation: bool = False) -> dict[str, tuple[range, ...]]:
-        """By encoder, so many micro-batches in runs of those that may be one call of it."""
+    def encoder_calls(self, micro_batches: int, *, evaluation: bool = False) -> dict[str, tuple[range, ...]]:
+        """Return for each encoder the ranges of micro-batches that it may encode in one call."""
         schedule = self.evaluation_schedule(micro_batches) if evaluation else self.schedule_of(micro_batches)
         return {name: schedule.in_one_call(name) for name in self.shapes.encoders}
 
     def evaluation_schedule(self, micro_batches: int) -> Schedule:
-        """Of so many micro-batches that are evaluated: that of a step without any backward pass. Raises `UserError`."""
+        """Return the schedule of an evaluation, without backward passes. Raises `UserError`."""
         return self._checked_schedule(micro_batches, list(self.layouts))
 
     def _checked_schedule(self, micro_batches: int, forward_only: Collection[str]) -> Schedule:
@@ -245,8 +242,8 @@ class JobSpec:
         )
 
     def _require_rows_enter_early(self) -> None:
-        """Check that rows of encoders that run ahead enter stages that schedules are built for. Raises `UserError` with
-        a split of layers that is.
+        """Check that rows of encoders that run ahead enter stages that schedules support. Raises `UserError` that
+        suggests a split of layers.
         """
         text, stages, taking_turns = self.layouts[TEXT], self.stages[TEXT], sharing_encoders(self.layouts, TEXT)
         virtual = len(stages) // text.pp
@@ -269,7 +266,7 @@ class JobSpec:
         )
 
     def require_turns(self, most: int) -> None:
-        """Check that a step has at most `most` turns of stages. Raises `UserError`."""
+        """Check that a step has at most `most` stages times micro-batches. Raises `UserError`."""
         _require_turns(self.config, self.layouts, self.batch, most)
 
     @property
@@ -279,7 +276,7 @@ class JobSpec:
 
     @property
     def tied(self) -> tuple[str, ...]:
-        """Modules whose first and last stage have copies of one parameter."""
+        """Modules whose first and last stage share a parameter."""
         return (TEXT,) if self.shapes.text.tied else ()
 
     @property
@@ -289,7 +286,7 @@ class JobSpec:
 
     @property
     def communication(self) -> dict[str, Any]:
-        """What, with the layouts, determines the communicators: keywords of `communicators` and `Topology.build`."""
+        """Keyword arguments of `communicators` and `Topology.build`."""
         return {"edges": list(self.edges), "tied": self.tied, "interleaved": self.interleaved}
 
 
@@ -301,16 +298,14 @@ def _checked_schedule(
     forward_only: tuple[str, ...],
     edges: tuple[Edge, ...],
 ) -> Schedule:
-    """Kept, since plans that are compared mostly differ in what is no matter of the schedule, and steps of a token
-    budget in a few micro-batches.
-    """
+    """Cached, as few of the settings that a search varies, and of the steps of a token budget, change the schedule."""
     schedule = build_schedule(dict(layouts), micro_batches, settings, text=TEXT, forward_only=forward_only, edges=edges)
     check_schedule(schedule)
     return schedule
 
 
 def _require_equal_copies(config: Config, shapes: ModelShapes, layouts: Mapping[str, Layout]) -> None:
-    """Check that copies of key/value heads are rounded alike: by themselves, and at equal places on all tp ranks."""
+    """Check that all copies of key/value heads are rounded equally. Raises `UserError`."""
     for name, shape in shapes.module_shapes().items():
         tp, heads, chosen = layouts[name].tp, shape.kv_heads, config.precision_of(name)
         in_place = heads % tp == 0 or tp % heads == 0
@@ -329,7 +324,7 @@ def _require_equal_copies(config: Config, shapes: ModelShapes, layouts: Mapping[
 
 
 def _require_shared(config: Config, layouts: Mapping[str, Layout]) -> None:
-    """Check that modules of a ZeRO stage have ranks to share with, the same for all parameters."""
+    """Check that modules with a ZeRO stage have ranks to share with. Raises `UserError`."""
     for name, zero in config.zero.items():
         layout = layouts[name]
         if zero > 1 and all(layout.ways("tokens", "samples", view=view) == 1 for view in layout.every_view):
@@ -343,7 +338,7 @@ def _require_shared(config: Config, layouts: Mapping[str, Layout]) -> None:
 
 
 def _require_exchanges(job: JobSpec) -> None:
-    """Check that MLPs whose exchanges are to overlap have some. Raises `UserError`."""
+    """Check that modules with `tp_overlap` exchange tokens over tp. Raises `UserError`."""
     for name, parts in job.config.model.tp_overlap.items():
         if parts > 1 and not job.sequence_parallel[name]:
             split = "tp 1" if job.layouts[name].tp == 1 else f"model.sequence_parallel.{name} false"
@@ -356,8 +351,8 @@ def _require_exchanges(job: JobSpec) -> None:
             )
 
 
-def _require_layers(config: Config, stages: Mapping[str, Sequence[Stage]]) -> None:
-    """Check that layers that are recomputed by their number are there: stages may have fewer, not all of them."""
+def _require_layers(config: Config, stages: Mapping[str, Sequence[PipelineStage]]) -> None:
+    """Check that some stage has as many layers as are to be recomputed. Raises `UserError`."""
     for name, how in config.model.recompute.items():
         most = max(len(stage.layers) for stage in stages[name])
         if isinstance(how, int) and how > most:
@@ -371,12 +366,12 @@ def _require_layers(config: Config, stages: Mapping[str, Sequence[Stage]]) -> No
 
 
 def _stages_per_rank(config: Config, name: str) -> int:
-    """Pipeline stages of a module on each of its ranks."""
+    """Return the number of pipeline stages of a module on each of its ranks."""
     return config.schedule.virtual_stages if name == TEXT else 1
 
 
 def _require_micro_batches(config: Config, micro_batches: int) -> None:
-    """Check that settings of the schedule name no more micro-batches than a replica has in a step."""
+    """Check that settings of the schedule need no more micro-batches than a step has. Raises `UserError`."""
     for name in ("waves", "run_ahead"):
         value = getattr(config.schedule, name)
         if value is not None and value > micro_batches:
@@ -390,7 +385,7 @@ def _require_micro_batches(config: Config, micro_batches: int) -> None:
 
 
 def _require_turns(config: Config, layouts: Mapping[str, Layout], batch: BatchShape, most_turns: int) -> None:
-    """Check that the schedule of a step is one that can be written out. Raises `UserError`."""
+    """Check that the schedule of a step is small enough to build. Raises `UserError`."""
     stages = sum(layout.pp * _stages_per_rank(config, name) for name, layout in layouts.items())
     most = max(1, most_turns // stages)
     if batch.micro_batches > most:
@@ -410,12 +405,12 @@ def _schedule_settings(config: Config) -> ScheduleSettings:
 
 
 def micro_batch_setting(config: Config) -> str:
-    """The setting that decides how much a micro-batch holds."""
+    """Return the setting of the size of a micro-batch."""
     return "train.micro_batch_size" if budget_of(config) is None else "train.tokens_per_micro_batch"
 
 
 def budget_of(config: Config) -> Budget | None:
-    """What `train.tokens_per_micro_batch` and `train.patches_per_micro_batch` say."""
+    """Return the limits of `train.tokens_per_micro_batch` and `train.patches_per_micro_batch`."""
     tokens, patches = config.train.tokens_per_micro_batch, config.train.patches_per_micro_batch
     return None if tokens is None else Budget(tokens, patches)
 

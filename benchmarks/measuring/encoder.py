@@ -19,8 +19,8 @@ from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.items.pictures import ImageSize
-from megatron_hetero.models.layers.attention import AttentionPlan
-from megatron_hetero.models.layers.backend import spec_provider
+from megatron_hetero.models.layers.attention import AttentionParams
+from megatron_hetero.models.layers.backend import choose_backend
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, EncoderModel
@@ -73,7 +73,7 @@ class Encoder:
         module = ModuleShape("vision", shape.heads, shape.heads, shape.hidden, shape.layers, "encoder")
         layouts = resolve({"vision": layout}, {"vision": module}, dist.get_world_size())
         topology = Topology.build(layouts, platform)
-        groups, backend = topology.collection("vision"), spec_provider("auto", platform)
+        groups, backend = topology.collection("vision"), choose_backend("auto", platform)
         model = EncoderModel(shape, Site(groups, platform, backend, torch.float32, sequence_parallel))
         _fill(model)
         shards = EncoderShards(shape, layouts["vision"], sequence_parallel, grids, (tuple(range(len(grids))),))
@@ -83,7 +83,7 @@ class Encoder:
         batch = EncoderInput(
             torch.randn(patches, shape.patch_elements, device=device),
             torch.from_numpy(share.positions).to(device),
-            AttentionPlan(
+            AttentionParams(
                 full=PackedSegments.of_segments(share.segments, device, share.cp_lengths),
                 sp_lengths=share.sp_lengths,
                 cp_lengths=share.cp_lengths,

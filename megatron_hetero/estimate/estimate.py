@@ -38,7 +38,7 @@ from megatron_hetero.layout.axes import View
 from megatron_hetero.layout.communicators import CommunicatorKind, communicators
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.layout.stages import Stage, stages_of_rank
+from megatron_hetero.layout.stages import PipelineStage, stages_of_rank
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.weights import prefix_of
 from megatron_hetero.schedule.gathering import shares_weights

@@ -41,7 +41,7 @@ from megatron_hetero.estimate.measured import (
 )
 from megatron_hetero.estimate.shards import SequenceShard
 from megatron_hetero.layout.graph import Edge
-from megatron_hetero.layout.stages import Stage
+from megatron_hetero.layout.stages import PipelineStage
 from megatron_hetero.models.layers.offload import OffloadSizes, offloaded_layers
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Module, Role, Schedule, StageId

@@ -32,9 +32,9 @@ from megatron_hetero.groups.topology import module_groups
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.axes import MAIN, Fold
 from megatron_hetero.layout.context import AttentionSegments
-from megatron_hetero.layout.stages import Stage
-from megatron_hetero.models.layers.attention import AttentionPlan, TorchAttention
-from megatron_hetero.models.layers.backend import TorchSpecProvider
+from megatron_hetero.layout.stages import PipelineStage
+from megatron_hetero.models.layers.attention import AttentionParams, TorchAttention
+from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
 from megatron_hetero.models.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.layers.parts import Site
@@ -180,8 +180,8 @@ def _built(module: MeasuredModule, part: ModulePart) -> Any:
     shape, architecture = module.shape, module.shape.architecture
     degrees = {"tp": module.tp, "sp": module.sp, "cp": module.cp}
     degrees |= {axis: degree for view, of in module.folds for axis, degree in zip(view.stated, of, strict=True)}
-    ends = {FIRST: Stage(0, 0, True, False), LAST: Stage(shape.layers, shape.layers, False, True)}
-    stage = ends[part] if part in ends else Stage(part.layer, part.layer + 1, False, False)
+    ends = {FIRST: PipelineStage(0, 0, True, False), LAST: PipelineStage(shape.layers, shape.layers, False, True)}
+    stage = ends[part] if part in ends else PipelineStage(part.layer, part.layer + 1, False, False)
     site = Site(
         module_groups(
             lambda *axes: SilentGroup(math.prod(degrees.get(axis, 1) for axis in axes)),
@@ -189,7 +189,7 @@ def _built(module: MeasuredModule, part: ModulePart) -> Any:
             [fold.view for fold in module.folds],
         ),
         Platform(META, "local"),
-        TorchSpecProvider(),
+        TORCH,
         module.dtype,
         module.sequence_parallel,
         module.recompute,
@@ -234,14 +234,14 @@ def _fused(
     """PyTorch's fused attention, which it does not choose on `meta`. It takes masks in the dtype of the queries."""
     mask = None if attn_mask is None else attn_mask.to(q.dtype)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+    return fused(q, k, v, 0.0, is_causal, attn_mask=mask)[0]
 
 
 def _attention(module: MeasuredModule, shard: SequenceShard) -> AttentionPlan:
     """Attention inputs of a rank that is the first of its groups; the second one has all other tokens."""
     sp_lengths = (shard.tokens, shard.member - shard.tokens, *(0,) * module.sp)[: module.sp]
     cp_lengths = (shard.member,) * module.cp
-    return AttentionPlan(_segments(shard.segments, cp_lengths), sp_lengths, cp_lengths, _segments(shard.windows))
+    return AttentionParams(_segments(shard.segments, cp_lengths), sp_lengths, cp_lengths, _segments(shard.windows))
 
 
 def _segments(spans: Spans, cp_lengths: tuple[int, ...] = ()) -> PackedSegments:
@@ -250,7 +250,7 @@ def _segments(spans: Spans, cp_lengths: tuple[int, ...] = ()) -> PackedSegments:
     return PackedSegments.of_segments(AttentionSegments(queries, keys, index), META, cp_lengths)
 
 
-_NO_ATTENTION = AttentionPlan(_segments(()), (), ())
+_NO_ATTENTION = AttentionParams(_segments(()), (), ())
 
 
 FP32 = 4

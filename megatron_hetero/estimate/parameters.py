@@ -23,7 +23,7 @@ from itertools import pairwise
 
 from megatron_hetero.config.optimizers import FP32, OptimizerKind, PrecisionConfig
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
-from megatron_hetero.layout.stages import LAYERS, Stage
+from megatron_hetero.layout.stages import LAYERS, PipelineStage
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes, weight_map
 from megatron_hetero.schedule.gathering import GatherSpan, rows_of_share, shares_weights, span_of
@@ -48,7 +48,12 @@ class Parameter:
 
 
 def parameters_of(
-    module: str, shapes: ModelShapes, holders: int, stages: Sequence[Stage], frozen: Collection[str], view: str = MAIN
+    module: str,
+    shapes: ModelShapes,
+    holders: int,
+    stages: Sequence[PipelineStage],
+    frozen: Collection[str],
+    view: str = MAIN,
 ) -> tuple[Parameter, ...]:
     """The parameters of a rank that holds `stages`, in model order.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from megatron_hetero.base.errors import TEXT
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.shards import AssumedBatch
-from megatron_hetero.layout.stages import Stage
+from megatron_hetero.layout.stages import PipelineStage
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
 from megatron_hetero.models.layers.recompute import Recompute
@@ -26,7 +26,7 @@ def text_forward(assumed: AssumedBatch, stage: Stage) -> float:
     return t.architecture.operations(tokens, stage, FORWARD) / layout.ways("weights", "tokens")
 
 
-def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: float) -> float:
+def encoder_forward(assumed: AssumedBatch, encoder: str, stage: PipelineStage, images: float) -> float:
     """Operations of one rank in the forward pass of an encoder's stage, in a replica with `images` images."""
     v, layout, sizes = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sample.sizes[encoder]
     if not sizes:
@@ -38,7 +38,7 @@ def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: f
 def durations(
     config: Config,
     assumed: AssumedBatch,
-    stages: Mapping[str, Sequence[Stage]],
+    stages: Mapping[str, Sequence[PipelineStage]],
     images: Mapping[str, float],
     frozen: Frozen,
 ) -> dict[DurationKey, float]:

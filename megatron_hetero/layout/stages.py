@@ -73,7 +73,7 @@ def cut_stages(
         _check_split(layers, count, tuple(split), module)
     ends = tuple(accumulate(even_split(layers, count) if split is None else split))
     return tuple(
-        Stage(first, last, i == 0, i == count - 1)
+        PipelineStage(first, last, i == 0, i == count - 1)
         for i, (first, last) in enumerate(zip((0, *ends), ends, strict=False))
     )
 

@@ -1,7 +1,7 @@
 """A module as a value: the list of its layers between its ends.
 
-Everything that is asked of a module's weights and operations is answered by its parts. Parameters are named as in the
-torch modules of `megatron_hetero.models.stages`, with layers numbered over the whole module.
+Weights and operations of a module follow from its parts. Parameters are named as in the torch modules of
+`megatron_hetero.models.stages`, with layers numbered over the whole module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
-from megatron_hetero.layout.stages import LAYERS, Stage
+from megatron_hetero.layout.stages import LAYERS, PipelineStage
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.parts import FORWARD, TRAINED, Drawn, Part, Passes, Site, Tokens, named
 
@@ -25,11 +25,15 @@ from megatron_hetero.models.layers.parts import FORWARD, TRAINED, Drawn, Part, P
 class End:
     """A part of a module beside its layers.
 
-    `name`: attribute of the torch module that holds it. `stored`: what the names of its stored tensors begin with.
-    `at`: whether the first or the last pipeline stage holds it, or that of the layer with this number. `copies`:
-    another end, whose tensors it shares: a stage that has both has the parameter once. `copy`: what the names of its
-    tensors begin with in folders that store them once more. `output`: of the module, which the end computes.
-    `projector`: whether it is part of an encoder's projector, which trains or is frozen by itself.
+    Attributes:
+        name: attribute of the torch module.
+        part: the part itself.
+        stored: prefix of its stored tensors.
+        at: the pipeline stage that has it: the first, the last, or that of the layer with this number.
+        copies: another end whose tensors it shares; a stage with both has the parameter once.
+        copy: prefix of its tensors in folders that store them a second time.
+        output: the output of the module that it computes.
+        projector: whether it belongs to an encoder's projector, which trains or is frozen by itself.
     """
 
     name: str
@@ -41,18 +45,20 @@ class End:
     output: str = ""
     projector: bool = False
 
-    def is_on(self, stage: Stage) -> bool:
-        """Whether `stage` holds it."""
+    def is_on(self, stage: PipelineStage) -> bool:
+        """Whether `stage` has it."""
         return stage.is_first if self.at == "first" else stage.is_last if self.at == "last" else self.at in stage.layers
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """`layers` from first to last, whose stored tensors begin with `stored`, a number and a dot. `namespace`: what the
-    names of all tensors begin with in a folder of the whole model; it is not part of the names here.
+    """A module: its layers between its ends.
 
-    `entry`: what the first stage begins with. `ends`: the others, in the order in which stages hold their parameters,
-    all after those of the layers.
+    Attributes:
+        entry: the end with which the first stage begins.
+        layers: all layers, whose stored tensors begin with `stored`, a number and a dot.
+        ends: the other ends in the order of their parameters, which are behind those of the layers.
+        namespace: prefix of all tensors in a folder of the whole model, not part of the names here.
     """
 
     entry: End
@@ -63,18 +69,18 @@ class Architecture:
 
     @property
     def views(self) -> tuple[str, ...]:
-        """The views that parameters belong to."""
+        """Views that parameters belong to."""
         parts = [*self.layers, *(end.part for end in (self.entry, *self.ends))]
         return tuple(dict.fromkeys(view for part in parts for view in part.views))
 
     @property
     def heads(self) -> int:
-        """What tp·sp has to divide: heads of queries that all layers have a multiple of."""
+        """Greatest common divisor of the layers' query heads, which tp·sp has to divide."""
         return math.gcd(*(layer.attention.heads for layer in self.layers))
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values, likewise."""
+        """Greatest common divisor of the layers' key/value heads."""
         return math.gcd(*(layer.attention.kv_heads for layer in self.layers))
 
     @cached_property
@@ -84,11 +90,11 @@ class Architecture:
 
     @cached_property
     def drawn(self) -> dict[str, Drawn]:
-        """The tensors among them that no folder stores."""
+        """Tensors in checkpoints that no folder stores."""
         return {stored + name: each for stored, part in self._parts() for name, each in part.drawn().items()}
 
     def _parts(self) -> Iterator[tuple[str, Part | Layer]]:
-        """All parts with tensors of their own, and what the names of these begin with."""
+        """Yield all parts with tensors of their own, and the prefixes of these."""
         ends = [end for end in (self.entry, *self.ends) if end.copies is None]
         yield from ((end.stored, end.part) for end in ends if end.at == "first")
         yield from ((f"{self.stored}{number}.", layer) for number, layer in enumerate(self.layers))
@@ -96,13 +102,13 @@ class Architecture:
 
     @property
     def stored_twice(self) -> dict[str, str]:
-        """Tensors that a folder may store a second time, and those that they must equal."""
+        """Tensors that a folder may store a second time, each with the tensor that it has to equal."""
         ends = [end for end in self.ends if end.copies is not None]
         return {end.copy + name: end.stored + name for end in ends for name in end.part.tensors()}
 
     @cached_property
     def projector(self) -> TensorShapes:
-        """The tensors of the projector, by name."""
+        """Tensors of the projector."""
         ends = [end for end in self.ends if end.projector]
         return {end.stored + name: shape for end in ends for name, shape in end.part.tensors().items()}
 
@@ -114,34 +120,29 @@ class Architecture:
         """Whether a parameter is in the projector."""
         return any(end.projector and parameter.startswith(f"{end.name}.") for end in self.ends)
 
-    def ends_of(self, stage: Stage) -> Iterator[End]:
-        """What `stage` holds beside its layers. One that copies another on the same stage has no parameters there."""
+    def ends_of(self, stage: PipelineStage) -> Iterator[End]:
+        """Return the ends of `stage`. One that copies another on the same stage has no parameters there."""
         return (end for end in (self.entry, *self.ends) if end.is_on(stage))
 
-    def holds_copy(self, end: End, stage: Stage) -> bool:
-        """Whether the weight of `end` is that of another end of the same stage."""
+    def holds_copy(self, end: End, stage: PipelineStage) -> bool:
+        """Whether `end` shares the weight of another end of the same stage."""
         return end.copies is not None and any(other.name == end.copies for other in self.ends_of(stage))
 
-    def weight_map(self, prefix: str, share: Share, stage: Stage, view: str = MAIN) -> WeightMap:
-        """The parameters of `stage` in the order of its torch module, and the slices of stored tensors that they are
-        for one `share`. `prefix`: what all names of tensors begin with.
+    def weight_map(self, prefix: str, share: Share, stage: PipelineStage, view: str = MAIN) -> WeightMap:
+        """Return the parameters of `stage` in the order of its torch module, and the slices of stored tensors that they
+        are for one `share`. `prefix`: of all stored tensors.
         """
+        ends = [end for end in self.ends_of(stage) if not self.holds_copy(end, stage)]
+        parts: list[tuple[str, str, Part | Layer]] = [(end.name, end.stored, end.part) for end in ends]
+        layers = [(f"{LAYERS}{i}", f"{self.stored}{i}.", self.layers[i]) for i in stage.layers]
+        first = int(self.entry in ends)
         result: dict[str, tuple] = {}
-
-        def add(end: End) -> None:
-            if end.is_on(stage) and not self.holds_copy(end, stage):
-                result.update(named(end.name, end.part.weight_map(prefix + end.stored, share, view)))
-
-        add(self.entry)
-        for i in stage.layers:
-            of_layer = self.layers[i].weight_map(f"{prefix}{self.stored}{i}.", share, view)
-            result.update(named(f"{LAYERS}{i}", of_layer))
-        for end in self.ends:
-            add(end)
+        for name, stored, part in [*parts[:first], *layers, *parts[first:]]:
+            result |= named(name, part.weight_map(prefix + stored, share, view))
         return result
 
-    def tied_parameter(self, stage: Stage) -> str | None:
-        """The parameter of `stage` of which another stage holds a copy, if there is one."""
+    def tied_parameter(self, stage: PipelineStage) -> str | None:
+        """Return the parameter of `stage` of which another stage has a copy, if there is one."""
         every = {end.name: end for end in (self.entry, *self.ends)}
         for copy in self.ends:
             if copy.copies is None:
@@ -156,16 +157,16 @@ class Architecture:
     def operations(
         self,
         tokens: Tokens,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
         passes: Passes = TRAINED,
         projector: Passes | None = None,
         first: int = 0,
     ) -> int:
-        """Operations of `stage`, or of the whole module, over all ranks, with the gradients of `passes`. `projector`:
-        those of the projector, if they differ. `first`: the first layer with any. The input of the module never needs a
-        gradient.
+        """Count the operations of `stage`, or of the whole module, over all ranks, with the gradients of `passes`.
+        `projector`: gradients of the projector, if they differ. `first`: the first layer with gradients. The input of
+        the module never needs one.
         """
-        stage = stage or Stage.whole(len(self.layers))
+        stage = stage or PipelineStage.whole(len(self.layers))
         kinds = self._kinds if len(stage.layers) == len(self.layers) else Counter(self.layers[i] for i in stage.layers)
         found = sum(count * layer.operations(tokens).of(passes) for layer, count in kinds.items())
         for layer in self.layers[stage.first : min(first, stage.last)]:
@@ -179,13 +180,12 @@ class Architecture:
 
     @cached_property
     def _kinds(self) -> Counter[Layer]:
-        """How many layers there are of each kind."""
+        """Number of layers of each kind."""
         return Counter(self.layers)
 
     def build(self, part: int | str, site: Site) -> torch.nn.Module:
-        """The torch module of one part alone, without values of weights: of the layer with that number, or of the end
-        with that name. Under `torch.device("meta")`, or on fake tensors, it takes no memory. Layers are not recomputed
-        as a whole.
+        """Build the torch module of the layer with that number or of the end with that name, without values of weights.
+        Under `torch.device("meta")`, or on fake tensors, it takes no memory. Layers are not recomputed as a whole.
         """
         if isinstance(part, int):
             return self.layers[part].build(site, part)

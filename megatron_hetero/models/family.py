@@ -1,194 +1,185 @@
-"""What a model family gives, and what is asked of the shapes of its modules. One folder per family, see `registry`.
+"""The interface of a model family and of the shapes of its modules. One folder per family, see `registry`.
 
-A family is known by the `model_type` of its `transformers` configuration. Its encoder and its text module are used
-apart: an encoder of one family may feed the text module of another.
+A family is known by the `model_type` of its `transformers` configuration. Its encoder and its language model are used
+apart: an encoder of one family may feed the language model of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from megatron_hetero.base.errors import ROWS
 from megatron_hetero.base.files import Only
 from megatron_hetero.layout.axes import Split, View
 from megatron_hetero.models.items.types import ItemShape, ItemType
 
-# Layers import torch, which takes a second: families do not, until a shape is asked for.
+# Layers import torch, which takes a second.
 if TYPE_CHECKING:
     from megatron_hetero.models.architecture import Architecture
     from megatron_hetero.models.layers.parts import Tokens
     from megatron_hetero.models.layers.rotary import Rotary
 
 
-class TransformerShape(Protocol):
-    """What both modules are; widths in elements."""
+@dataclass(frozen=True)
+class TransformerShape:
+    """Base of the shapes of encoders and of language models. Widths are in elements."""
 
-    @property
-    def architecture(self) -> Architecture:
-        """Its layers and ends, which everything is asked of that depends on what they are made of."""
-        ...
+    layers: int
+    """Number of transformer layers."""
+    hidden: int
+    """Width of a token between layers."""
 
-    @property
-    def rotary(self) -> Rotary:
-        """How positions turn queries and keys."""
-        ...
-
-    @property
-    def family(self) -> str:
-        """The `model_type` of its family."""
-        ...
-
-    @property
-    def layers(self) -> int:
-        """Transformer layers."""
-        ...
-
-    @property
-    def hidden(self) -> int:
-        """Width of a token between layers."""
-        ...
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        """Further views of the module's layouts that its layers need."""
-        ...
+    family: ClassVar[str]
+    """`model_type` of its family."""
+    views: ClassVar[tuple[View, ...]] = ()
+    """Views besides the main one that its layers need."""
 
     @property
     def parts(self) -> Mapping[Split, int]:
-        """How many there are of what these views split, see `ModuleShape`."""
-        ...
-
-
-class EncoderShape(TransformerShape, ItemShape, Protocol):
-    """An encoder with its projector."""
+        """Number of things that these views split, see `ModuleShape`."""
+        return {}
 
     @property
-    def out_hidden(self) -> int:
-        """Width of a row."""
-        ...
+    def architecture(self) -> Architecture:
+        """Layers and ends of the module."""
+        raise NotImplementedError
+
+    @property
+    def rotary(self) -> Rotary:
+        """Rotary embedding of queries and keys."""
+        raise NotImplementedError
+
+
+class EncoderShape(TransformerShape, ItemShape):
+    """Base of the shape of an encoder with its projector."""
+
+    out_hidden: int
+    """Width of a row."""
 
     @property
     def patch_elements(self) -> int:
         """Input elements of a patch."""
-        ...
+        raise NotImplementedError
 
     @property
     def outputs(self) -> Mapping[str, int]:
-        """What it gives, by name, with the number of the layer after which it is made: `ROWS` first, then what enters
-        the language model deeper. All have the same number of rows, of the same width.
+        """Output names, each with the layer after which it is computed: `ROWS` first, then those that enter the
+        language model deeper. All have the same number of rows, of the same width.
         """
-        ...
+        return {ROWS: self.layers - 1}
 
     def tokens(self, sizes: Iterable[Any]) -> Tokens:
-        """What the encoder computes on, of items of these sizes."""
-        ...
+        """Return the tokens that the encoder computes on for items of these sizes."""
+        raise NotImplementedError
 
 
-class TextShape(TransformerShape, Protocol):
-    """A language model."""
+class TextShape(TransformerShape):
+    """Base of the shape of a language model."""
 
-    @property
-    def vocab(self) -> int:
-        """Rows of the embedding."""
-        ...
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head shares the weight of the embedding."""
-        ...
+    vocab: int
+    """Rows of the embedding."""
+    tied: bool
+    """Whether the head shares the weight of the embedding."""
 
     def entry_layer(self, output: str) -> int | None:
-        """The layer at which the rows of an encoder's output enter: 0 for `ROWS`, which take the place of embeddings
-        before the layers; for others the layer to whose output they are added. None where the model does not take them.
+        """The layer at which rows of an encoder's output enter: 0 for `ROWS`, which replace embeddings before the
+        layers; for others the layer to whose output they are added. None if the model does not take them.
         """
-        ...
+        return 0 if output == ROWS else None
 
 
-class Family(Protocol):
-    """A model family. Importing one imports neither torch nor transformers; its methods do."""
+class Family:
+    """Base class of a model family: its configuration, its shapes, its items and the names of its tensors."""
 
-    @property
-    def model_type(self) -> str:
-        """Of the configuration of a whole model."""
-        ...
-
-    @property
-    def language_models(self) -> Collection[str]:
-        """The `model_type`s of folders that hold the text module alone."""
-        ...
-
-    @property
-    def title(self) -> str:
-        """What people call it."""
-        ...
-
-    # ------------------------------------------------------------------------------------------- configuration
-
-    @property
-    def built(self) -> Mapping[str, Only]:
-        """Values of `config.json`, by key, that may only be these."""
-        ...
+    model_type: str
+    """`model_type` of a whole model's configuration."""
+    language_models: Collection[str] = ()
+    """`model_type`s of folders that contain the language model alone."""
+    title: str
+    """Name for messages."""
+    built: Mapping[str, Only] = {}
+    """Keys of `config.json` with the only values that are supported."""
+    tokens: Mapping[str, str]
+    """Tokens that show items, by the key of their number in `config.json`."""
+    items: Sequence[ItemType]
+    """Types of items that the encoder takes, one per modality. Section `plan` describes the first."""
 
     def config_class(self, model_type: str) -> Any:
-        """The class of `transformers` for a configuration of that type."""
-        ...
+        """Return the `transformers` class for a configuration of `model_type`."""
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[model_type]
 
     def model_class(self) -> Any:
-        """The class of `transformers` for a whole model that generates."""
-        ...
+        """Return the `transformers` class of a whole model that generates."""
+        import transformers
+
+        return getattr(transformers, self._architecture)
+
+    @property
+    def _architecture(self) -> str:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]
 
     def check_encoder(self, folder: Path, config: Any) -> None:
-        """Check that the encoder of `folder` is one that is built here. Raises `UserError`."""
-        ...
+        """Check that the encoder of `folder` is supported. Raises `UserError`."""
 
     def check_text(self, folder: Path, config: Any) -> None:
-        """Check that the language model of `folder` is one that is built here. Raises `UserError`."""
-        ...
+        """Check that the language model of `folder` is supported. Raises `UserError`."""
+
+    def rope_settings(self, head_dim: int) -> dict[str, Any]:
+        """Return how a language model of its own divides its rotary frequencies when it joins an encoder. Tokens of
+        text have equal positions in all sections, so that nothing changes on text alone.
+        """
+        return {}
 
     def joined(self, own: Any, vision: Any, text_alone: bool) -> Any:
-        """The configuration of a model with the language model of `own` and the encoder of `vision`. `text_alone`:
-        `own` is of a language model alone.
+        """Return the configuration of a model with the language model of `own` and the encoder of `vision`.
+        `text_alone`: `own` describes a language model alone.
         """
-        ...
+        if text_alone:
+            text = {name: value for name, value in own.to_dict().items() if name not in _OF_THE_FOLDER}
+            head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+            text["rope_parameters"] = dict(text["rope_parameters"]) | self.rope_settings(head_dim)
+        else:
+            text = own.text_config.to_dict()
+        return self.config_class(self.model_type)(
+            text_config=text,
+            vision_config=vision.vision_config.to_dict() | {"out_hidden_size": text["hidden_size"]},
+            tie_word_embeddings=own.tie_word_embeddings,
+            architectures=[self._architecture],
+            **{name: getattr(own, name) for name in (() if text_alone else self.tokens)},
+        )
 
     def encoder_shape(self, config: Any) -> EncoderShape:
-        """Of the encoder of a whole model's configuration."""
-        ...
+        """Return the encoder's shape from a whole model's configuration."""
+        raise NotImplementedError
 
     def text_shape(self, config: Any) -> TextShape:
-        """Of the language model of a whole model's configuration."""
-        ...
+        """Return the language model's shape from a whole model's configuration."""
+        raise NotImplementedError
 
-    # ---------------------------------------------------------------------------------------------------- data
-
-    @property
-    def tokens(self) -> Mapping[str, str]:
-        """The tokens that show items, by what `config.json` calls their numbers."""
-        ...
-
-    @property
-    def items(self) -> Sequence[ItemType]:
-        """What the encoder takes: types of items, of a modality each, of which section `plan` describes the first."""
-        ...
-
-    @property
-    def positions(self) -> Callable[[int, np.ndarray, Sequence[np.ndarray]], np.ndarray]:
-        """Rotary positions of a sample of so many tokens, int64 [dims, tokens], from the first token of each block and
-        the places of its rows, see `Block`.
+    def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:
+        """Return the rotary positions of a sample of `tokens` tokens, int64 [dims, tokens]. `starts`: the first token
+        of each block. `places`: those of its rows, see `Block`.
         """
-        ...
-
-    # ------------------------------------------------------------------------------------------------- weights
+        raise NotImplementedError
 
     def canonical_name(self, stored: str, /) -> str:
-        """The name here of a tensor in a folder of the family."""
-        ...
+        """Return the name used here for a tensor in a folder of the family."""
+        return stored
 
     def published_name(self, name: str, /) -> str:
-        """What published folders of the family, and those that `transformers` writes, call the tensor `name`: the one
-        of which `canonical_name` makes `name`.
+        """Return the name of tensor `name` in folders that are published or that `transformers` writes; the inverse of
+        `canonical_name`.
         """
-        ...
+        return name
+
+
+_OF_THE_FOLDER = ("architectures", "model_type", "transformers_version")

@@ -1,5 +1,5 @@
-"""Where the modules of a model come from: one `transformers` folder, or one for the language model and another one for
-the vision encoder. Here are the configurations; `opening` has the weights that no folder gives.
+"""Model folders and their configurations: one `transformers` folder, or one for the language model and another for the
+vision encoder.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ VISION_FOLDER = "model.hf_path_vision"
 
 @dataclass(frozen=True, eq=False)
 class ModelFolders:
-    """The folders of a model, and the configuration of what they make together.
+    """Folders of a model, and its joint configuration.
 
-    `fresh_projector`: no folder gives the projector. `text_alone`: the folder of the text module has no encoder, and
-    its tokenizer's chat template shows no images.
+    `fresh_projector`: the projector is initialised. `text_alone`: the folder of the text module has no encoder, and its
+    tokenizer's chat template no images.
     """
 
     text: Path
@@ -35,7 +35,7 @@ class ModelFolders:
 
     @property
     def family(self) -> Family:
-        """Of the model."""
+        """Family of the model."""
         return family_of(self.config.model_type)
 
     @classmethod
@@ -43,9 +43,9 @@ class ModelFolders:
         """Read `config.json` of the folders (as saved by any version of transformers).
 
         Args:
-            hf_path: of the whole model; with `hf_path_vision` a language model alone will do.
-            hf_path_vision: a folder whose vision encoder takes the place of that of `hf_path`.
-            fresh_projector: whether the projector is initialised even where the folder's would fit.
+            hf_path: folder of the whole model, or with `hf_path_vision` of a language model alone.
+            hf_path_vision: folder of another vision encoder to use.
+            fresh_projector: whether to initialise the projector even if the folder's fits.
 
         Raises:
             UserError: a folder is missing, broken, or of another family.
@@ -71,8 +71,8 @@ class ModelFolders:
 
 
 def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_encoder: Family | None = None) -> Any:
-    """The configuration of the folder that `setting` names, of one of these types, by default of any family: those
-    that fit the family `of_encoder` where one is given. Raises `UserError`.
+    """Read the configuration of the folder that `setting` names, which has to be of one of these types, by default of
+    any family. `of_encoder`: the family of the encoder that it has to fit, for messages. Raises `UserError`.
     """
     path, model_types = folder / "config.json", model_types or tuple(FAMILIES)
     if not folder.is_dir() or not path.is_file():
@@ -96,9 +96,7 @@ def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_
 
 @contextmanager
 def sound(path: Path) -> Iterator[None]:
-    """Inside, transformers makes a configuration of the file `path`, or it is checked. What either says of an odd value
-    is a `UserError`.
-    """
+    """Raise errors about values in the configuration `path`, transformers' or ours, as `UserError`."""
     try:
         yield
     except UserError:
@@ -110,21 +108,11 @@ def sound(path: Path) -> Iterator[None]:
 
 
 def _of_another_family(path: Path, found: Any, model_types: Sequence[str], of_encoder: Family | None) -> UserError:
-    expected, more = " or ".join(map(repr, model_types)), ""
+    because, fix = "this program builds no other family", f"give a {titles()} folder"
     if of_encoder is not None:
-        return UserError.at(
-            path,
-            found=f"model_type {shown(found)}",
-            expected=expected,
-            because=f"the encoder of {VISION_FOLDER} is {of_encoder.title}'s",
-            fix="give a language model of that family, or leave out --" + VISION_FOLDER,
-        )
-    if any(found in family.language_models for family in FAMILIES.values()):
-        more = f", or the folder of a vision encoder too, with --{VISION_FOLDER}"
-    return UserError.at(
-        path,
-        found=f"model_type {shown(found)}",
-        expected=expected,
-        because="this program builds no other family",
-        fix=f"give a {titles()} folder{more}",
-    )
+        because = f"the encoder of {VISION_FOLDER} is {of_encoder.title}'s"
+        fix = f"give a language model of that family, or leave out --{VISION_FOLDER}"
+    elif any(found in family.language_models for family in FAMILIES.values()):
+        fix += f", or the folder of a vision encoder too, with --{VISION_FOLDER}"
+    expected = " or ".join(map(repr, model_types))
+    return UserError.at(path, found=f"model_type {shown(found)}", expected=expected, because=because, fix=fix)

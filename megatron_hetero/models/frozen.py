@@ -1,8 +1,8 @@
-"""Which tensors of a model train: parts of modules, and patterns over the names of stored tensors. Pure.
+"""Which tensors of a model train. Pure.
 
-`model.freeze` and `model.train` list parts (`vision`, `projector`, `text` …) and patterns as of `fnmatch` over names of
-the folder's tensors, such as ``model.layers.*.mlp.*`` or ``visual.blocks.[0-9].*``. What `freeze` lists does not train;
-where `train` lists anything, what it does not list does not train either.
+`model.freeze` and `model.train` list parts (`vision`, `projector`, `text` …) and `fnmatch` patterns over names of the
+folder's tensors, such as ``model.layers.*.mlp.*`` or ``visual.blocks.[0-9].*``. What `freeze` lists does not train; if
+`train` is not empty, what it does not list does not train either.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ _MOST_SUGGESTED = 8
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """What of a model does not train.
-
-    `tensors`: the stored tensors. `parts`: the parts of which nothing trains. `shares`: by part, how much of the
-    matrices that tokens are multiplied with trains, from 0 to 1.
+    """The frozen part of a model: stored `tensors`, and `parts` of which nothing trains. `shares`: the share from 0 to
+    1 that trains of each part's matrices that tokens are multiplied with.
     """
 
     tensors: frozenset[str]
@@ -39,7 +37,7 @@ class Frozen:
 
     @classmethod
     def of(cls, shapes: ModelShapes, freeze: Sequence[str] = (), train: Sequence[str] = ()) -> Frozen:
-        """Resolve what the settings list.
+        """Resolve the two settings.
 
         Raises:
             UserError: a pattern matches no tensor, some tensors of one parameter train and others do not, or nothing
@@ -66,12 +64,12 @@ class Frozen:
         return part not in self.parts
 
     def passes(self, part: str, *, inputs: bool) -> Passes:
-        """Which gradients a part computes. `inputs`: whether of its input."""
+        """Return the gradients that a part computes. `inputs`: whether it computes those of its input."""
         return Passes(inputs, self.trains(part), self.shares[part])
 
     def first_layer(self, shapes: ModelShapes) -> int:
-        """The first layer of the language model that gradients go back to behind frozen encoders: that of the first
-        tensor that trains, or 0 if an embedding trains.
+        """Return the first layer of the language model with gradients behind frozen encoders: that of the first tensor
+        that trains, or 0 if the embedding trains.
         """
         text = shapes.text.architecture
         trained = text.tensors.keys() - self.tensors
@@ -81,19 +79,19 @@ class Frozen:
         return min(of_layers, default=len(text.layers))
 
     def modules(self, names: Iterable[str]) -> list[str]:
-        """Those of the modules of which nothing trains."""
+        """Return those of the modules of which nothing trains."""
         return [name for name in names if self.parts.issuperset(parts_of(name))]
 
 
 def frozen_tensors(shapes: ModelShapes, freeze: Sequence[str], train: Sequence[str] = ()) -> frozenset[str]:
-    """The stored tensors of a model that do not train. Raises `UserError` where a pattern matches none."""
+    """Return the stored tensors that do not train. Raises `UserError` if a pattern matches none."""
     frozen = _listed("model.freeze", freeze, shapes)
     every = frozenset(stored_shapes(shapes))
     return frozen | (every - _listed("model.train", train, shapes) if train else frozenset())
 
 
 def tensors_of_parts(shapes: ModelShapes) -> dict[str, list[str]]:
-    """The names of a whole model's tensors by part."""
+    """Return the names of a whole model's tensors by part."""
     found, parts = dict[str, list[str]](), parts_of_tensors(shapes)
     for name in stored_shapes(shapes):
         found.setdefault(parts[name], []).append(name)
@@ -101,21 +99,23 @@ def tensors_of_parts(shapes: ModelShapes) -> dict[str, list[str]]:
 
 
 def _listed(setting: str, entries: Iterable[str], shapes: ModelShapes) -> frozenset[str]:
-    """The tensors that the entries of a setting list."""
+    """Return the tensors that the entries of a setting match. Raises `UserError` if a pattern matches none."""
     found, by_part = set[str](), tensors_of_parts(shapes)
     for entry in entries:
-        found.update(names := _matching(setting, entry, shapes) if is_pattern(entry) else by_part.get(entry, ()))
+        names = _matching(setting, entry, shapes) if is_pattern(entry) else by_part.get(entry, ())
         if is_pattern(entry) and not names:
             raise _unmatched(setting, entry, shapes)
+        found.update(names)
     return frozenset(found)
 
 
 def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
-    """The names that a pattern matches, as folders write them: with the model's modules side by side, or nested. Raises
-    `UserError` where it matches other tensors in one than in the other.
+    """Return the names that a pattern matches in folders with modules side by side or nested. Raises `UserError` if
+    these are different tensors.
     """
-    flat, canonical = _flat(pattern, shapes), family_of(shapes.text.family).canonical_name
-    own, further = folder_shapes(shapes), {name for name in stored_shapes(shapes) if fnmatchcase(name, flat)}
+    canonical = family_of(shapes.text.family).canonical_name
+    flat, own = canonical(pattern), folder_shapes(shapes)
+    further = {name for name in stored_shapes(shapes) if fnmatchcase(name, flat)}
     side_by_side, further = further & own.keys(), further - own.keys()
     nested = {name for name in own if canonical(n := nested_name(name)) == name and fnmatchcase(n, pattern)}
     if side_by_side and nested and side_by_side != nested:
@@ -128,13 +128,9 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
     return side_by_side | nested | further
 
 
-def _flat(pattern: str, shapes: ModelShapes) -> str:
-    return family_of(shapes.text.family).canonical_name(pattern)
-
-
 def _unmatched(setting: str, pattern: str, shapes: ModelShapes) -> UserError:
     known = list(dict.fromkeys(map(_any_layer, stored_shapes(shapes))))
-    close = get_close_matches(_any_layer(_flat(pattern, shapes)), known, n=1)
+    close = get_close_matches(_any_layer(family_of(shapes.text.family).canonical_name(pattern)), known, n=1)
     meant = f" (did you mean `{close[0]}`?)" if close else ""
     return UserError.at(
         f"{setting} (--{setting})",
@@ -146,14 +142,14 @@ def _unmatched(setting: str, pattern: str, shapes: ModelShapes) -> UserError:
 
 
 def _any_layer(name: str) -> str:
-    """A pattern for the same tensor of all layers."""
+    """Return a pattern of the same tensor in all layers."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _require_whole_parameters(
     shapes: ModelShapes, frozen: frozenset[str], freeze: Sequence[str], train: Sequence[str]
 ) -> None:
-    """Check that tensors which are one parameter here (q, k and v of a layer) train together, or not."""
+    """Check that all tensors of one parameter (q, k and v of a layer) train, or none. Raises `UserError`."""
     maps = [
         weight_map(module, shapes, Share(0, 1), view=view)
         for module in shapes.modules
@@ -180,6 +176,6 @@ def _require_whole_parameters(
 
 
 def _share(names: Iterable[str], frozen: Collection[str], stored: Mapping[str, Sequence[int]]) -> float:
-    """How much of the matrices among these tensors trains."""
+    """Return the share of the matrices among these tensors that trains."""
     sizes = {name: prod(stored[name]) for name in names if len(stored[name]) > 1}
     return sum(size for name, size in sizes.items() if name not in frozen) / max(1, sum(sizes.values()))

@@ -1,19 +1,17 @@
-"""What the shapes of language models have in common, whatever their family.
+"""Shapes of language models, and the head with its loss.
 
-The head and its loss: cross entropy, and which tokens are predicted right, over a vocabulary that is split over a
-tensor-parallel group, in chunks of tokens.
-
-The method of the cross entropy is Megatron-LM's (Shoeybi et al. 2019, arXiv 1909.08053): each rank reduces its own part
-of the vocabulary, and only three numbers per token cross the group. Ours takes its group explicitly, computes and
-differentiates in fp32, and leaves out rows that pad the vocabulary. Logits of a whole batch would be the largest tensor
-of a step (152k ids, 16k tokens: 10 GB in fp32); gradients are therefore formed with the loss, as in Liger Kernel (Hsu
-et al. 2024, arXiv 2410.10989), and logits exist for some tokens at a time. Of few tokens their gradients are kept: then
-that of the head's weight, which is larger, is one product, added to those of earlier micro-batches at once.
+The loss is the cross entropy over a vocabulary that is split over a tensor-parallel group, in chunks of tokens.
+Its method is Megatron-LM's (Shoeybi et al. 2019, arXiv 1909.08053): each rank reduces its own part of the vocabulary,
+and three numbers per token cross the group. Ours takes its group explicitly, computes and differentiates in fp32, and
+leaves out rows that pad the vocabulary. Logits of a whole batch would be the largest tensor of a step (152k ids, 16k
+tokens: 10 GB in fp32), so gradients are formed with the loss, chunk by chunk, as in Liger Kernel (Hsu et al. 2024,
+arXiv 2410.10989). For few tokens the gradients of their logits are saved instead: the larger gradient of the head's
+weight is then one product, added to those of earlier micro-batches at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Self
@@ -23,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.layout.axes import Split, View
 from megatron_hetero.models.architecture import Architecture, End
+from megatron_hetero.models.family import TextShape
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Head, TokenEmbedding
 from megatron_hetero.models.layers.layer import Layer
@@ -34,38 +32,31 @@ from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 
 MOST_LOGITS = 1 << 26
-"""Logits of a rank that exist at a time: 256 MiB in fp32."""
+"""Logits of one chunk on a rank: 256 MiB in fp32."""
 
 
 def tokens_at_a_time(columns: int) -> int:
-    """For how many tokens logits of so many columns exist at a time."""
+    """Return the number of tokens of a chunk, whose logits have so many columns."""
     return max(1, MOST_LOGITS // columns)
 
 
-def keeps_logits(tokens: int, hidden: int) -> bool:
-    """Whether there are gradients of so many tokens' logits, no larger than that of the weight that gives them."""
-    return 0 < tokens <= hidden
-
-
 @dataclass(frozen=True)
-class LanguageModelShape:
-    """Part of a `megatron_hetero.models.family.TextShape`, of language models whose tensors are named as those of Qwen2
-    and Qwen3. Sizes in elements. Families say whether queries, keys and values have a bias (`qkv_bias`), and whether
-    queries and keys are normed head by head (`head_norms`).
+class LanguageModelShape(TextShape):
+    """Base of the shape of a language model whose tensors are named as those of Qwen2 and Qwen3. Sizes in
+    elements.
     """
 
     qkv_bias: ClassVar[bool]
+    """Whether queries, keys and values have a bias."""
     head_norms: ClassVar[bool]
+    """Whether queries and keys are normed head by head."""
 
-    layers: int
-    hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     ffn: int
     vocab: int
     tied: bool
-    """Whether the head shares the weight of the embedding."""
     rope_theta: float
     mrope_section: tuple[int, ...]
     """Rotary frequencies for time, height and width."""
@@ -74,7 +65,7 @@ class LanguageModelShape:
 
     @classmethod
     def of(cls, config: Any, head_dim: int, sections: Sequence[int]) -> Self:
-        """Of the configuration of a whole model. `sections`: of rotary frequencies, where it gives none."""
+        """Read a whole model's configuration. `sections`: the default of `mrope_section`."""
         text, rope = config.text_config, config.text_config.rope_parameters
         return cls(
             layers=text.num_hidden_layers,
@@ -93,28 +84,18 @@ class LanguageModelShape:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """For each rotary frequency the position that it turns with: 0 time, 1 height, 2 width."""
+        """The position that each rotary frequency turns with: 0 time, 1 height, 2 width."""
         raise NotImplementedError
 
     @property
     def rotary(self) -> MultimodalRotary:
-        """How positions turn queries and keys."""
+        """Multimodal rotary embedding of queries and keys."""
         return MultimodalRotary(self.rope_theta, self.head_dim, self.turns)
 
     @property
     def architecture(self) -> Architecture:
-        """The layers, between the embedding, and the final norm and the head."""
+        """Embedding, layers, final norm and head."""
         return _architecture(self)
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        """No further ones."""
-        return ()
-
-    @property
-    def parts(self) -> Mapping[Split, int]:
-        """None, without further views."""
-        return {}
 
 
 @lru_cache
@@ -149,7 +130,7 @@ def _architecture(t: LanguageModelShape) -> Architecture:
 
 class VocabularyShard(NamedTuple):
     """A tensor-parallel rank's part of the vocabulary: `valid` ids from `first` on, then padding up to the columns of
-    its logits; `group`: of the ranks that have the other parts.
+    its logits. `group` has the other parts.
     """
 
     first: int
@@ -166,20 +147,17 @@ def head_loss(
     hits: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """The sum of the cross entropies of all tokens, fp32 [], whole on every rank of the group; of logits that the head
-    `weight` makes of `hidden`, and that exist for `chunk` tokens at a time.
+    """Return the sum of the cross entropies of all tokens, fp32 [], equal on every rank of the group.
 
-    The gradients are formed in the forward pass, chunk by chunk: those of `hidden`, this rank's part of them, and of
-    `weight`; or, where these are smaller, those of the logits, of which the backward pass makes the weight's. The loss
-    is to be back-propagated once.
+    The forward pass forms the gradients, so that the loss can be back-propagated once only.
 
     Args:
         hidden: [tokens, hidden].
-        weight: [columns, hidden], of which the first `valid` rows stand for ids.
-        targets: int64 [tokens], global ids, the same on every rank.
-        shard: of the vocabulary.
-        hits: bool [tokens], filled where it is given, see `vocab_parallel_hits`.
-        chunk: tokens; default: `tokens_at_a_time`.
+        weight: [columns, hidden] of the head; the first `shard.valid` rows stand for ids.
+        targets: int64 [tokens], global ids, equal on every rank.
+        shard: this rank's part of the vocabulary.
+        hits: bool [tokens] to fill, see `vocab_parallel_hits`.
+        chunk: tokens whose logits exist at a time; default: `tokens_at_a_time`.
     """
     return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or tokens_at_a_time(len(weight)))
 
@@ -192,7 +170,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_logits = of_weight = None
-        if ctx.needs_input_grad[1] and keeps_logits(len(hidden), hidden.shape[1]):
+        if ctx.needs_input_grad[1] and 0 < len(hidden) <= hidden.shape[1]:
             of_logits = hidden.new_empty(len(hidden), len(weight))
         elif ctx.needs_input_grad[1]:
             of_weight = _SumOfProducts(weight, many=len(hidden) > chunk)
@@ -217,7 +195,7 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         of_hidden, of_weight, of_logits, hidden = ctx.saved_tensors
-        # In place: whoever goes backward a second time is told by autograd.
+        # In place, so that autograd refuses a second backward pass.
         of_hidden = None if of_hidden is None else of_hidden.copy_(_scaled(of_hidden, grad))
         if of_weight is not None:
             of_weight = scaled_gradient(ctx.parameter, of_weight, grad)
@@ -227,12 +205,12 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """`x` times `scale` [], in fp32: a GPU would round that to the dtype of `x` first, and all elements alike."""
+    """Multiply `x` by `scale` [] in fp32: a GPU would round `scale` to the dtype of `x` first."""
     return x.float().mul_(scale).to(x.dtype) if x.element_size() < 4 else x * scale
 
 
 class _SumOfProducts:
-    """A sum of matrix products, of `like`'s shape and dtype; in fp32 as long as there are `many` narrow ones to add."""
+    """A sum of matrix products, of `like`'s shape and dtype; in fp32 while `many` products of fewer bits are added."""
 
     def __init__(self, like: Tensor, *, many: bool):
         self._sum: Tensor | None = None
@@ -249,9 +227,7 @@ class _SumOfProducts:
 
 
 def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each token, fp32 [tokens], computed in fp32, and its gradients, which take the place of
-    `logits`.
-    """
+    """Return the cross entropy of each token, fp32 [tokens], and its gradients in the memory of `logits`."""
     logits[:, shard.valid :] = -torch.inf
     highest = logits.amax(dim=-1).float()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=shard.group)
@@ -263,25 +239,20 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> 
     exponentials = wide.exp_()
     sums = torch.stack([exponentials.sum(dim=-1), target_logit])
     dist.all_reduce(sums, group=shard.group)
-    # Before they are divided, and so before they are rounded to fewer bits, as likely targets have almost 1.
+    # Before the division, which rounds to fewer bits: likely targets have almost 1.
     exponentials.scatter_add_(1, local, -torch.where(mine, sums[0], 0.0)[:, None])
     return sums[0].log() - sums[1], torch.div(exponentials, sums[0][:, None], out=logits)
 
 
 def vocab_parallel_hits(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
-    """Whether each token's target is what greedy decoding chooses: the likeliest id, the lowest of several as likely.
-    Bool [tokens], whole on every rank of the group. `logits`: [tokens, columns]. Two numbers per token cross the group.
+    """Return whether each token's target is what greedy decoding chooses (the lowest of several likeliest ids): bool
+    [tokens], equal on every rank of the group. `logits`: [tokens, columns]. Two numbers per token cross the group.
     """
-    highest, column = _without_padding(logits, shard.valid).max(dim=-1)
+    if shard.valid < logits.shape[1]:
+        logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= shard.valid, -torch.inf)
+    highest, column = logits.max(dim=-1)
     best = highest.to(torch.float32, copy=True)
     dist.all_reduce(best, dist.ReduceOp.MAX, group=shard.group)
     chosen = torch.where(highest == best, column + shard.first, torch.iinfo(column.dtype).max)
     dist.all_reduce(chosen, dist.ReduceOp.MIN, group=shard.group)
     return chosen == targets
-
-
-def _without_padding(logits: Tensor, valid: int) -> Tensor:
-    """`logits` with all columns from `valid` on at minus infinity."""
-    if valid == logits.shape[1]:
-        return logits
-    return logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= valid, -torch.inf)

@@ -1,4 +1,4 @@
-"""The model families that are built, and those of installed packages. To add one, see docs/extending.md."""
+"""Supported model families, ours and those of installed packages. To add one, see docs/extending.md."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_hetero.models.families.qwen3_vl.family import QWEN3_VL
 from megatron_hetero.models.family import Family
 
 ENTRY_POINTS = "megatron_hetero.families"
-"""The group of entry points by which packages that are installed beside this one add families."""
+"""Group of entry points with which installed packages add families."""
 _FURTHER: tuple[Family, ...] = tuple(each.load() for each in entry_points(group=ENTRY_POINTS))
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL, *_FURTHER)}
-"""By the `model_type` of a whole model."""
+"""Families by the `model_type` of a whole model."""
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a whole model or of its language model alone. `KeyError` where it is none of ours."""
+    """Return the family of a whole model or of its language model alone. Raises `KeyError` for any other."""
     for family in FAMILIES.values():
         if model_type in (family.model_type, *family.language_models):
             return family
@@ -25,5 +25,5 @@ def family_of(model_type: str) -> Family:
 
 
 def titles() -> str:
-    """What people call the families, for messages."""
+    """Return the names of the families for messages."""
     return " or ".join(family.title for family in FAMILIES.values())

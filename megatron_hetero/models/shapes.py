@@ -1,9 +1,4 @@
-"""The shapes of a model's modules: its own encoder and text module, and further encoders.
-
-The sample that a plan assumes, which is all that is known of the data before any is read.
-
-A sample is the rows of its items, encoder by encoder, then its text, of which the last tokens are supervised.
-"""
+"""Shapes of a model's modules, and the sample that section `plan` of the configuration assumes."""
 
 from __future__ import annotations
 
@@ -24,15 +19,15 @@ from megatron_hetero.models.registry import family_of
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """The modules' shapes: of all encoders by name, the folder's own `vision` first, and of the text module."""
+    """Shapes of all encoders by name, the model's own `vision` first, and of the text module."""
 
     encoders: Mapping[str, EncoderShape]
     text: TextShape
 
     @classmethod
     def of(cls, folders: ModelFolders, further: Mapping[str, Path] | None = None) -> ModelShapes:
-        """The model of these folders, and `further` encoders: those of folders of any family whose rows are as wide,
-        and whose outputs the text module takes. Raises `UserError`.
+        """Return the shapes of the model in `folders` and of `further` encoders from folders of any family. Raises
+        `UserError` if an encoder's rows have another width, or it has outputs that the text module does not take.
         """
         with sound(folders.text / "config.json"):
             text = folders.family.text_shape(folders.config)
@@ -59,19 +54,19 @@ class ModelShapes:
 
     @property
     def vision(self) -> EncoderShape:
-        """The folder's own encoder."""
+        """The model's own encoder."""
         return self.encoders[VISION]
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names of all modules: encoders, then text."""
+        """Names of all modules: encoders, then text."""
         return (*self.encoders, TEXT)
 
     def __getitem__(self, module: str) -> EncoderShape | TextShape:
         return self.text if module == TEXT else self.encoders[module]
 
     def module_shapes(self) -> dict[str, ModuleShape]:
-        """What layouts are validated against."""
+        """Return what layouts are validated against."""
         found = {}
         for name in self.modules:
             shape = self[name]
@@ -82,7 +77,7 @@ class ModelShapes:
 
 
 def _check_outputs(name: str, folder: Path, encoder: EncoderShape, text: TextShape) -> None:
-    """Check that the language model takes all that the encoder gives. Raises `UserError`."""
+    """Check that the language model takes all outputs of the encoder. Raises `UserError`."""
     not_taken = [output for output in encoder.outputs if text.entry_layer(output) is None]
     if not_taken:
         kind = f"a language model of {family_of(text.family).title} with {text.layers} layers"
@@ -97,8 +92,14 @@ def _check_outputs(name: str, folder: Path, encoder: EncoderShape, text: TextSha
 
 @dataclass(frozen=True)
 class AssumedSample:
-    """By encoder, `sizes` of the pieces of the sample's items and their `rows`. `tokens`: of the sample, those of rows
-    included; `supervised`: tokens that the loss counts.
+    """A sample of which nothing but sizes is known: the rows of its items, encoder by encoder, then its text, whose
+    last tokens are supervised.
+
+    Attributes:
+        sizes: sizes of the items' pieces, by encoder.
+        rows: number of rows, by encoder.
+        tokens: tokens of the sample, with those of rows.
+        supervised: tokens that the loss counts.
     """
 
     sizes: Mapping[str, tuple[Size, ...]]
@@ -108,18 +109,18 @@ class AssumedSample:
 
     @property
     def text(self) -> int:
-        """Tokens of the sample, those of rows excluded."""
+        """Tokens of the sample without those of rows."""
         return self.tokens - sum(self.rows.values())
 
     def positions(self, encoder: str) -> np.ndarray:
-        """Where the encoder's rows go in the sample, int64."""
+        """Return the positions of the encoder's rows in the sample, int64."""
         names = list(self.rows)
         first = sum(self.rows[name] for name in names[: names.index(encoder)])
         return np.arange(first, first + self.rows[encoder])
 
     def fitting(self, tokens: int, patches: int | None, shapes: ModelShapes) -> int:
-        """How many such samples make a micro-batch of so many tokens, and patches for each encoder (None: any number);
-        at least 1.
+        """Return how many such samples a micro-batch of so many tokens, and patches for each encoder (None: any
+        number), has room for; at least 1.
         """
         most = [tokens // self.tokens]
         if patches is not None:
@@ -127,18 +128,18 @@ class AssumedSample:
         return max(1, min(most))
 
 
-def assumed_sizes(plan: EstimateConfig, shapes: ModelShapes) -> dict[str, Size]:
-    """By encoder the size of its pieces."""
+def assumed_sizes(plan: PlanConfig, shapes: ModelShapes) -> dict[str, Size]:
+    """Return the size of each encoder's pieces."""
     return {name: item_type(shape).assumed(shape, plan) for name, shape in shapes.encoders.items()}
 
 
 def item_type(shape: EncoderShape) -> ItemType:
-    """The type of the items that section `plan` describes."""
+    """Return the type of the items that section `plan` describes."""
     return family_of(shape.family).items[0]
 
 
-def assumed_sample(plan: EstimateConfig, shapes: ModelShapes) -> AssumedSample:
-    """The sample that section `plan` describes, for a model of these shapes."""
+def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
+    """Return the sample that section `plan` describes for a model of these shapes."""
     of_piece = assumed_sizes(plan, shapes)
     sizes = {name: (size,) * plan.images for name, size in of_piece.items()}
     rows = {name: shapes.encoders[name].rows(size) * plan.images for name, size in of_piece.items()}
@@ -146,7 +147,7 @@ def assumed_sample(plan: EstimateConfig, shapes: ModelShapes) -> AssumedSample:
     return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
 
 
-def lengthened(plan: EstimateConfig, tokens: int, shapes: ModelShapes) -> EstimateConfig:
-    """`plan` with as much more text that its sample has `tokens`, if it has fewer."""
+def lengthened(plan: PlanConfig, tokens: int, shapes: ModelShapes) -> PlanConfig:
+    """Return `plan` with more text, such that its sample has at least `tokens`."""
     missing = tokens - assumed_sample(plan, shapes).tokens
     return replace(plan, tokens=plan.tokens + missing) if missing > 0 else plan

@@ -1,12 +1,7 @@
-"""The tensors of a whole model, and the map from Megatron's parameters to them, over the families of its modules.
+"""Stored tensors of a whole model over the families of its modules: names, shapes, reading and writing.
 
-Names are those that published folders use; the tensors of further encoders, which lie in folders of their own, have
-the encoder's name before them.
-
-Opens the weights of a model's own modules, from one folder or two, with a projector that no folder gives.
-
-Writes a whole model as `transformers` folders: one for its own modules, in it one for each further encoder. Tensors
-are called there what published folders of their family call them.
+Names are those of published folders. Tensors of further encoders, which are in folders of their own, have the encoder's
+name before them.
 """
 
 from __future__ import annotations
@@ -34,101 +29,86 @@ from megatron_hetero.hf.folders import (
 )
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.hf.weights import StoredWeights
-from megatron_hetero.layout.stages import Stage
+from megatron_hetero.layout.stages import PipelineStage
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.layers.parts import Drawn
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 
 
-def prefix_of(encoder: str, shapes: ModelShapes) -> str:
-    """What names of an encoder's tensors begin with, here: those of further encoders lie in folders of their own, where
-    they begin as the first one's do.
+def prefix_of(module: str, shapes: ModelShapes) -> str:
+    """Return the prefix of a module's tensors: the namespace of its architecture, behind the name of a further encoder,
+    whose own folder uses the same namespace as the first one's.
     """
-    namespace = shapes.encoders[encoder].architecture.namespace
-    return namespace if encoder == VISION else f"{encoder}.{namespace}"
-
-
-def canonical_name_of(encoder: str, shapes: ModelShapes, stored: str) -> str:
-    """The name here of a tensor in the folder of a further encoder."""
-    shape = shapes.encoders[encoder]
-    name, own = family_of(shape.family).canonical_name(stored), shape.architecture.namespace
-    return prefix_of(encoder, shapes) + name.removeprefix(own) if name.startswith(own) else name
+    namespace = shapes[module].architecture.namespace
+    return namespace if module in (VISION, TEXT) else f"{module}.{namespace}"
 
 
 def group_of(module: str, shapes: ModelShapes, parameter: str) -> str:
-    """The parameter group of a parameter, one of `parts_of` the module."""
+    """Return the parameter group of a parameter, one of `parts_of` the module."""
     return parts_of(module)[-1] if shapes[module].architecture.in_projector(parameter) else module
 
 
 def parts_of_tensors(shapes: ModelShapes) -> dict[str, str]:
-    """For each stored tensor the part of the model that it is in, as `model.freeze` names them."""
-    found = dict.fromkeys(shapes.text.architecture.tensors, TEXT)
+    """Return for each stored tensor the part of the model that it is in, as `model.freeze` names them."""
+    found = dict.fromkeys(tensors_of(TEXT, shapes), TEXT)
     for encoder in shapes.encoders:
         own, projector = parts_of(encoder)
-        found |= dict.fromkeys(encoder_shapes(encoder, shapes), own)
+        found |= dict.fromkeys(tensors_of(encoder, shapes), own)
         found |= dict.fromkeys(projector_shapes(encoder, shapes), projector)
     return found
 
 
 def stored_shapes(shapes: ModelShapes) -> TensorShapes:
-    """Every tensor of the model with its shape, in the order in which it is written: first those of further encoders,
-    then what the model's own folder must hold.
+    """Return every tensor of the model with its shape, in the order in which they are written: those of further
+    encoders, then those of the model's own folder.
     """
-    further = [encoder_shapes(name, shapes) for name in shapes.encoders if name != VISION]
+    further = [tensors_of(name, shapes) for name in shapes.encoders if name != VISION]
     return {name: shape for of_encoder in further for name, shape in of_encoder.items()} | folder_shapes(shapes)
 
 
 def folder_shapes(shapes: ModelShapes) -> TensorShapes:
-    """The tensors of the model's own folder: those of the encoder `vision` and of the text module."""
-    return encoder_shapes(VISION, shapes) | shapes.text.architecture.tensors
+    """Return the tensors of the model's own folder: those of the encoder `vision` and of the text module."""
+    return tensors_of(VISION, shapes) | tensors_of(TEXT, shapes)
 
 
-def encoder_shapes(encoder: str, shapes: ModelShapes) -> TensorShapes:
-    """The tensors of one encoder."""
-    prefix = prefix_of(encoder, shapes)
-    return {prefix + name: size for name, size in shapes[encoder].architecture.tensors.items()}
+def tensors_of(module: str, shapes: ModelShapes) -> TensorShapes:
+    """Return the tensors of one module."""
+    prefix = prefix_of(module, shapes)
+    return {prefix + name: size for name, size in shapes[module].architecture.tensors.items()}
 
 
 def projector_shapes(encoder: str, shapes: ModelShapes) -> TensorShapes:
-    """The tensors of an encoder's projector."""
+    """Return the tensors of an encoder's projector."""
     prefix = prefix_of(encoder, shapes)
     return {prefix + name: size for name, size in shapes[encoder].architecture.projector.items()}
 
 
 def drawn_tensors(module: str, shapes: ModelShapes) -> dict[str, Drawn]:
-    """The tensors of a module that no folder stores."""
-    prefix = "" if module == TEXT else prefix_of(module, shapes)
+    """Return the tensors of a module that no folder stores."""
+    prefix = prefix_of(module, shapes)
     return {prefix + name: each for name, each in shapes[module].architecture.drawn.items()}
 
 
 def weight_map(
-    module: str, shapes: ModelShapes, share: Share, stage: Stage | None = None, view: str = MAIN
+    module: str, shapes: ModelShapes, share: Share, stage: PipelineStage | None = None, view: str = MAIN
 ) -> WeightMap:
-    """The map of the parameters of `module` (an encoder or "text") in a view, for one `share` of what that splits, in
-    the order of the torch module; only what `stage` holds where one is given. Layers are numbered
-    over the whole module.
+    """Return the map of the parameters of `module` in a view, for one `share` of what that splits, in the order of the
+    torch module; of `stage` alone if given. Layers are numbered over the whole module.
     """
     shape = shapes[module]
-    prefix = "" if module == TEXT else prefix_of(module, shapes)
-    return shape.architecture.weight_map(prefix, share, stage or Stage.whole(shape.layers), view)
-
-
-def tied_parameter(module: str, shapes: ModelShapes, stage: Stage) -> str | None:
-    """The parameter of `stage` of which another stage holds a copy: the embedding of a tied model, which is on the
-    first stage, and the head on the last. None where there is none.
-    """
-    return shapes[module].architecture.tied_parameter(stage)
+    return shape.architecture.weight_map(
+        prefix_of(module, shapes), share, stage or PipelineStage.whole(shape.layers), view
+    )
 
 
 STD = 0.02
-"""Standard deviation of new weights: `initializer_range` of the families."""
+"""Standard deviation of new weights, the `initializer_range` of the families."""
 
 
 def fresh_projector(shapes: ModelShapes, seed: int) -> dict[str, Tensor]:
-    """A new projector by stored name, fp32: normal weights, biases of 0, a norm of ones.
-
-    Whole tensors, drawn by a generator of their own, so that they are the same for every rank and layout.
+    """Return a new projector by stored name, fp32: normal weights, biases of 0, a norm of ones. Whole tensors are drawn
+    by a generator of their own, so that they are equal on every rank and in every layout.
     """
     generator = torch.Generator().manual_seed(seed)
     return {name: _drawn(name, size, generator) for name, size in projector_shapes(VISION, shapes).items()}
@@ -141,30 +121,32 @@ def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tens
 
 
 def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
-    """The stored weights of `vision` and `text`, opened and checked. Raises `UserError`."""
+    """Open and check the stored weights of `vision` and `text`. Raises `UserError`."""
     values = {name: _first_values(name, shapes, seed) for name in (VISION, TEXT)}
-    expected = {n: size for n, size in folder_shapes(shapes).items() if not any(n in of for of in values.values())}
-    of_vision, namespace = encoder_shapes(VISION, shapes), prefix_of(VISION, shapes)
-    of_text = {name: shape for name, shape in expected.items() if name not in of_vision}
     anew = frozenset(projector_shapes(VISION, shapes) if folders.fresh_projector else ())
-    stored = {name: shape for name, shape in of_vision.items() if name in expected and name not in anew}
+    of_vision, of_text = (
+        {name: size for name, size in tensors_of(module, shapes).items() if name not in values[module]}
+        for module in (VISION, TEXT)
+    )
+    of_vision = {name: size for name, size in of_vision.items() if name not in anew}
     text = StoredWeights.open(folders.text, family_of(shapes.text.family).canonical_name)
-    own = folders.vision == folders.text
-    vision = text if own else StoredWeights.open(folders.vision, family_of(shapes.vision.family).canonical_name)
     copies = frozenset(shapes.text.architecture.stored_twice)
-    if vision is text:
-        text.require(stored | of_text, copies | anew)
-    else:  # Each folder may hold a whole model: what the other one gives is not wanted.
+    if folders.vision == folders.text:
+        vision = text
+        text.require(of_vision | of_text, copies | anew)
+    else:  # Each folder may hold a whole model, of which the other module is ignored.
+        vision = StoredWeights.open(folders.vision, family_of(shapes.vision.family).canonical_name)
+        namespace = prefix_of(VISION, shapes)
         text.require(of_text, copies | _beginning(text, namespace))
-        vision.require(stored, frozenset(vision.shapes) - _beginning(vision, namespace) | anew)
-    # Last: by now what is stored has shown that the sizes are those of a model.
+        vision.require(of_vision, frozenset(vision.shapes) - _beginning(vision, namespace) | anew)
+    # Last, since the stored tensors have shown by now that the sizes are those of a model.
     fresh = fresh_projector(shapes, seed) if anew else {}
     return {VISION: replace(vision, fresh=fresh | values[VISION]), TEXT: replace(text, fresh=values[TEXT])}
 
 
 def _first_values(module: str, shapes: ModelShapes, seed: int) -> dict[str, Tensor]:
-    """Whole tensors of a module that no folder stores: each by a generator of its own."""
-    found, sizes = {}, stored_shapes(shapes)
+    """Draw the whole tensors of a module that no folder stores, each by a generator of its own."""
+    found, sizes = {}, tensors_of(module, shapes)
     for name, each in drawn_tensors(module, shapes).items():
         key = blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
         found[name] = each.draw(sizes[name], torch.Generator().manual_seed(int.from_bytes(key, "little")))
@@ -172,18 +154,25 @@ def _first_values(module: str, shapes: ModelShapes, seed: int) -> dict[str, Tens
 
 
 def open_encoders(further: Mapping[str, Path], shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
-    """The stored weights of `further` encoders, opened and checked. Raises `UserError`."""
+    """Open and check the stored weights of `further` encoders. Raises `UserError`."""
     opened = {}
     for name, folder in further.items():
-        weights = StoredWeights.open(folder, partial(canonical_name_of, name, shapes))
+        weights = StoredWeights.open(folder, partial(_canonical_name, name, shapes))
         fresh = _first_values(name, shapes, seed)
-        # The folder may hold a whole model: its language model is not wanted.
+        # The folder may hold a whole model, of which the language model is ignored.
         weights.require(
-            {each: size for each, size in encoder_shapes(name, shapes).items() if each not in fresh},
+            {each: size for each, size in tensors_of(name, shapes).items() if each not in fresh},
             frozenset(weights.shapes) - _beginning(weights, prefix_of(name, shapes)),
         )
         opened[name] = replace(weights, fresh=fresh)
     return opened
+
+
+def _canonical_name(encoder: str, shapes: ModelShapes, stored: str) -> str:
+    """Return the name used here for a tensor in the folder of a further encoder."""
+    shape = shapes.encoders[encoder]
+    name, own = family_of(shape.family).canonical_name(stored), shape.architecture.namespace
+    return prefix_of(encoder, shapes) + name.removeprefix(own) if name.startswith(own) else name
 
 
 def _beginning(weights: StoredWeights, prefix: str) -> frozenset[str]:
@@ -191,7 +180,7 @@ def _beginning(weights: StoredWeights, prefix: str) -> frozenset[str]:
 
 
 def companions_of(folders: Mapping[str, Path], changes: Mapping[str, str | None] = NO_CHANGES) -> dict[str, Companions]:
-    """For each encoder the files to write next to its weights, from the folder that it came from; with those of
+    """Read for each encoder the files to write next to its weights from the folder that it came from; with those of
     `vision` the tokenizer too, except for `changes` (see `read_companions`). Raises `UserError`.
     """
     return {name: read_companions(folder, changes if name == VISION else {}) for name, folder in folders.items()}
@@ -205,13 +194,14 @@ def model_writer(
     companions: Mapping[str, Companions],
     limit: int = SHARD_BYTES,
 ) -> Iterator[Callable[[str, Tensor], None]]:
-    """What takes each of the model's `stored_shapes` by name, with its tensor on the CPU; in that order no more than
-    one shard, of `limit` bytes at most, is held.
+    """Write a `transformers` folder: yields a function that takes each of the model's `stored_shapes` by name, with its
+    tensor on the CPU. Further encoders are written to folders in it, which `model.encoders.NAME.hf_path` takes. If
+    tensors come in the order of `stored_shapes`, at most one shard, of `limit` bytes, is in memory.
 
-    `dtype`: one for all, or by the same names. `companions`: see `companions_of`. `target` appears when it is whole.
-    Raises `UserError` where it cannot be written.
+    `dtype`: one for all, or by the same names. `companions`: see `companions_of`. `target` appears when it is complete.
+    Raises `UserError` if it cannot be written.
     """
-    own = published_names(shapes)
+    own = _published_names(VISION, shapes) | _published_names(TEXT, shapes)
     with (
         _folder(target, own, folder_shapes(shapes), dtype, companions[VISION], limit) as writer,
         ExitStack() as stack,
@@ -219,32 +209,19 @@ def model_writer(
         puts = {name: partial(writer.put, there) for name, there in own.items()}
         for encoder in shapes.encoders:
             if encoder != VISION:
-                names, place = names_of_encoder(encoder, shapes), encoder_folder(writer.partial, encoder)
-                of_encoder = _folder(place, names, encoder_shapes(encoder, shapes), dtype, companions[encoder], limit)
+                names, place = _published_names(encoder, shapes), writer.partial / ENCODERS / encoder
+                of_encoder = _folder(place, names, tensors_of(encoder, shapes), dtype, companions[encoder], limit)
                 further = stack.enter_context(of_encoder)
                 puts |= {name: partial(further.put, there) for name, there in names.items()}
-        yield lambda name, tensor: puts[name](tensor) if name in puts else None  # What is not exported.
+        yield lambda name, tensor: puts[name](tensor) if name in puts else None  # Some are not exported.
 
 
-def published_names(shapes: ModelShapes) -> dict[str, str]:
-    """What the tensors of the model's own folder are called there, by their names here."""
-    text, encoder = family_of(shapes.text.family), family_of(shapes.vision.family)
-    of_vision = encoder_shapes(VISION, shapes)
-    kept = _not_exported(VISION, shapes) | _not_exported(TEXT, shapes)
-    names = [name for name in folder_shapes(shapes) if name not in kept]
-    return {name: (encoder if name in of_vision else text).published_name(name) for name in names}
-
-
-def _not_exported(module: str, shapes: ModelShapes) -> frozenset[str]:
-    return frozenset(name for name, each in drawn_tensors(module, shapes).items() if not each.exported)
-
-
-def names_of_encoder(encoder: str, shapes: ModelShapes) -> dict[str, str]:
-    """What the tensors of a further encoder are called in its folder, by their names here."""
-    shape, own = shapes.encoders[encoder], prefix_of(encoder, shapes)
+def _published_names(module: str, shapes: ModelShapes) -> dict[str, str]:
+    """Return the names of a module's exported tensors in its folder, by their names here."""
+    shape, drawn, prefix = shapes[module], drawn_tensors(module, shapes), prefix_of(module, shapes)
     publish, namespace = family_of(shape.family).published_name, shape.architecture.namespace
-    names = [name for name in encoder_shapes(encoder, shapes) if name not in _not_exported(encoder, shapes)]
-    return {name: publish(namespace + name.removeprefix(own)) for name in names}
+    names = [name for name in tensors_of(module, shapes) if name not in drawn or drawn[name].exported]
+    return {name: publish(namespace + name.removeprefix(prefix)) for name in names}
 
 
 def _folder(
@@ -255,12 +232,7 @@ def _folder(
     companions: Companions,
     limit: int,
 ) -> AbstractContextManager[FolderWriter]:
-    """A folder of tensors of `sizes`, which are called there as `names` say."""
+    """Open a writer of a folder with tensors of `sizes`, under the published `names`."""
     published = {there: sizes[name] for name, there in names.items()}
     dtypes = dtype if isinstance(dtype, torch.dtype) else {there: dtype[name] for name, there in names.items()}
     return folder_writer(target, published, dtypes, companions, limit)
-
-
-def encoder_folder(model: Path, encoder: str) -> Path:
-    """Where an exported model keeps a further encoder: a folder that `model.encoders.NAME.hf_path` takes."""
-    return model / ENCODERS / encoder

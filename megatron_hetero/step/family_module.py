@@ -16,7 +16,7 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share, WeightMap, WeightSource, held, load_slices
 from megatron_hetero.layout.axes import MAIN, View
-from megatron_hetero.layout.stages import Stage, stages_of_rank
+from megatron_hetero.layout.stages import PipelineStage, stages_of_rank
 from megatron_hetero.models.layers.offload import ActivationOffload
 from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.layers.recompute import Recompute
@@ -32,7 +32,7 @@ from megatron_hetero.step.module import OverTp, TrainedModule
 def build_module(
     name: str,
     shapes: ModelShapes,
-    every: Sequence[Stage],
+    every: Sequence[PipelineStage],
     topology: Topology,
     backend: Backend,
     *,
@@ -67,7 +67,7 @@ def build_module(
         weights,
         shapes.text.architecture.stored_twice,
         frozenset(each for of in of_stages for each, slices in of.items() if slices[0].name not in frozen),
-        next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
+        next(filter(None, map(shapes[name].architecture.tied_parameter, stages)), None),
     )
     adds_up, replicas = recompute.chunk > 0, [topology.group(name, *view.sum_axes) for view in views]
     names = [frozenset(each for of_stage in of_view for each in of_stage) for of_view in own]
@@ -107,7 +107,7 @@ def build_module(
 
 
 def _maps(
-    name: str, shapes: ModelShapes, stages: Sequence[Stage], topology: Topology, view: View
+    name: str, shapes: ModelShapes, stages: Sequence[PipelineStage], topology: Topology, view: View
 ) -> list[list[WeightMap]]:
     """For each rank that holds parts of a view's parameters the weight map of each stage."""
     holders = topology.group(name, *view.part_axes).size()
@@ -126,7 +126,7 @@ class _Parts:
     """
 
     make: Callable[..., Any]
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     maps: tuple[WeightMap, ...]
     weights: WeightSource
     copies: Mapping[str, str]
@@ -186,7 +186,7 @@ def _fully_sharded(
     return chunks, [FullySharded(parts.named(chunks, own), group, stages) for (group, own), stages in of_views]
 
 
-def named_parameters(model: torch.nn.Module, stage: Stage | None) -> dict[str, torch.nn.Parameter]:
+def named_parameters(model: torch.nn.Module, stage: PipelineStage | None) -> dict[str, torch.nn.Parameter]:
     """The parameters of one stage (or a whole module, None) by the names that they have in the whole module."""
     return {name if stage is None else stage.global_name(name): p for name, p in model.named_parameters()}
 
@@ -195,7 +195,7 @@ def load_parameters(
     model: torch.nn.Module,
     own_map: WeightMap,
     weights: WeightSource,
-    stage: Stage | None,
+    stage: PipelineStage | None,
     copies: Mapping[str, str],
 ) -> None:
     """Read each parameter's own slices. Parameters and map must have the same names.

@@ -18,7 +18,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
-from megatron_hetero.models.layers.backend import spec_provider
+from megatron_hetero.models.layers.backend import choose_backend
 from megatron_hetero.models.layers.compiled import require_compiler
 from megatron_hetero.models.layers.offload import ActivationOffload
 from megatron_hetero.models.layers.overlapped import overlap_exchanges
@@ -83,7 +83,7 @@ def build_step_trainer(
         job.row_bytes,
         config.data.balance,
         job.edges,
-        job.together,
+        job.encoder_calls,
     )
     watch, profiled = Stopwatch(platform), config.train.profile
     return StepTrainer(
@@ -143,7 +143,7 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
     config = job.config
     if compile_layers := config.model.compile == "layers":
         require_compiler(topology.platform.device)
-    backend = spec_provider(config.model.layer_backend, topology.platform)
+    backend = choose_backend(config.model.layer_backend, topology.platform)
     modules = tuple(
         of_view
         for name, layout in topology.layouts.items()

@@ -28,8 +28,8 @@ from megatron_hetero.groups.collective import on_every
 from megatron_hetero.groups.platform import Platform, on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch
-from megatron_hetero.job import JobSpec, OfJob
-from megatron_hetero.models.layers.attention import AttentionPlan
+from megatron_hetero.job import HasJob, JobSpec
+from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, TextInput
 from megatron_hetero.schedule.program import Schedule
@@ -61,7 +61,7 @@ def to_device(
 
 
 def _encoder_input(share: EncoderShare, patches: Tensor | None, platform: Platform) -> EncoderInput:
-    attention = AttentionPlan(
+    attention = AttentionParams(
         full=PackedSegments.of_segments(share.segments, platform.device, share.cp_lengths),
         sp_lengths=share.sp_lengths,
         cp_lengths=share.cp_lengths,
@@ -83,7 +83,7 @@ def _text_input(
         supervised=_move(supervised, platform),
         targets=_move(labels[supervised], platform),
         rows_at={name: _move(places, platform) for name, places in _places(share, outputs).items()},
-        attention=AttentionPlan(
+        attention=AttentionParams(
             full=PackedSegments.of_segments(share.segments, platform.device, share.cp_lengths),
             sp_lengths=share.sp_lengths,
             cp_lengths=share.cp_lengths,
@@ -123,7 +123,7 @@ class _EndOfStep:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StepTrainer(OfJob):
+class StepTrainer(HasJob):
     """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`:
     runs their stages. `planner` plans the micro-batches of a step.
     """

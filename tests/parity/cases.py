@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_hetero.schedule.settings import ScheduleSettings
-from tests.parity import jobs
+from tests.parity import runs
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers, stored_name
 from tests.support.pool import Pool
@@ -184,7 +184,7 @@ def norm_of(tensors: dict[str, torch.Tensor]) -> float:
 def gradients_equal(case: Case, want: Expected, pool: Pool, frozen: Collection[str] = ()) -> None:
     """Loss and gradients of one step. Those of `frozen` parts of the model are zero."""
     freeze = ("--model.freeze", *frozen) if frozen else ()
-    got = pool.run(jobs.gradients, flags_of(case, want.folder, *freeze))[0]
+    got = pool.run(runs.gradients, flags_of(case, want.folder, *freeze))[0]
     assert got["loss"] == pytest.approx(want.loss, rel=1e-5)
     assert got["gradients"].keys() == want.gradients.keys()
     is_frozen = {name: _part_of(name) in frozen for name in want.gradients}
@@ -207,7 +207,7 @@ def _part_of(name: str) -> str:
 
 def schedules_agree(case: Case, others: Sequence[ScheduleSettings], want: Expected, pool: Pool) -> None:
     """Loss and gradient norm under the schedule of the case, and under `others`."""
-    found = pool.run(jobs.losses, flags_of(case, want.folder), others)[0]
+    found = pool.run(runs.losses, flags_of(case, want.folder), others)[0]
     assert len(found) == 1 + len(others)
     for loss, norm in found:
         assert loss == pytest.approx(want.loss, rel=1e-5)
@@ -220,7 +220,7 @@ def three_steps_equal(case: Case, optimizer: str, want: Expected, pool: Pool) ->
     flags = (
         f"--train.iters 3 --optimizer.lr {RATES[optimizer]} --optimizer.schedule constant --optimizer.name {optimizer}"
     )
-    results = pool.run(jobs.train, flags_of(case, want.folder, *flags.split()))
+    results = pool.run(runs.train, flags_of(case, want.folder, *flags.split()))
     got, trained = results[0], want.runs[optimizer]
     assert all(result["replicas_equal"] for result in results)
     assert got["losses"] == pytest.approx(trained.losses, rel=1e-5)

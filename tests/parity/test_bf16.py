@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.parity import jobs
+from tests.parity import runs
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
@@ -50,7 +50,7 @@ def curve(folders: dict[str, Path], pools: Callable[[int], Pool]) -> Curve:
             f"--train.global_batch_size 4 --train.micro_batch_size 2 --train.iters {STEPS} --log.dir {folder}/log "
             f"--optimizer.lr 2e-3 --optimizer.warmup_iters 5 --vision-parallel {vision} --text-parallel {text} {more}"
         )
-        results = pools(ranks).run(jobs.train, flags.split())
+        results = pools(ranks).run(runs.train, flags.split())
         assert all(result["replicas_equal"] for result in results)
         return np.array(results[0]["losses"])
 

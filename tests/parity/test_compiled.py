@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
-from tests.parity import jobs
 from tests.parity.cases import (
     FRUGAL,
     RECOMPUTE,
@@ -20,6 +21,7 @@ from tests.parity.cases import (
     gradients_equal,
     three_steps_equal,
 )
+from tests.parity.runs import build
 from tests.support.matrix import long
 from tests.support.pool import Pool
 
@@ -61,6 +63,20 @@ def test_three_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) ->
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
 
 
+def graphs(flags: list[str]) -> tuple[list[int], int]:
+    """How many graphs have been compiled, of none before, after each of its steps, and of how many different numbers of
+    tokens micro-batches were.
+    """
+    run, made, lengths = build(flags), list[int](), set[int]()
+    torch._dynamo.reset()
+    counters.clear()
+    for step, batch, _ in run.batches():
+        run.train_step(step, batch)
+        made.append(counters["stats"]["unique_graphs"])
+        lengths |= {len(micro.pack.input_ids) for micro in batch.micro_batches if micro.pack is not None}
+    return made, len(lengths)
+
+
 FUNCTIONS = 4
 """That a layer compiles: norm, heads, addition and norm, activation."""
 
@@ -71,6 +87,6 @@ def test_each_function_is_compiled_once_for_all_layers_of_a_module(
     model: str, expected: Ask, pools: Callable[[int], Pool]
 ) -> None:
     case = Case("dp:1", "dp:1", 1, model=model, flags=compiled("--train.iters", "3"))
-    [(made, lengths)] = pools(1).run(jobs.graphs, flags_of(case, expected(case).folder))
+    [(made, lengths)] = pools(1).run(graphs, flags_of(case, expected(case).folder))
     assert lengths > 3
     assert made == [2 * FUNCTIONS] * 3, "no length and no size of a picture is compiled again"

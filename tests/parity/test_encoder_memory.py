@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.measuring.meter import predicted_sp_bytes, predicted_sp_collectives
+from benchmarks.measuring.encoder import Encoder, encoder_shape
+from benchmarks.measuring.meter import predicted_sp_bytes, predicted_sp_collectives, total_bytes
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.items.pictures import ImageSize
-from tests.parity import memory_jobs
 from tests.support.pool import Pool
 
 SQUARE: tuple[ImageSize, ...] = (ImageSize(1, 64, 64),)
@@ -23,13 +25,32 @@ FP32 = 4
 Measure = Callable[[int, str, tuple[ImageSize, ...]], list[dict[str, Any]]]
 
 
+def encoder() -> VisionShape:
+    """An encoder with one full-attention layer in eight, and one more, so that two layers communicate."""
+    narrow = encoder_shape(hidden=64, layers=9, heads=4, out_hidden=48)
+    assert narrow.full_layers == {7}
+    return VisionShape(**{**vars(narrow), "full_layers": frozenset({3, 7})})
+
+
+def measured(layout: str, grids: tuple[ImageSize, ...]) -> dict[str, Any]:
+    """Saved activations (bytes), collectives by name, and bytes sent in one forward and backward pass."""
+    built = Encoder.build(encoder(), layout, grids, Platform(CPU, "gloo"))
+    records = built.meter().records
+    return {
+        "saved": built.saved_activation_bytes(),
+        "names": [record.name for record in records],
+        "sent": total_bytes(records),
+        "shard_lengths": built.shard_lengths,
+    }
+
+
 @pytest.fixture(scope="module")
 def measure(pools: Callable[[int], Pool]) -> Measure:
     """`measure(ranks, layout, images)`: what each rank found, once for the same arguments."""
 
     @cache
     def get(ranks: int, layout: str, images: tuple[ImageSize, ...]) -> list[dict[str, Any]]:
-        return pools(ranks).run(memory_jobs.measure, layout, images)
+        return pools(ranks).run(measured, layout, images)
 
     return get
 
@@ -42,7 +63,7 @@ def test_saved_activations_are_shared_out(measure: Measure) -> None:
 
 @pytest.mark.parametrize("grids", [SQUARE, RAGGED, TINY], ids=["square", "ragged", "tiny"])
 def test_collectives_and_bytes_are_as_predicted(grids: tuple[ImageSize, ...], measure: Measure) -> None:
-    shape = memory_jobs.shape()
+    shape = encoder()
     ranks = measure(4, "sp:4", grids)
     assert predicted_sp_collectives(shape) == 2 * 2 * 2  # two layers, two ways, two exchanges
     assert all(rank["names"] == ["alltoall_base"] * 8 for rank in ranks)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.parity import jobs
+from tests.parity import runs
 from tests.parity.cases import Ask, Case, flags_of, gradients_equal, norm_of, three_steps_equal
 from tests.parity.test_parity import CASES
 from tests.support.matrix import thinned
@@ -104,6 +104,6 @@ def test_shares_that_differ_between_the_ranks_of_tp(expected: Ask, rules_pools: 
     """
     case = Case("sp:2,dp:3", "tp:3,dp:2", 6, model="twelve-heads", micro=2)
     want = expected(case)
-    loss, norm = rules_pools(6).run(jobs.losses_in_buckets, flags_of(case, want.folder, "--optimizer.name", "adamw"))[0]
+    loss, norm = rules_pools(6).run(runs.losses_in_buckets, flags_of(case, want.folder, "--optimizer.name", "adamw"))[0]
     assert loss == pytest.approx(want.loss, rel=1e-5)
     assert norm == pytest.approx(norm_of(want.gradients), rel=1e-4)

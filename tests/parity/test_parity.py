@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_hetero.schedule.settings import ScheduleSettings
-from tests.parity import jobs
+from tests.parity import runs
 from tests.parity.cases import (
     AHEAD,
     BUDGET,
@@ -119,7 +119,7 @@ def test_rounded_transport(expected: Ask, pools: Callable[[int], Pool]) -> None:
     case = Case("dp:2", "tp:2", 2)
     want = expected(case)
     found = [
-        pools(2).run(jobs.gradients, flags_of(case, want.folder, "--boundary.transport", transport))[0]["gradients"]
+        pools(2).run(runs.gradients, flags_of(case, want.folder, "--boundary.transport", transport))[0]["gradients"]
         for transport in ("exact", "bfloat16")
     ]
     difference = {name: torch.from_numpy(found[0][name] - found[1][name]) for name in found[0]}

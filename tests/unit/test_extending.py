@@ -13,7 +13,7 @@ from tests.unit.test_house import FLOORS
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
 SPANS = sorted(set(re.findall(r"`([^`\n]+)`", TEXT)))
-FAMILY = ROOT / "megatron_hetero/models/qwen2_5_vl"
+FAMILY = ROOT / "megatron_hetero/models/families/qwen2_5_vl"
 PACKAGE_FILES = [span for span in SPANS if re.fullmatch(r"megatron_hetero/[\w/]+\.py", span)]
 
 

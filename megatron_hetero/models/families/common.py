@@ -1,14 +1,9 @@
-"""Which configurations are built: what all families require.
-
-The configuration of a model whose language model and encoder come from two folders.
-
-What published folders of these families call tensors.
-"""
+"""Checks of configurations and names of stored tensors that families share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,7 @@ _UNQUANTISED = Only(
     because="quantised weights cannot be trained",
     fix="use the unquantised model; if the weights have been dequantised, remove the key",
 )
-BUILT: Mapping[str, Only] = {
+SUPPORTED: dict[str, Only] = {
     "attention_dropout": Only((0, None), because="attention is computed without dropout", fix="set it to 0"),
     "in_channels": Only((3,), because="pictures are read as red, green and blue", fix="use a model for RGB pictures"),
     "partial_rotary_factor": Only((1, None), because="all of a head is rotated"),
@@ -29,13 +24,13 @@ BUILT: Mapping[str, Only] = {
     "compression_config": _UNQUANTISED,
     "tie_word_embeddings": Only((True, False), because="the head has the embedding's weights or its own"),
 }
-"""Values of `config.json` that transformers takes, anywhere in it, and that may only be these."""
+"""Keys of `config.json`, anywhere in it, with the only values that are supported."""
 Expectation = tuple[str, object, object]
-"""What is checked, in words; what was found, and what is expected."""
+"""The subject of a check in words, the value found, and the value expected."""
 
 
 def require(folder: Path, title: str, expectations: Iterable[Expectation]) -> None:
-    """Check what is expected of the configuration in `folder`, of a family called `title`. Raises `UserError`."""
+    """Check the configuration in `folder`, of the family `title`. Raises `UserError` at the first difference."""
     for name, found, expected in expectations:
         if found != expected:
             raise UserError.at(
@@ -48,7 +43,7 @@ def require(folder: Path, title: str, expectations: Iterable[Expectation]) -> No
 
 
 def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
-    """What encoders of all families have to be, `text` being the language model of the same folder."""
+    """Expectations of any family's encoder. `text`: the language model of the same folder."""
     rope = vision.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
     return (
@@ -65,7 +60,7 @@ def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
 
 
 def of_text(text: Any, size_of_heads: int, sections: Sequence[int]) -> tuple[Expectation, ...]:
-    """What language models of all families have to be. `sections`: of rotary frequencies, where none are given."""
+    """Expectations of any family's language model. `sections`: the default of `mrope_section`."""
     rope = text.rope_parameters or {}
     layer_types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
@@ -90,7 +85,7 @@ def of_text(text: Any, size_of_heads: int, sections: Sequence[int]) -> tuple[Exp
 
 
 def positive(name: str, values: Any, *keys: str) -> Iterator[Expectation]:
-    """The numbers among the attributes, or the items, of `values` that are to be above 0."""
+    """Expectations that attributes or items of `values`, if given, are above 0."""
     for key in keys:
         value = values.get(key) if isinstance(values, dict) else getattr(values, key, None)
         if value is not None and not 0 < value < math.inf:
@@ -98,49 +93,18 @@ def positive(name: str, values: Any, *keys: str) -> Iterator[Expectation]:
 
 
 def head_dim(name: str, module: Any, implied: int) -> tuple[Expectation, ...]:
-    """The size of heads, where the configuration gives it in addition to what it follows from."""
+    """The expectation that `head_dim`, if given, is the `implied` one."""
     given = getattr(module, "head_dim", None)
     return () if given is None else ((f"{name}.head_dim", given, implied),)
 
 
-TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-
-
-def join_configurations(
-    config_class: Callable[..., Any],
-    architecture: str,
-    own: Any,
-    vision: Any,
-    rope_alone: dict[str, Any] | None,
-) -> Any:
-    """The configuration of a model with the language model of `own` and the encoder of `vision`.
-
-    `rope_alone`: `own` is of a language model alone, whose rotary frequencies go into sections with these settings.
-    Tokens of text have three equal positions, so that on text alone nothing changes.
-    """
-    text = own.text_config.to_dict() if rope_alone is None else _with_rope(own.to_dict(), rope_alone)
-    return config_class(
-        text_config=text,
-        vision_config=vision.vision_config.to_dict() | {"out_hidden_size": text["hidden_size"]},
-        tie_word_embeddings=own.tie_word_embeddings,
-        architectures=[architecture],
-        **{name: getattr(own, name) for name in (TOKENS if rope_alone is None else ())},
-    )
-
-
-def _with_rope(text: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    left_out: Sequence[str] = ("architectures", "model_type", "transformers_version")
-    kept = {name: value for name, value in text.items() if name not in left_out}
-    return kept | {"rope_parameters": dict(text["rope_parameters"]) | settings}
-
-
 ENCODER, TEXT = "visual.", "model."
-"""What the names of an encoder's and of a language model's tensors begin with here, as in older folders."""
+"""Prefixes of the tensors of an encoder and of a language model, as in older folders."""
 _NESTED = {ENCODER: f"model.{ENCODER}", TEXT: "model.language_model."}
 
 
 def canonical_name(stored: str) -> str:
-    """The name here of a tensor in a folder. Newer versions of transformers nest both modules under `model.`."""
+    """Return the name used here for a tensor in a folder. Newer versions of transformers nest modules in `model.`."""
     for flat, nested in _NESTED.items():
         if stored.startswith(nested):
             return flat + stored.removeprefix(nested)
@@ -148,7 +112,7 @@ def canonical_name(stored: str) -> str:
 
 
 def nested_name(name: str) -> str:
-    """The name of which `canonical_name` makes `name`, in folders that nest both modules."""
+    """Return the name of tensor `name` in folders that nest both modules; the inverse of `canonical_name`."""
     for flat, nested in _NESTED.items():
         if name.startswith(flat):
             return nested + name.removeprefix(flat)

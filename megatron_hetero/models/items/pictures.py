@@ -13,7 +13,7 @@ Pictures as an item type.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,8 +23,7 @@ import numpy as np
 from PIL import Image
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.layout.axes import Split, View
-from megatron_hetero.models.architecture import Architecture
+from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.items import image_files as files
 from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
@@ -290,13 +289,11 @@ def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
 
 
 @dataclass(frozen=True)
-class ImageEncoderShape:
+class ImageEncoderShape(EncoderShape):
     """Part of a `megatron_hetero.models.family.EncoderShape`, of encoders that cut images into square patches and merge
     square units of them. Sizes in elements.
     """
 
-    layers: int
-    hidden: int
     heads: int
     ffn: int
     channels: int
@@ -393,11 +390,6 @@ class ImageEncoderShape:
         return self.unit
 
     @property
-    def architecture(self) -> Architecture:
-        """Layers and ends."""
-        raise NotImplementedError
-
-    @property
     def rotary(self) -> AxialRotary:
         """How positions turn queries and keys."""
         return AxialRotary(self.rope_theta, self.head_dim)
@@ -405,16 +397,6 @@ class ImageEncoderShape:
     def flops_per_patch(self) -> tuple[float, float]:
         """Forward flops per patch, and per patch and patch of its sequence in layers of full attention."""
         return _flops_per_patch(self)
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        """No further ones."""
-        return ()
-
-    @property
-    def parts(self) -> Mapping[Split, int]:
-        """None, without further views."""
-        return {}
 
 
 @lru_cache

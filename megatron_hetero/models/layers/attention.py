@@ -1,10 +1,10 @@
-"""Self-attention over packed sequences, for every module and axis: as a value, and its torch module.
+"""Self-attention over packed sequences under every axis, as a value and as its torch module.
 
 Shape suffixes: n tokens of this rank without padding, S tokens with padding, H heads of this rank, D elements per head,
 K keys that this rank's queries see.
 
-Queries and keys are turned by a table with one entry per token, which serves 2-D and multimodal positions of packed
-samples; padding never enters attention; `megatron_hetero.models.layers.segments` has the exchanges under `sp` and `cp`.
+Queries and keys are rotated by a table with one entry per token, which serves 2-D and multimodal positions of packed
+samples. Padding never enters attention. `megatron_hetero.models.layers.segments` has the exchanges under `sp` and `cp`.
 A sequence is assigned to the members of `cp` first, the tokens of each of them to the members of `sp`:
 
     own tokens, own heads    -- sp: heads for tokens -->    the cp member's tokens, 1 / sp of the heads
@@ -13,7 +13,7 @@ A sequence is assigned to the members of `cp` first, the tokens of each of them 
                              -- sp: tokens for heads -->    own tokens, own heads
 
 A forward pass takes two all-to-alls where sp > 1 and one all-gather where cp > 1; the backward pass two all-to-alls and
-one reduce-scatter. Layers that attend inside windows take none.
+one reduce-scatter. Layers with window attention take none.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, columns, stack, whole
-from megatron_hetero.models.layers import compiled
+from megatron_hetero.models.layers.compiled import NormWeights, heads, run
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import (
     Ahead,
     Overlapping,
     first_in_parts,
-    kept_ahead,
+    gather_ahead,
     parts_of,
     second_in_parts,
 )
-from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens, named
-from megatron_hetero.models.layers.recompute import not_keeping, remake
+from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, named
+from megatron_hetero.models.layers.recompute import not_saving, recompute
 from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads, split_heads
 from megatron_hetero.models.layers.segments import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
 
@@ -52,12 +52,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """Who attends to what, and the lengths of the exchanges.
+class AttentionParams:
+    """Segments of attention, and lengths of the exchanges.
 
-    `full` are the segments of this rank's context-parallel member. `sp_lengths`: tokens without padding of each `sp`
-    member of that one, `cp_lengths`: tokens of each `cp` member. `windows` are the sequences of this rank's own shard,
-    for layers that attend locally.
+    Attributes:
+        full: segments of this rank's `cp` member.
+        sp_lengths: tokens without padding of each `sp` member of that `cp` member.
+        cp_lengths: tokens of each `cp` member.
+        windows: sequences of this rank's own shard, for layers with window attention.
     """
 
     full: PackedSegments
@@ -67,12 +69,12 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
-class SelfAttention(MainPart):
-    """Softmax attention with rotary embedding, as a part of a layer. Sizes in elements.
+class SelfAttention(AttentionPart):
+    """Softmax attention with rotary embedding, as a part of a layer. Sizes are in elements.
 
-    `stored`: names of the stored projections: of queries, keys and values, or of one tensor of all three in that order;
-    and of the output. `windowed`: tokens see their window; else, `causal`, what precedes them in their sequence, or the
-    whole sequence. `head_norm`: of each head of queries and keys, whose stored norms are `norm_names`.
+    `stored`: names of the stored projections: queries, keys and values, or one tensor of all three in that order; then
+    the output. Tokens see their window if `windowed`, what precedes them in their sequence if `causal`, else the whole
+    sequence. `head_norm`: norm of each head of queries and keys, stored as `norm_names`.
     """
 
     hidden: int
@@ -88,11 +90,11 @@ class SelfAttention(MainPart):
     norm_names: tuple[str, str] = ("", "")
 
     def kv_copies(self, tp: int) -> int:
-        """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
+        """Copies of each key/value head under `tp`: the least number with which tp divides the heads."""
         return math.lcm(self.kv_heads, tp) // self.kv_heads
 
     def tensors(self) -> TensorShapes:
-        """Projections, each with its bias if it has one, norms of heads before that of the output."""
+        """Return projections, each with its bias, and norms of heads before the output projection."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         *first, out = self.stored
         sizes = (queries, keys, keys) if len(first) == 3 else (queries + 2 * keys,)
@@ -107,9 +109,7 @@ class SelfAttention(MainPart):
         return result | ({f"{out}.bias": (self.hidden,)} if self.out_bias else {})
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Heads of queries, with the keys and values that they use, are split; copies of these are held where they are
-        fewer than the ranks.
-        """
+        """Split heads of queries, with (copies of) the keys and values that they use."""
         out, width = stored + self.stored[-1], self.heads // share.ranks * self.head_dim
         own = share.rank * width, (share.rank + 1) * width
         result: dict[str, Any] = {"linear_proj.weight": columns(f"{out}.weight", self.hidden, own)}
@@ -125,10 +125,10 @@ class SelfAttention(MainPart):
         return [] if self.head_norm is None else [(name, self.head_norm) for name in self.norm_names]
 
     def _groups(self, stored: str, kind: str, share: Share) -> list[tuple[str, tuple[int, int]]]:
-        """For each key/value head of a rank (or copy of one) its query heads, then k, then v."""
+        """Return for each key/value head of a rank, or copy of one, its query heads, then k, then v."""
         *first, _ = self.stored
         q, k, v = (f"{stored}{name}.{kind}" for name in (first if len(first) == 3 else first * 3))
-        # Where the heads of keys and values begin, in heads.
+        # First heads of keys and of values.
         k_at, v_at = (0, 0) if len(first) == 3 else (self.heads, self.heads + self.kv_heads)
         copies = self.kv_copies(share.ranks)
         groups = self.kv_heads * copies
@@ -144,7 +144,7 @@ class SelfAttention(MainPart):
         return parts
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Projections, and scores with the sum of values for each pair of tokens that meet."""
+        """Count projections, and for each pair of tokens that meet its score and the weighted value."""
         if self.windowed:
             within = sum(tokens.windows)
             assert within == tokens.total, f"sequences hold {tokens.total} tokens, windows {within}"
@@ -155,15 +155,13 @@ class SelfAttention(MainPart):
         return Operations(2 * tokens.total * self.hidden * (2 * queries + 2 * keys), 4 * queries * pairs)
 
     def build(self, site: Site, number: int) -> PackedSelfAttention:
-        """The torch module."""
+        """Build the torch module."""
         return PackedSelfAttention(self, site, number)
 
 
 class TorchAttention(torch.nn.Module):
-    """Core attention by one of `megatron_hetero.models.layers.kernels`, a Megatron `core_attention`.
-
-    It takes any number of heads, so it can stand behind an exchange of heads for tokens. `kernel`: which one; None
-    takes the one for the device and dtype of the queries.
+    """A Megatron `core_attention` by one of `megatron_hetero.models.layers.kernels`: `kernel`, or the one for the
+    device and dtype of the queries. It takes any number of heads, so that it can follow an exchange of heads.
     """
 
     def __init__(
@@ -172,13 +170,11 @@ class TorchAttention(torch.nn.Module):
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
-        softmax_scale: float | None = None,
         kernel: Kernel | None = None,
         **_: Any,
     ):
         super().__init__()
         self.causal = "causal" in attn_mask_type.name
-        self.scale = softmax_scale
         self.kernel = kernel
 
     def forward(
@@ -193,25 +189,11 @@ class TorchAttention(torch.nn.Module):
     ) -> Tensor:
         """Attention inside each segment of `packed_seq_params`; returns [n, H * D]."""
         kernel = self.kernel or kernel_for(q_nHD.device, q_nHD.dtype, q_nHD.shape[2])
-        return kernel(q_nHD, k_KHD, v_KHD, packed_seq_params, causal=self.causal, scale=self.scale).flatten(1)
-
-
-def core_attention(offered: Any, dtype: torch.dtype, *, exchanges: bool) -> Any:
-    """`offered` (Transformer Engine's attention, say) where it computes what a layer asks for, else `TorchAttention`.
-
-    `exchanges`: whether heads or keys come from other ranks. Transformer Engine wants the number of heads that its
-    module was built for (`DotProductAttention.forward` asserts it), and aligns causal masks at the first query and key
-    as Megatron calls it on packed sequences. Nor has it a kernel for packed sequences in fp32.
-    """
-    return offered if dtype in HALF and not exchanges else TorchAttention
+        return kernel(q_nHD, k_KHD, v_KHD, packed_seq_params, causal=self.causal).flatten(1)
 
 
 class PackedSelfAttention(Overlapping):
-    """The torch module of a `SelfAttention`, with the `forward` described at the head of this file.
-
-    `exchanges`: whether heads or keys come from other ranks. `selective`: what pads the output is not saved, nor norms
-    of heads and what rotates them. `compiled`: what makes heads of the projection is compiled.
-    """
+    """Torch module of a `SelfAttention`."""
 
     what = "attention"
 
@@ -234,7 +216,10 @@ class PackedSelfAttention(Overlapping):
             num_query_groups=kv_heads,
             kv_channels=part.head_dim,
         )
-        kind = core_attention(site.backend.core_attention(), site.dtype, exchanges=self.exchanges)
+        # Transformer Engine wants the number of heads that its module was built for (`DotProductAttention.forward`
+        # asserts it), aligns causal masks at the first query and key as Megatron calls it on packed sequences, and has
+        # no kernel for packed sequences in fp32.
+        kind = site.backend.attention if site.dtype in HALF and not self.exchanges else TorchAttention
         self.core_attention: Any = kind(
             config=config,
             layer_number=number + 1,
@@ -242,7 +227,7 @@ class PackedSelfAttention(Overlapping):
             attention_type="self",
             cp_comm_type=None,
             softmax_scale=None,
-            # The exchanges are ours: core attention sees its queries with all their keys, without context parallelism.
+            # Core attention gets queries with all their keys: it exchanges nothing.
             pg_collection=_without_context(groups),
         )
         queries, keys = part.heads * part.head_dim, kv_heads * part.head_dim
@@ -253,23 +238,23 @@ class PackedSelfAttention(Overlapping):
         )
 
     def linears(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        """The projections before and after attention."""
+        """Return the projections before and after attention."""
         return self.linear_qkv, self.linear_proj
 
-    def forward(self, hidden: Tensor, table_2nD: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor | None]:
-        """Attention on `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split over tp).
+    def forward(self, hidden: Tensor, table_2nD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
+        """Attend on `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split over tp).
 
-        `table_2nD`: cosines and sines. Returns the output in the shape of the input, and the bias that the layer adds.
+        `table_2nD`: cosines and sines. Returns the output in the shape of the input, and a bias to add.
         """
         parts = parts_of(self, len(hidden))
         if len(parts) > 1:
-            return self._in_parts(hidden, parts, table_2nD, plan)
-        with not_keeping(hidden):
+            return self._in_parts(hidden, parts, table_2nD, params)
+        with not_saving(hidden):
             mixed = self._by_group(self.linear_qkv(hidden)[0])
-        out = self._attention(mixed, table_2nD, plan)
+        out = self._attention(mixed, table_2nD, params)
         padding = len(mixed) - len(out)
-        padded = (remake if self.selective and padding else _made)(partial(_padded, padding), out)
-        with not_keeping(padded):
+        padded = _computed(partial(_padded, padding), out, again=self.selective and padding > 0)
+        with not_saving(padded):
             return self.linear_proj(padded)
 
     def _by_group(self, wide: Tensor) -> Tensor:
@@ -277,63 +262,63 @@ class PackedSelfAttention(Overlapping):
         return wide.view(*wide.shape[:-1], self.groups_on_rank, -1)
 
     def _in_parts(
-        self, hidden: Tensor, parts: tuple[int, ...], table_2nD: Tensor, plan: AttentionPlan
+        self, hidden: Tensor, parts: tuple[int, ...], table_2nD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor | None]:
-        """As `forward`, with exchanges over tp beside products, see `layers.overlapped`."""
+        """Compute `forward` with exchanges over tp beside products, see `layers.overlapped`."""
         group: Any = self.tp_group
         length, tokens = len(hidden) * self.shards, table_2nD.shape[1]
         order = Order.of_parts(parts, group.size(), tokens, hidden.device)
         first: Any = self.linear_qkv
         ahead = Ahead(parts, group) if first.weight.requires_grad else None
-        with not_keeping(hidden):
+        with not_saving(hidden):
             mixed = self._by_group(first_in_parts(first, hidden, parts, ahead))
-        out = self._attention(mixed, table_2nD, plan, order)
+        out = self._attention(mixed, table_2nD, params, order)
         if ahead is not None:
-            with not_keeping(hidden):
-                out = kept_ahead(out, hidden, ahead)
-        # Tokens in another order are a copy of what attention keeps, and soon made again.
+            with not_saving(hidden):
+                out = gather_ahead(out, hidden, ahead)
+        # Tokens in another order are a copy of what attention saves, and cheap to recompute.
         again = self.selective or tokens == length
-        padded = (remake if again else _made)(lambda out: order.placed(out).unsqueeze(1), out)
-        with not_keeping(padded):
+        padded = _computed(lambda out: order.placed(out).unsqueeze(1), out, again=again)
+        with not_saving(padded):
             return second_in_parts(self.linear_proj, padded, parts)
 
-    def _attention(self, mixed: Tensor, table_2nD: Tensor, plan: AttentionPlan, order: Order | None = None) -> Tensor:
-        """[n, H * D], of the projection [S, 1, groups, heads of a group * D]. `order`: of the tokens in that, where
-        they are not in order.
-        """
-        # Without norms of heads nothing is kept but what attention takes, which is as large as the projection.
-        make = remake if self.selective and self.q_layernorm is not None else _made
-        q, k, v = make(partial(self._heads, table_2nD, order), mixed)
-        with not_keeping(q, k, v):
+    def _attention(
+        self, mixed: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None = None
+    ) -> Tensor:
+        """Return [n, H * D] from the projection [S, 1, groups, heads of a group * D], whose tokens are in `order`."""
+        # Without norms of heads only what attention takes is saved, which is as large as the projection.
+        again = self.selective and self.q_layernorm is not None
+        q, k, v = _computed(partial(self._heads, table_2nD, order), mixed, again=again)
+        with not_saving(q, k, v):
             if self.windowed:
-                return self._attend(q, k, v, plan.windows)
-            return attend_across(self._attend, q, k, v, plan, self.sp_group, self.context_group)
+                return self._attend(q, k, v, params.windows)
+            return attend_across(self._attend, q, k, v, params, self.sp_group, self.context_group)
 
     def _heads(self, table_2nD: Tensor, order: Order | None, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The projection, see `_attention`, to queries, keys and values [n, heads, D] without padding, normed where the
-        model does so, and rotated; or [n, members, heads of a member, D], as an exchange of heads takes them, too.
+        """Return queries, keys and values of the projection, see `_attention`, normed and rotated, without padding:
+        [n, heads, D], or [n, members, heads of a member, D] for an exchange of heads.
         """
         dim, q_norm, k_norm = self.head_dim, self.q_layernorm, self.k_layernorm
         if q_norm is None and not self.compiled:
             return rotated_heads(mixed, table_2nD, dim, order, members=self._members(mixed.shape[-2]))
         mixed = mixed if order is None else order.chosen(mixed)
         if self.compiled:
-            norms = None if q_norm is None else (compiled.NormWeights.of(q_norm), compiled.NormWeights.of(k_norm))
-            return compiled.heads(mixed, table_2nD, dim, norms)
+            norms = [None if norm is None else NormWeights.of(norm) for norm in (q_norm, k_norm)]
+            return run(heads, mixed, *table_2nD.unbind(), dim, *norms)
         assert q_norm is not None and k_norm is not None, "families norm both or neither"
         q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))
         q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((q_norm, q), (k_norm, k)))
-        # A view of the projection would keep all of it for the backward pass.
+        # A view would save all of the projection for the backward pass.
         return q, k, v if self.exchanges else v.contiguous()
 
     def _members(self, groups: int) -> int:
-        """Of how many ranks each gets some of the heads; one where groups of heads are to be repeated for that."""
+        """Return the ranks over which heads are scattered; 1 if groups of heads would have to be repeated."""
         members = self.sp_group.size()
         return members if not self.windowed and groups % members == 0 else 1
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: PackedSegments | None) -> Tensor:
         if not len(q):
-            # No kernel accepts that. Gradients (of zero) flow, so that the backward pass takes part in all exchanges.
+            # No kernel accepts that. Gradients of zero flow, so that the backward pass takes part in all exchanges.
             return q.flatten(1) + (k[:0].sum() + v[:0].sum())
         return self.core_attention(
             q, k, v, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments
@@ -344,8 +329,8 @@ def _padded(padding: int, out: Tensor) -> Tensor:
     return (F.pad(out, (0, 0, 0, padding)) if padding else out).unsqueeze(1)
 
 
-def _made(make: Callable[..., Any], *inputs: Tensor) -> Any:
-    return make(*inputs)
+def _computed(function: Callable[[Tensor], Any], x: Tensor, *, again: bool) -> Any:
+    return recompute(function, x) if again else function(x)
 
 
 def attend_across(
@@ -353,22 +338,22 @@ def attend_across(
     q_nHD: Tensor,
     k_nHD: Tensor,
     v_nHD: Tensor,
-    plan: AttentionPlan,
+    params: AttentionParams,
     sp: dist.ProcessGroup,
     context: dist.ProcessGroup,
 ) -> Tensor:
-    """`attend` on `plan.full`, between the exchanges at the head of this file: [n, H * D].
+    """Call `attend` on `params.full` between the exchanges at the head of this file; returns [n, H * D].
 
-    `sp`, `context`: this rank's groups along the axes `sp` and `cp`. A group of one exchanges nothing.
+    `sp`, `context`: this rank's groups along the axes `sp` and `cp`.
     """
     q, k, v = q_nHD, k_nHD, v_nHD
     if sp.size() > 1:
-        q, k, v = ulysses_scatter_heads(q, k, v, plan.sp_lengths, sp)
+        q, k, v = ulysses_scatter_heads(q, k, v, params.sp_lengths, sp)
     if context.size() > 1:
-        assert plan.full.key_index is not None, "segments of one member alone, under cp"
-        k, v = gather_keys(k, v, plan.cp_lengths, plan.full.key_index, context)
-    out = attend(q, k, v, plan.full)
-    return ulysses_gather_heads(out, plan.sp_lengths, sp) if sp.size() > 1 else out
+        assert params.full.key_index is not None, "segments of one member alone, under cp"
+        k, v = gather_keys(k, v, params.cp_lengths, params.full.key_index, context)
+    out = attend(q, k, v, params.full)
+    return ulysses_gather_heads(out, params.sp_lengths, sp) if sp.size() > 1 else out
 
 
 def _without_context(groups: Any) -> Any:
@@ -378,8 +363,8 @@ def _without_context(groups: Any) -> Any:
 
 
 def _of_heads(norm: torch.nn.Module, site: Site) -> torch.nn.Module:
-    """Each tp rank norms its own heads, so that gradients of a norm that all heads share are parts that are added over
-    tp: also where activations are whole, when norms are not marked for that.
+    """Mark a norm that all heads share: each tp rank norms its own heads, so that gradients are summed over tp with
+    whole activations too.
     """
     if site.tp > 1:
         for parameter in norm.parameters():

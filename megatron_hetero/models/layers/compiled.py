@@ -1,5 +1,5 @@
-"""What a layer computes between matrix products, attention and communication, compiled: each stretch between two of
-those becomes few kernels (docs/training.md, "Compiled layers"; Ansel et al. 2024, "PyTorch 2", ASPLOS).
+"""Compiled operations between matrix products, attention and communication, which become few kernels
+(docs/training.md, "Compiled layers"; Ansel et al. 2024, "PyTorch 2", ASPLOS).
 
 Shape suffixes: n tokens without padding, S tokens with padding, G groups of heads of this rank, H heads, D elements per
 head.
@@ -19,11 +19,10 @@ from megatron_hetero.groups.platform import compile_problem
 from megatron_hetero.groups.platform import compiled as compiled_once
 
 Activation = Callable[[Tensor], Tensor]
-_DENSE = torch.contiguous_format
 
 
 class NormWeights(NamedTuple):
-    """What a norm is: a layer norm where it has a bias, else a root-mean-square norm."""
+    """Weights of a norm: a layer norm if it has a bias, else a root-mean-square norm."""
 
     weight: Tensor
     bias: Tensor | None
@@ -31,13 +30,13 @@ class NormWeights(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> NormWeights:
-        """One of `megatron_hetero.models.layers.norms`."""
+        """Return the weights of one of `megatron_hetero.models.layers.norms`."""
         return cls(module.weight, getattr(module, "bias", None), module.eps)
 
 
 def run(function: Callable[..., Any], *inputs: Any) -> Any:
-    """`function(*inputs)`, compiled for any number of tokens, which is the first dim of all tensors but parameters.
-    Compilers treat 0 and 1 as cases of their own, which are not worth one.
+    """Return `function(*inputs)`, compiled for any number of tokens, the first dim of all tensors but parameters. Less
+    than two tokens are not compiled for, as they would be special cases.
     """
     tensors = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter)]
     if any(len(x) < 2 for x in tensors):
@@ -47,33 +46,8 @@ def run(function: Callable[..., Any], *inputs: Any) -> Any:
     return compiled_once(function, dynamic=False)(*inputs)
 
 
-def normed(x: Tensor, norm: NormWeights) -> Tensor:
-    """`x` [S, 1, hidden], normed."""
-    return run(_normed, x, *norm)
-
-
-def added_and_normed(part: Tensor, bias: Tensor | None, residual: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-    """`residual` and a part of a layer with the bias that it has not added, [S, 1, hidden], and their sum normed."""
-    return run(_added_and_normed, part, bias, residual, *norm)
-
-
-def activated(wide: Tensor, bias: Tensor | None, activation: Activation, *, has_gate: bool) -> Tensor:
-    """The activation of `wide` [S, 1, ffn]; where it has a gate, [S, 1, 2 ffn], that of the gate times what passes it,
-    [S, 1, ffn].
-    """
-    return run(_activated, wide, bias, activation, has_gate)
-
-
-def heads(
-    mixed: Tensor, table_2nD: Tensor, dim: int, norms: tuple[NormWeights, NormWeights] | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, see `rotary.rotated_heads`. `norms`: of the heads of queries and of keys, if any."""
-    cosines, sines = table_2nD.unbind()
-    return run(_heads, mixed, cosines, sines, dim, *(norms or (None, None)))
-
-
 def require_compiler(device: torch.device) -> None:
-    """Raises `UserError` where PyTorch cannot compile."""
+    """Check that PyTorch can compile. Raises `UserError`."""
     if problem := compile_problem(device):
         needs = "Triton, a C compiler and Python's headers" if device.type == "cuda" else "a C++ compiler"
         raise UserError.at(
@@ -83,10 +57,11 @@ def require_compiler(device: torch.device) -> None:
         )
 
 
-# ------------------------------------------------------------------------------ as the compiler sees them, in fp32
+# --------------------------------------------------------------- functions for `run`, which compute in fp32
 
 
-def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm `x` [S, 1, hidden] with `NormWeights`."""
     wide = x.float()
     if bias is not None:
         out = F.layer_norm(wide, weight.shape, weight.float(), bias.float(), eps)
@@ -95,14 +70,16 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tenso
     return out.to(x.dtype)
 
 
-def _added_and_normed(
+def added_and_normed(
     part: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
+    """Add part, bias and `residual` [S, 1, hidden]; return the sum, and the sum normed."""
     out = residual + (part if bias is None else part + bias)
-    return out, _normed(out, weight, norm_bias, eps)
+    return out, normed(out, weight, norm_bias, eps)
 
 
-def _activated(wide: Tensor, bias: Tensor | None, activation: Activation, has_gate: bool) -> Tensor:
+def activated(wide: Tensor, bias: Tensor | None, activation: Activation, has_gate: bool) -> Tensor:
+    """Return the activation of `wide` [S, 1, ffn]; with a gate, of [S, 1, 2 ffn], the activated gate times the rest."""
     wide = wide if bias is None else wide + bias
     if not has_gate:
         return activation(wide)
@@ -110,7 +87,7 @@ def _activated(wide: Tensor, bias: Tensor | None, activation: Activation, has_ga
     return activation(gate) * up
 
 
-def _heads(
+def heads(
     mixed: Tensor,
     cosines_nD: Tensor,
     sines_nD: Tensor,
@@ -118,18 +95,19 @@ def _heads(
     q_norm: NormWeights | None,
     k_norm: NormWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, see `rotary.rotated_heads`, with norms of heads of queries and of keys."""
     tokens, groups, width = len(cosines_nD), mixed.shape[-2], mixed.shape[-1] // dim
     q, k, v = mixed[:tokens].view(tokens, groups, width, dim).split((width - 2, 1, 1), dim=2)
     if q_norm is not None and k_norm is not None:
-        q, k = _normed(q, *q_norm), _normed(k, *k_norm)
-    # A view of the projection would keep all of it for the backward pass.
-    made = _turned(q, cosines_nD, sines_nD), _turned(k, cosines_nD, sines_nD), v.clone(memory_format=_DENSE)
-    q, k, v = (x.flatten(1, 2) for x in made)
-    return q, k, v
+        q, k = normed(q, *q_norm), normed(k, *k_norm)
+    q, k = (_turned(x, cosines_nD, sines_nD) for x in (q, k))
+    # A view would save all of the projection for the backward pass.
+    v = v.clone(memory_format=torch.contiguous_format)
+    return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
 
 
 def _turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """Halves (a, b) of `x` [n, G, H, D] to (a cos - b sin, b cos + a sin)."""
+    """Turn halves (a, b) of `x` [n, G, H, D] to (a cos - b sin, b cos + a sin)."""
     a, b = x.float().chunk(2, dim=-1)
     (cos_a, cos_b), (sin_a, sin_b) = (part[:, None, None].chunk(2, dim=-1) for part in (cosines_nD, sines_nD))
     return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1).to(x.dtype)

@@ -1,6 +1,4 @@
-"""Ends of modules, as values, and their torch modules: embeddings of patches and of tokens, the merger of an encoder,
-the head of a language model.
-"""
+"""Ends of modules, as values and as torch modules: embeddings of patches and of tokens, mergers, heads."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ from megatron_hetero.hf.weight_map import (
     whole,
 )
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens, named
+from megatron_hetero.models.layers.parts import Operations, Part, Site, Tokens, named
 
 KINDS = ("weight", "bias")
 
 
 @dataclass(frozen=True)
-class PatchEmbedding(MainPart):
-    """A linear layer on the elements of each patch. `dims`: of a patch, as its weight is stored."""
+class PatchEmbedding(Part):
+    """A linear layer on the elements of each patch. `dims`: shape of a patch in the stored weight."""
 
     dims: tuple[int, ...]
     hidden: int
@@ -37,24 +35,24 @@ class PatchEmbedding(MainPart):
 
     @property
     def elements(self) -> int:
-        """Elements of a patch."""
+        """Number of elements of a patch."""
         return torch.Size(self.dims).numel()
 
     def tensors(self) -> TensorShapes:
-        """The weight, and the bias if there is one."""
+        """Return the weight, and the bias if there is one."""
         shapes: TensorShapes = {"proj.weight": (self.hidden, *self.dims)}
         return shapes | ({"proj.bias": (self.hidden,)} if self.bias else {})
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """All of it on every rank."""
+        """Return all of it on every rank."""
         return {kind: whole(f"{stored}proj.{kind}", self.hidden) for kind in KINDS[: 1 + self.bias]}
 
     def operations(self, tokens: Tokens) -> Operations:
-        """One product."""
+        """Count one product."""
         return Operations(2 * tokens.total * self.elements * self.hidden)
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """The linear layer. With split activations each rank embeds its own patches."""
+        """Build the linear layer. With split activations each rank embeds its own patches."""
         from megatron_hetero.models.layers.linear import WholeLinear
 
         options: dict[str, Any] = {"dtype": site.dtype, "device": site.platform.device}
@@ -62,8 +60,8 @@ class PatchEmbedding(MainPart):
 
 
 @dataclass(frozen=True)
-class Merger(MainPart):
-    """An MLP on each unit's concatenated patches, behind a norm of each patch, or of each unit. `stored`: names of the
+class Merger(Part):
+    """An MLP on each unit's concatenated patches, behind a norm of each patch or of each unit. `stored`: names of the
     norm and of the two linear layers.
     """
 
@@ -75,11 +73,11 @@ class Merger(MainPart):
 
     @property
     def width(self) -> int:
-        """Elements of a unit."""
+        """Number of elements of a unit."""
         return self.hidden * self.unit
 
     def tensors(self) -> TensorShapes:
-        """The norm and both linear layers."""
+        """Return the norm and both linear layers."""
         norm, fc1, fc2 = self.stored
         return {f"{norm}.{kind}": shape for kind, shape in self.norm.tensors().items()} | {
             f"{fc1}.weight": (self.width, self.width),
@@ -89,9 +87,9 @@ class Merger(MainPart):
         }
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """The first layer is split by rows, the second by columns."""
+        """Split the first layer by rows, the second by columns."""
         norm, fc1, fc2 = (stored + name for name in self.stored)
-        part = _even(self.width, share)
+        part = _interval(self.width, share)
         return {
             **named("norm", self.norm.slices(f"{norm}.", share)),
             "linear_fc1.weight": stack((f"{fc1}.weight", part)),
@@ -101,20 +99,20 @@ class Merger(MainPart):
         }
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Two products for each unit."""
+        """Count two products for each unit."""
         return Operations(2 * (tokens.total // self.unit) * (self.width * self.width + self.width * self.out))
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """The torch module."""
+        """Build the torch module."""
         return PatchMerger(self, site, number)
 
 
-def _even(size: int, of: Share) -> tuple[int, int]:
-    return share(size, *of)[0]
+def _interval(size: int, part: Share) -> tuple[int, int]:
+    return share(size, *part)[0]
 
 
 class PatchMerger(torch.nn.Module):
-    """The torch module of a `Merger`."""
+    """Torch module of a `Merger`."""
 
     def __init__(self, merger: Merger, site: Site, number: int):
         super().__init__()
@@ -124,29 +122,29 @@ class PatchMerger(torch.nn.Module):
         self.linear_fc2 = site.row_linear(self.width, merger.out, bias=True)
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[S, 1, hidden] to rows [S / unit, out]."""
+        """Compute [S, 1, hidden] to rows [S / unit, out]."""
         units = self.norm(patches.view(-1, 1, self.normed)).view(-1, 1, self.width)
         hidden, _ = self.linear_fc1(units)
         return self.linear_fc2(torch.nn.functional.gelu(hidden))[0].squeeze(1)
 
 
 @dataclass(frozen=True)
-class TokenEmbedding(MainPart):
-    """A table of `vocab` rows, which is split over tp."""
+class TokenEmbedding(Part):
+    """A table of `vocab` rows that is split over tp."""
 
     vocab: int
     hidden: int
 
     def tensors(self) -> TensorShapes:
-        """The table."""
+        """Return the table."""
         return {"weight": (self.vocab, self.hidden)}
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Rows of the table."""
+        """Split the rows of the table."""
         return {"word_embeddings.weight": split_rows(f"{stored}weight", self.vocab, share)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """The torch module."""
+        """Build the torch module."""
         return _TokenEmbedding(self, site)
 
 
@@ -166,30 +164,30 @@ class _TokenEmbedding(torch.nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [S] to [S, 1, hidden], or [S / tp, 1, hidden] where activations are split over tp."""
+        """Embed tokens [S]: [S, 1, hidden], or [S / tp, 1, hidden] where activations are split over tp."""
         embedded = self.word_embeddings(tokens.unsqueeze(0))
         return embedded if self.splits_activations else embedded.transpose(0, 1).contiguous()
 
 
 @dataclass(frozen=True)
-class Head(MainPart):
-    """Logits of `vocab` tokens."""
+class Head(Part):
+    """A linear layer to logits of `vocab` tokens."""
 
     vocab: int
     hidden: int
 
     def tensors(self) -> TensorShapes:
-        """The weight, without a bias."""
+        """Return the weight; there is no bias."""
         return {"weight": (self.vocab, self.hidden)}
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Rows of the weight."""
+        """Split the rows of the weight."""
         return {"weight": split_rows(f"{stored}weight", self.vocab, share)}
 
     def operations(self, tokens: Tokens) -> Operations:
-        """One product for each supervised token."""
+        """Count one product for each supervised token."""
         return Operations(2 * tokens.supervised * self.hidden * self.vocab)
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """The linear layer, whose weight alone is used: the loss computes with it."""
+        """Build the linear layer, of which the loss uses the weight alone."""
         return site.column_linear(self.hidden, site.tp * split_length(self.vocab, site.tp), bias=False)

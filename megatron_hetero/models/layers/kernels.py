@@ -1,17 +1,14 @@
-"""Packages that are used where they are installed in a version that is known to work. Nothing here needs a GPU.
-
-`docs/installation.md` says what each brings and how it is installed; `setup.py` asks for the same versions.
-
-What computes attention inside the segments of a pack, and which of it runs where.
+"""Kernels of attention inside the segments of a pack, and the optional packages that bring some of them.
 
 Shape suffixes: n tokens of queries, K of keys, H heads of this rank, h of them for keys and values (a divisor of H),
 D elements per head.
 
     flash_attn_3  one launch for all segments, by FlashAttention-3, which is for Hopper
     flash_attn    one launch for all segments, by the package flash-attn
-    torch_flash   one launch for all segments, by the flash kernel that PyTorch brings
-    bucketed      one call of PyTorch's fused attention for all segments of one shape, on any device and in any
-                  precision
+    torch_flash   one launch for all segments, by PyTorch's flash kernel
+    bucketed      one call of PyTorch's fused attention per shape of segments, on any device and in any precision
+
+`docs/installation.md` describes the packages; `setup.py` requires the same versions. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -36,9 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """What is asked of a package: names for pip and for Python, and the versions that are known to work.
-
-    `imports`: modules, and names in them written `module:name`, that have to be there.
+    """Names of a package for pip and for Python, and the versions that are known to work. `imports` are required names,
+    written `module:name`.
     """
 
     name: str
@@ -48,7 +44,7 @@ class OptionalPackage:
 
 
 TRANSFORMER_ENGINE = OptionalPackage(
-    # What megatron-core 0.16.1 asks for in its own extra `dev`.
+    # As in the extra `dev` of megatron-core 0.16.1.
     "transformer-engine[pytorch]",
     "transformer_engine",
     ">=2.9,<2.12",
@@ -73,7 +69,7 @@ FLASH_ATTN_3 = OptionalPackage(
 
 @dataclass(frozen=True)
 class Found:
-    """A package as it is installed. `version`: None where it is not. `error`: why it cannot be imported."""
+    """An installed package, or one that is not (`version` None). `error`: why it cannot be imported."""
 
     version: str | None
     error: str = ""
@@ -81,7 +77,7 @@ class Found:
 
 @lru_cache
 def find(package: OptionalPackage) -> Found:
-    """Look for the package, and import it where it is installed."""
+    """Look for the package, and import it if it is installed."""
     if importlib.util.find_spec(package.module) is None:
         return Found(None)
     try:
@@ -94,7 +90,7 @@ def find(package: OptionalPackage) -> Found:
 
 
 def _version(package: OptionalPackage) -> str:
-    """Or "?" where nothing says."""
+    """Return the installed version, "?" if unknown."""
     version = getattr(importlib.import_module(package.module), "__version__", None)
     try:
         return version or importlib.metadata.version(package.name.partition("[")[0])
@@ -103,34 +99,24 @@ def _version(package: OptionalPackage) -> str:
 
 
 def unusable(package: OptionalPackage, found: Found) -> str:
-    """Why the package is not used, as the rest of a sentence about it; empty where it is."""
+    """Return why the package is not used, as the rest of a sentence about it; empty if it is."""
     if found.version is None:
         return "is not installed"
-    if not _accepts(package.versions, found.version):
-        return f"{found.version} is installed, and {_in_words(package.versions)} is known to work"
+    try:
+        known = SpecifierSet(package.versions).contains(Version(found.version), prereleases=True)
+    except InvalidVersion:
+        known = False
+    if not known:
+        lowest, below = package.versions.split(",")
+        works = f"{lowest.removeprefix('>=')} or newer, below {below.removeprefix('<')}"
+        return f"{found.version} is installed, and {works} is known to work"
     return f"{found.version} is installed, but cannot be imported ({found.error})" if found.error else ""
 
 
 def notices(found: Sequence[tuple[OptionalPackage, Found]]) -> list[str]:
-    """A line for each package that is installed and not used. Packages that are not installed need none."""
+    """Return a line for each package that is installed but not used."""
     lines = [(package, unusable(package, f)) for package, f in found if f.version is not None]
     return [f"{package.module} {why}: PyTorch is used instead." for package, why in lines if why]
-
-
-def _accepts(versions: str, version: str) -> bool:
-    try:
-        return SpecifierSet(versions).contains(Version(version), prereleases=True)
-    except InvalidVersion:
-        return False
-
-
-def _in_words(versions: str) -> str:
-    """
-    >>> _in_words(">=2.9,<2.12")
-    '2.9 or newer, below 2.12'
-    """
-    lowest, below = versions.split(",")
-    return f"{lowest.removeprefix('>=')} or newer, below {below.removeprefix('<')}"
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -147,29 +133,18 @@ PACKAGES = {"flash_attn_3": FLASH_ATTN_3, "flash_attn": FLASH_ATTN}
 
 class Kernel(Protocol):
     """Attention inside each segment of `segments`, [n, H, D]. Causal segments end with their last query and last key.
-
-    `scale`: of the scores; 1 / sqrt(D) where None.
+    Scores are scaled by 1 / sqrt(D).
     """
 
     def __call__(  # noqa: D102 (above)
-        self,
-        q_nHD: Tensor,
-        k_KhD: Tensor,
-        v_KhD: Tensor,
-        segments: PackedSegments,
-        *,
-        causal: bool,
-        scale: float | None,
+        self, q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: PackedSegments, *, causal: bool
     ) -> Tensor: ...
 
 
 def choose_kernel(
     device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], installed: Collection[str]
 ) -> KernelName:
-    """Which kernel runs on a type of `device`, of the CUDA `capability` where it is a GPU.
-
-    `installed`: the names of those `PACKAGES` that are.
-    """
+    """Return the kernel for a type of `device`, a GPU of that CUDA `capability`. `installed`: names of `PACKAGES`."""
     fits = device == "cuda" and dtype in HALF and head_dim <= FLASH_HEAD_DIM and capability >= FLASH_CAPABILITY
     if not fits:
         return "bucketed"
@@ -180,26 +155,19 @@ def choose_kernel(
 
 @lru_cache
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The kernel for tensors on this device."""
+    """Return the kernel for tensors on this device."""
     if device.type != "cuda":
         return bucketed
     installed = [name for name, package in PACKAGES.items() if not unusable(package, find(package))]
     name = choose_kernel(device.type, dtype, head_dim, cuda_capability(device), installed)
-    if name == "flash_attn_3":
-        from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-        return partial(flash_attn_3, function=flash_attn_varlen_func)
-    if name == "flash_attn":
-        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-        return partial(flash_attn, function=flash_attn_varlen_func)
+    if name in PACKAGES:
+        function: Any = importlib.import_module(PACKAGES[name].module).flash_attn_varlen_func
+        return partial(flash_attn, function=function)
     return torch_flash if name == "torch_flash" else bucketed
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU. Tensors on CUDA that only pretend (`FakeTensorMode`) are on a GPU of the oldest kind
-    that has all kernels.
-    """
+    """Return the compute capability of a GPU; without one (`FakeTensorMode`) the lowest that has all kernels."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else FLASH_CAPABILITY
 
 
@@ -210,11 +178,10 @@ def torch_flash(
     segments: PackedSegments,
     *,
     causal: bool,
-    scale: float | None,
     op: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """By `op`, PyTorch's `_flash_attention_forward`, which `torch.nn.attention.varlen` rests on. That wrapper changed
-    between the supported versions of torch, the operator takes the same arguments in all of them.
+    """Attention by `op`, PyTorch's `_flash_attention_forward`, on which `torch.nn.attention.varlen` rests. That wrapper
+    changed between the supported versions of torch, the operator takes the same arguments in all of them.
 
     It takes fewer heads for keys and values, in the backward pass too (their gradients are summed over the query heads
     that share them), wants int32 offsets, elements of a head side by side and a multiple of 8 of them, and aligns
@@ -232,40 +199,20 @@ def torch_flash(
         0.0,  # dropout
         causal,
         False,  # return_debug_mask
-        scale=dim**-0.5 if scale is None else scale,
+        scale=dim**-0.5,
     )
     return _cropped(out, dim)
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Heads as wide as a kernel wants them."""
+    """Pad heads to the multiple that flash kernels want."""
     padding = -x.shape[-1] % FLASH_HEAD_MULTIPLE
     return F.pad(x, (0, padding)) if padding else x
 
 
 def _cropped(x: Tensor, dim: int) -> Tensor:
-    """Heads of `dim` elements, without padding."""
+    """Remove the padding of heads of `dim` elements."""
     return x if x.shape[-1] == dim else x[..., :dim]
-
-
-def flash_attn_3(
-    q_nHD: Tensor,
-    k_KhD: Tensor,
-    v_KhD: Tensor,
-    segments: PackedSegments,
-    *,
-    causal: bool,
-    scale: float | None,
-    function: Callable[..., Any],
-) -> Tensor:
-    """By `function`, the `flash_attn_varlen_func` of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608;
-    hopper/flash_attn_interface.py). Earlier betas of 3.0.0 return the logarithm of the softmax's sum besides.
-    """
-    dim = q_nHD.shape[2]
-    q_nHD, k_KhD, v_KhD = map(_padded, (q_nHD, k_KhD, v_KhD))
-    scale = dim**-0.5 if scale is None else scale
-    found: Any = flash_attn(q_nHD, k_KhD, v_KhD, segments, causal=causal, scale=scale, function=function)
-    return _cropped(found[0] if isinstance(found, tuple) else found, dim)
 
 
 def flash_attn(
@@ -275,23 +222,23 @@ def flash_attn(
     segments: PackedSegments,
     *,
     causal: bool,
-    scale: float | None,
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
 ) -> Tensor:
-    """By `function`, the `flash_attn_varlen_func` of flash-attn 2, whose arguments kept their names from 2.1 to 2.8
-    (flash_attn/flash_attn_interface.py at these tags). It pads heads by itself.
+    """Attention by `function`, the `flash_attn_varlen_func` of flash-attn 2 (flash_attn/flash_attn_interface.py), whose
+    arguments have the same names from 2.1 to 2.8, or of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608;
+    hopper/flash_attn_interface.py), of which earlier betas return the logarithm of the softmax's sum too.
     """
-    return function(
-        q_nHD,
-        k_KhD,
-        v_KhD,
+    dim = q_nHD.shape[2]
+    found: Any = function(
+        *map(_padded, (q_nHD, k_KhD, v_KhD)),
         cu_seqlens_q=segments.cu_seqlens_q,
         cu_seqlens_k=segments.cu_seqlens_kv,
         max_seqlen_q=segments.max_seqlen_q,
         max_seqlen_k=segments.max_seqlen_kv,
-        softmax_scale=scale,
+        softmax_scale=dim**-0.5,
         causal=causal,
     )
+    return _cropped(found[0] if isinstance(found, tuple) else found, dim)
 
 
 def bucketed(
@@ -301,16 +248,15 @@ def bucketed(
     segments: PackedSegments,
     *,
     causal: bool,
-    scale: float | None,
     attend: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
-    """By `attend`, PyTorch's `scaled_dot_product_attention`, called once for each bucket of `segments`."""
+    """Attention by `attend`, PyTorch's `scaled_dot_product_attention`, once for each bucket of `segments`."""
     queries = [bucket.queries * bucket.segments for bucket in segments.buckets]
     keys = [bucket.keys * bucket.segments for bucket in segments.buckets]
     q_parts = _ordered(q_nHD, segments.order).split(queries)
     k_parts, v_parts = (_ordered(x, segments.key_order).split(keys) for x in (k_KhD, v_KhD))
     inputs = zip(q_parts, k_parts, v_parts, segments.buckets, strict=True)
-    parts = [_bucket(q, k, v, bucket, segments, causal, scale, attend) for q, k, v, bucket in inputs]
+    parts = [_bucket(q, k, v, bucket, segments, causal, attend) for q, k, v, bucket in inputs]
     out, order = parts[0] if len(parts) == 1 else torch.cat(parts), segments.order
     return out if order is None else torch.empty_like(out).index_copy(0, order, out)
 
@@ -326,11 +272,10 @@ def _bucket(
     bucket: ShapeBucket,
     segments: PackedSegments,
     causal: bool,
-    scale: float | None,
     attend: Callable[..., Tensor],
 ) -> Tensor:
     q, k, v = (x.unflatten(0, (bucket.segments, -1)).transpose(1, 2) for x in (q, k, v))
-    # `is_causal` of this function aligns at the first query and key. The one query of a segment sees all its keys.
+    # `is_causal` of this function aligns at the first query and key. A single query sees all keys.
     masked = causal and 1 < bucket.queries < bucket.keys
     out = attend(
         q,
@@ -338,7 +283,6 @@ def _bucket(
         v,
         attn_mask=segments.causal_mask(bucket) if masked else None,
         is_causal=causal and bucket.queries == bucket.keys,
-        scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2).flatten(0, 1)

@@ -1,16 +1,14 @@
-"""Matrix products, by the library that is fastest at them; and those that give gradients of weights.
-
-On a CPU PyTorch takes MKL for fp32, which on processors of other makers than Intel uses half of their vectors: on a
-Zen 5 core it reaches 97 GFLOP/s where oneDNN, which PyTorch brings too, reaches 220. oneDNN makes a kernel for each new
-shape, in about a millisecond, and so is asked for products that a few layers repay that with.
-
-Megatron's linear layers, of which the matrix product adds the bias, and adds the gradient of the weight to that of
+"""Linear layers of Megatron-Core whose matrix products add the bias, and add the gradient of the weight to that of
 earlier micro-batches.
 
 Where weights are split over tp by column and activations by token, the input is gathered before the product, once more
-in the backward pass, and its gradient reduced beside the product that gives the weight's. All as in Megatron-Core
+in the backward pass, and its gradient is reduced beside the product that gives the weight's. All as in Megatron-Core
 (`LinearWithGradAccumulationAndAsyncCommunication`, tensor_parallel/layers.py at core_v0.16.1; Korthikanti et al. 2022,
 arXiv 2205.05198), which adds the bias in a pass of its own, and accumulates with kernels of apex or Transformer Engine.
+
+On a CPU PyTorch takes MKL for fp32, which uses half of the vectors of processors that are not Intel's: 97 GFLOP/s on a
+Zen 5 core, where oneDNN, which PyTorch brings too, reaches 220. oneDNN builds a kernel for each new shape, in about a
+millisecond, so only larger products use it.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LEAST = 2**24
-"""Multiplications of a product that is worth a kernel of its own."""
+"""Least multiplications of a product by oneDNN."""
 
 
 def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-    """`x` [..., in] times `matrix` [in, out], and `bias` [out] where given: [..., out], in their own dtype or in fp32.
-    No view, so that what comes can be added in place; for autograd this is no operation.
+    """Multiply `x` [..., in] by `matrix` [in, out], add `bias` [out]: [..., out], in their dtype or in fp32. The result
+    is no view, so that it can be added to in place. Autograd does not see this operation.
     """
     if dtype not in (None, x.dtype):
         return torch.mm(x, matrix, out_dtype=dtype) if keeps_wide(x, dtype) else product(x, matrix).to(dtype)
@@ -46,7 +44,7 @@ def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, dtype: tor
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left` [m, k] times `right` [k, n] to `total` [m, n], which is of their dtype or in fp32."""
+    """Add `left` [m, k] times `right` [k, n] to `total` [m, n], in their dtype or in fp32."""
     if total.dtype != left.dtype and keeps_wide(total, total.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif total.dtype != left.dtype or _by_onednn(left, right):
@@ -56,7 +54,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def keeps_wide(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether PyTorch has products of narrower factors on the device of `x` that it does not round to their dtype."""
+    """Whether PyTorch can multiply factors of fewer bits on the device of `x` without rounding to their dtype."""
     return x.is_cuda and dtype == torch.float32
 
 
@@ -67,7 +65,7 @@ def _by_onednn(left: Tensor, right: Tensor) -> bool:
 
 @cache
 def has_onednn() -> bool:
-    """Whether it is there, and faster: it is with vectors of 512 bits; with 256 they are alike."""
+    """Whether oneDNN is available and faster, which needs vectors of 512 bits."""
     return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -76,11 +74,11 @@ def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` for autograd; or what it is to pass on where the product is added to `main_grad` at once, which
-    Megatron's `DistributedDataParallel` is told of and does not look at, unless the parameter has other gradients too.
+    """Return `left @ right` for autograd; or add the product to `main_grad` at once, and return a placeholder, which
+    Megatron's `DistributedDataParallel` ignores unless the parameter has other gradients too.
     """
     if not adds_to_main_grad(parameter, left.dtype):
-        if hasattr(parameter, "grad_added_to_main_grad"):  # Of an earlier micro-batch, perhaps.
+        if hasattr(parameter, "grad_added_to_main_grad"):  # It may be set from an earlier micro-batch.
             parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
         return product(left, right)
     add_product(parameter.main_grad, left, right)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -89,8 +87,8 @@ def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor
 
 
 def scaled_gradient(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
-    """`gradient` times `scale` [] for autograd, in its place; or, likewise, what it is to pass on where that is added
-    to `main_grad` at once.
+    """Return `gradient` times `scale` [] for autograd, in its place; or add that to `main_grad`, and return a
+    placeholder, see `gradient_of_weight`.
     """
     total = _main_grad(parameter)
     if total is None:
@@ -101,47 +99,47 @@ def scaled_gradient(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Tenso
 
 
 def adds_to_main_grad(parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether products of factors of `dtype` are added to the parameter's `main_grad` at once."""
+    """Whether products of factors of `dtype` can be added to the parameter's `main_grad` directly."""
     total = _main_grad(parameter)
     return total is not None and (total.dtype == dtype or keeps_wide(total, total.dtype))
 
 
 def _main_grad(parameter: Tensor) -> Tensor | None:
-    """That of Megatron's `DistributedDataParallel`, of which it takes word that something was added."""
+    """Return `main_grad` of Megatron's `DistributedDataParallel` if it accepts additions by others."""
     return getattr(parameter, "main_grad", None) if hasattr(parameter, "grad_added_to_main_grad") else None
 
 
 def _is_shared(parameter: Tensor) -> bool:
-    """Whether a head is the embedding, too, which Megatron marks so."""
+    """Whether it is the weight of an embedding and a head, which Megatron marks so."""
     return getattr(parameter, "zero_out_wgrad", False)
 
 
 Sharing = Literal["split", "whole", "none"]
-"""How a tp group has the input of a layer that is split by column: each rank some tokens; each all of them, so that
-parts of their gradient are to be added; or there is nothing to exchange.
+"""Distribution over tp of the input of a layer that is split by column: each rank has some tokens (`split`) or all of
+them, so that parts of their gradient are summed (`whole`); or there is nothing to exchange (`none`).
 """
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """Split by column. It adds its bias in any case, and so leaves none to its caller."""
+    """Linear layer that is split by column. It adds its bias itself, whatever `skip_bias_add`."""
 
     exchanges_in_parts = True
 
     def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """[S, 1, in] ([S / tp, 1, in] with sequence-parallel activations) to [S, 1, out / tp]."""
+        """Compute [S, 1, in] ([S / tp, 1, in] with sequence-parallel activations) to [S, 1, out / tp]."""
         sharing = "split" if self.sequence_parallel else "whole" if self.allreduce_dgrad else "none"
         return _linear(self, input_, self.bias, sharing), None
 
 
 class RowLinear(RowParallelLinear):
-    """Split by row. It adds its bias in any case, and so leaves none to its caller: over tp the product of the first
-    rank adds it, before the sum.
+    """Linear layer that is split by row. It adds its bias itself, whatever `skip_bias_add`: in the product of the first
+    tp rank, before the sum.
     """
 
     exchanges_in_parts = True
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """[S, 1, in / tp] to [S, 1, out] ([S / tp, 1, out] with sequence-parallel activations)."""
+        """Compute [S, 1, in / tp] to [S, 1, out] ([S / tp, 1, out] with sequence-parallel activations)."""
         if self.input_size_per_partition == self.input_size:
             return _linear(self, input_, self.bias), None
         group: Any = self.tp_group
@@ -151,10 +149,10 @@ class RowLinear(RowParallelLinear):
 
 
 class WholeLinear(torch.nn.Linear):
-    """Not split: every rank has all of it."""
+    """Linear layer that every rank has all of."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[S, in] to [S, out]."""
+        """Compute [S, in] to [S, out]."""
         return _Linear.apply(input, self.weight, self.bias, "none", None)  # pyright: ignore[reportReturnType]
 
 
@@ -163,8 +161,8 @@ def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing 
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of all ranks' parts, or this rank's tokens of it. `bias`, which is in one of the parts, gets the gradient
-    of the tokens that are here.
+    """Sum of all ranks' parts, or this rank's tokens of it. `bias`, which one part contains, gets the gradient of this
+    rank's tokens.
     """
 
     @staticmethod
@@ -191,7 +189,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        # The parameter itself, which has more than values. It is no part of the graph.
+        # The parameter itself, for its `main_grad`. It is no part of the graph.
         ctx.parameter, ctx.sharing, ctx.group = weight, sharing, group
         whole, _ = _gathered(x, group) if sharing == "split" else (x, None)
         return product(whole, weight.t(), bias)
@@ -201,7 +199,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         of_x = of_weight = gathering = reducing = None
-        # The order in which the device is asked: each exchange is under way while a product is computed.
+        # In the order of issue: each exchange runs beside a product.
         if ctx.needs_input_grad[1] and ctx.sharing == "split":
             x, gathering = _gathered(x, ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
@@ -225,7 +223,7 @@ def _gathered(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) ->
 
 
 def _reduced(grad: Tensor, group: dist.ProcessGroup, sharing: Sharing) -> tuple[Tensor, dist.Work | None]:
-    """The sum over `group`, or this rank's share of it, once the work is done."""
+    """Return the sum over `group`, or this rank's share of it; valid once the work is done."""
     if sharing == "whole":
         return grad, dist.all_reduce(grad, group=group, async_op=True)
     own = grad.new_empty(len(grad) // group.size(), *grad.shape[1:])

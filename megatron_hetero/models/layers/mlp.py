@@ -1,8 +1,7 @@
-"""MLPs, as values; and their torch module, which saves little for the backward pass, and takes its tokens in chunks
-where asked to.
+"""MLPs, as values and as their torch module.
 
-The activation of a gate is SiLU, times what passes it (Shazeer 2020, arXiv 2002.05202): one pass forward and one
-backward where a GPU compiles them, few elsewhere.
+SwiGLU is SiLU of the gate times the rest (Shazeer 2020, arXiv 2002.05202): one pass forward and one backward on a GPU
+with a compiler, a few elsewhere.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from megatron_hetero.hf.weight_map import (
     split_rows,
     whole,
 )
-from megatron_hetero.models.layers.compiled import activated
+from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.overlapped import Overlapping, first_in_parts, parts_of, second_in_parts
-from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens
-from megatron_hetero.models.layers.recompute import not_keeping, remake
+from megatron_hetero.models.layers.parts import MLPPart, Operations, Site, Tokens
+from megatron_hetero.models.layers.recompute import not_saving, recompute
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -45,9 +44,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 
 
 @dataclass(frozen=True)
-class MLP(MainPart):
-    """Two linear layers with an activation between them, as a part of a layer. `gated`: the activation is that of a
-    gate, times what passes it. `stored`: names of the stored linear layers: (gate,) up, down.
+class MLP(MLPPart):
+    """Two linear layers with an activation between them, as a part of a layer. `gated`: the activation of a gate is
+    multiplied by the rest. `stored`: names of the stored linear layers: (gate,) up, down.
     """
 
     hidden: int
@@ -72,7 +71,7 @@ class MLP(MainPart):
         return ("weight", "bias") if self.bias else ("weight",)
 
     def tensors(self) -> TensorShapes:
-        """Weights, each with its bias if there are any."""
+        """Return the weights, each with its bias if there are any."""
         *first, last = self.stored
         sizes = [(name, self.ffn, self.hidden) for name in first] + [(last, self.hidden, self.ffn)]
         return {
@@ -82,7 +81,7 @@ class MLP(MainPart):
         }
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """The first layer is split by rows, the gate above what passes it; the second by columns."""
+        """Split the first layer by rows, the gate above the rest; the second by columns."""
         *first, last = (stored + name for name in self.stored)
         result: dict[str, tuple[TensorSlice, ...]] = {}
         for kind in self._kinds:
@@ -95,16 +94,16 @@ class MLP(MainPart):
         return result
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Products with all weights."""
+        """Count products with all weights."""
         return Operations(tokens.total * (self.first_product + 2 * self.hidden * self.ffn))
 
     def build(self, site: Site, number: int) -> MLPModule:
-        """The torch module."""
+        """Build the torch module."""
         return MLPModule(self, site)
 
 
 def _gate_and_up(names: Sequence[str], ffn: int, part: Share) -> tuple[TensorSlice, ...]:
-    """Gate above up, each with its own padding below it."""
+    """Return gate above up, each with its own padding below."""
     gate, up = names
     rows, length = share(ffn, *part, ALIGNMENT)
     padding = length - (rows[1] - rows[0])
@@ -112,15 +111,14 @@ def _gate_and_up(names: Sequence[str], ffn: int, part: Share) -> tuple[TensorSli
 
 
 class MLPModule(Overlapping):
-    """The torch module of an `MLP`. How its tokens pass, `site.recompute` says:
+    """Torch module of an `MLP`. `site.recompute` controls what it saves:
 
-    selective   the product of gate and up (the output of the activation, without a gate) is computed again
-    chunk       more tokens than that on this rank pass in chunks, and the backward pass of each computes gate and up
-                again: the first of the products, with the all-gather over tp where activations are split. The second,
-                and its communication, are done once
+    selective   the product of gate and up (without a gate, the output of the activation) is recomputed
+    chunk       more tokens than that on this rank pass in chunks, and the backward pass of each recomputes gate and up:
+                the first matrix product, with the all-gather over tp where activations are split
 
-    With activations that are split over tp, each rank gives an equal share of each chunk. All ranks of a tp group have
-    equally many tokens, split or not, and so equally many chunks; over other axes an MLP exchanges nothing.
+    With activations that are split over tp, each rank contributes an equal share of each chunk. All ranks of a tp group
+    have equally many tokens, and so equally many chunks.
     """
 
     what = "an MLP"
@@ -139,39 +137,41 @@ class MLPModule(Overlapping):
         self.linear_fc2 = site.row_linear(ffn, mlp.hidden, bias=mlp.bias, leaves_bias=True, name="fc2")
 
     def linears(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        """The two linear layers."""
+        """Return the two linear layers."""
         return self.linear_fc1, self.linear_fc2
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split) to the same, and a bias to add."""
+        """Compute `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split) to the same and a bias to
+        add.
+        """
         if not self.recompute.chunks(len(hidden) * self.shards):
             return self._at_once(hidden)
         outs, bias = [], None
         for piece in hidden.split(max(1, self.recompute.chunk // self.shards)):
-            with not_keeping(hidden):
-                product = remake(self._product_of_input, piece)
-            with not_keeping(product):
+            with not_saving(hidden):
+                product = recompute(self._product_of_input, piece)
+            with not_saving(product):
                 out, bias = self.linear_fc2(product)
             outs.append(out)
         return torch.cat(outs), bias
 
     def _at_once(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         parts = parts_of(self, len(hidden))
-        together = len(parts) == 1
-        with not_keeping(hidden):
-            wide, bias = self.linear_fc1(hidden) if together else (first_in_parts(self.linear_fc1, hidden, parts), None)
+        in_one = len(parts) == 1
+        with not_saving(hidden):
+            wide, bias = self.linear_fc1(hidden) if in_one else (first_in_parts(self.linear_fc1, hidden, parts), None)
         inputs = (wide,) if bias is None else (wide, bias)
-        product = remake(self._product, *inputs) if self.recompute.selective else self._product(*inputs)
-        with not_keeping(product):
-            return self.linear_fc2(product) if together else second_in_parts(self.linear_fc2, product, parts)
+        product = recompute(self._product, *inputs) if self.recompute.selective else self._product(*inputs)
+        with not_saving(product):
+            return self.linear_fc2(product) if in_one else second_in_parts(self.linear_fc2, product, parts)
 
     def _product_of_input(self, piece: Tensor) -> Tensor:
         return self._product(*self.linear_fc1(piece))
 
     def _product(self, wide: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., 2 ffn] of gate and up to [..., ffn]; without a gate [..., ffn] to the same."""
+        """Compute gate and up [..., 2 ffn] to [..., ffn]; without a gate [..., ffn] to the same."""
         if self.compiled:
-            return activated(wide, bias, self.activation, has_gate=self.has_gate)
+            return run(activated, wide, bias, self.activation, self.has_gate)
         if bias is not None and self.fuses_bias:
             from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
@@ -186,32 +186,32 @@ class MLPModule(Overlapping):
 
 
 def swiglu(wide: Tensor) -> Tensor:
-    """silu(gate) * up, [..., ffn], of gate and up in one tensor [..., 2 ffn], which is all that is kept."""
+    """Return silu(gate) * up, [..., ffn], of gate and up in one tensor [..., 2 ffn], which alone is saved."""
     return _SwiGLU.apply(wide)  # pyright: ignore[reportReturnType]
 
 
 def swiglu_forward(wide: Tensor) -> Tensor:
-    """`swiglu`, without its gradient."""
+    """Forward pass of `swiglu`."""
     gate, up = wide.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu_backward(grad: Tensor, wide: Tensor) -> Tensor:
-    """The gradient of `wide`, as a compiler joins it into one pass."""
+    """Backward pass of `swiglu`, for a compiler."""
     gate, up = wide.chunk(2, dim=-1)
     of_gate = torch.ops.aten.silu_backward(grad * up, gate)
     return torch.cat((of_gate, grad * F.silu(gate)), dim=-1)
 
 
 def swiglu_backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
-    """The gradient of `wide`, each part of it where it belongs."""
-    (gate, up), made = wide.chunk(2, dim=-1), torch.empty_like(wide)
-    of_gate, of_up = made.chunk(2, dim=-1)
+    """Backward pass of `swiglu`, without intermediate copies."""
+    (gate, up), of_wide = wide.chunk(2, dim=-1), torch.empty_like(wide)
+    of_gate, of_up = of_wide.chunk(2, dim=-1)
     activated = F.silu(gate)
     torch.mul(grad, activated, out=of_up)
-    of_activated = torch.mul(grad, up, out=activated)  # It is read no more.
+    of_activated = torch.mul(grad, up, out=activated)
     torch.ops.aten.silu_backward.grad_input(of_activated, gate, grad_input=of_gate)
-    return made
+    return of_wide
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -1,7 +1,6 @@
-"""Norms, as values; and their torch modules: norms of the last dim, that know sequence parallelism and keep their input
-as it is, with one or two numbers for each row.
+"""Norms, as values and as torch modules that save their input and one or two numbers per row.
 
-Megatron's own `WrappedTorchNorm` refuses sequence-parallel activations; all that they need is the mark on the weight.
+Megatron's `WrappedTorchNorm` refuses sequence-parallel activations, which need no more than the mark on the weight.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
-from megatron_hetero.models.layers.parts import MainPart, Site
+from megatron_hetero.models.layers.parts import Part, Site
 
 
 @dataclass(frozen=True)
-class Norm(MainPart):
-    """A norm over `width` elements, as a part of a module. `rms`: root-mean-square; else a layer norm with a bias."""
+class Norm(Part):
+    """A norm of the last dim of `width` elements: root-mean-square if `rms`, else a layer norm with a bias."""
 
     width: int
     eps: float
@@ -30,17 +29,18 @@ class Norm(MainPart):
         return ("weight",) if self.rms else ("weight", "bias")
 
     def tensors(self) -> TensorShapes:
-        """The weight, and the bias of a layer norm."""
+        """Return the weight, and the bias of a layer norm."""
         return dict.fromkeys(self._kinds, (self.width,))
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """All of both on every rank."""
+        """Return all of both on every rank."""
         return {kind: whole(stored + kind, self.width) for kind in self._kinds}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """The norm of the backend."""
+        """Build the backend's norm."""
         config = site.config_of(rms_norm=self.rms)
-        return site.backend.layer_norm(rms_norm=self.rms)(config=config, hidden_size=self.width, eps=self.eps)
+        kind = site.backend.rms_norm if self.rms else site.backend.layer_norm
+        return kind(config=config, hidden_size=self.width, eps=self.eps)
 
 
 class RMSNorm(torch.nn.Module):
@@ -69,14 +69,14 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x * s * weight with s = 1 / sqrt(mean(x^2) + eps), rounded once. PyTorch has kernels for that on CUDA, and
-    elsewhere does it in parts, most of which it keeps.
+    """Compute y = x * s * weight with s = 1 / sqrt(mean(x^2) + eps), rounded once. PyTorch has kernels for that on CUDA
+    alone; elsewhere it would save most intermediate results.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if _has_kernels(x):
-            # The gradient is said here; and a build for CPUs would take the operator to parts above this.
+            # The gradient is below; and a build for CPUs would decompose the operator above this level.
             with torch._C._AutoDispatchBelowAutograd():
                 out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
         else:
@@ -97,14 +97,13 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Nothing need be known of what they do without any row."""
     return x.is_cuda and x.numel() > 0
 
 
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wanted: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of an RMS norm, of its input and its weight where `wanted`, with g = `grad`, s = `scale`:
+    """Return the gradients of an RMS norm's input and weight, where `wanted`, with g = `grad`, s = `scale`:
 
     dx = s * g * weight - x * s^3 * mean(g * weight * x)    dweight = sum over rows of s * g * x
     """

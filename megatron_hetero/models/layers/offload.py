@@ -1,12 +1,9 @@
-"""Which activations leave the device, and how much host memory they take there. Pure.
+"""Offload of saved activations to host memory: see docs/training.md, "Activations in host memory".
 
-Keeps what a stage's layers save for their backward pass in host memory: see docs/training.md, "Activations in host
-memory".
-
-When layer i + 2 begins, the stream that computes waits until the device has copied layer i, whose memory is free from
-then on: however far the host runs ahead, no more than two layers are on the device, and the last one. The method is
-that of vDNN (Rhu et al. 2016, arXiv 1602.08124), by the hooks that `torch.autograd.graph.save_on_cpu` is made of, with
-streams as torchtune's `OffloadActivations` has them.
+When layer i + 2 begins, the computing stream waits until layer i has been copied, whose memory is free from then on:
+however far the host runs ahead, at most two layers are on the device, and the last one. The method is that of vDNN (Rhu
+et al. 2016, arXiv 1602.08124), by the hooks of `torch.autograd.graph.save_on_cpu`, with streams as in torchtune's
+`OffloadActivations`.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ from megatron_hetero.models.layers.recompute import Hooks
 
 @dataclass(frozen=True)
 class OffloadSizes:
-    """`least`: bytes of the smallest memory that is worth a copy; smaller ones stay. `block`: host memory is taken in
-    blocks of so many bytes, which serve tensors of any shape in later steps.
+    """Sizes in bytes. `least`: the smallest memory that is copied. `block`: host memory is allocated in blocks of this
+    size, which serve tensors of any shape in later steps.
     """
 
     least: int
@@ -37,25 +34,25 @@ class OffloadSizes:
 
     @classmethod
     def of(cls, gpu: bool) -> OffloadSizes:
-        """Where a GPU computes: copies that keep the bus busy for longer than it takes to start them. On a CPU, which
-        saves nothing by it: everything, so that small models go through the same code.
+        """Return the sizes for a GPU, whose copies take longer than their launch; or for a CPU, where everything is
+        copied so that small models run the same code.
         """
         return cls(1 << 20, 8 << 20) if gpu else cls(1, 4 << 10)
 
     def on_host(self, size: int) -> int:
-        """Bytes of the blocks that hold `size` bytes of one layer."""
+        """Return the bytes of the blocks for `size` bytes of one layer."""
         return -(-size // self.block) * self.block
 
 
 def offloaded_layers(layers: int) -> int:
-    """How many layers of a stage that has so many are offloaded; they are its first. The backward pass begins with the
-    last one, often at once, and would wait for it: it stays, unless it is the only one.
+    """Return how many of a stage's first layers are offloaded: all but the last one, with which the backward pass
+    begins, often at once; a single layer is offloaded too.
     """
     return max(layers - 1, min(layers, 1))
 
 
 class ActivationOffload:
-    """Of one module on one rank: host memory and streams. All else belongs to one forward pass (`saving`)."""
+    """Host memory and streams of one module on one rank."""
 
     def __init__(self, platform: Platform, sizes: OffloadSizes | None = None):
         self.device, self.sizes = platform.device, sizes or OffloadSizes.of(platform.is_cuda)
@@ -67,8 +64,8 @@ class ActivationOffload:
     def saving(
         self, layers: Sequence[Module], after: Iterable[Module] = (), apart: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """Inside is one forward pass through `layers`, then through `after`, whose activations stay. `apart`: tensors
-        that all layers save, and the last one keeps on the device.
+        """Wrap one forward pass through `layers`, then through `after`, whose activations stay on the device. `apart`:
+        tensors that all layers save, which stay too.
         """
         run = _ForwardPass(self, offloaded_layers(len(layers)), apart)
         hooks = [layer.register_forward_pre_hook(run.begin_layer) for layer in layers]
@@ -84,14 +81,14 @@ class ActivationOffload:
 
 
 class _Lane:
-    """A stream beside the one that computes. On a CPU there is none: copies are made on the spot."""
+    """A stream beside the computing stream. On a CPU there is none, and copies are synchronous."""
 
     def __init__(self, stream: torch.cuda.Stream | None):
         self._stream = stream
 
     @contextlib.contextmanager
     def after_compute(self) -> Iterator[None]:
-        """What is asked for inside runs here, after all that the computing stream was asked for before."""
+        """Inside, work is issued to this stream, behind what the computing stream has been issued so far."""
         if self._stream is None:
             yield
             return
@@ -100,16 +97,16 @@ class _Lane:
             yield
 
     def join(self) -> None:
-        """The computing stream goes on when everything here is done."""
+        """Make the computing stream wait for everything on this one."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-class Copy:
-    """A whole memory that tensors lie in, as it was when it was saved. `device`: its bytes, while they are there."""
+class SavedStorage:
+    """A whole storage as it was when a tensor in it was saved. `device`: its bytes, while they are there."""
 
     def __init__(self, saved: Tensor):
-        # Saved tensors may be views of it, in any number and of any strides.
+        # Saved tensors may be views of it, of any strides.
         count = saved.untyped_storage().nbytes() // saved.itemsize
         self.device: Tensor | None = saved.detach().as_strided((count,), (1,), 0).view(torch.uint8)
         self.version, self.size = saved._version, count * saved.itemsize
@@ -117,15 +114,15 @@ class Copy:
         self.overwritten = False
 
     def send(self, room: HostRoom) -> None:
-        """Copy it to the host; the device has it as before."""
-        assert self.device is not None, "what is copied out is on the device"
+        """Copy it to the host."""
+        assert self.device is not None, "a storage is sent from the device"
         self.host = room.place(self.size)
         for piece, part in zip(self.host, self._parts(self.device), strict=True):
             piece.copy_(part, non_blocking=True)
 
     def leave(self) -> None:
-        """Let go of the device's."""
-        assert self.device is not None, "what leaves the device is on it"
+        """Drop the memory on the device."""
+        assert self.device is not None, "a storage leaves once"
         self.overwritten, self.device = self.device._version != self.version, None
 
     def bring(self, device: Tensor) -> None:
@@ -139,23 +136,21 @@ class Copy:
 
 
 class _Layer:
-    """What a layer saves in one forward pass. `before`: the layer before it, until it has been sent for."""
+    """Storages that a layer saves in one forward pass. `before`: the previous layer, until it is fetched."""
 
     def __init__(self, offload: ActivationOffload, before: _Layer | None, moves: bool):
         self.offload, self.before, self.moves = offload, before, moves
-        self.copies: dict[tuple[int, int], Copy] = {}
+        self.copies: dict[tuple[int, int], SavedStorage] = {}
         self.room = HostRoom(offload.pool)
         self.away = self.arriving = False
 
-    def find(self, x: Tensor) -> Copy | None:
-        """The copy of the memory of `x`, where this layer has saved it, and still has it on the device: until then no
-        other memory can have its address.
-        """
+    def find(self, x: Tensor) -> SavedStorage | None:
+        """Return the saved storage of `x` while it is on the device: until then no other one has its address."""
         return None if self.away else self.copies.get(_identity(x))
 
-    def save(self, x: Tensor) -> Copy:
-        """A copy of the memory of `x`, one for all that lies in it."""
-        return self.find(x) or self.copies.setdefault(_identity(x), Copy(x))
+    def save(self, x: Tensor) -> SavedStorage:
+        """Return the saved storage of `x`, one for all tensors in it."""
+        return self.find(x) or self.copies.setdefault(_identity(x), SavedStorage(x))
 
     def send(self) -> None:
         """Begin to copy to the host."""
@@ -164,17 +159,17 @@ class _Layer:
                 copy.send(self.room)
 
     def leave(self) -> None:
-        """Free the memory on the device, for what runs after the copies."""
+        """Free the memory on the device behind the copies."""
         self.offload.out.join()
         for copy in self.copies.values():
             copy.leave()
         self.away = True
 
     def fetch(self) -> None:
-        """Begin to copy to the device, where it is not on its way."""
+        """Begin to copy to the device, unless that has begun."""
         if not self.away:
             return
-        # Of the computing stream's memory, since that is where it is used and freed.
+        # Allocated on the computing stream, which uses and frees it.
         rooms = [torch.empty(copy.size, dtype=torch.uint8, device=self.offload.device) for copy in self.copies.values()]
         with self.offload.back.after_compute():
             for copy, room in zip(self.copies.values(), rooms, strict=True):
@@ -182,23 +177,23 @@ class _Layer:
         self.away, self.arriving = False, True
 
     def arrive(self) -> None:
-        """Let what runs from now on find it on the device."""
+        """Make the computing stream wait until everything is on the device."""
         self.fetch()
         if self.arriving:
             self.offload.back.join()
             self.arriving = False
-            self.copies.clear()  # Each lives as long as autograd needs it.
+            self.copies.clear()  # Autograd owns each from here on.
             self.room.free()
 
     def reach(self) -> None:
-        """The backward pass has come to this layer."""
+        """Begin the backward pass of this layer, and fetch the one before."""
         self.arrive()
         before, self.before = self.before, None
         if before is not None:
             before.fetch()
 
     def __del__(self) -> None:
-        if self.arriving:  # The backward pass was given up: nobody may get the memory before the copies are done.
+        if self.arriving:  # The backward pass was abandoned: memory is reused only after the copies.
             self.offload.back.join()
 
 
@@ -207,28 +202,28 @@ def _identity(x: Tensor) -> tuple[int, int]:
 
 
 class _Stays:
-    """A saved tensor that stays on the device, in the keeping of outer hooks. `layer`: None after all layers."""
+    """A saved tensor that stays on the device, passed through outer hooks. `layer`: None after all layers."""
 
     def __init__(self, layer: _Layer | None, x: Tensor, outer: Hooks):
         self.layer, self.outer = layer, outer
-        # Not the tensor itself: one that an operation returns would hold that operation, and so itself. But a parameter
-        # as it is, which is known by more than its values.
-        given = x if _is_held(x) else x.detach()
-        self.kept = outer.pack(given)
-        self.version = given._version if self.kept is given is not x else None
+        # Detached, as the output of an operation would refer to the operation, and so to itself; but a parameter as it
+        # is, which has more than values.
+        given = x if _is_owned(x) else x.detach()
+        self.saved = outer.pack(given)
+        self.version = given._version if self.saved is given is not x else None
 
     def unpack(self) -> Tensor:
         if self.layer is not None:
             self.layer.reach()
-        x = self.outer.unpack(self.kept)
+        x = self.outer.unpack(self.saved)
         _require_unchanged(self.version is not None and x._version != self.version, x)
         return x
 
 
 class _Moves:
-    """How a saved tensor lies in a memory that goes to the host. `home`: the layer that takes care of that."""
+    """Geometry of a saved tensor in a storage that is offloaded by the layer `home`."""
 
-    def __init__(self, layer: _Layer, home: _Layer, copy: Copy, x: Tensor):
+    def __init__(self, layer: _Layer, home: _Layer, copy: SavedStorage, x: Tensor):
         self.layer, self.home, self.copy, self.dtype = layer, home, copy, x.dtype
         self.geometry = x.size(), x.stride(), x.storage_offset()
 
@@ -236,18 +231,18 @@ class _Moves:
         self.layer.reach()
         self.home.arrive()
         device = self.copy.device
-        assert device is not None, "what has arrived is on the device"
+        assert device is not None, "an arrived storage is on the device"
         x = device.view(self.dtype).as_strided(*self.geometry)
         _require_unchanged(self.copy.overwritten, x)
         return x
 
 
-def _unpack(kept: Any) -> Tensor:
-    return kept.unpack()
+def _unpack(saved: _Stays | _Moves) -> Tensor:
+    return saved.unpack()
 
 
 def _require_unchanged(changed: bool, x: Tensor) -> None:
-    """What autograd checks itself where there are no hooks."""
+    """Check what autograd checks without hooks."""
     if changed:
         raise RuntimeError(
             f"found a tensor of shape {list(x.shape)} that was modified in place, expected it as it was in the forward "
@@ -265,15 +260,15 @@ class _ForwardPass:
         self.sent: _Layer | None = None
 
     def begin_layer(self, module: Module, *_: Any) -> None:
-        """A layer is about to run."""
+        """Note that a layer is about to run."""
         before = self.layer
         self.end_layers()
         self.layer, self.left = _Layer(self.offload, before, self.left > 0), self.left - 1
-        # Other tensors that share a parameter's memory, which a wrapper may free and fill again.
+        # Tensors that share the memory of a parameter, which a wrapper may free and fill again.
         self.apart |= {p.untyped_storage()._cdata for p in module.parameters()}
 
     def end_layers(self, *_: Any) -> None:
-        """The layer that ran last is done, and the one before it is on the host."""
+        """Send the layer that ran last, after the one before it has left."""
         self.settle()
         if self.layer is not None and self.layer.moves:
             self.layer.send()
@@ -281,13 +276,13 @@ class _ForwardPass:
         self.layer = None
 
     def settle(self) -> None:
-        """The layer that is being copied leaves the device."""
+        """Let the layer that is being copied leave the device."""
         if self.sent is not None:
             self.sent.leave()
             self.sent = None
 
     def pack(self, x: Tensor) -> Any:
-        """What autograd keeps of a tensor that it saves."""
+        """Return what autograd saves for `x`."""
         layer = self.layer
         if layer is None or not self._may_move(x):
             return _Stays(layer, x, self.outer)
@@ -298,70 +293,68 @@ class _ForwardPass:
     def _may_move(self, x: Tensor) -> bool:
         storage = x.untyped_storage()
         large = storage.nbytes() >= self.offload.sizes.least
-        return large and x.device == self.offload.device and not _is_held(x) and storage._cdata not in self.apart
+        return large and x.device == self.offload.device and not _is_owned(x) and storage._cdata not in self.apart
 
 
-def _is_held(x: Tensor) -> bool:
-    """Whether others hold the memory of `x` until the backward pass: of a parameter, or of another leaf, for its
-    gradient, such as what a stage received; or of a view of them.
+def _is_owned(x: Tensor) -> bool:
+    """Whether the memory of `x` lives until the backward pass anyway: it is (a view of) a parameter or another leaf
+    with a gradient, such as what a stage received.
     """
     base = x if x._base is None else x._base
     return isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)
 
 
 class HostPool:
-    """Blocks of equal size in (pinned) host memory. It has as many as were in use at once."""
+    """Blocks of equal size in (pinned) host memory, as many as were in use at a time."""
 
     def __init__(self, platform: Platform, block: int):
-        self.block, self.made = block, 0
+        self.block, self.allocated = block, 0
         self._platform = platform
         self._free: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks."""
-        return self.made * self.block
+        """Bytes of all blocks."""
+        return self.allocated * self.block
 
     @property
-    def lent(self) -> int:
-        """Blocks in use."""
-        return self.made - len(self._free)
+    def in_use(self) -> int:
+        """Number of blocks in use."""
+        return self.allocated - len(self._free)
 
     def take(self) -> Tensor:
-        """A block, uint8 [block], with anything in it."""
+        """Return an uninitialised block, uint8 [block]."""
         if self._free:
             return self._free.pop()
-        self.made += 1
+        self.allocated += 1
         return self._platform.host_zeros(self.block, torch.uint8)
 
     def give_back(self, blocks: list[Tensor]) -> None:
-        """Take blocks back, and empty the list of them. Copies that the device still makes must be ordered before
-        those that it is asked for later.
-        """
+        """Take blocks back and clear the list. Copies that are under way must be ordered before later ones."""
         self._free += blocks
         blocks.clear()
 
 
 class HostRoom:
-    """Room in blocks of a pool, filled byte after byte. Without `free` the blocks return when it is dropped."""
+    """Memory in blocks of a pool, filled from byte to byte. The blocks return to the pool by `free`, or with this
+    object.
+    """
 
     def __init__(self, pool: HostPool):
         self._pool, self._blocks, self._left = pool, list[Tensor](), 0
         finalize(self, pool.give_back, self._blocks).atexit = False
 
     def place(self, size: int) -> list[Tensor]:
-        """The next `size` bytes, in pieces."""
-        return list(self._pieces(size))
-
-    def _pieces(self, size: int) -> Iterator[Tensor]:
-        block = self._pool.block
+        """Return the next `size` bytes, in pieces."""
+        pieces, block = [], self._pool.block
         while size:
             if not self._left:
                 self._blocks.append(self._pool.take())
                 self._left = block
             start, taken = block - self._left, min(size, self._left)
-            yield self._blocks[-1][start : start + taken]
+            pieces.append(self._blocks[-1][start : start + taken])
             self._left, size = self._left - taken, size - taken
+        return pieces
 
     def free(self) -> None:
         """Return the blocks."""

@@ -1,10 +1,10 @@
-"""The two linear layers of an MLP, or of attention, in parts: the exchange of one part over tp runs beside the product
-of another (docs/training.md, "Exchanges beside matrix products"), for sequence-parallel activations.
+"""The two linear layers of an MLP or of attention in parts, for sequence-parallel activations: the exchange of one part
+over tp runs beside the product of another (docs/training.md, "Exchanges beside matrix products").
 
-A *part* is a range of each rank's tokens. Between the two layers the tokens of a part are together, rank after rank,
-and not in their order in the sequence: an MLP need not know; attention brings what it takes and gives into order and
-back. So each product takes rows that lie side by side, and the gradient of a weight is one product of all of them.
-Short products of gradients are exchanged beside the one that gives the weight's gradient.
+A *part* is a range of each rank's tokens. Between the two layers the tokens of a part are contiguous, rank after rank,
+and not in the order of the sequence. An MLP does not depend on the order; attention reorders what it takes and gives.
+So each product takes contiguous rows, and the gradient of a weight is one product. Short products of gradients are
+exchanged beside the product that gives the weight's gradient.
 
 The decomposition is that of Wang et al. 2023 (ASPLOS, "Overlap Communication with Dependent Computation via
 Decomposition"), with collectives in place of a ring.
@@ -24,25 +24,25 @@ from torch.autograd.function import once_differentiable
 from megatron_hetero.models.layers.linear import adds_to_main_grad, gradient_of_weight
 
 TILE = 64
-"""Tokens of a rank that fill tiles of a matrix product, 128 rows or a multiple, with those of others under any tp."""
+"""Tokens of a rank that fill tiles of a matrix product (a multiple of 128 rows) under any tp > 1."""
 
 
 class Overlapping(nn.Module):
-    """A module with two linear layers whose exchanges over tp may be in parts."""
+    """A module with two linear layers whose exchanges over tp can be in parts. `what` names it in messages."""
 
     what = "a module"
     exchanged_in_parts = 1
 
     def linears(self) -> tuple[nn.Module, nn.Module]:
-        """The layer that gathers tokens, and the layer that reduces them."""
+        """Return the layer that gathers tokens and the layer that reduces them."""
         raise NotImplementedError
 
 
 def overlap_exchanges(model: nn.Module, parts: int) -> None:
-    """Let the MLPs and the attention of `model` exchange their tokens over tp in so many parts.
+    """Make the MLPs and the attention of `model` exchange their tokens over tp in so many parts.
 
     Raises:
-        TypeError: one is not made of our linear layers.
+        TypeError: one does not consist of our linear layers.
     """
     for module in model.modules():
         if isinstance(module, Overlapping):
@@ -53,8 +53,8 @@ def overlap_exchanges(model: nn.Module, parts: int) -> None:
 
 
 def parts_of(module: Overlapping, tokens: int) -> tuple[int, ...]:
-    """Tokens of each part, of a rank that has so many; one part where exchanges of the `module` are not to overlap.
-    Long parts are whole tiles, but for the last, so that products in parts take no more of them than one of all tokens.
+    """Return the tokens of each part on a rank with so many; one part if exchanges of `module` do not overlap. All long
+    parts but the last are whole tiles, so that products in parts take no more tiles than a single one.
     """
     parts = min(module.exchanged_in_parts, max(1, tokens))
     if parts > 1 and tokens >= TILE * parts * parts:
@@ -64,8 +64,8 @@ def parts_of(module: Overlapping, tokens: int) -> tuple[int, ...]:
 
 
 class Ahead:
-    """The input of a layer that is split by column, which the gradient of its weight is made of: kept by `kept_ahead`,
-    and gathered when the backward pass gets there.
+    """Input of a layer that is split by column, for the gradient of its weight: saved by `gather_ahead`, and gathered
+    when the backward pass gets there.
     """
 
     def __init__(self, parts: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -73,35 +73,35 @@ class Ahead:
         self._gathered: tuple[Tensor, list[dist.Work]] | None = None
 
     def gather(self, x: Tensor) -> None:
-        """Begin."""
+        """Begin to gather."""
         self._gathered = _gather(x, self._parts, self._group)
 
     def take(self) -> tuple[Tensor, list[dist.Work]]:
-        """[S, 1, in], once the works are done."""
+        """Return [S, 1, in], valid once the works are done."""
         assert self._gathered is not None, "what follows attention goes backward first"
         gathered, self._gathered = self._gathered, None
         return gathered
 
 
-def kept_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
-    """`out` as it is. Before its gradient is passed on, all of `x` [S / tp, 1, in] begins to be gathered: beside the
-    backward pass of what lies between the two.
+def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
+    """Return `out` unchanged. When its gradient arrives, gathering `x` [S / tp, 1, in] begins, beside the backward pass
+    of everything between `x` and `out`.
     """
-    return _KeptAhead.apply(out, x, ahead)  # pyright: ignore[reportReturnType]
+    return _GatherAhead.apply(out, x, ahead)  # pyright: ignore[reportReturnType]
 
 
 def first_in_parts(layer: Any, x: Tensor, parts: Sequence[int], ahead: Ahead | None = None) -> Tensor:
-    """[S / tp, 1, in] to [S, 1, out / tp], in parts. `ahead`: which keeps `x`."""
+    """Compute [S / tp, 1, in] to [S, 1, out / tp] in parts. `ahead`: saves `x`."""
     return _First.apply(x, layer.weight, layer.bias, parts, layer.tp_group, ahead)  # pyright: ignore[reportReturnType]
 
 
 def second_in_parts(layer: Any, x: Tensor, parts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """[S, 1, in / tp], in parts, to [S / tp, 1, out], and the bias that the layer leaves to its caller."""
+    """Compute [S, 1, in / tp] in parts to [S / tp, 1, out], and return a bias that the layer leaves to its caller."""
     out: Any = _Second.apply(x, layer.weight, parts, layer.tp_group)
     return (out, layer.bias) if layer.skip_bias_add or layer.bias is None else (out + layer.bias, None)
 
 
-class _KeptAhead(torch.autograd.Function):
+class _GatherAhead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
         ctx.save_for_backward(x)
@@ -140,7 +140,7 @@ class _First(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         whole = of_x = of_weight = None
         gathering: list[dist.Work] = []
-        # What is sent lives until its work is done.
+        # Tensors that are sent live until their work is done.
         reducing: list[tuple[dist.Work, Tensor]] = []
         if ctx.needs_input_grad[1]:
             whole, gathering = ctx.ahead.take() if ctx.ahead else _gather(x, ctx.parts, ctx.group)
@@ -190,13 +190,13 @@ class _Second(torch.autograd.Function):
 
 
 def _is_narrow(weight: Tensor) -> bool:
-    """Whether the product that gives the gradient of the input is too short to gather the next part beside it."""
+    """Whether the gradient of the input takes too short a product to gather the next part beside it."""
     out, own = weight.shape
     return 2 * own < out
 
 
 def _gather(x: Tensor, parts: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
-    """All ranks' `x`, part by part, when the works are done."""
+    """Gather all ranks' `x` part by part; valid once the works are done."""
     whole = x.new_empty(len(x) * group.size(), *x.shape[1:])
     pieces = zip(x.contiguous().split(parts), _rows(parts, group.size()), strict=True)
     works = [dist.all_gather_into_tensor(whole[rows], piece, group=group, async_op=True) for piece, rows in pieces]
@@ -206,7 +206,7 @@ def _gather(x: Tensor, parts: Sequence[int], group: dist.ProcessGroup) -> tuple[
 def _reduced(
     own: Tensor, x: Tensor, weight: Tensor, parts: Sequence[int], group: dist.ProcessGroup
 ) -> Iterator[tuple[dist.Work, Tensor]]:
-    """Reduce the product of `x` and `weight` over the ranks, each of which gets its tokens of each part in `own`."""
+    """Reduce the product of `x` and `weight` over the ranks: each gets its tokens of each part in `own`."""
     for mine, rows in zip(own.split(parts), _rows(parts, group.size()), strict=True):
         product = x[rows] @ weight
         work: Any = dist.reduce_scatter_tensor(mine, product, group=group, async_op=True)
@@ -214,6 +214,6 @@ def _reduced(
 
 
 def _rows(parts: Sequence[int], ranks: int) -> list[slice]:
-    """The rows of each part between the layers."""
+    """Return the rows of each part between the layers."""
     ends = [ranks * end for end in accumulate(parts, initial=0)]
     return [slice(*bounds) for bounds in pairwise(ends)]

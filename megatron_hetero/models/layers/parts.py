@@ -1,8 +1,8 @@
-"""What modules are made of: parts, as values.
+"""Parts of modules, as values.
 
-A *part* says which tensors it stores, which slices of them the parameters of one rank are, how many operations it
-takes, and how its torch module is built. Layers are made of an attention and an MLP part, modules of layers and ends,
-which are parts too.
+A part says which tensors it stores, which slices of them are the parameters of one rank, how many operations it takes,
+and builds its torch module. A layer consists of an attention and an MLP part, a module of layers and ends, which are
+parts too.
 
 Operations: a multiplication with an addition counts as two. Only what the model asks for counts: matrix products, with
 attention under its mask. Norms, activations, rotary embeddings, padding and recomputation do not, so that the
@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
-from megatron_hetero.models.layers.recompute import EVERYTHING_KEPT, Recompute
+from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
 
 # Megatron-Core is imported where modules are built: estimates need the values alone.
 if TYPE_CHECKING:
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passes:
-    """Which gradients a part computes, in addition to its forward pass: of its input, of its weights.
+    """Which gradients a part computes: of its `inputs`, of its `weights`, a `share` of which trains.
 
-    Both for a part that trains behind others that train; `inputs` only for a frozen part behind others that
-    train; neither for a frozen part with nothing that trains before it. `share`: how much of the weights trains, where
-    not all do.
+    A frozen part behind others that train computes those of inputs alone, a frozen part with nothing that trains before
+    it none.
     """
 
     inputs: bool = True
@@ -44,12 +43,12 @@ class Passes:
 
     @property
     def linear(self) -> float:
-        """The cost of products with weights, where a forward pass is 1."""
+        """Cost of products with weights, relative to a forward pass."""
         return 1 + self.inputs + self.weights * self.share
 
     @property
     def attention(self) -> int:
-        """The cost of products of activations, where a forward pass is 1: both operands need gradients or none."""
+        """Cost of products of activations, relative to a forward pass: both operands need gradients or none."""
         return 3 if self.inputs or self.weights else 1
 
 
@@ -68,8 +67,8 @@ class Operations(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a module computes on: tokens of each sequence, of each window of local attention, and how many of the tokens
-    are supervised.
+    """Tokens that a module computes on: of each sequence, of each window of local attention, and how many of them are
+    supervised.
     """
 
     sequences: Sequence[int]
@@ -78,36 +77,26 @@ class Tokens(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens of all sequences."""
         return sum(self.sequences)
 
 
-class Backend(Protocol):
-    """Which classes build linear layers, norms and attention. They are called as Megatron-Core calls its own."""
+class Backend(NamedTuple):
+    """Classes of layers, which are called as Megatron-Core calls its own."""
 
-    def column_parallel_linear(self) -> Any:
-        """Linear layer that is split by column over tp."""
-        ...
-
-    def row_parallel_linear(self) -> Any:
-        """Linear layer that is split by row over tp."""
-        ...
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Any:
-        """Root-mean-square norm, or layer norm."""
-        ...
-
-    def core_attention(self) -> Any:
-        """Attention without its projections."""
-        ...
+    column_linear: Any
+    row_linear: Any
+    rms_norm: Any
+    layer_norm: Any
+    attention: Any
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Where and how a module is built: its groups of this rank, the device, the classes of its linear layers.
+    """Groups, device and classes of layers with which this rank builds a module.
 
-    `sequence_parallel`: whether activations between layers are split over tp, if tp > 1. `compile_layers`: what lies
-    between matrix products and attention is compiled.
+    `sequence_parallel`: whether activations between layers are split over tp, if tp > 1. `compile_layers`: whether
+    operations between matrix products and attention are compiled.
     """
 
     groups: ModuleGroups
@@ -115,7 +104,7 @@ class Site:
     backend: Backend
     dtype: torch.dtype
     sequence_parallel: bool
-    recompute: Recompute = EVERYTHING_KEPT
+    recompute: Recompute = NO_RECOMPUTE
     compile_layers: bool = False
 
     @property
@@ -130,11 +119,11 @@ class Site:
 
     @cached_property
     def config(self) -> TransformerConfig:
-        """Configuration for Megatron's classes that ask for no width of it."""
+        """Configuration for those of Megatron's classes that take no width from it."""
         return self.config_of()
 
     def config_of(self, *, rms_norm: bool = True, **fields: Any) -> TransformerConfig:
-        """Configuration for Megatron's classes, with these fields: weights will be loaded, and nothing is drawn."""
+        """Return a configuration for Megatron's classes with these fields. Weights are not initialised."""
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         bf16 = self.dtype == torch.bfloat16
@@ -160,26 +149,34 @@ class Site:
         )
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool, leaves_bias: bool = False, name: str = "") -> Any:
-        """Linear layer that is split by column. `leaves_bias`: to its caller, which may add it with something else.
-        `name`: of its exchanges, for Transformer Engine.
+        """Build a linear layer that is split by column. `leaves_bias`: its caller adds the bias. `name`: of its
+        exchanges, for Transformer Engine.
         """
-        named = {"tp_comm_buffer_name": name} if name else {}
-        return self.backend.column_parallel_linear()(
-            inputs, outputs, config=self.config, init_method=None, gather_output=False, bias=bias,
-            skip_bias_add=leaves_bias, is_expert=False, tp_group=self.groups.tp, **named,
-        )  # fmt: skip
+        return self.backend.column_linear(
+            inputs, outputs, gather_output=False, **self._of_linear(bias, leaves_bias, name)
+        )
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, leaves_bias: bool = False, name: str = "") -> Any:
-        """Linear layer that is split by row, see `column_linear`."""
+        """Build a linear layer that is split by row, see `column_linear`."""
+        return self.backend.row_linear(
+            inputs, outputs, input_is_parallel=True, **self._of_linear(bias, leaves_bias, name)
+        )
+
+    def _of_linear(self, bias: bool, leaves_bias: bool, name: str) -> dict[str, Any]:
         named = {"tp_comm_buffer_name": name} if name else {}
-        return self.backend.row_parallel_linear()(
-            inputs, outputs, config=self.config, init_method=None, input_is_parallel=True, bias=bias,
-            skip_bias_add=leaves_bias, is_expert=False, tp_group=self.groups.tp, **named,
-        )  # fmt: skip
+        return {
+            "config": self.config,
+            "init_method": None,
+            "bias": bias,
+            "skip_bias_add": leaves_bias,
+            "is_expert": False,
+            "tp_group": self.groups.tp,
+            **named,
+        }
 
     def mark(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Mark parameters that each tp rank uses on its own tokens where activations are split: their gradients are
-        added over tp. Returns `module`.
+        """Mark the parameters of `module`, and return it: where activations are split each tp rank uses them on its own
+        tokens, and gradients are summed over tp.
         """
         for parameter in module.parameters():
             parameter.sequence_parallel = self.splits_activations  # pyright: ignore[reportAttributeAccessIssue]
@@ -188,104 +185,77 @@ class Site:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A tensor that is in checkpoints, and in no folder.
+    """A tensor that checkpoints store and no model folder.
 
-    Attributes:
-        draw: its first values, fp32, for a shape and a generator. The whole tensor is drawn, by its name and the seed
-            of the run, and then cut: so they are the same in every layout.
-        exported: whether an exported folder has it.
+    `draw` returns its first values, fp32, for a shape and a generator. The whole tensor is drawn, seeded by its name
+    and the run, and then cut, so that it is equal in every layout. `exported`: whether an exported folder has it.
     """
 
     draw: Callable[[tuple[int, ...], torch.Generator], torch.Tensor]
     exported: bool = False
 
 
-class Part(Protocol):
-    """A part of a layer, or an end of a module. Names of tensors and parameters are relative to where the part is."""
+class Part:
+    """A part of a layer, or an end of a module. Names of tensors and parameters are relative to where the part is.
 
-    @property
-    def views(self) -> tuple[str, ...]:
-        """The views that its parameters belong to."""
-        ...
+    Parts are frozen dataclasses that implement `tensors` and `build`, and either `slices` or, with parameters of
+    further views, `views` and `weight_map`.
+    """
+
+    views: tuple[str, ...] = (MAIN,)
+    """Views that its parameters belong to."""
 
     def tensors(self) -> TensorShapes:
-        """The stored tensors with their shapes, in the order in which they are written."""
-        ...
-
-    def drawn(self) -> Mapping[str, Drawn]:
-        """The tensors among them that no folder stores."""
-        ...
-
-    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
-        """The parameters of `view` in the order of the torch module, and the slices that they are for one `share` of
-        it. `stored`: what the names of tensors begin with.
-        """
-        ...
-
-    def operations(self, tokens: Tokens) -> Operations:
-        """Operations of the forward pass over all ranks."""
-        ...
-
-    def build(self, site: Site, number: int) -> torch.nn.Module:
-        """The torch module, without values of weights. `number`: of the layer in the whole module."""
-        ...
-
-
-class MainPart:
-    """A part whose parameters are all of the main view, and which computes no products unless it says so."""
-
-    views = (MAIN,)
-
-    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
-        """See `Part.weight_map`."""
-        return self.slices(stored, share) if view == MAIN else {}
-
-    def slices(self, stored: str, share: Share) -> WeightMap:
-        """The map of all parameters."""
+        """Return the stored tensors with their shapes, in the order in which they are written."""
         raise NotImplementedError
 
     def drawn(self) -> Mapping[str, Drawn]:
-        """None."""
+        """Return those of the tensors that no folder stores."""
         return {}
 
+    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+        """Return the parameters of `view` in the order of the torch module, and the slices of stored tensors that they
+        are for one `share` of it. `stored`: prefix of the names of tensors.
+        """
+        return self.slices(stored, share) if view == MAIN else {}
+
+    def slices(self, stored: str, share: Share) -> WeightMap:
+        """Return the `weight_map` of a part whose parameters are all of the main view."""
+        raise NotImplementedError
+
     def operations(self, tokens: Tokens) -> Operations:
-        """None."""
+        """Return the operations of the forward pass over all ranks."""
         return Operations()
 
-
-class AttentionPart(Part, Protocol):
-    """Exchanges information between tokens."""
-
-    @property
-    def heads(self) -> int:
-        """Heads of queries, which tp and sp divide."""
-        ...
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of keys and values, which are repeated where tp and sp are more."""
-        ...
-
-    @property
-    def windowed(self) -> bool:
-        """Whether tokens see their window only, so that no axis that splits tokens exchanges anything."""
-        ...
+    def build(self, site: Site, number: int) -> torch.nn.Module:
+        """Build the torch module, without values of weights. `number`: of the layer in the whole module."""
+        raise NotImplementedError
 
 
-class MLPPart(Part, Protocol):
+class AttentionPart(Part):
+    """Exchanges information between tokens. `heads`: of queries, a multiple of tp·sp. `kv_heads`: of keys and values,
+    repeated if tp·sp is larger. `windowed`: whether tokens see only their window, so that no axis exchanges anything.
+    """
+
+    heads: int
+    kv_heads: int
+    windowed: bool
+
+
+class MLPPart(Part):
     """Works on each token by itself."""
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Widths that are split over tp, with padding."""
-        ...
+        return ()
 
     @property
     def first_product(self) -> int:
-        """Operations per token up to what is computed again where tokens pass in chunks."""
-        ...
+        """Operations per token up to what is recomputed where tokens pass in chunks."""
+        return 0
 
 
 def named(name: str, weights: WeightMap) -> WeightMap:
-    """`weights` of a part that is called `name`."""
+    """Return `weights` with `name` before each parameter."""
     return {f"{name}.{own}": slices for own, slices in weights.items()}

@@ -1,5 +1,5 @@
 """Rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864), in the half-split form of GPT-NeoX, computed
-in fp32 and rounded once. In one pass each way where a GPU compiles it, few elsewhere.
+in fp32 and rounded once: in one pass each way on a GPU with a compiler, in a few elsewhere.
 
 Shape suffixes: n tokens without padding, S tokens with padding, G groups of heads of this rank, H heads, D elements per
 head. A table [2, n, D] has the cosines and sines of each token.
@@ -21,63 +21,53 @@ from megatron_hetero.groups.platform import compiles_for, on_device
 from megatron_hetero.models.layers.compiled import run
 
 
-@lru_cache(maxsize=16)
-def rotary_frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
-    """theta^(-2i / dim) for i below dim / 2, fp32. Computed on the host as `transformers` does, and moved once."""
-    return on_device(1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), device)
-
-
-def axial_table(positions_2n: Tensor, theta: float, head_dim: int) -> Tensor:
-    """Cosines and sines of the 2-D rotary embedding, fp32 [2, n, head_dim]: half of the angles by row, half by
-    column.
-    """
-    frequencies = rotary_frequencies(theta, head_dim // 2, positions_2n.device)
-    angles = (positions_2n[..., None].float() * frequencies).transpose(0, 1).flatten(1)
-    return _cosines_and_sines(angles)
-
-
-def multimodal_table(positions_3n: Tensor, theta: float, head_dim: int, turns: tuple[int, ...]) -> Tensor:
-    """Cosines and sines of the multimodal rotary embedding, fp32 [2, n, head_dim].
-
-    `turns`: for each frequency the position that it turns with: 0 time, 1 height, 2 width (Wang et al. 2024,
-    arXiv 2409.12191).
-    """
-    device = positions_3n.device
-    frequencies = rotary_frequencies(theta, head_dim, device)
-    return _cosines_and_sines(positions_3n[_index(turns, device)].transpose(0, 1).float() * frequencies)
-
-
 class Rotary(Protocol):
-    """How positions turn queries and keys."""
+    """Rotary embedding of queries and keys."""
 
     def table(self, positions: Tensor) -> Tensor:
-        """Cosines and sines, fp32 [2, n, head_dim], of `positions` [dims, n]."""
+        """Return cosines and sines, fp32 [2, n, head_dim], of `positions` [dims, n]."""
         ...
 
 
 @dataclass(frozen=True)
 class AxialRotary:
-    """2-D rotary embedding, see `axial_table`."""
+    """2-D rotary embedding: half of the angles turn with the row, half with the column."""
 
     theta: float
     head_dim: int
 
     def table(self, positions: Tensor) -> Tensor:
-        """Of rows and columns, the first two dims of `positions`."""
-        return axial_table(positions[:2], self.theta, self.head_dim)
+        """Return the table of rows and columns, the first two dims of `positions`."""
+        frequencies = _frequencies(self.theta, self.head_dim // 2, positions.device)
+        return _cosines_and_sines((positions[:2, :, None].float() * frequencies).transpose(0, 1).flatten(1))
 
 
 @dataclass(frozen=True)
 class MultimodalRotary:
-    """Rotary embedding of time, height and width, see `multimodal_table`."""
+    """Rotary embedding of time, height and width (Wang et al. 2024, arXiv 2409.12191). `turns`: the position that each
+    frequency turns with: 0 time, 1 height, 2 width.
+    """
 
     theta: float
     head_dim: int
     turns: tuple[int, ...]
 
     def table(self, positions: Tensor) -> Tensor:
-        """Of all three dims of `positions`."""
-        return multimodal_table(positions, self.theta, self.head_dim, self.turns)
+        """Return the table of `positions` [3, n]."""
+        device = positions.device
+        frequencies = _frequencies(self.theta, self.head_dim, device)
+        return _cosines_and_sines(positions[_index(self.turns, device)].transpose(0, 1).float() * frequencies)
+
+
+@lru_cache(maxsize=16)
+def _frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
+    """Return theta^(-2i / dim) for i below dim / 2, fp32, computed on the host as in `transformers`."""
+    return on_device(1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), device)
+
+
+@lru_cache(maxsize=16)
+def _index(turns: tuple[int, ...], device: torch.device) -> Tensor:
+    return on_device(torch.tensor(turns), device)
 
 
 def _cosines_and_sines(angles: Tensor) -> Tensor:
@@ -85,15 +75,9 @@ def _cosines_and_sines(angles: Tensor) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-@lru_cache(maxsize=16)
-def _index(turns: tuple[int, ...], device: torch.device) -> Tensor:
-    """Moved to the device once."""
-    return on_device(torch.tensor(turns), device)
-
-
 class Order(NamedTuple):
-    """How n tokens of a sequence lie in S rows. `rows`: int64 [n], the row of each token; `tokens`: int64 [S], the
-    token of each row, n or more where that has none.
+    """Order of n tokens of a sequence in S rows. `rows`: int64 [n], the row of each token. `tokens`: int64 [S], the
+    token of each row, n or more for a row without one.
     """
 
     rows: Tensor
@@ -101,73 +85,61 @@ class Order(NamedTuple):
 
     @classmethod
     def of_parts(cls, parts: tuple[int, ...], ranks: int, tokens: int, device: torch.device) -> Self:
-        """Part after part the tokens that each of the ranks has in it, as many as `parts` say: those of the first rank
-        are the first in the sequence. `tokens`: of the sequence, which padding follows.
+        """Return the order in which each part has its tokens of every rank, in `parts` of so many of each rank's
+        tokens. The first rank has the first tokens of the sequence of `tokens`, which padding follows.
         """
         rows, of_rows = _both_ways(parts, ranks, device)
         return cls(rows[:tokens], of_rows)
 
     def chosen(self, x: Tensor) -> Tensor:
-        """[n, ...], the tokens of `x` [S, ...] in order."""
-        return _Chosen.apply(x, self)  # pyright: ignore[reportReturnType]
+        """Return [n, ...], the tokens of `x` [S, ...] in order."""
+        return _Reordered.apply(x, self, False)  # pyright: ignore[reportReturnType]
 
     def placed(self, x: Tensor) -> Tensor:
-        """[S, ...], the tokens `x` [n, ...] in their rows, and zeros elsewhere."""
-        return _Placed.apply(x, self)  # pyright: ignore[reportReturnType]
+        """Return [S, ...], the tokens `x` [n, ...] in their rows, and zeros elsewhere."""
+        return _Reordered.apply(x, self, True)  # pyright: ignore[reportReturnType]
 
 
 @lru_cache(maxsize=16)
 def _both_ways(parts: tuple[int, ...], ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The row of each token, and the token of each row; padding, too."""
+    """Return the row of each token, and the token of each row, padding included."""
     by_part = torch.arange(sum(parts) * ranks).split([ranks * tokens for tokens in parts])
     by_rank = [rows.view(ranks, tokens) for rows, tokens in zip(by_part, parts, strict=True)]
     rows = torch.cat(by_rank, dim=1).flatten()
     return on_device(rows, device), on_device(rows.argsort(), device)
 
 
-class _Chosen(torch.autograd.Function):
+class _Reordered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
-        ctx.order = order
-        return x.index_select(0, order.rows)
+    def forward(ctx: Any, x: Tensor, order: Order, into_rows: bool) -> Tensor:
+        ctx.order, ctx.into_rows = order, into_rows
+        return _place(x, order) if into_rows else x.index_select(0, order.rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _place(grad, ctx.order), None
-
-
-class _Placed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
-        ctx.order = order
-        return _place(x, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.index_select(0, ctx.order.rows), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.index_select(0, ctx.order.rows) if ctx.into_rows else _place(grad, ctx.order), None, None
 
 
 def _place(x: Tensor, order: Order) -> Tensor:
     length = len(order.tokens)
-    make = x.new_empty if length == len(x) else x.new_zeros
-    return make(length, *x.shape[1:]).index_copy_(0, order.rows, x)
+    allocate = x.new_empty if length == len(x) else x.new_zeros
+    return allocate(length, *x.shape[1:]).index_copy_(0, order.rows, x)
 
 
 def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
-    """`x` with each pair of elements turned by its angle."""
+    """Turn each pair of elements of `x` by its angle."""
     return _Rotate.apply(x_nHD, table_2nD)  # pyright: ignore[reportReturnType]
 
 
 def rotated_heads(
     mixed: Tensor, table_2nD: Tensor, dim: int, order: Order | None = None, *, members: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, rotated, and values, [n, H, D] each, of a projection [S, 1, G, heads of a group * D]: a group's
-    queries, its key and its value. `dim`: D. `order`: of the projection's tokens, where they are not in order.
+    """Return rotated queries and keys, and values, [n, H, D] each, of a projection [S, 1, G, heads of a group * D]: a
+    group's queries, its key and its value. `dim`: D. `order`: of the projection's tokens, if they are not in order.
 
-    `members`: of a group that exchanges heads for tokens; where there are several, [n, members, H / members, D] each.
-    Their gradients come as views of what has been exchanged, which have that shape alone.
+    `members`: size of a group that exchanges heads for tokens; if larger than 1, the results are
+    [n, members, H / members, D], the only shape of which their gradients are views after the exchange.
     """
     if order is not None and not _in_one_pass(mixed, table_2nD):
         mixed, order = order.chosen(mixed), None
@@ -175,7 +147,7 @@ def rotated_heads(
 
 
 def split_heads(mixed: Tensor, tokens: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [n, G, heads of a group, D] of a projection's queries, keys and values, see `rotated_heads`."""
+    """Return views [n, G, heads of a group, D] of a projection's queries, keys and values, see `rotated_heads`."""
     heads = _of_tokens(mixed, tokens, dim)
     q, k, v = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
     return q, k, v
@@ -187,23 +159,23 @@ def _of_tokens(mixed: Tensor, tokens: int, dim: int) -> Tensor:
 
 
 def _turn(x: Tensor, table_2nD: Tensor, out: Tensor, *, along: Tensor | None = None, back: bool = False) -> None:
-    """`x` [n, ..., D] into `out`: halves (a, b) to (a cos - b sin, b cos + a sin); with `back` the adjoint of that.
-    `along`: `_along` of it, where it is known.
+    """Turn `x` [n, ..., D] into `out`: halves (a, b) to (a cos - b sin, b cos + a sin); with `back` the adjoint of
+    that. `along`: the result of `_along`, if it is known.
     """
     along = _along(x, table_2nD) if along is None else along
     sines = _by_heads(table_2nD[1], x).chunk(2, dim=-1)
     parts = zip(along.chunk(2, dim=-1), x.chunk(2, dim=-1)[::-1], sines[:: -1 if back else 1], strict=True)
-    for (kept, other, sin), to, sign in zip(parts, out.chunk(2, dim=-1), (1, -1) if back else (-1, 1), strict=True):
-        torch.addcmul(kept, other, sin, value=sign, out=to)
+    for (own, other, sin), to, sign in zip(parts, out.chunk(2, dim=-1), (1, -1) if back else (-1, 1), strict=True):
+        torch.addcmul(own, other, sin, value=sign, out=to)
 
 
 def _along(x: Tensor, table_2nD: Tensor) -> Tensor:
-    """What stays of each element where it is, fp32."""
+    """Multiply each element by its cosine, in fp32."""
     return x * _by_heads(table_2nD[0], x)
 
 
 def _in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
-    """Whether it is compiled, which of one token, or none, is not worth it."""
+    """Whether to compile, which does not pay for less than two tokens."""
     return compiles_for(x) and table_2nD.shape[1] > 1
 
 
@@ -233,7 +205,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _RotatedHeads(torch.autograd.Function):
-    """No output is a view of the projection, all of which it would keep for the backward pass."""
+    """No output is a view of the projection, all of which it would save for the backward pass."""
 
     @staticmethod
     def forward(
@@ -242,10 +214,10 @@ class _RotatedHeads(torch.autograd.Function):
         ctx.save_for_backward(table_2nD)
         ctx.shape, ctx.dim, ctx.order = mixed.shape, dim, order
         if _in_one_pass(mixed, table_2nD):
-            made = run(heads_turned, mixed, *table_2nD.unbind(), dim, None if order is None else order.rows)
+            out = run(heads_turned, mixed, *table_2nD.unbind(), dim, None if order is None else order.rows)
         else:
-            made = _heads_turned_by_parts(mixed, table_2nD, dim)
-        return made if members == 1 else tuple(x.unflatten(1, (members, -1)) for x in made)
+            out = _heads_turned_by_parts(mixed, table_2nD, dim)
+        return out if members == 1 else tuple(x.unflatten(1, (members, -1)) for x in out)
 
     @staticmethod
     @once_differentiable
@@ -258,7 +230,7 @@ class _RotatedHeads(torch.autograd.Function):
 
 def _heads_turned_by_parts(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:
     heads = _of_tokens(mixed, table_2nD.shape[1], dim)
-    # Queries and keys lie side by side.
+    # Queries and keys are side by side.
     parts = (heads.shape[2] - 2, 1)
     alongs = _along(heads[:, :, :-1], table_2nD).split(parts, dim=2)
     outs = tuple(heads.new_empty(*heads.shape[:2], part, dim) for part in parts)
@@ -268,7 +240,7 @@ def _heads_turned_by_parts(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[
 
 
 def _heads_turned_back(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    # Without memory: it is as long as the projection.
+    # Takes no memory, and is as long as the projection.
     tokens = grads[0].new_empty(ctx.shape[0], 0) if ctx.order is None else ctx.order.tokens
     return run(heads_turned_back, *grads, *table_2nD.unbind(), tokens).view(ctx.shape)
 
@@ -286,8 +258,8 @@ def _heads_turned_back_by_parts(ctx: Any, table_2nD: Tensor, grads: Sequence[Ten
 
 
 def _alike(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """A gradient [n, H, D] or [n, members, H / members, D], and its place [n, G, heads, D], by group and, where there
-    are members, by member: views, as no gradient by member is one by head.
+    """Return a gradient [n, H, D] or [n, members, H / members, D] and its place [n, G, heads, D] in one shape: by group
+    and, with members, by member, since no gradient by member is a view by head.
     """
     groups, heads = place.shape[1:3]
     if grad.dim() == 3:
@@ -296,23 +268,23 @@ def _alike(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     return grad.unflatten(2, (groups // members, heads)), place.unflatten(1, (members, -1))
 
 
-# ------------------------------------------------------------------------------------- as a compiler joins it
+# ---------------------------------------------------------------------------------- functions that are compiled
 
 
 def turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """As `rotate`."""
+    """Forward pass of `rotate`."""
     return _turned_by(x, cosines_nD, _signed(sines_nD))
 
 
 def turned_back(grad: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """The adjoint of `turned`."""
+    """Backward pass of `rotate`, the adjoint of `turned`."""
     return _turned_by(grad, cosines_nD, _signed(sines_nD).flip(1))
 
 
 def heads_turned(
     mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rotated_heads`. `rows`: those of the tokens."""
+    """Forward pass of `rotated_heads`. `rows`: the row of each token, if they are not in order."""
     heads = mixed.view(len(mixed), mixed.shape[-2], mixed.shape[-1] // dim, dim)
     parts = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
     q, k, v = (x[: len(cosines_nD)] if rows is None else x[rows] for x in parts)
@@ -323,8 +295,8 @@ def heads_turned(
 def heads_turned_back(
     of_q: Tensor, of_k: Tensor, of_v: Tensor, cosines_nD: Tensor, sines_nD: Tensor, tokens: Tensor
 ) -> Tensor:
-    """The adjoint of `heads_turned`: [S, G, heads of a group, D]. `tokens`: that of each row, n or more where there is
-    none, [S]; or, where they are in order, something that is as long, [S, 0].
+    """Backward pass of `rotated_heads`: [S, G, heads of a group, D]. `tokens`: [S], the token of each row, n or more
+    for a row without one; if they are in order, anything [S, 0].
     """
     count = len(of_v)
     groups, dim = of_v.shape[1:-1].numel(), of_v.shape[-1]
@@ -339,13 +311,13 @@ def heads_turned_back(
 
 
 def _turned_by(x: Tensor, cosines_nD: Tensor, sines_n2h: Tensor) -> Tensor:
-    """Each half of `x` [n, ..., D] times the cosines, and the other half times the sines."""
+    """Add each half of `x` [n, ..., D] times the cosines and the other half times the sines."""
     halves = x.unflatten(-1, (2, -1)).float()
     cosines, sines = (part.view(len(x), *[1] * (x.dim() - 2), *halves.shape[-2:]) for part in (cosines_nD, sines_n2h))
     return (halves * cosines + halves.flip(-2) * sines).flatten(-2).to(x.dtype)
 
 
 def _signed(sines_nD: Tensor) -> Tensor:
-    """[n, 2, D / 2], of the first half the negative."""
+    """Return [n, 2, D / 2], the first half negated."""
     signs = 2 * torch.arange(2, device=sines_nD.device) - 1
     return sines_nD.unflatten(-1, (2, -1)) * signs[:, None]

@@ -1,20 +1,18 @@
-"""What attention exchanges between the ranks that share a sequence: heads for tokens under `sp`, keys and values under
-`cp`.
+"""Segments of attention in a pack, and what attention exchanges between the ranks that share a sequence: heads for
+tokens under `sp`, keys and values under `cp`.
 
 Shape suffixes: n tokens of this rank, N of all members of the group, H heads of this rank, m members of the group,
 D elements per head, c columns.
 
     sp   ulysses_scatter_heads    one all-to-all each way     [n, H, D] -> [N, H / m, D]
-         ulysses_gather_heads    one all-to-all each way     [N, H / m * D] -> [n, H * D]
-    cp   gather_keys         one all-gather forward, one reduce-scatter backward
-                             [n, H, D] -> [keys that this rank's queries see, H, D]
+         ulysses_gather_heads     one all-to-all each way     [N, H / m * D] -> [n, H * D]
+    cp   gather_keys              one all-gather forward, one reduce-scatter backward
+                                  [n, H, D] -> [keys that this rank's queries see, H, D]
 
-Lengths are part of the plan and known to every member, so that members without tokens take part like all others.
+Every member knows all lengths, so that members without tokens take part in the same exchanges.
 
 Sources: Ulysses, Jacobs et al. 2023, arXiv 2309.14509; context parallelism that gathers keys and values, Llama Team
 2024, arXiv 2407.21783, section 3.3.2.
-
-The segments of attention in a pack, as kernels take them.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ from megatron_hetero.layout.context import AttentionSegments
 def ulysses_scatter_heads(
     q_nHD: Tensor, k_nHD: Tensor, v_nHD: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give away heads, receive tokens: [n, H, D] to [N, H / m, D] for each, in one all-to-all.
+    """Exchange heads for tokens: [n, H, D] to [N, H / m, D] for each, in one all-to-all.
 
-    Those that are [n, m, H / m, D] already have gradients of that shape: without a copy, of which each would be one.
-    Key/value heads fewer than m are repeated first, so that each member gets those that its query heads use.
+    Inputs may be [n, m, H / m, D] already, which spares a copy of their gradients. Fewer key/value heads than m are
+    repeated first, so that each member gets those that its query heads use.
     """
     members = group.size()
     parts = [_by_member(x, members) for x in (q_nHD, k_nHD, v_nHD)]
@@ -56,7 +54,7 @@ def ulysses_scatter_heads(
 
 
 def ulysses_gather_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Give away tokens, receive heads: [N, H / m * D] to [n, H * D]."""
+    """Exchange tokens for heads: [N, H / m * D] to [n, H * D]."""
     members, mine = group.size(), lengths[group.rank()]
     received = _all_to_all(x_Nc, list(lengths), [mine] * members, group)
     return received.unflatten(0, (members, mine)).transpose(0, 1).flatten(1)
@@ -65,16 +63,15 @@ def ulysses_gather_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.Pro
 def gather_keys(
     k_nHD: Tensor, v_nHD: Tensor, lengths: tuple[int, ...], index: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values at `index` (of `padded_index`) among all members' tokens: [len(index), H, D] for each.
-
-    One all-gather; the backward pass is one reduce-scatter. `lengths`: tokens of each member.
+    """Gather keys and values over the group and select those at `index` (see `padded_index`): [len(index), H, D] for
+    each. `lengths`: tokens of each member.
     """
     gathered = _gather_padded(torch.cat((k_nHD, v_nHD), dim=1), max(lengths), group)
     return gathered.index_select(0, index).chunk(2, dim=1)  # pyright: ignore[reportReturnType]
 
 
 def padded_index(index: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """`index` counts over the members' tokens one after the other; the result over members padded to the longest.
+    """Convert an index into all members' tokens to one into members that are padded to the longest.
 
     >>> padded_index(np.array([0, 1, 2, 3]), (1, 0, 3)).tolist()
     [0, 6, 7, 8]
@@ -85,7 +82,7 @@ def padded_index(index: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def _by_member(x: Tensor, members: int) -> Tensor:
-    """[n, m, heads of a member, D]."""
+    """Return [n, m, heads of a member, D]."""
     if x.dim() == 4:
         return x
     copies = math.lcm(x.shape[1], members) // x.shape[1]
@@ -112,9 +109,8 @@ def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.Pro
 
 
 class _GatherPadded(torch.autograd.Function):
-    """Everybody's rows, each member's padded with zeros to `longest`: [n, ...] to [m * longest, ...].
-
-    The gradients that the members hold are parts of one sum: the backward pass adds them up where the row came from.
+    """Gather all members' rows, padded with zeros to `longest`: [n, ...] to [m * longest, ...]. The backward pass sums
+    the members' gradients.
     """
 
     @staticmethod
@@ -137,7 +133,7 @@ def _gather_padded(x: Tensor, longest: int, group: dist.ProcessGroup) -> Tensor:
 
 
 class ShapeBucket(NamedTuple):
-    """The `segments` (their number) of so many `queries` and `keys` each."""
+    """Number of `segments` that have so many `queries` and `keys`."""
 
     queries: int
     keys: int
@@ -146,16 +142,14 @@ class ShapeBucket(NamedTuple):
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """Segments of attention in a pack (`megatron_hetero.layout.context`): queries attend within their own segment
-    only.
+    """Segments of attention in a pack (`megatron_hetero.layout.context`): queries attend within their own segment.
 
-    A Megatron `PackedSeqParams` (what kernels that take all segments at once read: where queries and keys of each
-    segment begin, int32 [segments + 1] on the device, and the longest). What kernels need that take segments of one
-    shape at a time is made at first use, and kept for the other layers: `buckets`, `order`, `key_order` and
-    `causal_mask`.
+    This is a Megatron `PackedSeqParams` for kernels that take all segments at once, with the offsets of queries and
+    keys, int32 [segments + 1] on the device. Kernels that take segments of one shape at a time use `buckets`, `order`,
+    `key_order` and `causal_mask`, which are computed once for all layers.
 
-    `key_index`: int64 [K], where the keys of the segments stand in the padded gather of all context-parallel members'
-    tokens; None where they are this member's own tokens in their order.
+    `key_index`: int64 [K], the positions of the segments' keys in the padded gather of all `cp` members' tokens; None
+    if the keys are this member's own tokens in order.
     """
 
     segments: AttentionSegments = field(default=AttentionSegments((), ()), repr=False)
@@ -164,16 +158,14 @@ class PackedSegments(PackedSeqParams):
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSegments:
-        """Whole sequences of `lengths` tokens, one after the other. Empty ones are dropped."""
+        """Return whole sequences of `lengths` tokens, one after the other, without empty ones."""
         return cls.of_segments(AttentionSegments.whole(lengths), device)
 
     @classmethod
     def of_segments(
         cls, segments: AttentionSegments, device: torch.device, cp_lengths: Sequence[int] = ()
     ) -> PackedSegments:
-        """What one context-parallel member attends to. `cp_lengths`, the tokens of each member, are needed where the
-        segments have a `key_index`.
-        """
+        """Return the segments of one `cp` member. `cp_lengths`: tokens of each member, needed with a `key_index`."""
         index = None if segments.key_index is None else padded_index(segments.key_index, cp_lengths)
         cu_queries = _cumulated(segments.queries, device)
         return cls(
@@ -188,22 +180,22 @@ class PackedSegments(PackedSeqParams):
 
     @cached_property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """The shapes of the segments, each with their number, in the order in which they first appear."""
+        """Shapes of the segments, in the order in which they first appear."""
         counts = np.bincount(self._bucket_of_segment, minlength=len(self._shapes))
         return tuple(ShapeBucket(*shape, int(counts[i])) for shape, i in self._shapes.items())
 
     @cached_property
     def order(self) -> Tensor | None:
-        """int64 indices that bring queries into the order of the buckets; None where they are in it."""
+        """Indices (int64) that sort queries by bucket; None if they are sorted."""
         return self._order(self.segments.queries)
 
     @cached_property
     def key_order(self) -> Tensor | None:
-        """The same for keys."""
+        """Indices (int64) that sort keys by bucket; None if they are sorted."""
         return self._order(self.segments.keys)
 
     def causal_mask(self, bucket: ShapeBucket) -> Tensor:
-        """Boolean [queries, keys], True where a query sees a key: the last query sees every key, each query before it
+        """Return bool [queries, keys], True where a query sees a key: the last query sees all keys, each earlier query
         one less.
         """
         if bucket not in self._masks:

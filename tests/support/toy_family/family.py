@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,16 +12,14 @@ from unittest import mock
 
 import numpy as np
 
-from megatron_hetero.base.files import Only
 from megatron_hetero.models.family import Family
+from tests.support.toy_family.shapes import EarShape, TextShape, ear_shape, text_shape
 from tests.support.toy_family.tones import Tones
 
 if TYPE_CHECKING:
     from megatron_hetero.cli.demo.model import DemoSizes
-    from tests.support.toy_family.shapes import EarShape, TextShape
 
 
-_BUILT: Mapping[str, Only] = {}
 _TOKENS = {"tone_start_id": "<|vision_start|>", "tone_id": "<|image_pad|>", "tone_end_id": "<|vision_end|>"}
 
 
@@ -34,48 +32,27 @@ class Config(SimpleNamespace):
         return json.loads((folder / "config.json").read_text(), object_hook=lambda found: cls(**found))
 
 
-class Toy:
-    """See `megatron_hetero.models.family.Family`."""
+class Toy(Family):
+    """An encoder of tones and a language model of pairs and slots."""
 
-    model_type, language_models, title = "toy", (), "Toy"
-    built, tokens = _BUILT, _TOKENS
+    model_type, title = "toy", "Toy"
+    tokens = _TOKENS
     items = (Tones(),)
 
     def config_class(self, model_type: str) -> Any:
         return Config
 
-    def model_class(self) -> Any:
-        raise NotImplementedError
-
-    def check_encoder(self, folder: Path, config: Any) -> None: ...
-
-    def check_text(self, folder: Path, config: Any) -> None: ...
-
-    def joined(self, own: Any, vision: Any, text_alone: bool) -> Any:
-        raise NotImplementedError
-
     def encoder_shape(self, config: Any) -> EarShape:
-        from tests.support.toy_family.shapes import ear_shape
-
         return ear_shape(config)
 
     def text_shape(self, config: Any) -> TextShape:
-        from tests.support.toy_family.shapes import text_shape
-
         return text_shape(config)
 
-    @property
-    def positions(self) -> Callable[[int, np.ndarray, Sequence[np.ndarray]], np.ndarray]:
-        return lambda length, *_: np.arange(length)[None]
-
-    def canonical_name(self, stored: str) -> str:
-        return stored
-
-    def published_name(self, name: str) -> str:
-        return name
+    def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:
+        return np.arange(tokens)[None]
 
 
-TOY: Family = Toy()
+TOY = Toy()
 
 
 def write_model(folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
@@ -83,14 +60,13 @@ def write_model(folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int
     from safetensors.torch import save_file
 
     from megatron_hetero.cli.demo.model import chat_template, train_tokenizer
-    from tests.support.toy_family.shapes import ear_shape, text_shape
 
     template = chat_template().replace("'image'", "'audio'")
     tokenizer = train_tokenizer(corpus, 300, template)
     text = {"layers": sizes.text_layers, "hidden": sizes.text_hidden, "heads": sizes.text_heads}
     text |= {"ffn": 2 * sizes.text_hidden, "vocab_size": len(tokenizer) + 3, "slots": 4}
     ear = {"layers": sizes.vision_layers, "hidden": sizes.vision_hidden, "heads": sizes.vision_heads}
-    ear |= {"ffn": 2 * sizes.vision_hidden, "samples": 8, "unit": 2}
+    ear |= {"ffn": 2 * sizes.vision_hidden, "samples": 8, "merged": 2}
     config = {"model_type": "toy", "text_config": text, "vision_config": ear}
     config |= {name: tokenizer.get_vocab()[token] for name, token in _TOKENS.items()}
     tokenizer.save_pretrained(folder)

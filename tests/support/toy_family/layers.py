@@ -21,19 +21,18 @@ from megatron_hetero.hf.weight_map import (
     whole,
 )
 from megatron_hetero.layout.axes import Axis, View
-from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens
+from megatron_hetero.models.layers.parts import MLPPart, Operations, Site, Tokens
 
 SLOTS = View("slots", (Axis("xp", "experts"), Axis("xdp", "samples")))
 """Slots are divided over neighbouring ranks, whatever those are in the main view."""
 
 
 @dataclass(frozen=True)
-class Pairs(MainPart):
+class Pairs(MLPPart):
     """The product of two linear layers, and a third."""
 
     hidden: int
     ffn: int
-    first_product = 0
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -70,15 +69,13 @@ class _Pairs(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Slots(MainPart):
+class Slots(MLPPart):
     """A sum of small MLPs, weighted by a router's softmax. Each rank of `xp` has some of them."""
 
     hidden: int
     slots: int
     width: int
     views = (MAIN, SLOTS.name)
-    widths = ()
-    first_product = 0
 
     def tensors(self) -> TensorShapes:
         return {

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron_hetero.base.errors import ROWS
-from megatron_hetero.layout.axes import Split, View
+from megatron_hetero.layout.axes import Split
+from megatron_hetero.models import family
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Head, Merger, PatchEmbedding, TokenEmbedding
@@ -23,9 +24,7 @@ from tests.support.toy_family.tones import Tone, ToneOrder
 
 
 @dataclass(frozen=True)
-class _Shape:
-    layers: int
-    hidden: int
+class _Shape(family.TransformerShape):
     heads: int
     ffn: int
 
@@ -43,19 +42,20 @@ class _Shape:
 
 
 @dataclass(frozen=True)
-class EarShape(_Shape):
-    """The encoder, of patches of so many samples, `unit` of which become a row."""
+class EarShape(_Shape, family.EncoderShape):
+    """The encoder, of patches of so many samples, `merged` of which become a row."""
 
     samples: int
-    unit: int
+    merged: int
     out_hidden: int
 
-    position_dims = 1
-    views: tuple[View, ...] = ()
+    @property
+    def position_dims(self) -> int:
+        return 1
 
     @property
-    def parts(self) -> Mapping[Split, int]:
-        return {}
+    def unit(self) -> int:
+        return self.merged
 
     @property
     def patch_elements(self) -> int:
@@ -64,10 +64,6 @@ class EarShape(_Shape):
     @property
     def unit_width(self) -> int:
         return self.unit * self.samples
-
-    @property
-    def outputs(self) -> Mapping[str, int]:
-        return {ROWS: self.layers - 1}
 
     @property
     def architecture(self) -> Architecture:
@@ -109,7 +105,7 @@ def _ear(ear: EarShape) -> Architecture:
 
 
 @dataclass(frozen=True)
-class TextShape(_Shape):
+class TextShape(_Shape, family.TextShape):
     """The language model: layers of pairs and of slots in turn."""
 
     vocab: int
@@ -124,9 +120,6 @@ class TextShape(_Shape):
     @property
     def architecture(self) -> Architecture:
         return _text(self)
-
-    def entry_layer(self, output: str) -> int | None:
-        return 0 if output == ROWS else None
 
 
 @lru_cache

@@ -95,7 +95,7 @@ class Tones:
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ToneReader:
         ear = config.vision_config
-        return ToneReader(token_id, ear.samples, ear.unit)
+        return ToneReader(token_id, ear.samples, ear.merged)
 
     def inputs(self, patches: np.ndarray, sizes: Sequence[Tone]) -> dict[str, Any]:
         return {"samples": patches}

@@ -31,10 +31,10 @@ def alike(function: Callable[..., Tensor], other: Callable[..., Tensor], *inputs
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
 def test_norms_and_residuals(kind: Any) -> None:
     norm, inputs = norm_of(kind, 24, torch.float32), [torch.randn(7, 1, 24) for _ in range(2)]
-    alike(lambda x: compiled._normed(x, *NormWeights.of(norm)), norm, inputs[0])
+    alike(lambda x: compiled.normed(x, *NormWeights.of(norm)), norm, inputs[0])
 
     def added_and_normed(part: Tensor, residual: Tensor) -> Tensor:
-        return torch.cat(compiled._added_and_normed(part, norm.weight, residual, *NormWeights.of(norm)))
+        return torch.cat(compiled.added_and_normed(part, norm.weight, residual, *NormWeights.of(norm)))
 
     def one_by_one(part: Tensor, residual: Tensor) -> Tensor:
         return torch.cat((residual + part + norm.weight, norm(residual + part + norm.weight)))
@@ -50,7 +50,7 @@ def test_heads(tokens: int, normed: bool) -> None:
 
     def heads(mixed: Tensor) -> Tensor:
         q_norm, k_norm = (NormWeights.of(norm) if normed else None for norm in norms)
-        return torch.cat(compiled._heads(mixed, table[0], table[1], dim, q_norm, k_norm), dim=1)
+        return torch.cat(compiled.heads(mixed, table[0], table[1], dim, q_norm, k_norm), dim=1)
 
     def one_by_one(mixed: Tensor) -> Tensor:
         if not normed:
@@ -63,8 +63,8 @@ def test_heads(tokens: int, normed: bool) -> None:
 
 def test_activations() -> None:
     wide, bias = torch.randn(7, 1, 24), torch.randn(24)
-    alike(lambda x: compiled._activated(x, None, F.silu, True), swiglu, wide)
-    alike(lambda x: compiled._activated(x, bias, F.gelu, False), lambda x: F.gelu(x + bias), wide)
+    alike(lambda x: compiled.activated(x, None, F.silu, True), swiglu, wide)
+    alike(lambda x: compiled.activated(x, bias, F.gelu, False), lambda x: F.gelu(x + bias), wide)
 
 
 def test_a_function_is_compiled_once_for_any_number_of_tokens() -> None:
@@ -72,7 +72,7 @@ def test_a_function_is_compiled_once_for_any_number_of_tokens() -> None:
     counters.clear()
     for tokens in (6, 3, 0, 1, 2, 77, 4096):
         x = torch.randn(tokens, 1, 1)
-        torch.testing.assert_close(compiled.activated(x, None, F.silu, has_gate=False), F.silu(x))
+        torch.testing.assert_close(compiled.run(compiled.activated, x, None, F.silu, False), F.silu(x))
     assert counters["stats"]["unique_graphs"] == 1
 
 

@@ -28,7 +28,6 @@ from megatron_hetero.models.layers.kernels import (
     choose_kernel,
     cuda_capability,
     flash_attn,
-    flash_attn_3,
     kernel_for,
     torch_flash,
 )
@@ -38,7 +37,7 @@ from tests.support.stand_ins.flash import (
     flash_attn_3_varlen_func,
     flash_attn_varlen_func,
 )
-from tests.unit.models.jobs_attention import naive
+from tests.unit.models.packs import naive
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"
@@ -85,8 +84,8 @@ def test_a_cpu_takes_the_buckets() -> None:
 STAND_INS: dict[str, Kernel] = {
     "torch_flash": partial(torch_flash, op=aten_flash_attention_forward),
     "flash_attn": partial(flash_attn, function=flash_attn_varlen_func),
-    "flash_attn_3": partial(flash_attn_3, function=flash_attn_3_varlen_func),
-    "flash_attn_3, early": partial(flash_attn_3, function=lambda *x, **more: (flash_attn_3_varlen_func(*x, **more), 0)),
+    "flash_attn_3": partial(flash_attn, function=flash_attn_3_varlen_func),
+    "flash_attn_3, early": partial(flash_attn, function=lambda *x, **more: (flash_attn_3_varlen_func(*x, **more), 0)),
 }
 SEGMENTS = {
     "ragged": AttentionSegments.whole([7, 1, 4, 4, 2]),
@@ -111,7 +110,7 @@ def compare(
     for run, to in ((kernel, options), (bucketed, {"device": CPU, "dtype": torch.float32})):
         inputs = [x.to(**to).requires_grad_() for x in drawn]
         q, k, v = inputs
-        out = run(q, k, v, PackedSegments.of_segments(segments, to["device"]), causal=causal, scale=None)
+        out = run(q, k, v, PackedSegments.of_segments(segments, to["device"]), causal=causal)
         results.append([out.detach(), *torch.autograd.grad(out, inputs, cotangent.to(**to))])
     for ours, expected in zip(*results, strict=True):
         assert ours.dtype == options["dtype"] and ours.shape == expected.shape
@@ -207,7 +206,7 @@ def test_pytorchs_kernel_is_one_launch_each_way(segments: AttentionSegments, dim
 
     q, k, v = empty(segments.queries, 8), empty(segments.keys, 2), empty(segments.keys, 2)
     with Launches() as launches:
-        out = torch_flash(q, k, v, packed, causal=causal, scale=None)
+        out = torch_flash(q, k, v, packed, causal=causal)
         assert launches.names == [FORWARD] and out.shape == q.shape
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert launches.names == [FORWARD, BACKWARD]

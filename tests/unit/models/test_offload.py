@@ -18,17 +18,17 @@ from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.models.layers import offload as activations
 from megatron_hetero.models.layers.offload import (
     ActivationOffload,
-    Copy,
     HostPool,
     HostRoom,
     OffloadSizes,
+    SavedStorage,
     offloaded_layers,
 )
-from megatron_hetero.models.layers.recompute import Hooks, not_keeping, remake
+from megatron_hetero.models.layers.recompute import Hooks, not_saving, recompute
 from tests.support.folders import write_model
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
-from tests.unit.models import jobs_recompute
+from tests.support.ranks import on_ranks
+from tests.unit.models.steps import train
 from tests.unit.models.test_recompute import CHOICES, flags_of
 
 PLATFORM = Platform(CPU, "gloo")
@@ -70,16 +70,16 @@ def gradients(layers: list[Step], out: Tensor, x: Tensor) -> list[Tensor]:
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[SavedStorage]:
     """All that are made."""
-    made: list[Copy] = []
+    made: list[SavedStorage] = []
 
-    class Listed(Copy):
+    class Listed(SavedStorage):
         def __init__(self, saved: Tensor):
             super().__init__(saved)
             made.append(self)
 
-    monkeypatch.setattr(activations, "Copy", Listed)
+    monkeypatch.setattr(activations, "SavedStorage", Listed)
     return made
 
 
@@ -98,15 +98,15 @@ COMPUTE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "output": lambda x, w: torch.softmax(x @ w, -1),
     "other dtype": lambda x, w: (x.double() @ w.double()).float() * (x > 0),
     "in place before it is saved": lambda x, w: (x @ w).mul_(2).sigmoid(),
-    "remade": lambda x, w: remade(x, w),
+    "recomputed": lambda x, w: recomputed(x, w),
     "detached weight": lambda x, w: (x * w.detach()[0]).tanh() @ w,
     "complex": lambda x, w: torch.view_as_complex((x @ w).reshape(-1, 4, 2)).abs().repeat(1, 2),
 }
 
 
-def remade(x: Tensor, w: Tensor) -> Tensor:
-    made = remake(lambda x: x.exp().sin(), x)
-    with not_keeping(made):
+def recomputed(x: Tensor, w: Tensor) -> Tensor:
+    made = recompute(lambda x: x.exp().sin(), x)
+    with not_saving(made):
         return (made.view(-1)[: made.numel()].view_as(made) @ w).cos()
 
 
@@ -122,7 +122,7 @@ def test_nothing_changes(compute: Callable[[Tensor, Tensor], Tensor], layers: in
         found = gradients(chain, forward(chain, start, offload), x)
         expected = gradients(chain, forward(chain, x * 1, None), x)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert offload.pool.lent == 0
+    assert offload.pool.in_use == 0
 
 
 @pytest.mark.parametrize("layers, moved", [(0, 0), (1, 1), (2, 1), (28, 27)])
@@ -130,7 +130,7 @@ def test_all_layers_move_but_the_last(layers: int, moved: int) -> None:
     assert offloaded_layers(layers) == moved
 
 
-def test_a_memory_is_copied_once_whatever_lies_in_it(copies: list[Copy]) -> None:
+def test_a_memory_is_copied_once_whatever_lies_in_it(copies: list[SavedStorage]) -> None:
     chain = [Step(through_views), Step(lambda x, w: x @ w)]
     out = forward(chain, torch.randn(5, 8, requires_grad=True) * 1, offload_of())
     made = 5 * 16 * 4
@@ -138,7 +138,7 @@ def test_a_memory_is_copied_once_whatever_lies_in_it(copies: list[Copy]) -> None
     out.sum().backward()
 
 
-def test_what_the_next_layer_saves_too_is_copied_once(copies: list[Copy]) -> None:
+def test_what_the_next_layer_saves_too_is_copied_once(copies: list[SavedStorage]) -> None:
     """The second layer saves what the first has saved, while that is on its way."""
     chain = [Step(lambda x, w: x.exp()), Step(lambda x, w: x * x), Step(lambda x, w: x @ w)]
     x = torch.randn(4, 8, requires_grad=True)
@@ -148,7 +148,7 @@ def test_what_the_next_layer_saves_too_is_copied_once(copies: list[Copy]) -> Non
     assert torch.equal(found[0], expected[0])
 
 
-def test_layers_leave_one_behind_the_other_and_come_back_one_ahead(copies: list[Copy]) -> None:
+def test_layers_leave_one_behind_the_other_and_come_back_one_ahead(copies: list[SavedStorage]) -> None:
     where: list[list[bool]] = []
 
     def look(x: Tensor, w: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class _Watched(torch.autograd.Function):
         return grads[0], None
 
 
-def test_what_would_free_nothing_or_is_small_stays(copies: list[Copy]) -> None:
+def test_what_would_free_nothing_or_is_small_stays(copies: list[SavedStorage]) -> None:
     table, x = torch.randn(64, 8), torch.randn(64, 8, requires_grad=True)
 
     def compute(y: Tensor, w: Tensor) -> Tensor:
@@ -205,12 +205,12 @@ def test_micro_batches_in_flight_have_their_own(order: tuple[int, ...]) -> None:
     chain = [Step(COMPUTE["views"]) for _ in range(3)]
     inputs = [torch.randn(size, 8, requires_grad=True) for size in (5, 7)]
     outs = [forward(chain, x * 1, offload) for x in inputs]
-    lent = offload.pool.lent
+    in_use = offload.pool.in_use
     for i in order:
         found = gradients(chain, outs[i], inputs[i])
         expected = gradients(chain, forward(chain, inputs[i] * 1, None), inputs[i])
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert lent > 0 == offload.pool.lent
+    assert in_use > 0 == offload.pool.in_use
 
 
 def test_host_memory_is_used_again() -> None:
@@ -221,25 +221,25 @@ def test_host_memory_is_used_again() -> None:
         x = torch.randn(rows, 8, requires_grad=True)
         gradients(chain, forward(chain, x * 1, offload), x)
         sizes.append(offload.pool.nbytes)
-    assert len(set(sizes)) == 1 and offload.pool.lent == 0
+    assert len(set(sizes)) == 1 and offload.pool.in_use == 0
 
 
 def test_in_evaluation_nothing_is_saved() -> None:
     offload = offload_of()
     with torch.no_grad():
         forward([Step(COMPUTE["views"]) for _ in range(3)], torch.randn(5, 8), offload)
-    assert offload.pool.made == 0
+    assert offload.pool.allocated == 0
 
 
 def test_a_graph_that_is_dropped_returns_its_host_memory() -> None:
     offload = offload_of()
     chain = [Step(COMPUTE["output"]) for _ in range(3)]
     out = forward(chain, torch.randn(5, 8, requires_grad=True) * 1, offload)
-    assert offload.pool.lent > 0
+    assert offload.pool.in_use > 0
     gc.disable()
     try:
         del out
-        assert offload.pool.lent == 0  # without a look for cycles
+        assert offload.pool.in_use == 0  # without a look for cycles
     finally:
         gc.enable()
 
@@ -256,7 +256,7 @@ def test_an_error_in_the_forward_pass_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="no"):
         forward(chain, x * 1, offload)
     gc.collect()
-    assert offload.pool.lent == 0 and not any(layer._forward_pre_hooks for layer in chain)
+    assert offload.pool.in_use == 0 and not any(layer._forward_pre_hooks for layer in chain)
     assert Hooks.current() == hooks
     chain[2].compute = COMPUTE["output"]
     assert torch.equal(gradients(chain, forward(chain, x * 1, offload), x)[0],
@@ -279,7 +279,7 @@ def test_a_tensor_that_is_overwritten_is_refused(layers: int) -> None:
         out.sum().backward()
 
 
-def test_a_memory_that_changes_between_two_operations_is_copied_twice(copies: list[Copy]) -> None:
+def test_a_memory_that_changes_between_two_operations_is_copied_twice(copies: list[SavedStorage]) -> None:
     """The first of its states is not asked for again."""
 
     def compute(x: Tensor, w: Tensor) -> Tensor:
@@ -303,12 +303,12 @@ def test_outer_hooks_get_what_stays() -> None:
         packed.append(x)
         return x
 
-    chain, x = [Step(COMPUTE["product"]), Step(COMPUTE["remade"])], torch.randn(5, 8, requires_grad=True)
+    chain, x = [Step(COMPUTE["product"]), Step(COMPUTE["recomputed"])], torch.randn(5, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = forward(chain, x * 1, offload_of())
     weights = {layer.weight.data_ptr() for layer in chain}
     kept = [t for t in packed if t.data_ptr() not in weights]
-    assert len(kept) == 2  # of the layer that stays: what is remade from, and what cos takes
+    assert len(kept) == 2  # of the layer that stays: what is recomputed from, and what cos takes
     assert torch.equal(gradients(chain, out, x)[0], gradients(chain, forward(chain, x * 1, None), x)[0])
 
 
@@ -330,7 +330,7 @@ class _Late:
             self.asked.pop(0)()
 
 
-@pytest.mark.parametrize("compute", [COMPUTE["views"], COMPUTE["remade"]], ids=["views", "remade"])
+@pytest.mark.parametrize("compute", [COMPUTE["views"], COMPUTE["recomputed"]], ids=["views", "recomputed"])
 def test_computation_waits_for_the_copies_that_it_needs(
     compute: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +343,7 @@ def test_computation_waits_for_the_copies_that_it_needs(
         for to, other in pairs:
             to.copy_(other)
 
-    class LateCopy(Copy):
+    class LateCopy(SavedStorage):
         def send(self, room: HostRoom) -> None:
             device = self.device
             assert device is not None
@@ -360,7 +360,7 @@ def test_computation_waits_for_the_copies_that_it_needs(
             back.asked.append(lambda: copy_all(parts))
             self.device = device.fill_(255)
 
-    monkeypatch.setattr(activations, "Copy", LateCopy)
+    monkeypatch.setattr(activations, "SavedStorage", LateCopy)
     chain = [Step(compute) for _ in range(4)]
     for _ in range(2):
         inputs = [torch.randn(5, 8, requires_grad=True) for _ in range(3)]
@@ -379,14 +379,14 @@ def test_room_goes_on_from_block_to_block() -> None:
     pool = HostPool(PLATFORM, 10)
     room = HostRoom(pool)
     pieces = [[len(piece) for piece in room.place(size)] for size in (4, 13, 0, 3, 1)]
-    assert pieces == [[4], [6, 7], [], [3], [1]] and pool.lent == 3
+    assert pieces == [[4], [6, 7], [], [3], [1]] and pool.in_use == 3
     room.free()
-    assert pool.lent == 0 and pool.nbytes == 30
+    assert pool.in_use == 0 and pool.nbytes == 30
     other = HostRoom(pool)
     other.place(25)
-    assert pool.made == 3
+    assert pool.allocated == 3
     del other
-    assert pool.lent == 0
+    assert pool.in_use == 0
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -420,6 +420,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("family, vision, text, ranks, more, rule", thinned(ROWS, 6))
+@on_ranks("ranks")
 def test_steps_are_the_same_bit_by_bit(
     family: str,
     vision: str,
@@ -428,12 +429,10 @@ def test_steps_are_the_same_bit_by_bit(
     more: str,
     rule: str,
     models: dict[str, Path],
-    pools: Callable[[int], Pool],
 ) -> None:
     flags = flags_of(models[family], vision, text, f"{more} {rule}")
-    expected = pools(ranks).run(jobs_recompute.train, flags, 2)
-    found = pools(ranks).run(jobs_recompute.train, [*flags, *OFFLOADED.split()], 2)
-    for (metrics, weights), (wanted, other) in zip(found, expected, strict=True):
-        assert metrics == wanted
-        assert weights.keys() == other.keys()
-        assert all(torch.equal(weight, other[name]) for name, weight in weights.items())
+    wanted, other = train(flags, 2)
+    metrics, weights = train([*flags, *OFFLOADED.split()], 2)
+    assert metrics == wanted
+    assert weights.keys() == other.keys()
+    assert all(torch.equal(weight, other[name]) for name, weight in weights.items())

@@ -11,7 +11,7 @@ import torch
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.platform import CPU, Platform
-from megatron_hetero.models.layers.backend import TorchSpecProvider, backend_notices, spec_provider
+from megatron_hetero.models.layers.backend import TORCH, backend_notices, choose_backend
 from megatron_hetero.models.layers.kernels import (
     FLASH_ATTN,
     FLASH_ATTN_3,
@@ -60,9 +60,9 @@ def test_what_is_installed_and_not_used_is_said_in_one_line_each() -> None:
 
 def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
     for found in (Found(None), Found("2.8.0"), Found("2.12.0"), Found("2.9.0", "ImportError: libcudnn.so")):
-        assert isinstance(spec_provider("auto", GPU, found), TorchSpecProvider)
-    assert isinstance(spec_provider("auto", Platform(CPU, "gloo"), Found("2.9.0")), TorchSpecProvider)
-    assert isinstance(spec_provider("torch", GPU, Found("2.9.0")), TorchSpecProvider)
+        assert choose_backend("auto", GPU, found) is TORCH
+    assert choose_backend("auto", Platform(CPU, "gloo"), Found("2.9.0")) is TORCH
+    assert choose_backend("torch", GPU, Found("2.9.0")) is TORCH
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
 )
 def test_asking_for_what_cannot_be_had_is_refused(platform: Platform, found: Found, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"model.backend: {said}")) as error:
-        spec_provider("te", platform, found)
+        choose_backend("te", platform, found)
     assert "--model.backend torch" in str(error.value)
 
 

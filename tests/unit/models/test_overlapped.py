@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from megatron_hetero.models.layers.overlapped import (
     Ahead,
     Overlapping,
     first_in_parts,
-    kept_ahead,
+    gather_ahead,
     overlap_exchanges,
     parts_of,
     second_in_parts,
@@ -28,12 +27,11 @@ from megatron_hetero.models.layers.overlapped import (
 from megatron_hetero.models.layers.rotary import Order
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
-from tests.support.pool import Pool, world
+from tests.support.pool import world
 from tests.support.ranks import on_ranks
-from tests.unit.models import jobs_recompute
+from tests.unit.models.steps import train
 from tests.unit.models.test_recompute import assert_equal, flags_of
 
-Pools = Callable[[int], Pool]
 PARTS = [3, 0, 4, 1]
 
 
@@ -69,7 +67,7 @@ def test_two_layers_in_parts(biased: bool, gathered_ahead: bool, hidden: int) ->
     total.main_grad, total.grad_added_to_main_grad = torch.ones_like(total), False
     ahead = Ahead(PARTS, group) if gathered_ahead else None
     wide = first_in_parts(column, mine[0], PARTS, ahead).relu()
-    wide = wide if ahead is None else kept_ahead(wide, mine[0], ahead)
+    wide = wide if ahead is None else gather_ahead(wide, mine[0], ahead)
     out, left = second_in_parts(row, wide, PARTS)
     out.backward(own(cotangent))
     assert left is None and total.grad_added_to_main_grad
@@ -154,12 +152,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("family, vision, text, ranks, more", thinned(STEPS, 4))
-def test_steps(
-    family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path], pools: Pools
-) -> None:
+@on_ranks("ranks")
+def test_steps(family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path]) -> None:
     more += " --model.dtype float32 --optimizer.name sgd"
     flags = flags_of(models[family], vision, text, more)
     without = [f for i, f in enumerate(flags) if "tp_overlap" not in f and "tp_overlap" not in flags[i - 1]]
     assert len(without) < len(flags)
-    found, expected = (pools(ranks).run(jobs_recompute.train, each, 2) for each in (flags, without))
+    found, expected = (train(each, 2) for each in (flags, without))
     assert_equal(found, expected, exactly=False)

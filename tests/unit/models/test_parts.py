@@ -13,10 +13,10 @@ from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import module_groups
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, held, split_rows
-from megatron_hetero.layout.stages import Stage, cut_stages
+from megatron_hetero.layout.stages import PipelineStage, cut_stages
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.layers.attention import SelfAttention
-from megatron_hetero.models.layers.backend import TorchSpecProvider
+from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.ends import Head, Merger, PatchEmbedding, TokenEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
@@ -187,10 +187,10 @@ def test_layers_of_one_module_may_differ() -> None:
 
 
 def test_each_parameter_is_in_the_map_of_its_view() -> None:
-    main, far = (MIXED.weight_map("", Share(1, 2), Stage.whole(3), view) for view in (MAIN, "far"))
+    main, far = (MIXED.weight_map("", Share(1, 2), PipelineStage.whole(3), view) for view in (MAIN, "far"))
     assert "layers.1.mlp.gain" in main and "layers.0.mlp.linear_fc1.weight" in main
     assert list(far) == ["layers.1.mlp.far"] and far["layers.1.mlp.far"][0].rows == (8, 8)
-    of_ranks = held([MIXED.weight_map("", Share(rank, 2), Stage.whole(3), "far") for rank in range(2)])
+    of_ranks = held([MIXED.weight_map("", Share(rank, 2), PipelineStage.whole(3), "far") for rank in range(2)])
     assert of_ranks[0]["layers.1.mlp.far"].sharded
 
 
@@ -202,7 +202,7 @@ def site() -> Site:
     platform = Platform(CPU, "gloo")
     platform.prepare_megatron()
     groups = module_groups(lambda *_: LocalGroup((0,), 0, "test"), None)
-    return Site(groups, platform, TorchSpecProvider(), torch.float32, sequence_parallel=True)
+    return Site(groups, platform, TORCH, torch.float32, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("architecture", [decoder(), decoder(tied=True), encoder(deeper=(0, 2))])
@@ -224,12 +224,12 @@ def test_one_part_is_built_alone_and_without_memory(site: Site) -> None:
 
 
 def test_a_stage_of_layers_that_differ_runs(site: Site) -> None:
-    model = ModuleStage(MIXED, site, Stage(1, 2, False, False))
+    model = ModuleStage(MIXED, site, PipelineStage(1, 2, False, False))
     only: Any = model.layers[0]
     hidden = torch.randn(4, 1, 8)
     plan: Any = None
     normed = only.pre_mlp_layernorm(hidden)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(only.self_attention, "forward", lambda hidden, *_: (torch.zeros_like(hidden), None))
-        found = model._run(hidden, torch.zeros(2, 4, 4), plan)
+        found = model._run(hidden, torch.zeros(2, 4, 4), plan, {})
     torch.testing.assert_close(found, hidden + 2 * normed)

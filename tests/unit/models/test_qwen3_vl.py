@@ -19,8 +19,9 @@ from megatron_hetero.models.layers.recompute import How
 from tests.support.folders import ModelChoice, write_model
 from tests.support.oracle import stored_name
 from tests.support.pool import Pool
+from tests.support.ranks import on_ranks
 from tests.support.shapes import shapes_of_folder
-from tests.unit.models import jobs_qwen3_vl as jobs
+from tests.unit.models import qwen3_vl_stages
 from tests.unit.train.jobs_stages import Case
 
 Pools = Callable[[int], Pool]
@@ -82,10 +83,12 @@ def merged(found: list[dict[str, Any]], what: str) -> dict[str, dict[int, np.nda
 
 def vision_by_transformers(folder: Path, sizes: tuple[ImageSize, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model, shape = load(folder), shapes_of_folder(folder).vision
-    given = model.model.visual(jobs.pixels_of(shape, sizes), grid_thw=torch.tensor(sizes))
+    given = model.model.visual(qwen3_vl_stages.pixels_of(shape, sizes), grid_thw=torch.tensor(sizes))
     rows = {ROWS: given.pooler_output} | {f"deepstack.{i}": r for i, r in enumerate(given.deepstack_features)}
     numbers = np.arange(len(given.pooler_output))
-    torch.stack([jobs.weighted(name, of_output, numbers) for name, of_output in rows.items()]).sum().backward()
+    torch.stack(
+        [qwen3_vl_stages.weighted(name, of_output, numbers) for name, of_output in rows.items()]
+    ).sum().backward()
     return {name: of_output.detach() for name, of_output in rows.items()}, gradients_of(model, "visual.")
 
 
@@ -105,7 +108,7 @@ def test_vision_is_that_of_transformers(
     model: str, layout: str, ranks: int, more: dict[str, Any], models: dict[str, Path], pools: Pools
 ) -> None:
     expected, gradients = vision_by_transformers(models[model], SIZES)
-    found = pools(ranks).run(jobs.vision, Case(models[model], {"vision": layout}, **more), SIZES)
+    found = pools(ranks).run(qwen3_vl_stages.vision, Case(models[model], {"vision": layout}, **more), SIZES)
     rows = merged(found, "rows")
     assert rows.keys() == expected.keys()
     for name, want in expected.items():
@@ -117,7 +120,7 @@ def test_vision_is_that_of_transformers(
 def test_mergers_train_alone(recompute: How, models: dict[str, Path], pools: Pools) -> None:
     _, gradients = vision_by_transformers(models["untied"], SIZES)
     case = Case(models["untied"], {"vision": "tp:2"}, split=(2, 2), freeze=("vision",), recompute=recompute)
-    found = pools(2).run(jobs.vision, case, SIZES)[0]["gradients"]
+    found = pools(2).run(qwen3_vl_stages.vision, case, SIZES)[0]["gradients"]
     trained = {name: grad for name, grad in gradients.items() if "merger" in name}
     assert len(trained) == 4 * 6
     assert_near({name: found[name] for name in trained}, trained)
@@ -129,7 +132,7 @@ def test_mergers_train_alone(recompute: How, models: dict[str, Path], pools: Poo
 
 def text_by_transformers(folder: Path, outputs: tuple[str, ...]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     model, shape = load(folder), shapes_of_folder(folder).text
-    pack = jobs.Pack.of(shape.vocab, shape.hidden, outputs)
+    pack = qwen3_vl_stages.Pack.of(shape.vocab, shape.hidden, outputs)
     rows = {name: of_output.clone().requires_grad_() for name, of_output in pack.rows.items()}
     language: Any = model.model.language_model
     losses, start = [], 0
@@ -172,7 +175,7 @@ def test_text_is_that_of_transformers(
     if model == "tied" and more.get("split"):
         model = "untied"  # A tied head on another stage is a copy, which its trainer keeps equal.
     loss, rows, gradients = text_by_transformers(models[model], outputs)
-    found = pools(ranks).run(jobs.text, Case(models[model], {"text": layout}, **more), outputs)
+    found = pools(ranks).run(qwen3_vl_stages.text, Case(models[model], {"text": layout}, **more), outputs)
     assert all(of_rank["loss"] == pytest.approx(loss, rel=1e-5) for of_rank in found)
     assert_near(found[0]["gradients"], gradients)
     got = merged(found, "rows")
@@ -183,7 +186,7 @@ def test_text_is_that_of_transformers(
 
 def test_recomputation_changes_no_bit(models: dict[str, Path], pools: Pools) -> None:
     outputs = (ROWS, "deepstack.0", "deepstack.1", "deepstack.2")
-    for job, module, given in ((jobs.vision, "vision", SIZES), (jobs.text, "text", outputs)):
+    for job, module, given in ((qwen3_vl_stages.vision, "vision", SIZES), (qwen3_vl_stages.text, "text", outputs)):
         case = Case(models["untied"], {module: "tp:2"})
         kept, again = (pools(2).run(job, replace(case, recompute=mode), given) for mode in ("none", "full"))
         for name, gradient in kept[0]["gradients"].items():
@@ -191,10 +194,11 @@ def test_recomputation_changes_no_bit(models: dict[str, Path], pools: Pools) -> 
 
 
 @pytest.mark.parametrize("more", [{}, WHOLE], ids=["sharded", "whole"])
-def test_norms_of_heads_are_marked_in_any_activations(
-    more: dict[str, Any], models: dict[str, Path], pools: Pools
-) -> None:
-    found = pools(2).run(jobs.marked, Case(models["untied"], {"text": "tp:2"}, **more))[0]
+@on_ranks(2)
+def test_norms_of_heads_are_marked_in_any_activations(more: dict[str, Any], models: dict[str, Path]) -> None:
+    """Their gradients are parts that tp ranks sum; those of other norms are where activations are split."""
+    parameters = qwen3_vl_stages.AllStagesHere(Case(models["untied"], {"text": "tp:2"}, **more)).module.parameters
+    found = {name: bool(getattr(p, "sequence_parallel", False)) for name, p in parameters.items()}
     of_heads = {name for name in found if "q_layernorm" in name or "k_layernorm" in name}
     assert len(of_heads) == 8 and all(found[name] for name in of_heads)
     others = {name for name in found if "norm" in name} - of_heads

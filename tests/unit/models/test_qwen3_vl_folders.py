@@ -37,7 +37,6 @@ from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
     companions_of,
-    encoder_folder,
     folder_shapes,
     model_writer,
     open_encoders,
@@ -209,14 +208,14 @@ def test_encoders_are_written_as_their_families_name_them(folders: Path, tmp_pat
         for name in stored_shapes(shapes):
             beginning = name.partition(".")[0]
             put(name, opened[beginning if beginning in further else "text"].whole(name))
-    again = open_encoders({name: encoder_folder(target, name) for name in further}, shapes, 0)
+    again = open_encoders({name: target / "encoders" / name for name in further}, shapes, 0)
     for encoder, weights in again.items():
         for name in weights.shapes:
             want = opened[encoder].whole(name).to(dtypes[name]).float()
             assert torch.equal(weights.whole(name).float(), want), name
     embedding = "patch_embed.proj.weight"
-    assert f"model.visual.{embedding}" in names_in(encoder_folder(target, "detail"))
-    assert f"visual.{embedding}" in names_in(encoder_folder(target, "far"))
+    assert f"model.visual.{embedding}" in names_in(target / "encoders" / "detail")
+    assert f"visual.{embedding}" in names_in(target / "encoders" / "far")
 
 
 def names_in(folder: Path) -> set[str]:

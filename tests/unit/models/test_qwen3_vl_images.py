@@ -19,7 +19,7 @@ from megatron_hetero.data.encoder_shards import plan_encoder
 from megatron_hetero.models.families.qwen3_vl.family import rope_settings
 from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape, taps
 from megatron_hetero.models.items.pictures import ImageSize, picture_order
-from megatron_hetero.models.layers.rotary import multimodal_table
+from megatron_hetero.models.layers.rotary import MultimodalRotary
 
 some = settings(max_examples=100)
 SHAPE = VisionShape(4, 48, 4, 52, 3, 16, 2, 2, 64, 1e4, table_side=6, deepstack=(0, 2))
@@ -85,7 +85,7 @@ def test_rotary_table_is_that_of_transformers(head_dim: int, sections: list[int]
     config: Any = Qwen3VLConfig(text_config={"head_dim": head_dim, "rope_parameters": rope}).text_config
     positions = torch.randint(0, 500, (3, 17))
     cos, sin = Qwen3VLTextRotaryEmbedding(config)(torch.zeros(()), positions[:, None])
-    found = multimodal_table(positions, text.rope_theta, head_dim, text.turns)
+    found = MultimodalRotary(text.rope_theta, head_dim, text.turns).table(positions)
     torch.testing.assert_close(found, torch.stack([cos[0], sin[0]]), rtol=0, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""What layers make again in the backward pass changes no result: `selective`, whole layers, and MLPs in chunks."""
+"""Recomputation changes no result: `selective`, whole layers, and MLPs in chunks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import ROWS
-from megatron_hetero.models.layers.recompute import Recompute, not_keeping, remake
+from megatron_hetero.models.layers.recompute import Recompute, not_saving, recompute
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
-from tests.unit.models import jobs_qwen3_vl, jobs_recompute
+from tests.support.ranks import on_ranks
+from tests.unit.models import qwen3_vl_stages
+from tests.unit.models.steps import train
 from tests.unit.train import jobs_stages
 from tests.unit.train.jobs_stages import Case
 
@@ -53,7 +55,7 @@ def run(pools: Pools, family: str, module: str, case: Case) -> list[dict[str, An
     """A forward and a backward pass: what the ranks found."""
     ranks = pools(prod(int(part.split(":")[1]) for part in case.layouts[module].split(",")))
     if family == "qwen3_vl":
-        job, given = (jobs_qwen3_vl.vision, SIZES) if module == "vision" else (jobs_qwen3_vl.text, OUTPUTS)
+        job, given = (qwen3_vl_stages.vision, SIZES) if module == "vision" else (qwen3_vl_stages.text, OUTPUTS)
         return ranks.run(job, case, given)
     return ranks.run(jobs_stages.vision, case) if module == "vision" else ranks.run(jobs_stages.text, case, SEEDS)
 
@@ -141,21 +143,19 @@ def flags_of(folder: Path, vision: str, text: str, more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("family, vision, text, ranks, more", thinned(STEPS, 4))
-def test_steps_in_bfloat16(
-    family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path], pools: Pools
-) -> None:
+@on_ranks("ranks")
+def test_steps_in_bfloat16(family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path]) -> None:
     flags = flags_of(models[family], vision, text, more)
-    expected = pools(ranks).run(jobs_recompute.train, flags, 2)
+    expected = train(flags, 2)
     both = "--model.recompute.vision {0} --model.recompute.text {0}"
     for rule in (both.format("selective"), both.format("1"), "--model.recompute.text selective"):
-        found = pools(ranks).run(jobs_recompute.train, [*flags, *rule.split()], 2)
+        found = train([*flags, *rule.split()], 2)
         assert_equal(found, expected, exactly=True, name=rule)
     chunked = [*flags, *"--model.chunk.vision 8 --model.chunk.text 8 --model.recompute.text selective".split()]
-    for (metrics, _), (wanted, _) in zip(pools(ranks).run(jobs_recompute.train, chunked, 2), expected, strict=True):
-        np.testing.assert_allclose(metrics, wanted, rtol=2e-2)
+    np.testing.assert_allclose(train(chunked, 2)[0], expected[0], rtol=2e-2)
 
 
-# ------------------------------------------------------------------------------------------------- remaking
+# ------------------------------------------------------------------------------------- single operations
 
 
 def square(x: Tensor) -> Tensor:
@@ -174,13 +174,13 @@ def kept_by(compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
         return compute(), kept
 
 
-def test_only_inputs_are_kept() -> None:
-    """What is not made again goes to outer hooks: the weight."""
+def test_only_inputs_are_saved() -> None:
+    """What is not recomputed goes to outer hooks: the weight."""
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
 
     def through(x: Tensor) -> Tensor:
-        made = remake(lambda x: square(x).exp(), x)
-        with not_keeping(made):
+        made = recompute(lambda x: square(x).exp(), x)
+        with not_saving(made):
             return made.view(12)[:8].view(2, 4) @ weight
 
     out, kept = kept_by(lambda: through(x))
@@ -191,7 +191,7 @@ def test_only_inputs_are_kept() -> None:
         assert found is not None and torch.equal(found, wanted)
 
 
-def test_it_is_made_again_once_and_not_in_evaluation() -> None:
+def test_it_is_recomputed_once_and_not_in_evaluation() -> None:
     calls = []
 
     def make(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,21 +199,21 @@ def test_it_is_made_again_once_and_not_in_evaluation() -> None:
         return square(x), x.exp()
 
     x = torch.randn(3, requires_grad=True)
-    one, other = remake(make, x)
-    with not_keeping(one, other):
+    one, other = recompute(make, x)
+    with not_saving(one, other):
         out = (one * other).sum()
     out.backward()
     assert calls == [False, True]
     with torch.no_grad():
-        remake(make, x)
+        recompute(make, x)
     assert len(calls) == 3
-    assert not_keeping(x, square(x)).__class__.__name__ == "nullcontext"
+    assert not_saving(x, square(x)).__class__.__name__ == "nullcontext"
 
 
 @pytest.mark.parametrize(
     "how, layers, whole", [("none", 4, 0), ("selective", 4, 0), ("full", 4, 4), (1, 4, 1), (4, 4, 4), (6, 4, 4)]
 )
-def test_how_many_layers_are_made_again(how: Any, layers: int, whole: int) -> None:
+def test_how_many_layers_are_recomputed(how: Any, layers: int, whole: int) -> None:
     assert Recompute(how).whole_layers(layers) == whole
 
 

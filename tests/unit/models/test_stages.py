@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.hf.weight_map import Share
-from megatron_hetero.layout.stages import LAYERS, Stage, cut_stages, even_split, stages_of_rank
+from megatron_hetero.layout.stages import LAYERS, PipelineStage, cut_stages, even_split, stages_of_rank
 from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import tied_parameter, weight_map
+from megatron_hetero.models.weights import weight_map
 
 splits = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
 
 
-def assert_covers(stages: tuple[Stage, ...], layers: int) -> None:
+def assert_covers(stages: tuple[PipelineStage, ...], layers: int) -> None:
     """Every layer is in one stage, in order, and only the ends are ends."""
     assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
     assert all(len(stage.layers) >= 1 for stage in stages)
@@ -86,10 +86,10 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 
 def test_names() -> None:
-    stage = Stage(3, 5, False, True)
+    stage = PipelineStage(3, 5, False, True)
     assert stage.global_name("layers.1.mlp.linear_fc1.weight") == "layers.4.mlp.linear_fc1.weight"
     assert stage.global_name("final_layernorm.weight") == "final_layernorm.weight"
-    assert str(stage) == "layers 3-4" and str(Stage(3, 4, False, False)) == "layers 3"
+    assert str(stage) == "layers 3-4" and str(PipelineStage(3, 4, False, False)) == "layers 3"
 
 
 # ------------------------------------------------------------------------------------------------- weights
@@ -123,7 +123,7 @@ def test_stages_share_the_map_of_the_whole(split: tuple[int, ...], tied: bool, a
 def test_who_holds_a_tied_parameter() -> None:
     tied, untied = shapes_of(3, True), shapes_of(3, False)
     stages = cut_stages(3, 3)
-    assert [tied_parameter("text", tied, stage) for stage in stages] == [EMBEDDING, None, HEAD]
-    assert [tied_parameter("text", untied, stage) for stage in stages] == [None] * 3
-    assert [tied_parameter("vision", tied, stage) for stage in stages] == [None] * 3
-    assert tied_parameter("text", tied, Stage.whole(3)) is None
+    assert [tied["text"].architecture.tied_parameter(stage) for stage in stages] == [EMBEDDING, None, HEAD]
+    assert [untied["text"].architecture.tied_parameter(stage) for stage in stages] == [None] * 3
+    assert [tied["vision"].architecture.tied_parameter(stage) for stage in stages] == [None] * 3
+    assert tied["text"].architecture.tied_parameter(PipelineStage.whole(3)) is None

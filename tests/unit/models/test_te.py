@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from megatron_hetero.groups.megatron import prepare_globals
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.topology import ModuleGroups, Topology
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.layers.attention import AttentionParams, SelfAttention
+from megatron_hetero.models.layers.backend import TORCH, te_backend
+from megatron_hetero.models.layers.parts import Backend, Site
+from megatron_hetero.models.layers.segments import PackedSegments
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
+from tests.support.ranks import on_ranks
 from tests.support.stand_ins import TRANSFORMER_ENGINE
-from tests.unit.models import jobs_te as jobs
+from tests.unit.models.packs import assign
 
+PLATFORM = Platform(CPU, "gloo")
+HEADS, DIM = 8, 16
+LAYERS = {"causal": (True, False), "full": (False, False), "windowed": (False, True)}
+"""Whether a kind is causal, and whether it attends inside windows."""
 HOPPER, AMPERE = (9, 0), (8, 0)
 COLUMN, ROW, THEIRS, OURS = "TEColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention", "TorchAttention"
 
 
 @pytest.fixture(scope="module")
-def with_te(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def with_te(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
     """Two workers that find Transformer Engine installed."""
     pool = Pool(2, tmp_path_factory.mktemp("pool"), [TRANSFORMER_ENGINE])
-    yield pool
+    yield lambda ranks: pool
     pool.close()
 
 
@@ -27,15 +44,66 @@ def with_te(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.mark.parametrize(
     "layout, of_full_layers", [("dp:2", THEIRS), ("tp:2", THEIRS), ("sp:2", OURS), ("cp:2", OURS)], ids=str
 )
-def test_layers_compute_what_those_on_pytorch_do(
-    layout: str, of_full_layers: str, kv_heads: int, with_te: Pool
-) -> None:
+@on_ranks(2, fixture="with_te")
+def test_layers_compute_what_those_on_pytorch_do(layout: str, of_full_layers: str, kv_heads: int) -> None:
     """Transformer Engine's attention has a fixed number of heads: where `sp` scatters them, it would refuse them."""
-    found = with_te.run(jobs.attentions, layout, kv_heads, (16, 7, 2, 9), HOPPER)
     full = [COLUMN, of_full_layers, ROW]
-    assert found == [{"causal": full, "full": full, "windowed": [COLUMN, THEIRS, ROW]}] * 2
+    expected = {"causal": full, "full": full, "windowed": [COLUMN, THEIRS, ROW]}
+    assert compared_with_pytorch(layout, kv_heads, HOPPER) == expected
 
 
-def test_before_hopper_attention_is_ours(with_te: Pool) -> None:
-    found = with_te.run(jobs.attentions, "dp:2", 2, (16, 7, 2, 9), AMPERE)
-    assert found == [{layer: [COLUMN, OURS, ROW] for layer in jobs.LAYERS}] * 2
+@on_ranks(2, fixture="with_te")
+def test_before_hopper_attention_is_ours() -> None:
+    assert compared_with_pytorch("dp:2", 2, AMPERE) == {layer: [COLUMN, OURS, ROW] for layer in LAYERS}
+
+
+def compared_with_pytorch(layout: str, kv_heads: int, capability: tuple[int, int]) -> dict[str, list[str]]:
+    """Check that each kind of layer on a GPU of `capability` computes what layers on plain PyTorch do. Returns its
+    classes.
+    """
+    PLATFORM.prepare_megatron()
+    prepare_globals(seed=0)
+    groups = Topology.build({"text": Layout.parse(layout, dist.get_world_size())}, PLATFORM).collection("text")
+    return {name: compare(groups, kv_heads, capability, *kind) for name, kind in LAYERS.items()}
+
+
+def compare(
+    groups: ModuleGroups,
+    kv_heads: int,
+    capability: tuple[int, int],
+    causal: bool,
+    windowed: bool,
+) -> list[str]:
+    theirs, ours = (_attention(p, groups, kv_heads, causal, windowed) for p in (te_backend(capability), TORCH))
+    assigned = assign((16, 7, 2, 9), groups, causal, "even")
+    own = len(assigned.mine)
+    windows = PackedSegments.of([own - own // 3, own // 3], CPU)
+    params = AttentionParams(assigned.params.full, assigned.params.sp_lengths, assigned.params.cp_lengths, windows)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    x, c = (torch.randn(own, 1, HEADS * DIM, generator=random).bfloat16() for _ in "xc")
+    angles = torch.randn(own, DIM, generator=random)
+    table = torch.stack((angles.cos(), angles.sin()))
+    results = [_passes(model, x, c, table, params) for model in (theirs, ours)]
+    for name, got, expected in zip(("output", "input", *dict(ours.named_parameters())), *results, strict=True):
+        error = (got - expected).float().norm() / expected.float().norm()
+        assert error < 0.01, f"{name}: relative error {error}"
+    return [type(part).__name__ for part in (theirs.linear_qkv, theirs.core_attention, theirs.linear_proj)]
+
+
+def _passes(model: Any, x: Tensor, c: Tensor, table: Tensor, params: AttentionParams) -> list[Any]:
+    """The output, the gradient of the input and those of the weights."""
+    x = x.clone().requires_grad_()
+    out, bias = model(x, table, params)
+    out = out if bias is None else out + bias
+    out.backward(c)
+    return [out.detach(), *(p.grad for p in (x, *model.parameters()))]
+
+
+def _attention(backend: Backend, groups: ModuleGroups, kv_heads: int, causal: bool, windowed: bool) -> Any:
+    stored = "qkv", "out"
+    part = SelfAttention(HEADS * DIM, HEADS, kv_heads, DIM, stored, causal, windowed, qkv_bias=True, out_bias=True)
+    model: Any = part.build(Site(groups, PLATFORM, backend, torch.bfloat16, sequence_parallel=False), 0)
+    of_rank, of_all = (torch.Generator().manual_seed(seed) for seed in (1 + groups.tp.rank(), 0))
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(std=0.1, generator=of_all if name == "linear_proj.bias" else of_rank)
+    return model

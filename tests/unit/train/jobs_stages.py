@@ -22,11 +22,11 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.layout.stages import Stage, cut_stages, stages_of_rank
+from megatron_hetero.layout.stages import PipelineStage, cut_stages, stages_of_rank
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.frozen import Frozen
-from megatron_hetero.models.layers.attention import AttentionPlan
-from megatron_hetero.models.layers.backend import TorchSpecProvider, te_provider
+from megatron_hetero.models.layers.attention import AttentionParams
+from megatron_hetero.models.layers.backend import TORCH, te_backend
 from megatron_hetero.models.layers.recompute import How, Recompute
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
@@ -89,7 +89,7 @@ class Trainee:
             self.shapes,
             self._stages(name),
             self.topology,
-            TorchSpecProvider() if self.case.backend == "torch" else te_provider(HOPPER),
+            TORCH if self.case.backend == "torch" else te_backend(HOPPER),
             dtype=torch.float32,
             sequence_parallel=self.case.sequence_parallel,
             recompute=Recompute(self.case.recompute, self.case.chunk),
@@ -100,7 +100,7 @@ class Trainee:
             weights=weights,
         )
 
-    def _stages(self, name: str) -> tuple[Stage, ...]:
+    def _stages(self, name: str) -> tuple[PipelineStage, ...]:
         layers, pp = self.shapes[name].layers, self.layouts[name].pp
         return cut_stages(layers, pp, per_rank=self.case.stages_per_rank, split=self.case.split, module=name)
 
@@ -220,7 +220,7 @@ class Packs:
             supervised=torch.from_numpy(supervised),
             targets=torch.from_numpy(own[supervised]),
             rows_at={ROWS: torch.from_numpy(share.rows_at["vision"])},
-            attention=AttentionPlan(full, share.sp_lengths, share.cp_lengths),
+            attention=AttentionParams(full, share.sp_lengths, share.cp_lengths),
         )
 
 
@@ -298,7 +298,7 @@ def vision(case: Case) -> dict[str, Any]:
     batch = EncoderInput(
         patches=own if module.chunks[0].stage.is_first else None,
         positions=torch.from_numpy(share.positions),
-        attention=AttentionPlan(
+        attention=AttentionParams(
             full=PackedSegments.of_segments(share.segments, CPU, share.cp_lengths),
             sp_lengths=share.sp_lengths,
             cp_lengths=share.cp_lengths,

@@ -1,32 +1,17 @@
-"""The configuration of a model whose language model and encoder come from two folders.
-
-Qwen2.5-VL, as the other parts of the program know it.
-"""
+"""Qwen2.5-VL: which configurations are supported, its items, and its names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from megatron_hetero.base.files import Only
-from megatron_hetero.models.families.common import BUILT, canonical_name, join_configurations
-from megatron_hetero.models.families.qwen2_5_vl import shapes as checks
-from megatron_hetero.models.families.qwen2_5_vl.shapes import FAMILY
+import numpy as np
+
+from megatron_hetero.models.families.common import SUPPORTED, canonical_name, head_dim, of_text, of_vision, require
+from megatron_hetero.models.families.qwen2_5_vl.shapes import DEFAULT_SECTIONS, FAMILY, TextShape, VisionShape
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures import IMAGE_TOKENS, Pictures, rope_positions
-
-if TYPE_CHECKING:
-    from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
-
-
-def joined(own: Any, vision: Any, text_alone: bool) -> Any:
-    """The configuration of a model with the language model of `own` and the encoder of `vision`. `text_alone`: `own` is
-    of a Qwen2 language model.
-    """
-    from transformers import Qwen2_5_VLConfig
-
-    rope = {"mrope_section": mrope_section(own.hidden_size // own.num_attention_heads)} if text_alone else None
-    return join_configurations(Qwen2_5_VLConfig, "Qwen2_5_VLForConditionalGeneration", own, vision, rope)
 
 
 def mrope_section(head_dim: int) -> list[int]:
@@ -42,45 +27,55 @@ def _image_processor() -> type:
     return Qwen2VLImageProcessorPil
 
 
-class Qwen25VL:
-    """See `megatron_hetero.models.family.Family`."""
+class Qwen25VL(Family):
+    """The family `qwen2_5_vl`, with language models `qwen2`."""
 
-    model_type = FAMILY
+    model_type, title = FAMILY, "Qwen2.5-VL"
     language_models = ("qwen2",)
-    title = "Qwen2.5-VL"
-    built: Mapping[str, Only] = BUILT
+    built = SUPPORTED
     tokens = IMAGE_TOKENS
     items = (Pictures(_image_processor),)
-    positions = staticmethod(rope_positions)
 
-    def config_class(self, model_type: str) -> Any:
-        from transformers import Qwen2_5_VLConfig, Qwen2Config
+    def check_encoder(self, folder: Path, config: Any) -> None:
+        vision = config.vision_config
+        require(folder, self.title, (
+            ("vision_config.hidden_act", vision.hidden_act, "silu"),
+            *of_vision(vision, config.text_config),
+            ("vision_config.window_size % (patch_size * spatial_merge_size)",
+             vision.window_size % (vision.patch_size * vision.spatial_merge_size), 0),
+            ("vision_config.fullatt_block_indexes from depth on",
+             [layer for layer in vision.fullatt_block_indexes if layer >= vision.depth], []),
+        ))  # fmt: skip
 
-        return Qwen2_5_VLConfig if model_type == FAMILY else Qwen2Config
+    def check_text(self, folder: Path, config: Any) -> None:
+        text = config.text_config
+        implied = text.hidden_size // text.num_attention_heads
+        require(folder, self.title, (
+            ("text_config.hidden_size % num_attention_heads", text.hidden_size % text.num_attention_heads, 0),
+            *head_dim("text_config", text, implied),
+            *of_text(text, implied, DEFAULT_SECTIONS),
+        ))  # fmt: skip
 
-    def model_class(self) -> Any:
-        from transformers import Qwen2_5_VLForConditionalGeneration
-
-        return Qwen2_5_VLForConditionalGeneration
-
-    check_encoder = staticmethod(checks.check_vision)
-    check_text = staticmethod(checks.check_text)
-    joined = staticmethod(joined)
+    def rope_settings(self, head_dim: int) -> dict[str, Any]:
+        return {"mrope_section": mrope_section(head_dim)}
 
     def encoder_shape(self, config: Any) -> VisionShape:
-        from megatron_hetero.models.families.qwen2_5_vl.shapes import vision_shape
-
-        return vision_shape(config.vision_config)
+        vision = config.vision_config
+        return VisionShape.of(
+            vision,
+            window=vision.window_size // vision.spatial_merge_size // vision.patch_size,
+            full_layers=frozenset(vision.fullatt_block_indexes),
+        )
 
     def text_shape(self, config: Any) -> TextShape:
-        from megatron_hetero.models.families.qwen2_5_vl.shapes import text_shape
+        text = config.text_config
+        return TextShape.of(config, text.hidden_size // text.num_attention_heads, DEFAULT_SECTIONS)
 
-        return text_shape(config)
+    def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:
+        return rope_positions(tokens, starts, places)
 
-    canonical_name = staticmethod(canonical_name)
-
-    def published_name(self, name: str) -> str:
-        return name
+    def canonical_name(self, stored: str, /) -> str:
+        return canonical_name(stored)
 
 
-QWEN2_5_VL: Family = Qwen25VL()
+QWEN2_5_VL = Qwen25VL()

@@ -1,37 +1,31 @@
-"""The configuration of a model whose language model and encoder come from two folders.
-
-Qwen3-VL, as the other parts of the program know it.
-"""
+"""Qwen3-VL: which configurations are supported, its items, and its names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from megatron_hetero.base.files import Only
-from megatron_hetero.models.families.common import canonical_name, join_configurations, nested_name
-from megatron_hetero.models.families.qwen3_vl import shapes as checks
-from megatron_hetero.models.families.qwen3_vl.shapes import BUILT, FAMILY
+from megatron_hetero.models.families.common import (
+    SUPPORTED,
+    canonical_name,
+    nested_name,
+    of_text,
+    of_vision,
+    require,
+)
+from megatron_hetero.models.families.qwen3_vl.shapes import DEFAULT_SECTIONS, FAMILY, TextShape, VisionShape
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures import IMAGE_TOKENS, Pictures, rope_positions
 
-if TYPE_CHECKING:
-    from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape
-
-
-def joined(own: Any, vision: Any, text_alone: bool) -> Any:
-    """The configuration of a model with the language model of `own` and the encoder of `vision`. `text_alone`: `own` is
-    of a Qwen3 language model, which differs from Qwen3-VL's in its rotary positions alone.
-    """
-    from transformers import Qwen3VLConfig
-
-    rope = rope_settings(own.head_dim) if text_alone else None
-    return join_configurations(Qwen3VLConfig, "Qwen3VLForConditionalGeneration", own, vision, rope)
-
 
 def rope_settings(head_dim: int) -> dict[str, Any]:
-    """What says which rotary frequencies turn with time, height and width; as in Qwen3-VL (24, 20 and 20 of 64), time
-    gets what the other two leave.
+    """Which rotary frequencies turn with time, height and width; as in Qwen3-VL (24, 20 and 20 of 64), time gets what
+    the other two leave.
     """
     frequencies = head_dim // 2
     space = 5 * frequencies // 16
@@ -44,43 +38,64 @@ def _image_processor() -> type:
     return Qwen2VLImageProcessorPil
 
 
-class Qwen3VL:
-    """See `megatron_hetero.models.family.Family`."""
+class Qwen3VL(Family):
+    """The family `qwen3_vl`, with language models `qwen3`."""
 
-    model_type = FAMILY
+    model_type, title = FAMILY, "Qwen3-VL"
     language_models = ("qwen3",)
-    title = "Qwen3-VL"
-    built: Mapping[str, Only] = BUILT
+    built = SUPPORTED | {
+        "mrope_interleaved": Only(
+            (True,),
+            because="height, width and time take rotary frequencies in turns",
+            fix="use a model that was trained that way",
+        ),
+        "attention_bias": Only(
+            (False, None),
+            because="queries, keys and values of this family have no bias",
+            fix="use a model without them, such as the published ones",
+        ),
+    }
     tokens = IMAGE_TOKENS
     items = (Pictures(_image_processor),)
-    positions = staticmethod(rope_positions)
 
-    def config_class(self, model_type: str) -> Any:
-        from transformers import Qwen3Config, Qwen3VLConfig
+    def check_encoder(self, folder: Path, config: Any) -> None:
+        vision = config.vision_config
+        layers, places = list(vision.deepstack_visual_indexes), vision.num_position_embeddings
+        require(folder, self.title, (
+            ("vision_config.hidden_act", vision.hidden_act, "gelu_pytorch_tanh"),
+            *of_vision(vision, config.text_config),
+            ("vision_config.num_position_embeddings beyond a square", places - math.isqrt(places) ** 2, 0),
+            ("vision_config.deepstack_visual_indexes that no layer has",
+             [x for x in layers if not 0 <= x < vision.depth], []),
+            ("vision_config.deepstack_visual_indexes", layers, sorted(set(layers))),
+        ))  # fmt: skip
 
-        return Qwen3VLConfig if model_type == FAMILY else Qwen3Config
+    def check_text(self, folder: Path, config: Any) -> None:
+        text = config.text_config
+        require(folder, self.title, (
+            ("text_config.head_dim % 2", text.head_dim % 2, 0),
+            *of_text(text, text.head_dim, DEFAULT_SECTIONS),
+        ))  # fmt: skip
 
-    def model_class(self) -> Any:
-        from transformers import Qwen3VLForConditionalGeneration
-
-        return Qwen3VLForConditionalGeneration
-
-    check_encoder = staticmethod(checks.check_vision)
-    check_text = staticmethod(checks.check_text)
-    joined = staticmethod(joined)
+    def rope_settings(self, head_dim: int) -> dict[str, Any]:
+        return rope_settings(head_dim)
 
     def encoder_shape(self, config: Any) -> VisionShape:
-        from megatron_hetero.models.families.qwen3_vl.shapes import vision_shape
-
-        return vision_shape(config.vision_config)
+        vision = config.vision_config
+        side, deepstack = math.isqrt(vision.num_position_embeddings), tuple(vision.deepstack_visual_indexes)
+        return VisionShape.of(vision, table_side=side, deepstack=deepstack)
 
     def text_shape(self, config: Any) -> TextShape:
-        from megatron_hetero.models.families.qwen3_vl.shapes import text_shape
+        return TextShape.of(config, config.text_config.head_dim, DEFAULT_SECTIONS)
 
-        return text_shape(config)
+    def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:
+        return rope_positions(tokens, starts, places)
 
-    canonical_name = staticmethod(canonical_name)
-    published_name = staticmethod(nested_name)
+    def canonical_name(self, stored: str, /) -> str:
+        return canonical_name(stored)
+
+    def published_name(self, name: str, /) -> str:
+        return nested_name(name)
 
 
-QWEN3_VL: Family = Qwen3VL()
+QWEN3_VL = Qwen3VL()

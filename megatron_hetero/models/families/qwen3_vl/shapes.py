@@ -1,29 +1,19 @@
-"""Which configurations are built here: those of the published architecture.
-
-Learned positions of patches: a square table, which is stretched over images of any size.
-
-The shapes of the modules of Qwen3-VL, from its configuration in `transformers`, and what encoding costs.
-"""
+"""The shapes of the modules of Qwen3-VL, and its learned positions of patches."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.base.errors import ROWS
-from megatron_hetero.base.files import Only
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
 from megatron_hetero.models.architecture import Architecture, End
-from megatron_hetero.models.families import common as checks
-from megatron_hetero.models.families.common import ENCODER, of_text, of_vision, require
+from megatron_hetero.models.families.common import ENCODER
 from megatron_hetero.models.items.pictures import ImageEncoderShape, ImageSize, PictureOrder, picture_order
 from megatron_hetero.models.language import LanguageModelShape
 from megatron_hetero.models.layers.attention import SelfAttention
@@ -31,72 +21,36 @@ from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.parts import MainPart, Site
+from megatron_hetero.models.layers.parts import Part, Site
 
-FAMILY, TITLE = "qwen3_vl", "Qwen3-VL"
+FAMILY = "qwen3_vl"
 DEFAULT_SECTIONS = (24, 20, 20)
-"""Rotary frequencies for time, height and width, where a configuration gives none."""
-BUILT = {
-    **checks.BUILT,
-    "mrope_interleaved": Only(
-        (True,),
-        because="height, width and time take rotary frequencies in turns",
-        fix="use a model that was trained that way",
-    ),
-    "attention_bias": Only(
-        (False, None),
-        because="queries, keys and values of this family have no bias",
-        fix="use a model without them, such as the published ones",
-    ),
-}
-
-
-def check_vision(folder: Path, config: Any) -> None:
-    """Check that the vision encoder of `folder` is one that is built here. Raises `UserError`."""
-    vision = config.vision_config
-    layers, places = list(vision.deepstack_visual_indexes), vision.num_position_embeddings
-    require(folder, TITLE, (
-        ("vision_config.hidden_act", vision.hidden_act, "gelu_pytorch_tanh"),
-        *of_vision(vision, config.text_config),
-        ("vision_config.num_position_embeddings beyond a square", places - math.isqrt(places) ** 2, 0),
-        ("vision_config.deepstack_visual_indexes that no layer has",
-         [x for x in layers if not 0 <= x < vision.depth], []),
-        ("vision_config.deepstack_visual_indexes", layers, sorted(set(layers))),
-    ))  # fmt: skip
-
-
-def check_text(folder: Path, config: Any) -> None:
-    """Check that the language model of `folder` is one that is built here. Raises `UserError`."""
-    text = config.text_config
-    require(folder, TITLE, (
-        ("text_config.head_dim % 2", text.head_dim % 2, 0),
-        *of_text(text, text.head_dim, DEFAULT_SECTIONS),
-    ))  # fmt: skip
+"""Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
 
 
 @dataclass(frozen=True)
-class PositionTable(MainPart):
-    """`side` x `side` places of `hidden` elements, as an end of an encoder."""
+class PositionTable(Part):
+    """Learned positions, an end of an encoder: a table of `side` x `side` places of `hidden` elements, stretched over
+    images of any size.
+    """
 
     side: int
     hidden: int
 
     def tensors(self) -> TensorShapes:
-        """The table."""
+        """The table as `weight`."""
         return {"weight": (self.side**2, self.hidden)}
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """All of it on every rank."""
+        """The whole table on every rank."""
         return {"weight": whole(f"{stored}weight", self.side**2)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """The torch module. With split activations each rank embeds its own patches."""
+        """Build the torch module. With split activations each rank embeds its own patches."""
         return site.mark(_PositionTable(self, site))
 
 
 class _PositionTable(torch.nn.Module):
-    """The table as `weight` [side * side, hidden]."""
-
     def __init__(self, table: PositionTable, site: Site):
         super().__init__()
         self.side = table.side
@@ -105,14 +59,14 @@ class _PositionTable(torch.nn.Module):
         )
 
     def forward(self, positions_4n: Tensor) -> Tensor:
-        """What is added to the embeddings of patches, fp32 [n, hidden]. `positions_4n`: of a `PictureOrder`."""
+        """Return what is added to embeddings of patches, fp32 [n, hidden]. `positions_4n`: see `PictureOrder`."""
         places, weights = taps(positions_4n, self.side)
         return F.embedding_bag(places, self.weight.float(), per_sample_weights=weights, mode="sum")
 
 
 def taps(positions_4n: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """The four places of the table around each patch, int64 [n, 4], and their weights, fp32 [n, 4]: bilinear, with the
-    corners of the image on the corners of the table.
+    """Return the four places of the table around each patch, int64 [n, 4], and their bilinear weights, fp32 [n, 4].
+    The corners of the image are on the corners of the table.
     """
     positions, sizes = positions_4n.chunk(2)
     on_table = positions * (side - 1) / (sizes - 1).clamp(min=1)
@@ -125,36 +79,32 @@ def taps(positions_4n: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 
 DEEPSTACK = "deepstack."
-"""What outputs that are made after earlier layers are called, before their number (Meng et al. 2024, arXiv 2406.04334).
-"""
+"""Prefix of outputs of earlier layers, before their number (Meng et al. 2024, arXiv 2406.04334)."""
 
 
 @dataclass(frozen=True)
 class VisionShape(ImageEncoderShape):
-    """The vision encoder with its mergers (`projector`)."""
+    """Vision encoder with its mergers (`projector`)."""
+
+    family = FAMILY
 
     table_side: int
     """Places per side of the learned table of positions."""
     deepstack: tuple[int, ...]
-    """The layers before the last whose outputs are merged too, in order."""
-
-    @property
-    def family(self) -> str:
-        """The `model_type` of its family."""
-        return FAMILY
+    """Earlier layers whose outputs are merged too, in order."""
 
     @property
     def position_dims(self) -> int:
-        """Coordinates of a patch: row and column, and how many there are of each in its image."""
+        """Coordinates of a patch: row and column, and how many there are of each in the image."""
         return 4
 
     @property
     def outputs(self) -> Mapping[str, int]:
-        """The rows of the last layer, and those of earlier ones."""
+        """The rows of the last layer and those of earlier layers."""
         return {ROWS: self.layers - 1} | {f"{DEEPSTACK}{i}": layer for i, layer in enumerate(self.deepstack)}
 
     def order(self, size: ImageSize) -> PictureOrder:
-        """The image in raster order."""
+        """Return the image in raster order."""
         return picture_order(size, self.merge, window=1, sides=True)
 
     @property
@@ -211,39 +161,22 @@ def _encoder(v: VisionShape) -> Architecture:
 
 @dataclass(frozen=True)
 class TextShape(LanguageModelShape):
-    """The language model."""
+    """Language model with norms of queries and keys."""
 
+    family = FAMILY
     qkv_bias, head_norms = False, True
 
     @property
-    def family(self) -> str:
-        """The `model_type` of its family."""
-        return FAMILY
-
-    @property
     def turns(self) -> tuple[int, ...]:
-        """For each rotary frequency the position that it turns with: time, height and width in turns, until the
-        sections of height and width are used up.
-        """
+        """Time, height and width in turns, until the sections of height and width are used up."""
         return tuple(i % 3 if i % 3 and i < 3 * self.mrope_section[i % 3] else 0 for i in range(self.head_dim // 2))
 
     def entry_layer(self, output: str) -> int | None:
-        """Rows take the place of embeddings; those of the encoder's earlier layers are added after as many layers of
-        this model, the first ones after the first.
+        """0 for `ROWS`. Rows of the encoder's earlier layers are added after as many layers of this model, the first
+        after the first.
         """
         if output == ROWS:
             return 0
         number = output.removeprefix(DEEPSTACK)
         known = number != output and number.isdecimal() and int(number) < self.layers
         return int(number) if known else None
-
-
-def vision_shape(vision: Any) -> VisionShape:
-    """Of the configuration `vision_config`."""
-    side, deepstack = math.isqrt(vision.num_position_embeddings), tuple(vision.deepstack_visual_indexes)
-    return VisionShape.of(vision, table_side=side, deepstack=deepstack)
-
-
-def text_shape(config: Any) -> TextShape:
-    """Of the configuration of a whole model."""
-    return TextShape.of(config, config.text_config.head_dim, DEFAULT_SECTIONS)

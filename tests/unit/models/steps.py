@@ -1,4 +1,4 @@
-"""What the workers of the pool run for the tests of recomputation: whole steps, of all modules."""
+"""Whole training steps of all modules, on data that section `plan` describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of the pool run for the parity tests."""
+"""Runs of the program on workers, for tests of parity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.schedule import gathering
@@ -24,7 +23,7 @@ from tests.unit.train.jobs_run import stored
 
 def train(flags: list[str]) -> dict[str, Any] | None:
     """Run the configured number of steps as the program does; rank 0 returns losses, norms and the final weights."""
-    run = _build(flags)
+    run = build(flags)
     metrics = [run.train_step(step, batch) for step, batch, _ in run.batches()]
     weights = stored(run)
     replicas_equal = _replicas_equal(run)
@@ -40,7 +39,7 @@ def gradients(flags: list[str]) -> dict[str, Any]:
     """One step's loss, gradient norm and every gradient, before clipping and update (plain SGD, so that gradients are
     whole).
     """
-    run = _build([*flags, "--optimizer.name", "sgd", "--train.iters", "1"])
+    run = build([*flags, "--optimizer.name", "sgd", "--train.iters", "1"])
     _, batch, _ = next(iter(run.batches()))
     summary = run.gradients(batch)
     scale_gradients(run.modules, 1.0 / batch.supervised)
@@ -51,23 +50,9 @@ def gradients(flags: list[str]) -> dict[str, Any]:
     }
 
 
-def graphs(flags: list[str]) -> tuple[list[int], int]:
-    """How many graphs have been compiled, of none before, after each of its steps, and of how many different numbers of
-    tokens micro-batches were.
-    """
-    run, made, lengths = _build(flags), list[int](), set[int]()
-    torch._dynamo.reset()
-    counters.clear()
-    for step, batch, _ in run.batches():
-        run.train_step(step, batch)
-        made.append(counters["stats"]["unique_graphs"])
-        lengths |= {len(micro.pack.input_ids) for micro in batch.micro_batches if micro.pack is not None}
-    return made, len(lengths)
-
-
 def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float, float]]:
     """Loss and gradient norm of one step under the configured schedule, then under others."""
-    run = _build([*flags, "--optimizer.name", "sgd"])
+    run = build([*flags, "--optimizer.name", "sgd"])
     layouts, micro_batches = run.topology.layouts, run.schedule.micro_batches
     found = []
     rebuilt = [build_schedule(layouts, micro_batches, settings, edges=run.schedule.edges) for settings in others]
@@ -83,7 +68,7 @@ def losses_in_buckets(flags: list[str]) -> tuple[float, float]:
     gradients amid backward passes.
     """
     with mock.patch.object(gathering, "BUCKET", 1000):
-        run = _build(flags)
+        run = build(flags)
     _, batch, _ = next(iter(run.batches()))
     for optimizer in run.optimizer.sharded.values():
         optimizer.share_weights()
@@ -91,7 +76,8 @@ def losses_in_buckets(flags: list[str]) -> tuple[float, float]:
     return summary.loss_sum / batch.supervised, summary.norm / batch.supervised
 
 
-def _build(flags: list[str]) -> Trainer:
+def build(flags: list[str]) -> Trainer:
+    """Build the trainer of a command line."""
     run = build_trainer(load_config(flags), platform())
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     return run

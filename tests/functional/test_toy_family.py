@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.cli.demo.model import DemoSizes
@@ -19,11 +21,11 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.registry import ENTRY_POINTS, FAMILIES, family_of
-from tests.support.pool import Pool
-from tests.support.toy_family import jobs
+from megatron_hetero.train.start import build_trainer
+from tests.support.pool import Pool, platform
 from tests.support.toy_family.family import TOY, known, write_data, write_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 Pools = Callable[[int], Pool]
 MakeFlags = Callable[..., list[str]]
 LAYOUTS = [
@@ -65,12 +67,29 @@ def make_flags(folder: Path, tmp_path: Path) -> MakeFlags:
     return partial(flags_of, folder, tmp_path / "log")
 
 
+def train(flags: list[str], target: Path) -> dict[str, Any]:
+    """Train from where the run resumes, save, and export: losses, norms, and the exported weights on the first rank."""
+    with known():
+        run, losses, norms = build_trainer(load_config(flags), platform()), [], []
+        with run.writer:
+            for step, batch, _ in run.batches():
+                metrics = run.train_step(step, batch)
+                run.writer.write(metrics)
+                losses.append(metrics.loss)
+                norms.append(metrics.grad_norm)
+                run.saver.after(step, metrics.stopping)
+            run.export(target)
+        weights = load_file(target / "model.safetensors") if dist.get_rank() == 0 else {}
+        start = run.resumed.step
+    return {"from": start, "losses": losses, "norms": norms, "weights": {n: w.numpy() for n, w in weights.items()}}
+
+
 @pytest.fixture(scope="module")
 def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> dict[str, Any]:
     """Two steps on one rank."""
     made = tmp_path_factory.mktemp("alone")
     flags = flags_of(folder, made / "log", "dp:1", "dp:1", "--train.iters 2")
-    return pools(1).run(jobs.train, flags, made / "export")[0]
+    return pools(1).run(train, flags, made / "export")[0]
 
 
 @pytest.mark.parametrize("vision, text, more", LAYOUTS)
@@ -79,8 +98,8 @@ def test_it_trains_saves_resumes_and_exports(
 ) -> None:
     ranks = 4 if "4" in vision + text or "pp" in text or "@" in text else 2
     saving = f"{more} --checkpoint.dir {tmp_path}/checkpoints --checkpoint.interval 1 --train.iters"
-    first = pools(ranks).run(jobs.train, make_flags(vision, text, f"{saving} 1"), tmp_path / "one")[0]
-    second = pools(2).run(jobs.train, make_flags("dp:2", "dp:2,xp:1", f"{saving} 2"), tmp_path / "two")[0]
+    first = pools(ranks).run(train, make_flags(vision, text, f"{saving} 1"), tmp_path / "one")[0]
+    second = pools(2).run(train, make_flags("dp:2", "dp:2,xp:1", f"{saving} 2"), tmp_path / "two")[0]
     assert (first["from"], second["from"]) == (0, 1)
     for what in ("losses", "norms"):
         np.testing.assert_allclose([*first[what], *second[what]], alone[what], rtol=1e-4)
@@ -98,7 +117,7 @@ def test_its_exchanges_keep_nccls_rules(
 ) -> None:
     """Where the ranks of two views are the same, their sums share a communicator."""
     flags = make_flags(vision, text, f"{more} --train.iters 2")
-    found = rules_pools(4).run(jobs.train, flags, tmp_path / "export")[0]
+    found = rules_pools(4).run(train, flags, tmp_path / "export")[0]
     np.testing.assert_allclose(found["norms"], alone["norms"], rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""What the workers of the pool run for the tests of Qwen3-VL: all stages of a module in turn, on each rank."""
+"""Modules of Qwen3-VL on workers: all stages of a module in turn, on each rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_hetero.base.errors import HIDDEN, ROWS
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
-from megatron_hetero.layout.stages import Stage, cut_stages
+from megatron_hetero.layout.stages import PipelineStage, cut_stages
 from megatron_hetero.models.items.pictures import ImageSize
-from megatron_hetero.models.layers.attention import AttentionPlan
+from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, TextInput
 from tests.unit.train.jobs_stages import Case, Trainee
@@ -28,7 +28,7 @@ Arrays = dict[str, np.ndarray]
 class AllStagesHere(Trainee):
     """As `Trainee`, with the stages of `case.split` on each rank, whatever the layout's pp."""
 
-    def _stages(self, name: str) -> tuple[Stage, ...]:
+    def _stages(self, name: str) -> tuple[PipelineStage, ...]:
         split = self.case.split or (self.shapes[name].layers,)
         return cut_stages(self.shapes[name].layers, len(split), split=split, module=name)
 
@@ -42,7 +42,7 @@ def vision(case: Case, sizes: tuple[ImageSize, ...]) -> dict[str, Any]:
     shards = EncoderShards(shape, layout, sharded, sizes, (tuple(range(len(sizes))),))
     own, share = shards.ownership().held_by(dist.get_rank()), shards.share(dist.get_rank())
     units = pixels_of(shape, sizes).view(-1, shape.unit, shape.patch_elements)[torch.from_numpy(own)].flatten(0, 1)
-    plan = AttentionPlan(
+    plan = AttentionParams(
         full=PackedSegments.of_segments(share.segments, CPU, share.cp_lengths),
         sp_lengths=share.sp_lengths,
         cp_lengths=share.cp_lengths,
@@ -124,7 +124,7 @@ def text(case: Case, outputs: tuple[str, ...]) -> dict[str, Any]:
         supervised=supervised,
         targets=own[supervised],
         rows_at=dict.fromkeys(outputs, places),
-        attention=AttentionPlan(
+        attention=AttentionParams(
             PackedSegments.of_segments(share.segments, CPU, share.cp_lengths), share.sp_lengths, share.cp_lengths
         ),
     )
@@ -142,9 +142,3 @@ def text(case: Case, outputs: tuple[str, ...]) -> dict[str, Any]:
         name: (ids, of_output.grad.numpy().copy()) for name, of_output in rows.items() if of_output.grad is not None
     }
     return {"loss": found["loss"], "rows": of_rows, "gradients": trainee.gradients()}
-
-
-def marked(case: Case) -> dict[str, bool]:
-    """Whether each parameter of the text module is marked as one whose gradients are parts."""
-    parameters = AllStagesHere(case).module.parameters
-    return {name: bool(getattr(p, "sequence_parallel", False)) for name, p in parameters.items()}
