@@ -20,9 +20,9 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.reader_process import receive, send
-from megatron_hetero.data.readers import ReaderProcesses, SampleReader, Wanted
+from megatron_hetero.data.readers import SampleReader, Wanted
 from megatron_hetero.data.records import Record
+from megatron_hetero.data.worker_process import ReaderProcesses, receive, send
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.items import whole
 from tests.support.matrix import thinned
@@ -169,7 +169,7 @@ def test_a_process_ends_with_its_reader_and_not_by_signals_to_its_group(odd: Cal
 
 RANK = """
 import time
-from megatron_hetero.data.readers import ReaderProcesses
+from megatron_hetero.data.worker_process import ReaderProcesses
 from megatron_hetero.data.records import Record
 from tests.unit.data.odd_reader import OddReader
 readers = ReaderProcesses(OddReader(), 1)

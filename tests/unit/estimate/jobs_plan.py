@@ -42,7 +42,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
     pools = [_count_buffers(communicator) for communicator in run.interpreter.communicators.values()]
     with live:
         run.train_step(1, step)
-    plans = {str(edge): [m.plan.boundaries[edge] for m in step.micro_batches if edge in m.plan.boundaries]
+    plans = {str(edge): [m.share.boundaries[edge] for m in step.micro_batches if edge in m.share.boundaries]
              for edge in run.job.edges}  # fmt: skip
     return {
         "weights": _bytes(m.data_parallel.weights(name) for m in run.modules for name in m.parameters),

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.data.step_plan import Balance, MicroBatchPlan, PackShape, Pieces, StepPlanner, Together
+from megatron_hetero.data.dealing import PackShape, Pieces
+from megatron_hetero.data.partition import Balance, CallRuns, MicroBatchShare, StepPartitioner
 from megatron_hetero.data.token_shards import TokenShare
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
@@ -62,15 +63,15 @@ def _pack(samples: list[list[ImageSize]], rng: np.random.Generator, batch: str) 
     return PackShape(tuple(lengths), (Pieces(tuple(map(len, samples)), grids, joined.tobytes()),))
 
 
-def planner(
+def partitioner(
     layouts: Mapping[str, Layout],
     sharded: Sharded,
     rank: int,
     balance: Balance = "replica",
-    together: Together | None = None,
-) -> StepPlanner:
-    """A planner of `rank` for rows of 24 bytes."""
-    return StepPlanner({"vision": SHAPE}, layouts, sharded, rank, 24, balance, together=together)
+    runs: CallRuns | None = None,
+) -> StepPartitioner:
+    """The partitioner of `rank` for rows of 24 bytes."""
+    return StepPartitioner({"vision": SHAPE}, layouts, sharded, rank, 24, balance, runs=runs)
 
 
 def first_rows(packs: list[PackShape]) -> list[int]:
@@ -89,7 +90,7 @@ def first_rows_of_images(packs: list[PackShape]) -> list[int]:
     return np.cumsum([0, *(SHAPE.rows(image) for image in images_of(packs))]).tolist()
 
 
-def decoded_units(plan: MicroBatchPlan, packs: list[PackShape]) -> np.ndarray:
+def decoded_units(plan: MicroBatchShare, packs: list[PackShape]) -> np.ndarray:
     """The global rows of the units that a rank decodes, in order: image by image."""
     first = first_rows_of_images(packs)
     images = plan.patches["vision"].decodes if plan.patches else ()

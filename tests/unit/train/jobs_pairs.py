@@ -14,7 +14,7 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import DirectionPlan
-from megatron_hetero.data.step_plan import PackShape
+from megatron_hetero.data.dealing import PackShape
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import world
@@ -25,7 +25,7 @@ from tests.unit.train.jobs_packs import (
     decoded_units,
     first_rows,
     needed_rows,
-    planner,
+    partitioner,
     random_packs,
 )
 
@@ -70,7 +70,7 @@ def _cross(
     packs: list[PackShape], layouts: dict[str, Layout], sharded: Sharded, replica: Any, turn: int
 ) -> dict[str, Any]:
     rank = dist.get_rank()
-    plan = planner(layouts, sharded, rank).plan(packs, turn)
+    plan = partitioner(layouts, sharded, rank).share(packs, turn)
     if not plan.boundaries or not plan.patches:
         assert first_rows(packs)[-1] == 0 and plan.text is not None and not len(plan.text.rows_at["vision"])
         return {"collectives": (0, 0)}

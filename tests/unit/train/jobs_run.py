@@ -245,7 +245,7 @@ def error_of_killed_worker(flags: list[str]) -> str:
 def _kill_readers() -> None:
     for thread in Path("/proc/self/task").iterdir():
         for pid in (thread / "children").read_text().split():
-            if b"reader_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(int(pid), signal.SIGKILL)
 
 

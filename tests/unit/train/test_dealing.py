@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data.dealing import ByBudget, SampleMetadata
-from megatron_hetero.data.step_plan import Pieces
+from megatron_hetero.data.dealing import ByBudget, PackMetadata, PackShape, Pieces, PieceSource
 from megatron_hetero.job import Budget
 from megatron_hetero.models.items.pictures import ImageSize
 from tests.support.folders import write_data
@@ -29,11 +28,12 @@ BUDGET = "--train.tokens_per_micro_batch 200 --data.max_seq_length 200"
 ENCODERS = {"vision": SHAPE}
 
 
-def sample(text: int, units: int) -> SampleMetadata:
+def sample(text: int, units: int) -> PackMetadata:
     """A sample of so many tokens of text after the rows of a picture, if it has any."""
     sizes = (ImageSize(1, 2, 2 * units),) if units else ()
     images = Pieces((len(sizes),), sizes, np.arange(units).tobytes())
-    return SampleMetadata(units + text, text // 2, len(sizes), (images,), (tuple((k, 0) for k in range(len(sizes))),))
+    sources = tuple(PieceSource(0, k, 0) for k in range(len(sizes)))
+    return PackMetadata(PackShape((units + text,), (images,)), (sources,), text // 2)
 
 
 samples = st.lists(st.builds(sample, st.integers(1, 30), st.integers(0, 20)), max_size=24)
@@ -42,7 +42,7 @@ samples = st.lists(st.builds(sample, st.integers(1, 30), st.integers(0, 20)), ma
 @settings(max_examples=80)
 @given(samples, st.integers(1, 4), st.sampled_from([None, 80, 200]), st.randoms())
 def test_a_deal_is_of_the_samples_alone(
-    drawn: list[SampleMetadata], replicas: int, patches: int | None, random: Random
+    drawn: list[PackMetadata], replicas: int, patches: int | None, random: Random
 ) -> None:
     """All samples once, as many packs on each replica, none over the budget, whatever the order in which they come."""
     dealing = ByBudget(replicas, 32, Budget(50, patches), ENCODERS, float)

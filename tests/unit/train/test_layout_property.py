@@ -13,8 +13,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hetero.data.dealing import PackShape
 from megatron_hetero.data.encoder_shards import EncoderShards
-from megatron_hetero.data.step_plan import PackShape
 from megatron_hetero.data.token_shards import TokenShards, TokenShare
 from megatron_hetero.layout.axes import divisors, problem_of
 from megatron_hetero.layout.layout import Layout, ModuleShape
