@@ -23,7 +23,7 @@ from tests.support.pool import Pool
 from tests.unit.boundary.checks import Values, check_everything, inner_product
 from tests.unit.boundary.jobs_edges import ITEM, WIDTH, Arrays, Graph, MicroBatch, crossed
 from tests.unit.boundary.simulation import Boundary, SimulatedDirection
-from tests.unit.train.jobs_packs import BATCHES, SHAPE, needed_rows, random_packs
+from tests.unit.data.packs import BATCHES, SHAPE, needed_rows, random_packs
 
 Pools = Callable[[int], Pool]
 AHEAD, RECOMPUTE, WAVES = (ScheduleSettings(run_ahead=1), ScheduleSettings("recompute"), ScheduleSettings(waves=1))

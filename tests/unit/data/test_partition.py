@@ -17,7 +17,7 @@ from megatron_hetero.data.partition import MicroBatchShare
 from megatron_hetero.layout.context import zigzag_tokens
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
-from tests.unit.train.jobs_packs import (
+from tests.unit.data.packs import (
     BATCHES,
     SHAPE,
     decoded_units,

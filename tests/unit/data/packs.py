@@ -1,4 +1,4 @@
-"""Random packs of images and text, as integers, for the tests of plans; and what planned ranks then hold."""
+"""Random packs of images and text as integers, and the rows of ranks that share them; values of all ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_hetero.data.dealing import PackShape, Pieces
 from megatron_hetero.data.partition import Balance, CallRuns, MicroBatchShare, StepPartitioner
@@ -108,3 +109,10 @@ def needed_rows(share: TokenShare, packs: list[PackShape], layout: Layout, shard
     found = {place: row_at[token] for place, token in enumerate(embedded) if token in row_at}
     assert sorted(share.rows_at["vision"].tolist()) == list(found), "rows are put elsewhere than at image tokens"
     return np.array([found[place] for place in share.rows_at["vision"].tolist()], np.int64)
+
+
+def by_rank(value: Any) -> list[Any]:
+    """The value of every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
