@@ -169,7 +169,7 @@ def fill_bins(
 
 
 def into_rounds(work: Sequence[float], replicas: int) -> list[list[int]]:
-    """For each round and replica the number of its bin. `work`: work of each bin, for a whole number of rounds.
+    """The number of the bin of each round and replica. `work`: work of each bin, for a whole number of rounds.
 
     Bins of similar work form a round, the largest first: what does not fit in memory fails at once. In a round, the
     bins with most work are on the replicas that had least before.

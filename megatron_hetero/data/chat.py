@@ -12,7 +12,7 @@ from megatron_hetero.data.validation import IMAGES, ItemField, split_at_placehol
 
 END_OF_TURN = "<|im_end|>"
 Parts = Mapping[ItemField, dict[str, str]]
-"""By field the part of a chat message that stands for an item."""
+"""The part of a chat message that stands for an item, by field."""
 PICTURES: Parts = {field: {"type": "image"} for field in IMAGES}
 
 

@@ -1,5 +1,5 @@
-"""Which samples of a step each replica of the text module trains in which micro-batch, and the integers about samples
-and packs that ranks exchange for it.
+"""Dealing the samples of a step to replicas of the text module and micro-batches, and the integers about samples and
+packs that ranks exchange for it.
 
 A *pack* is the micro-batch of one replica of the text module. A step trains the same samples of the stream in every
 layout; dealing them out changes rounding only, since losses are summed over all tokens of a step (docs/gradients.md).
@@ -173,7 +173,7 @@ class ByBudget:
         return samples_of(step, self.step_samples, self.end)
 
     def foreseen(self, step: int, replica: int) -> None:
-        """None: the samples of a replica depend on the lengths of all."""
+        """Return None: the samples of a replica depend on the lengths of all."""
         return
 
     def deal(self, step: int, samples: Mapping[int, PackMetadata]) -> Deal:

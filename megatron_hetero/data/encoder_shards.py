@@ -1,4 +1,4 @@
-"""Which rank of an encoder decodes, embeds and encodes which units, as pure functions on integers
+"""Shards of an encoder: which rank decodes, embeds and encodes which units, as pure functions on integers
 (docs/boundaries.md, "Ownership").
 
 A piece is decoded by one rank of the replica that encodes it, and its patches cross to the ranks that embed them. Units

@@ -225,8 +225,8 @@ class StepLoader:
     def _decode(
         self, shares: Sequence[MicroBatchShare], gathered: Sequence[Sequence[PackMetadata]], run: Run
     ) -> list[dict[str, list[np.ndarray]]]:
-        """For each micro-batch, by encoder, the patches of the pieces that this rank decodes, fp32 [patches, elements];
-        for the first of a call the patches of all. Consecutive pieces of one item are decoded in one call.
+        """Decodes this rank's pieces. Returns, for each micro-batch, by encoder, fp32 [patches, elements] of each item;
+        for the first of a call those of all. Consecutive pieces of one item are decoded in one call.
         """
         numbers, wanted = {name: i for i, name in enumerate(self.partitioner.encoders)}, []
         for m, share in enumerate(shares):

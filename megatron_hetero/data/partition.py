@@ -29,7 +29,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.items.types import ItemShape, Size
 
 Balance = Literal["off", "replica"]
-"""How pieces are assigned to the encoder's replicas: in order, or so that predicted work is even."""
+"""Assignment of pieces to the encoder's replicas: in order, or so that predicted work is even."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class MicroBatchShare:
 Packs = tuple[PackShape, ...]
 """The packs of a micro-batch, one for each replica of the text module."""
 CallRuns = Callable[[int], Mapping[str, Sequence[range]]]
-"""For a number of micro-batches, by encoder, all of them in runs that one call may encode."""
+"""Returns, for a number of micro-batches, by encoder, all of them in runs that one call may encode."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +229,7 @@ class StepPartitioner:
         return self.rank in edge.source_ranks(self.layouts[edge.source]) + edge.target_ranks(self.text)
 
     def _boundary(self, edge: Edge, held: Ownership, packs: Packs) -> RankPlan:
-        """How the rows of a micro-batch cross, from the encoder's ownership `held`."""
+        """This rank's plan for the rows of a micro-batch, which cross from the encoder's ownership `held`."""
         needed = self._read(packs).wanted[edge.target_coordinate(self.text)].ownership(edge.source)
         return plan_boundary(held, needed, self.row_bytes * len(self.edges[edge])).rank(self.rank)
 

@@ -1,5 +1,5 @@
-"""Which rank of the text module works on which tokens of its replica's pack, and which rank holds or needs which rows
-in a layout, as pure functions.
+"""Shards of tokens: which rank of the text module works on which tokens of its replica's pack, and which rank holds or
+needs which rows in a layout, as pure functions.
 
 A pack is cut three times: zigzag over `cp`, each sample by itself (`megatron_hetero.layout.context`); the tokens of a
 cp member in contiguous runs over `sp`; and, with sequence-parallel activations, the tokens of an sp member in runs of
@@ -96,7 +96,7 @@ class TokenShards:
 
     @cached_property
     def _cut_places(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """By encoder, for each row the group of ranks that needs it, and its place in their shard of the embedding."""
+        """The group of ranks that needs each row, and its place in their shard of the embedding, by encoder."""
         return {encoder: self._cut(places) for encoder, places in self.places.items()}
 
     def _cut(self, places: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +113,7 @@ class TokenShards:
     def _place_in_context(
         self, places: tuple[np.ndarray, ...]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """For each row its pack, cp member, place among that member's tokens, and their number."""
+        """The pack and the cp member of each row, its place among that member's tokens, and their number."""
         cp = self.layout.cp
         pack = np.repeat(np.arange(len(self.lengths)), [len(p) for p in places])
         lengths = np.array([n for samples in self.lengths for n in samples], np.int64)

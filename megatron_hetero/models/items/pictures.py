@@ -169,7 +169,7 @@ class ImageReader:
         return _GreyReader(self.image_processor, self.token_id)
 
     def describe(self, item: Item, size: ImageSize) -> str:
-        """Its own size, its size for the encoder, and its grid of patches."""
+        """The picture's own size, its size for the encoder, and its grid of patches."""
         width, height = picture_size(*item)
         resized = f"{size.columns * self.patch_size}×{size.rows * self.patch_size} px"
         return f"{width}×{height} px → {resized}, grid {tuple(size)} (t, h, w)"
@@ -248,7 +248,9 @@ def load_image_processor(folder: Path, of_class: type, section: Any, setting: st
 
 
 def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
-    """Check that the image processor cuts patches as the encoder expects them. Raises `UserError`."""
+    """Check that the image processor cuts patches as the encoder expects them, tried on a picture of one row. Raises
+    `UserError`, or the errors of a broken image processor.
+    """
     pairs = {
         "patch_size": (image_processor.patch_size, vision.patch_size),
         "merge_size": (image_processor.merge_size, vision.spatial_merge_size),
@@ -262,6 +264,15 @@ def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
                 expected=f"{theirs}, as in vision_config of config.json",
                 fix="copy both files from the same model",
             )
+    side = vision.patch_size * vision.spatial_merge_size
+    size = {"shortest_edge": side**2, "longest_edge": side**2}
+    with np.errstate(all="ignore"):
+        output = image_processor(images=[Image.new("RGB", (side, side))], size=size, return_tensors="np")
+    patches = output["pixel_values"]
+    elements = 3 * vision.temporal_patch_size * vision.patch_size**2
+    if patches.shape != (vision.spatial_merge_size**2, elements) or not np.isfinite(patches).all():
+        values = f"of values from {patches.min()} to {patches.max()}"
+        raise ValueError(f"a black picture of {side} x {side} pixels becomes patches {patches.shape} {values}")
 
 
 @dataclass(frozen=True)
