@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -108,7 +109,7 @@ def test_ranks_agree_and_losses_are_those_of_single_samples(case: Case) -> None:
     for step, batch, _ in run.batches():
         metrics = run.train_step(step, batch)
         losses.append(metrics.loss)
-        extra = metrics.extra
+        extra: dict[str, Any] = dict(metrics.extra)
         extras.append(extra["micro_batches"])
         lengths.append(np.array(batch.sample_lengths))
         of_replicas = {tuple(n for m in batch.micro_batches for n in m.samples)}
@@ -141,7 +142,7 @@ def with_long(make_flags: MakeFlags, tmp_path: Path) -> list[str]:
 @on_ranks(2)
 def test_skipped_samples_are_not_dealt(with_long: list[str]) -> None:
     run = build(with_long)
-    skipped = []
+    skipped, numbers = [], []
     for step, batch, _ in run.batches():
         skipped.append(run.train_step(step, batch).skipped_samples)
         numbers = sorted(n for of_rank in by_rank([m.samples for m in batch.micro_batches]) for m in of_rank for n in m)

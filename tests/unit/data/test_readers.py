@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def odd() -> Iterator[Callable[..., ReaderProcesses]]:
     made: list[ReaderProcesses] = []
 
     def make(does: str = "", count: int = 1) -> ReaderProcesses:
-        made.append(ReaderProcesses(OddReader(does), count))
+        made.append(ReaderProcesses(cast(Any, OddReader(does)), count))
         return made[-1]
 
     yield make
