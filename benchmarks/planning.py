@@ -26,7 +26,7 @@ from benchmarks.report import table, verdict
 from megatron_hetero.boundary.ownership import Groups, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.data.dealing import PackShape, Pieces
-from megatron_hetero.data.step_plan import StepPlanner
+from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 
@@ -122,9 +122,9 @@ def _measure_step(vision: str, text: str, ranks: int, rows: int, rounds: int) ->
     milliseconds = []
     for rank in np.linspace(0, ranks - 1, rounds).astype(int).tolist():
         encoders, sharded = {"vision": SHAPE}, {"vision": True, "text": True}
-        planner = StepPlanner(encoders, layouts, sharded, rank, row_bytes=2)
+        partitioner = StepPartitioner(encoders, layouts, sharded, rank, row_bytes=2)
         begin = time.perf_counter()
-        planner.plan(packs)
+        partitioner.share(packs)
         milliseconds.append(1e3 * (time.perf_counter() - begin))
     return {"pair": f"{vision} → {text}, everything in a step", "milliseconds": milliseconds}
 

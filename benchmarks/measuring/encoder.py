@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measuring.meter import CollectiveMeter, SavedActivations
-from megatron_hetero.data.step_plan import EncoderShards
+from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.groups.megatron import prepare_globals
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology

@@ -50,8 +50,11 @@ class ScheduleBench:
         self.run = replace(run, watch=self.watch)
         layouts, micro_batches = run.topology.layouts, run.schedule.micro_batches
         self._schedules = {name: build_schedule(layouts, micro_batches, chosen) for name, chosen in settings.items()}
-        loaders = {name: run.loader.with_schedule(schedule) for name, schedule in self._schedules.items()}
-        self._batches = {name: loader.load(1, map) for name, loader in loaders.items()}
+        self._batches = {}
+        for name, schedule in self._schedules.items():
+            runs = {encoder: schedule.together(encoder) for encoder in run.partitioner.encoders}
+            partitioner = run.partitioner.with_runs(lambda _, runs=runs: runs)
+            self._batches[name] = replace(run.loader, partitioner=partitioner).load(1, map)
 
     def schedule(self, name: str) -> Schedule:
         """What `name` stands for."""

@@ -19,7 +19,7 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.data.dealing import PackShape, Pieces
 from megatron_hetero.data.loader import MicroBatch, StepBatch
 from megatron_hetero.data.packing import IGNORED, PackedBatch
-from megatron_hetero.data.step_plan import MicroBatchPlan
+from megatron_hetero.data.partition import MicroBatchShare
 from megatron_hetero.estimate.shards import AssumedBatch
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.hf.weight_map import TensorSlice
@@ -48,19 +48,19 @@ def drawn_trainer(config: Config, platform: Platform, *, check: bool | None = No
 
 def assumed_step(trainer: StepTrainer) -> StepBatch:
     """A step of `trainer`, on the host."""
-    planner, layouts = trainer.planner, trainer.topology.layouts
+    partitioner, layouts = trainer.partitioner, trainer.topology.layouts
     assumed = AssumedBatch.of(trainer.job)
     shape, batch = _pack_shape(assumed), assumed.batch
-    plans = planner.plan_step([[shape] * batch.replicas] * batch.micro_batches)
-    pack = _pack(assumed) if planner.rank in layouts[TEXT] else None
+    shares = partitioner.step_shares([[shape] * batch.replicas] * batch.micro_batches)
+    pack = _pack(assumed) if partitioner.rank in layouts[TEXT] else None
     samples = batch.step_samples
     return StepBatch(
-        micro_batches=tuple(MicroBatch(pack, plan, _patches(trainer.shapes.encoders, plan)) for plan in plans),
+        micro_batches=tuple(MicroBatch(pack, share, _patches(trainer.shapes.encoders, share)) for share in shares),
         supervised=assumed.sample.supervised * samples,
         tokens=assumed.sample.tokens * samples,
         sizes={encoder: sizes * samples for encoder, sizes in assumed.sample.sizes.items()},
         sample_lengths=(assumed.sample.tokens,) * samples,
-        encoder_loads=tuple(loads for plan in plans for loads in plan.loads.values()),
+        encoder_loads=tuple(loads for share in shares for loads in share.loads.values()),
     )
 
 
@@ -90,12 +90,12 @@ def _pack(assumed: AssumedBatch) -> PackedBatch:
     )
 
 
-def _patches(encoders: Mapping[str, EncoderShape], plan: MicroBatchPlan) -> dict[str, Tensor]:
+def _patches(encoders: Mapping[str, EncoderShape], share: MicroBatchShare) -> dict[str, Tensor]:
     """The patches that the rank embeds."""
     found = {}
-    for name, planned in plan.patches.items():
+    for name, own in share.patches.items():
         shape, generator = encoders[name], torch.Generator().manual_seed(0)
-        patches = planned.exchange.forward.needed * shape.unit + planned.padding
+        patches = own.exchange.forward.needed * shape.unit + own.padding
         found[name] = torch.randn(patches, shape.patch_elements, generator=generator)
     return found
 

@@ -31,7 +31,7 @@ from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.sources import ModelSources, alone, differences, hashes
 from megatron_hetero.checkpoint.storage import read_entries
-from megatron_hetero.data.processor import export_changes
+from megatron_hetero.data.tokenizer import export_changes
 from megatron_hetero.hf.folders import CONFIG, SHARD_BYTES, require_writable
 from megatron_hetero.job import DTYPES
 from megatron_hetero.models.shapes import ModelShapes

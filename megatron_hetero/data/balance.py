@@ -1,57 +1,41 @@
-"""Assigning pieces of work to replicas so that predicted cost is even. Pure, and for any model.
+"""Balanced assignment of items to replicas, samples to micro-batches, and micro-batches to calls of an encoder, as pure
+functions.
 
-Words: an *item* is what is assigned whole (a picture); its *cost* is any number that adds up over items, such as flops
-(0 or more). Every rank assigns for itself and must come to the same result: ties go to the lower index, and sums are
-plain additions in a fixed order, never reductions whose order depends on the machine.
+Every rank computes the same assignment for itself: ties go to the lower index, sums are plain additions in a fixed
+order, never reductions whose order depends on the machine, and sums of integers are exact in float64 up to 2^53.
 
-Fills bins of a fixed size with the samples of a step: which samples share a micro-batch. Pure, and for any model.
-
-Words: a *bin* is the micro-batch of one replica of the text module; a *round* is the bins of all replicas that are
-trained at the same time. A bin has a *budget* for each *kind* of size, of which the first (tokens) decides how full a
-bin is; a *cost* has no budget, but should be even (predicted flops of the encoders).
-
-How bins are filled:
-
-  1. The fewest rounds that sums allow; one more for as long as 2 fails.
-  2. Items go to the least full bin that has room, the largest first (Graham 1969, see `balance`). Then the bin that is
-     farthest from the mean exchanges an item for another bin's, or gives one away, for as long as that brings bins
-     nearer to it.
-  3. Exchanges go on with costs in view: within budgets, and in exchange for little unevenness of the first kind.
-  4. Bins of like work are trained at the same time, the largest first: what does not fit in memory fails at once.
-
-Every rank fills bins for itself and must come to the same result. Sizes and costs are integers, whose sums are exact in
-float64 up to 2^53; all else are element-wise operations in a fixed order, and ties go to the lower index.
-
-Which micro-batches an encoder computes in one call. Pure.
-
-Small pictures leave a GPU waiting for the host, which issues as many kernels for few patches as for many. So the
-micro-batches of a wave are one packed call: attention stays within a piece, everything else takes all patches at
-once, and pieces are assigned to replicas, and cut over ranks, over the whole call.
+  - `assign` gives items, each with a *cost* such as flops, to replicas.
+  - `fill_bins` gives the samples of a step to *bins*, the micro-batches of one replica of the text module each. A bin
+    has a *budget* for each *kind* of size, of which the first (tokens) is evened first; costs (predicted flops of the
+    encoders) have no budget. The bins of all replicas that are trained at the same time are a *round*.
+  - `cut_calls` gives micro-batches to calls. Small pictures leave a GPU waiting for the host, which issues as many
+    kernels for few patches as for many. So several micro-batches may be one packed call: attention stays within a
+    piece, and pieces are assigned to replicas, and cut over ranks, over the whole call.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 MAX_EXCHANGES = 32
-"""Most exchanges that one assignment tries. Each costs one pass over the items."""
+"""Limit of exchanges in one assignment. Each costs one pass over the items."""
 
 EVEN_ENOUGH = 1.002
-"""Above its lower bound by this factor, a maximum is left alone: predictions are coarser than that."""
+"""A largest load within this factor of its lower bound is not improved: predictions are coarser."""
 
 
 def assign(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """The items of each of `replicas`, ascending, such that the largest sum of `costs` is small.
+    """The items of each of `replicas`, ascending, such that the largest sum of `costs` (0 or more) is small.
 
-    Items are assigned the largest first, each to the least loaded replica, whose largest load is at most 4/3 - 1/(3
+    Items are assigned the largest first, each to the least loaded replica; the largest load is then at most 4/3 - 1/(3
     replicas) of the best possible (Graham 1969, "Bounds on multiprocessing timing anomalies"). Then the most loaded
-    replica gives single items away, or exchanges them for smaller ones, for as long as that makes it less loaded and
-    nobody as loaded as it was. This never makes the largest load larger, nor the smallest smaller.
+    replica gives single items away, or exchanges them for smaller ones, as long as the larger load of the two replicas
+    decreases. This never makes the largest load larger, nor the smallest smaller.
     """
     values = np.asarray(costs, dtype=np.float64)
     owner, loads = _largest_first(values.tolist(), replicas)
@@ -60,7 +44,7 @@ def assign(costs: Sequence[float], replicas: int) -> list[list[int]]:
 
 
 def assign_in_order(count: int, replicas: int) -> list[list[int]]:
-    """The items of each of `replicas`: contiguous blocks of 0 .. `count` - 1, the first ones longer by at most one."""
+    """The items of each of `replicas`: contiguous blocks of 0 .. `count` - 1, of which the first may have one more."""
     each, longer = divmod(count, replicas)
     starts = [replica * each + min(replica, longer) for replica in range(replicas + 1)]
     return [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
@@ -72,17 +56,12 @@ def loads_of(costs: Sequence[float], assigned: Sequence[Sequence[int]]) -> list[
 
 
 def idle_share(*rounds: Sequence[float]) -> float:
-    """The share, 0 to 1, of the replicas' time that is spent waiting for the most loaded: 1 - mean / max.
+    """The share, 0 to 1, of the replicas' time that they wait for the most loaded one: 1 - mean / max; 0 without work.
 
-    `rounds`: the loads of all replicas in each round, at the end of which they wait for each other. 0 without work.
+    `rounds`: the loads of all replicas in each round, at the end of which they wait for each other.
     """
     longest = sum(max(loads, default=0.0) for loads in rounds)
     return 1 - sum(sum(loads) / len(loads) for loads in rounds if loads) / longest if longest > 0 else 0.0
-
-
-# ---------------------------------------------------------------------------------------------------------
-# How it is done
-# ---------------------------------------------------------------------------------------------------------
 
 
 def _largest_first(costs: list[float], replicas: int) -> tuple[np.ndarray, np.ndarray]:
@@ -109,10 +88,10 @@ def _even_out(costs: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> None:
 
 
 def _exchange(fullest: int, costs: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> bool:
-    """Make the exchange after which the larger load of the two replicas concerned is smallest; False if none helps.
+    """Performs the exchange that minimises the larger load of the two replicas; False if none helps.
 
-    Each item j of another replica has its best partner among those of `fullest`: the one that is larger by nearly half
-    of the difference of the two loads. A replica that gives nothing takes part with an item of no cost.
+    The best partner of each item of another replica is the item of `fullest` that is larger by nearly half of the
+    difference of the two loads. A replica that gives nothing takes part with an item of no cost.
     """
     mine = np.flatnonzero(owner == fullest)
     mine = mine[np.argsort(costs[mine], kind="stable")]
@@ -123,11 +102,10 @@ def _exchange(fullest: int, costs: np.ndarray, owner: np.ndarray, loads: np.ndar
     above: np.ndarray = np.searchsorted(costs[mine], wanted)
     either = np.stack((np.maximum(above - 1, 0), np.minimum(above, len(mine) - 1)))
     shifts = costs[mine][either] - partner_cost
-    # The larger of the two loads afterwards, less that of the fullest now. Never negative for items of the fullest.
+    # The larger of the two loads afterwards, less the load of the fullest now. Never negative for items of the fullest.
     changes = np.maximum(-shifts, shifts - gaps)
     side, best = np.unravel_index(changes.argmin(), changes.shape)
-    # Less than this is rounding.
-    if changes[side, best] >= -1e-9 * loads[fullest]:
+    if changes[side, best] >= -1e-9 * loads[fullest]:  # Less is rounding.
         return False
     loads[[fullest, partner[best]]] += shifts[side, best] * np.array([-1, 1])
     if best < len(owner):
@@ -143,28 +121,33 @@ def _items_of(owner: np.ndarray, replicas: int) -> list[list[int]]:
 
 
 UNLIMITED = 1 << 62
-"""The budget of a size that may be anything."""
+"""The budget of a size without a limit."""
 COST_WEIGHT = 0.01
-"""Of the unevenness of costs, where that of the first kind weighs 1: bins stay within 1 % of each other."""
+"""Weight of the unevenness of costs against 1 for the first kind: bins stay within 1 % of each other."""
 EXCHANGES = 5
-"""Most exchanges in each pass over the bins, for each bin."""
+"""Limit of exchanges in each pass over the bins, for each bin."""
 CANDIDATES = 192
-"""Items, about, that a bin may get in an exchange: those of the bins that differ most from it."""
+"""Approximate number of items that a bin may get in an exchange, from the bins that differ most from it."""
 NEAR = 1e-7
-"""Squared distance from the mean at which bins are left alone, and the least that an exchange must gain."""
+"""Squared distance from the mean up to which bins are not improved, and the least gain of an exchange."""
 
 
 def fill_bins(
     sizes: np.ndarray, budgets: Sequence[int], costs: Sequence[int] | np.ndarray, multiple: int = 1
 ) -> list[list[int]]:
-    """The items of each bin, ascending. There are as few bins as are found, a multiple of `multiple`; some may be
-    empty where there are fewer items than bins.
+    """The items of each bin, ascending, in as few bins as the search finds. Some may be empty if there are fewer items
+    than bins.
+
+      1. Begin with the fewest rounds that sums allow; add one as long as 2 fails.
+      2. Items go to the least full bin that has room, the largest first, as in `assign`. Then the bin that is farthest
+         from the mean exchanges an item for another bin's, or gives one away, as long as that brings bins nearer to it.
+      3. Exchanges continue with costs in view: within budgets, at the price of little unevenness of the first kind.
 
     Args:
         sizes: int64 [items, kinds], at least 1 of the first kind.
-        budgets: of each kind; none is exceeded by any bin.
+        budgets: limit of each kind in any bin.
         costs: [items], 0 or more.
-        multiple: of the number of bins, at least 1.
+        multiple: the number of bins is a multiple of it, at least 1.
 
     Raises:
         ValueError: an item alone exceeds a budget.
@@ -186,9 +169,10 @@ def fill_bins(
 
 
 def into_rounds(work: Sequence[float], replicas: int) -> list[list[int]]:
-    """For each round and replica the number of its bin. `work`: of each bin, as many as whole rounds have.
+    """The number of the bin of each round and replica. `work`: work of each bin, for a whole number of rounds.
 
-    In a round, those with most work are on the replicas that had least before.
+    Bins of similar work form a round, the largest first: what does not fit in memory fails at once. In a round, the
+    bins with most work are on the replicas that had least before.
     """
     order = sorted(range(len(work)), key=lambda i: (-work[i], i))
     done: list[float] = [0.0] * replicas
@@ -204,10 +188,10 @@ def into_rounds(work: Sequence[float], replicas: int) -> list[list[int]]:
 
 @dataclass(eq=False)
 class _Bins:
-    """An assignment that is improved in place. All sizes are in means of a bin; the last row of each is the cost.
+    """An assignment that is improved in place. All sizes are in means of a bin; the last kind is the cost.
 
-    Items of no size after the real ones stand for what a bin gives for nothing, one for each bin: `owner` of them is
-    their bin. `loads`: [kinds + 1, bins]; `sizes`: [kinds + 1, items + bins]; `caps`: [kinds + 1].
+    After the real items, each bin owns an item of no size, which it exchanges to give an item away or to get one.
+    `sizes`: [kinds + 1, items + bins]; `caps`: [kinds + 1]; `owner`: int64 [items + bins]; `loads`: [kinds + 1, bins].
     """
 
     sizes: np.ndarray
@@ -217,7 +201,7 @@ class _Bins:
 
     @classmethod
     def of(cls, sizes: np.ndarray, budgets: Sequence[int], costs: np.ndarray, bins: int) -> _Bins:
-        """The largest first, each into the least full bin that has room; if there is none, into the least full."""
+        """Assigns the largest first, each to the least full bin that has room, or if none has, to the least full."""
         totals = np.concatenate([sizes.sum(axis=0), [costs.sum()]]).astype(np.float64)
         means = np.where(totals > 0, totals, 1.0) / bins
         whole = np.concatenate([sizes.T, costs[None]]).astype(np.float64)
@@ -239,7 +223,7 @@ class _Bins:
 
     @property
     def count(self) -> int:
-        """Of bins."""
+        """Number of bins."""
         return self.loads.shape[1]
 
     def fit(self) -> bool:
@@ -247,39 +231,37 @@ class _Bins:
         return bool((self.loads <= self.caps[:, None]).all())
 
     def items(self) -> list[list[int]]:
-        """Of each bin, ascending."""
-        owner = self.owner[: len(self.owner) - self.count]
-        ends = np.cumsum(np.bincount(owner, minlength=self.count))
-        return [items.tolist() for items in np.split(np.argsort(owner, kind="stable"), ends[:-1])]
+        """The items of each bin, ascending."""
+        return _items_of(self.owner[: len(self.owner) - self.count], self.count)
 
     def even_out(self, cost_weight: float) -> None:
-        """Exchange items until bins are near the mean, no exchange helps, or there were enough."""
+        """Exchanges items until bins are near the mean, no exchange helps, or the limit is reached."""
         distance = self._distance(self.loads, cost_weight)
-        left_alone = np.zeros(self.count, bool)
+        settled = np.zeros(self.count, bool)
         for _ in range(EXCHANGES * self.count):
-            farthest = int(np.where(left_alone, -1.0, distance).argmax())
-            if left_alone[farthest] or distance[farthest] <= NEAR:
+            farthest = int(np.where(settled, -1.0, distance).argmax())
+            if settled[farthest] or distance[farthest] <= NEAR:
                 return
             changed = self._exchange(farthest, distance, cost_weight)
             if changed is None:
-                left_alone[farthest] = True
+                settled[farthest] = True
                 continue
             pair = [farthest, changed]
             distance[pair] = self._distance(self.loads[:, pair], cost_weight)
-            left_alone[:] = False
+            settled[:] = False
 
     def _distance(self, loads: np.ndarray, cost_weight: float) -> np.ndarray:
-        """How far bins of `loads` [kinds + 1, ...] are from the mean, squared; far more where they exceed a budget."""
+        """Squared distance from the mean of bins of `loads` [kinds + 1, ...], far more for bins over a budget."""
         first, cost = loads[0] - 1.0, loads[-1] - 1.0
-        found = first * first + cost_weight * (cost * cost)
+        distance = first * first + cost_weight * (cost * cost)
         for load, cap in zip(loads, self.caps, strict=True):
             over = np.maximum(load - cap, 0.0)
-            found = found + 1e3 * over
-        return found
+            distance = distance + 1e3 * over
+        return distance
 
     def _exchange(self, one: int, distance: np.ndarray, cost_weight: float) -> int | None:
-        """Make the exchange of two items after which the two bins are nearest to the mean. Returns the other bin; None
-        if no exchange brings them nearer.
+        """Exchanges the two items that bring the two bins nearest to the mean. Returns the other bin; None if no
+        exchange helps.
         """
         mine = np.flatnonzero(self.owner == one)
         theirs = np.flatnonzero(self._partners(one)[self.owner])
@@ -297,7 +279,7 @@ class _Bins:
         self.loads[:, one] += moved[:, give, take]
         self.loads[:, other] -= moved[:, give, take]
         given, taken, real = int(mine[give]), int(theirs[take]), len(self.owner) - self.count
-        # What stands for nothing stays where it is.
+        # Items of no size keep their owner.
         if given < real:
             self.owner[given] = other
         if taken < real:
@@ -305,7 +287,7 @@ class _Bins:
         return other
 
     def _partners(self, one: int) -> np.ndarray:
-        """Which bins differ most from bin `one`, bool [bins]; not itself."""
+        """The bins that differ most from bin `one`, bool [bins]; not itself."""
         apart = np.abs(self.loads[0] - self.loads[0, one])
         apart[one] = -1.0
         number = max(1, CANDIDATES * self.count // len(self.owner))
@@ -317,31 +299,30 @@ class _Bins:
 PATCHES_OF_A_CALL = 4096
 """Patches of a rank up to which a call takes more micro-batches, on average over the encoder's ranks.
 
-By then a GPU computes longer than its host takes to issue: a layer of a vision encoder takes some 40 MFLOP per patch
-forward, 4,096 of them about 0.3 ms on an H100, and a dozen kernels and the Python around them less. Beyond it a larger
-call would gain nothing, and take more temporary memory: here that of a layer is about 150 MB.
+A GPU then computes longer than its host issues kernels: a layer of a vision encoder takes some 40 MFLOP per patch
+forward, 4,096 of them about 0.3 ms on an H100, and a dozen kernels and the Python around them less. A larger call would
+gain nothing and take more temporary memory, here about 150 MB for a layer.
 """
 
 
-def cut_calls(patches: Sequence[int], together: Iterable[range], ranks: int) -> tuple[range, ...]:
-    """All micro-batches, in runs that are one call each.
+def cut_calls(patches: Sequence[int], runs: Iterable[range], ranks: int) -> tuple[range, ...]:
+    """All micro-batches, in calls.
 
-    A call takes one micro-batch after the other for as long as it stays within `PATCHES_OF_A_CALL` for each rank, and
-    always one. Micro-batches that are larger have calls of their own.
+    A call takes one micro-batch after the other as long as it stays within `PATCHES_OF_A_CALL` for each rank, and at
+    least one.
 
     Args:
-        patches: of each micro-batch, over all replicas.
-        together: all micro-batches, in runs of those that may be one call.
-        ranks: of a stage of the encoder.
+        patches: patches of each micro-batch, over all replicas.
+        runs: all micro-batches, in runs that one call may encode.
+        ranks: number of ranks of a stage of the encoder.
     """
-    return tuple(call for run in together for call in _cut(patches, run, PATCHES_OF_A_CALL * ranks))
-
-
-def _cut(patches: Sequence[int], run: range, most: int) -> Iterator[range]:
-    first, total = run.start, 0
-    for m in run:
-        if m > first and total + patches[m] > most:
-            yield range(first, m)
-            first, total = m, 0
-        total += patches[m]
-    yield range(first, run.stop)
+    calls, most = [], PATCHES_OF_A_CALL * ranks
+    for run in runs:
+        first, total = run.start, 0
+        for m in run:
+            if m > first and total + patches[m] > most:
+                calls.append(range(first, m))
+                first, total = m, 0
+            total += patches[m]
+        calls.append(range(first, run.stop))
+    return tuple(calls)

@@ -1,10 +1,10 @@
-"""Which rank of an encoder decodes, embeds and encodes what (docs/boundaries.md, "Ownership"). Pure, on NumPy integers.
+"""Shards of an encoder: which rank decodes, embeds and encodes which units, as pure functions on integers
+(docs/boundaries.md, "Ownership").
 
-A piece is decoded by one rank of the replica that encodes it, which hands the patches to those that embed them: again
-rows that change hands, units of patches this time. Units are numbered in the order in which rows are placed, and worked
-on in the piece's own order, in which they lie in *windows*, which no cut divides. A shard is a contiguous run of whole
-windows, over the pieces of a replica, so that window attention stays on a rank. Shards are numbered with `sp` varying
-faster than `cp`.
+A piece is decoded by one rank of the replica that encodes it, and its patches cross to the ranks that embed them. Units
+are numbered in the order of rows. An encoder works on them in the piece's own order, in which they form *windows* that
+no cut divides. A shard is a contiguous run of whole windows over the pieces of a replica, so that no window attention
+crosses ranks. Shards are numbered with `sp` varying faster than `cp`.
 
     piece 0: windows 0 1 2 3 | piece 1: windows 4 5        sp = 2: rank 0 has 0 1 2, rank 1 has 3 4 5
 """
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,10 +33,10 @@ from megatron_hetero.models.items.types import ItemOrder, ItemShape, Size
 class EncoderShare:
     """What one rank of the encoder encodes in one micro-batch. All lengths in patches.
 
-    `padding`: patches of zeros after those that the rank embeds. `positions`: int64 [2, n] for the n real patches of
-    the rank's shard (that its tp group shares). `windows`: lengths of the shard's windows. `sp_lengths`: patches of
-    each sp member of this rank's cp member; `cp_lengths`: of each cp member. `segments`: what the cp member attends to
-    in full attention.
+    `padding`: patches of zeros after the ones that the rank embeds. `positions`: int64 [2, n] for the n real patches of
+    the shard, which the rank's tp group shares. `windows`: lengths of the shard's windows. `sp_lengths`: lengths of the
+    sp members of this rank's cp member; `cp_lengths`: lengths of the cp members. `segments`: full attention of the cp
+    member.
     """
 
     padding: int
@@ -48,10 +49,10 @@ class EncoderShare:
 
 @dataclass(frozen=True, eq=False)
 class EncoderShards:
-    """The pieces of a micro-batch, of `sizes`, `assigned` to the replicas (the numbers of each one's pieces).
+    """The pieces of a micro-batch, of `sizes`, on the ranks of an encoder's `layout`.
 
-    `layout` of the encoder; `sharded`: sequence-parallel activations over tp. Rows are numbered piece by piece,
-    in raster order of their units.
+    `assigned`: numbers of the pieces of each replica. `sharded`: whether activations are sharded over tp. Rows are
+    numbered piece by piece, in raster order of their units.
     """
 
     shape: ItemShape
@@ -65,13 +66,11 @@ class EncoderShards:
 
     @cached_property
     def _first_row(self) -> np.ndarray:
-        """Where the rows of each piece begin, and where the last ones end."""
+        """The first row of each piece, and the number of all rows, int64 [pieces + 1]."""
         return np.cumsum([0, *map(self.shape.rows, self.sizes)])
 
-    # ------------------------------------------------------------------------------------------- who holds what
-
     def ownership(self) -> Ownership:
-        """Which units each rank embeds, in this order, and of which it holds the rows once it has encoded."""
+        """The units that each rank embeds, in this order, whose rows it holds once it has encoded."""
         in_order = [
             self.shape.order(self.sizes[i]).units + self._first_row[i] for pieces in self.assigned for i in pieces
         ]
@@ -82,16 +81,15 @@ class EncoderShards:
     @cached_property
     def _units(self) -> np.ndarray:
         """Units of each member's shard, int64 [replicas * members]."""
-        return np.concatenate(
-            [
-                shard_units(self.shape, self._sizes_of(r), self.layout.sp, self.layout.cp)
-                for r in range(len(self.assigned))
-            ]
-        )
+        sp, cp = self.layout.sp, self.layout.cp
+        sizes = [self._sizes_of(replica) for replica in range(len(self.assigned))]
+        if sp * cp == 1:
+            return np.array([sum(map(self.shape.rows, of_replica)) for of_replica in sizes], np.int64)
+        return np.concatenate([_cut(self.shape, of_replica, sp, cp).units for of_replica in sizes])
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """Where the units of each rank of each member begin, int64 [replicas * members, tp that share activations]."""
+        """The first unit of each rank of each member, int64 [replicas * members, tp ranks that share activations]."""
         tp = self.layout.tp if self.sharded else 1
         within = np.minimum(self._units[:, None], tp_share(self._units, tp)[:, None] * np.arange(tp))
         return (np.cumsum(self._units) - self._units)[:, None] + within
@@ -103,137 +101,135 @@ class EncoderShards:
         return whole.of_groups(replica * size, (replica + 1) * size)
 
     def decoded(self, replica: int, turn: int) -> Ownership:
-        """Which units each rank of a replica decodes: whole pieces, in raster order.
+        """The units that each rank of a replica decodes: whole pieces, in raster order.
 
-        `turn`: the number of the micro-batch. Where there are fewer pieces than ranks, others decode in each.
+        `turn`: number of the micro-batch; with fewer pieces than ranks, other ranks decode in each.
         """
-        first, decoders = self._first_row, self._decoders(replica, turn)
-        units: list[list[np.ndarray]] = [
-            [np.arange(first[i], first[i + 1]) for i in pieces] for pieces in decoders.values()
-        ]
-        none = np.zeros(0, np.int64)
-        return Ownership.of({(rank,): np.concatenate([none, *own]) for rank, own in zip(decoders, units, strict=True)})
+        first, units = self._first_row, dict[tuple[int, ...], np.ndarray]()
+        for rank, pieces in self._decoders(replica, turn).items():
+            parts: list[np.ndarray] = [np.arange(first[i], first[i + 1]) for i in pieces]
+            units[rank,] = np.concatenate([np.zeros(0, np.int64), *parts])
+        return Ownership.of(units)
 
     def decodes(self, rank: int, turn: int) -> tuple[int, ...]:
-        """The numbers of the pieces that `rank` decodes, in the order in which `decoded` has their units."""
+        """The numbers of the pieces that `rank` decodes, in the order of `decoded`."""
         return tuple(self._decoders(self.layout.replica_of(rank), turn)[rank])
 
     def _decoders(self, replica: int, turn: int) -> dict[int, list[int]]:
-        """The pieces of a replica that each of its ranks decodes: assigned so that their patches are even."""
+        """The pieces that each rank of a replica decodes, assigned so that patches are even."""
         pieces = self.assigned[replica]
         ranks = self.layout.group_of(self.layout.rank_at(dp=replica), *axes_of("weights", "tokens"))
         assigned = assign([float(self.shape.rows(self.sizes[i]) * self.shape.unit) for i in pieces], len(ranks))
         return {rank: [pieces[i] for i in assigned[(at - turn) % len(ranks)]] for at, rank in enumerate(ranks)}
 
-    # ---------------------------------------------------------------------------------------------- one rank
-
     def share(self, rank: int) -> EncoderShare:
         """What `rank` encodes."""
         at, layout, unit = self.layout.coordinate(rank), self.layout, self.shape.unit
         member = at.cp * layout.sp + at.sp
-        plan = plan_encoder(self.shape, self.assigned[at.dp], self._sizes_of(at.dp), layout.sp, layout.cp)
-        lengths = np.array(plan.lengths).reshape(layout.cp, layout.sp)
+        shards = cut_replica(self.shape, self.assigned[at.dp], self._sizes_of(at.dp), layout.sp, layout.cp)
+        lengths = np.array(shards.lengths).reshape(layout.cp, layout.sp)
         cp_lengths = tuple(lengths.sum(axis=1).tolist())
-        tp = layout.tp if self.sharded else 1
-        units = int(self._units[at.dp * len(plan.lengths) + member])
-        share = int(tp_share(np.array(units), tp))
-        held = max(0, min(units - share * at.tp, share)) if self.sharded else units
+        units = shards.lengths[member] // unit
+        share = int(tp_share(np.array(units), layout.tp if self.sharded else 1))
+        embedded = max(0, min(units - share * at.tp, share)) if self.sharded else units
         return EncoderShare(
-            padding=(share - held) * unit,
-            positions=self._positions(plan, member),
-            windows=plan.windows[member],
+            padding=(share - embedded) * unit,
+            positions=self._positions(shards.slices[member]),
+            windows=shards.windows[member],
             sp_lengths=tuple(lengths[at.cp].tolist()),
             cp_lengths=cp_lengths,
-            segments=contiguous_segments(plan.sequences, cp_lengths, at.cp),
+            segments=contiguous_segments(shards.sequences, cp_lengths, at.cp),
         )
 
-    def _positions(self, plan: EncoderPlan, member: int) -> np.ndarray:
-        parts = [self.shape.order(self.sizes[p.item]).positions(p.start, p.stop) for p in plan.slices[member]]
+    def _positions(self, slices: Sequence[PieceSlice]) -> np.ndarray:
+        parts = [self.shape.order(self.sizes[part.piece]).positions(part.start, part.stop) for part in slices]
         return np.concatenate([np.zeros((self.shape.position_dims, 0), np.int64), *parts], axis=1)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# How the pieces of a replica are cut
-# ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ItemSlice:
+class PieceSlice(NamedTuple):
     """The units [start, stop) of one piece, in its own order."""
 
-    item: int
+    piece: int
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
-class EncoderPlan:
-    """What each member of one encoder replica encodes: member cp_rank * sp + sp_rank. Lengths are patches.
+class ReplicaShards:
+    """The shards of the members of one encoder replica; member number is cp_rank * sp + sp_rank. Lengths in patches.
 
-    `slices`: per member, its parts of pieces. `windows`: per member, the lengths of its windows.
-    `sequences`: the lengths of the segments of full attention over all members.
+    `slices`: for each member, its parts of pieces. `windows`: for each member, the lengths of its windows.
+    `sequences`: lengths of the segments of full attention over all members.
     """
 
-    slices: tuple[tuple[ItemSlice, ...], ...]
+    slices: tuple[tuple[PieceSlice, ...], ...]
     windows: tuple[tuple[int, ...], ...]
     sequences: tuple[int, ...]
-    unit: int
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Patches of each member."""
+        """The length of each member's shard."""
         return tuple(sum(windows) for windows in self.windows)
 
 
-def plan_encoder(shape: ItemShape, items: Sequence[int], sizes: Sequence[Size], sp: int, cp: int) -> EncoderPlan:
-    """Cut the windows of a replica's pieces `items` (their numbers, with their `sizes`) into cp * sp contiguous shards.
+class _Cut(NamedTuple):
+    """The windows of a replica's pieces, cut.
 
-    The runs of the `cp` members are as even in predicted flops as whole windows allow: queries are theirs, and meet all
-    keys of a sequence. Each run is cut over its `sp` members evenly in patches: in full attention these exchange heads,
-    evenly whatever the cut, so that it decides on the work per patch only. Shards may be empty.
+    `orders`: of the pieces. `ends`: int64 [windows + 1], units before each window and in all. `starts`: int64
+    [members + 1], the first window of each shard, and the number of windows.
     """
-    orders, ends, cuts = _cut(shape, sizes, sp, cp)
-    starts = [0, *accumulate(len(order.units) for order in orders)]
+
+    orders: list[ItemOrder]
+    ends: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def units(self) -> np.ndarray:
+        """Units of each member's shard, int64 [members]."""
+        return np.diff(self.ends[self.starts])
+
+
+def cut_replica(shape: ItemShape, pieces: Sequence[int], sizes: Sequence[Size], sp: int, cp: int) -> ReplicaShards:
+    """Cuts the windows of a replica's `pieces` (numbers, with their `sizes`) into cp * sp contiguous shards.
+
+    The runs of the `cp` members are as even in predicted flops as whole windows allow: each computes the attention of
+    its queries to all keys of a sequence. Each run is cut over its `sp` members evenly in patches: in full attention
+    these exchange heads, evenly in any cut. Shards may be empty.
+    """
+    orders, ends, starts = _cut(shape, sizes, sp, cp)
+    first_units = [0, *accumulate(len(order.units) for order in orders)]
     patches = (np.diff(ends) * shape.unit).tolist()
-    return EncoderPlan(
-        slices=tuple(tuple(_parts(items, starts, first, last)) for first, last in pairwise(ends[cuts].tolist())),
-        windows=tuple(tuple(patches[first:last]) for first, last in pairwise(cuts.tolist())),
+    return ReplicaShards(
+        slices=tuple(
+            tuple(_slices(pieces, first_units, first, last)) for first, last in pairwise(ends[starts].tolist())
+        ),
+        windows=tuple(tuple(patches[first:last]) for first, last in pairwise(starts.tolist())),
         sequences=tuple(length for size in sizes for length in shape.sequences(size)),
-        unit=shape.unit,
     )
 
 
-def shard_units(shape: ItemShape, sizes: Sequence[Size], sp: int, cp: int) -> np.ndarray:
-    """The units of each member's shard, int64 [cp * sp]: what `plan_encoder` comes to, for replicas of which no more
-    is needed.
-    """
-    if not sizes:
-        return np.zeros(cp * sp, np.int64)
-    if cp * sp == 1:
-        return np.array([sum(map(shape.rows, sizes))])
-    _, ends, cuts = _cut(shape, sizes, sp, cp)
-    return np.diff(ends[cuts])
+def _slices(pieces: Sequence[int], first_units: Sequence[int], first: int, last: int) -> Iterator[PieceSlice]:
+    """The units [first, last), counted over `pieces`, as slices of them."""
+    place = bisect_right(first_units, first) - 1
+    while first < last:
+        start, stop = first_units[place], min(last, first_units[place + 1])
+        yield PieceSlice(pieces[place], first - start, stop - start)
+        first, place = stop, place + 1
 
 
-def _cut(shape: ItemShape, sizes: Sequence[Size], sp: int, cp: int) -> tuple[list[ItemOrder], np.ndarray, np.ndarray]:
-    """The orders of the pieces, the units before each window and in all, and the windows at which shards begin."""
+def _cut(shape: ItemShape, sizes: Sequence[Size], sp: int, cp: int) -> _Cut:
     orders = [shape.order(size) for size in sizes]
     units = np.concatenate([np.zeros(0, np.int64), *(order.windows for order in orders)])
     costs = np.repeat([shape.cost_per_patch(size) for size in sizes], [len(order.windows) for order in orders])
-    ends, flops = _running(units), _running(units * costs)
-    return orders, ends, _even_cuts(ends, _even_cuts(flops, np.array([0, len(units)]), cp), sp)
-
-
-def _running(lengths: np.ndarray) -> np.ndarray:
-    """The totals before each of `lengths`, and after the last."""
-    return np.concatenate([[0], np.cumsum(lengths)])
+    ends, flops = (np.concatenate([[0], np.cumsum(lengths)]) for lengths in (units, units * costs))
+    return _Cut(orders, ends, _even_cuts(ends, _even_cuts(flops, np.array([0, len(units)]), cp), sp))
 
 
 def _even_cuts(ends: np.ndarray, runs: np.ndarray, parts: int) -> np.ndarray:
-    """Cut each run of windows into `parts`, at the windows where running totals come nearest to even shares of it.
+    """Cuts each run of windows into `parts`, at the windows where running totals are nearest to even shares of it.
 
-    `ends`: [windows + 1], the totals before each window and after the last. `runs`: window indices at which runs begin,
-    and where the last ends. Returns window indices [runs * parts + 1].
+    `ends`: [windows + 1], the totals before each window and after the last. `runs`: the first window of each run, and
+    the number of windows. Returns windows, int64 [runs * parts + 1].
     """
     if parts == 1:
         return runs
@@ -244,12 +240,3 @@ def _even_cuts(ends: np.ndarray, runs: np.ndarray, parts: int) -> np.ndarray:
     left = np.maximum(right - 1, 0)
     nearest = np.where(targets - ends[left] < ends[right] - targets, left, right)
     return np.append(nearest, runs[-1])
-
-
-def _parts(items: Sequence[int], starts: Sequence[int], first: int, last: int) -> Iterator[ItemSlice]:
-    """The units [first, last), counted over `items`, as parts of each. `starts`: where items begin, and the end."""
-    place = bisect_right(starts, first) - 1
-    while first < last:
-        stop = min(last, starts[place + 1])
-        yield ItemSlice(items[place], first - starts[place], stop - starts[place])
-        first, place = stop, place + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class Mixture:
         self.seed = seed
         self._counts = [each.count(len(data)) for data, each in self.parts]
         self._starts = np.cumsum([0] + [len(data) for data, _ in self.parts])
-        self._epochs: dict[int, np.ndarray] = {}
+        # Two epochs: concurrent readers may be on both sides of an epoch boundary.
+        self._order = lru_cache(maxsize=2)(self._draw)
 
     @classmethod
     def parse(
@@ -50,24 +52,18 @@ class Mixture:
             registry: the data sets by name.
             shuffle: redraw samples and order every epoch.
             seed: of the random draws; unused without shuffle.
-            fields: those that items may be in, see `item_fields`.
+            fields: fields that items may be in, see `item_fields`.
 
         Raises:
             UserError: no entry, an unknown name, a bad rate, or a data set that does not load.
         """
         if not datasets:
-            raise UserError.at(
-                "data.datasets",
-                problem="no data set",
-                fix="name one of data.registry",
-            )
+            raise UserError.at("data.datasets", problem="no data set", fix="name one of data.registry")
         sampled = [SampledDataset.parse(text) for text in datasets]
         for each in sampled:
             _check_name(each.name, registry)
         names = dict.fromkeys(each.name for each in sampled)
-        loaded = {
-            name: Annotations.load(name, registry[name].annotations, registry[name].images, fields) for name in names
-        }
+        loaded = {name: Annotations(name, registry[name].annotations, registry[name].images, fields) for name in names}
         return cls([(loaded[each.name], each) for each in sampled], shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:
@@ -79,22 +75,12 @@ class Mixture:
         if i < 0:
             raise IndexError(f"sample {i}: the stream starts at 0 and has no end to count back from")
         epoch, position = divmod(int(i), len(self))
-        record = int(self._epoch(epoch)[position])
+        record = int(self._order(epoch if self.shuffle else 0)[position])
         part = int(np.searchsorted(self._starts, record, side="right")) - 1
         return self.parts[part][0][record - int(self._starts[part])]
 
-    def _epoch(self, epoch: int) -> np.ndarray:
-        """The records of an epoch in order, numbered across all parts; caches the last two epochs.
-
-        Two, because concurrent readers may be on both sides of an epoch boundary.
-        """
-        epoch = epoch if self.shuffle else 0
-        order = self._epochs.pop(epoch, None)
-        order = self._draw(epoch) if order is None else order
-        self._epochs = dict([*self._epochs.items()][-1:]) | {epoch: order}
-        return order
-
     def _draw(self, epoch: int) -> np.ndarray:
+        """The records of an epoch in order, numbered over all parts."""
         generator = np.random.default_rng([self.seed % 2**64, epoch])
         chosen = []
         for (data, _), count, start in zip(self.parts, self._counts, self._starts[:-1], strict=True):
@@ -111,7 +97,7 @@ def open_mixture(config: Config, fields: Sequence[ItemField]) -> Mixture:
 
 
 def open_held_out(config: Config, fields: Sequence[ItemField]) -> dict[str, Mixture]:
-    """Each of the data sets of `eval.datasets`, loaded, in the order of its records. Raises `UserError`."""
+    """The data sets of `eval.datasets` by name, loaded, in the order of their records. Raises `UserError`."""
     return {name: _mixture(config, (name,), False, fields) for name in config.eval.datasets}
 
 

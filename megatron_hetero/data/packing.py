@@ -1,4 +1,4 @@
-"""Samples, and several of them in one sequence, without padding between them."""
+"""Samples as tokens, and several of them packed into one sequence without padding."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Literal
 import numpy as np
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.records import MOST_CHARACTERS, Record
+from megatron_hetero.data.records import Record
 from megatron_hetero.models.items.types import Size
 
 IGNORED = -100
-CHARACTERS_PER_TOKEN = 64
-"""More than the average of any text; tokenizers have longer tokens, for rules and blanks."""
-FEW_CHARACTERS = 2**16
-"""Texts up to this size are always tokenized, which is cheap and gives their exact length."""
+"""Label of a position that is not trained on."""
+
+TooLong = Literal["error", "skip"]
+"""What happens to a sample that exceeds a limit. Samples are never truncated."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +26,11 @@ class TokenizedSample:
     Attributes:
         input_ids: int64 [n].
         supervised: bool [n], true for the tokens the model is trained to produce.
-        sizes: of each item, of its type's own.
-        pieces: of each item the sizes of its pieces.
-        position_ids: int64 [dims, n], the rotary positions of the family, from 0.
-        row_positions: int64 [rows], the indices of the tokens that stand for rows, item by item in the order of rows.
-        rows: int64 [items], the rows of each item.
+        sizes: the size of each item.
+        pieces: the sizes of each item's pieces.
+        position_ids: int64 [dims, n], rotary positions, from 0.
+        row_positions: int64 [rows], indices of the tokens that stand for rows, item by item in the order of rows.
+        rows: int64 [items], the number of rows of each item.
         record: its source, which also names the encoder of each item.
     """
 
@@ -49,15 +49,15 @@ class TokenizedSample:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """A micro-batch as one sequence of n tokens: the samples one after the other, without padding. May be empty.
+    """A micro-batch as one sequence of n tokens: its samples without padding between them. It may be empty.
 
     Attributes:
         input_ids: int64 [n].
         labels: int64 [n], already shifted: the token that position i must predict, or -100. A sample's last token
             predicts nothing, so labels never cross samples.
         position_ids: int64 [dims, n], from 0 in each sample; without samples [3, 0].
-        cu_seqlens: int64 [samples + 1], where each sample begins and the last one ends.
-        supervised_tokens: labels that are not -100.
+        cu_seqlens: int64 [samples + 1], the start of each sample and the end of the last one.
+        supervised_tokens: number of labels that are not -100.
     """
 
     input_ids: np.ndarray
@@ -68,50 +68,20 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
-    """Packs samples in the order given; there may be none (all were too long and skipped).
-
-    Raises:
-        UserError: the tokens that a sample has for rows are not as many as its items have rows.
-    """
-    for sample in samples:
-        check_rows(sample)
-    cu_seqlens = np.cumsum([0] + [len(sample) for sample in samples], dtype=np.int64)
+    """Packs samples in the order given; there may be none, if all were too long and skipped."""
     labels = _joined([_labels(sample) for sample in samples])
+    dims = len(samples[0].position_ids) if samples else 3
     return PackedBatch(
         input_ids=_joined([sample.input_ids for sample in samples]),
         labels=labels,
-        position_ids=_joined(
-            [sample.position_ids for sample in samples], len(samples[0].position_ids) if samples else 3
-        ),
-        cu_seqlens=cu_seqlens,
+        position_ids=_joined([sample.position_ids for sample in samples], dims),
+        cu_seqlens=np.cumsum([0] + [len(sample) for sample in samples], dtype=np.int64),
         supervised_tokens=int((labels != IGNORED).sum()),
     )
 
 
-TooLong = Literal["error", "skip"]
-"""What is done with a sample that exceeds a limit: refuse it, or leave it out. Samples are never truncated."""
-
-
-def check_text(record: Record, max_seq_length: int, too_long: TooLong = "error") -> bool:
-    """Whether the text of a record may be tokenized, which takes proportional memory; false if it is too long for
-    ``max_seq_length`` tokens by its number of characters alone. Raises `UserError` where ``too_long`` is error.
-    """
-    most = min(max(CHARACTERS_PER_TOKEN * max_seq_length, FEW_CHARACTERS), MOST_CHARACTERS)
-    raised = "raise data.max_seq_length, " if most < MOST_CHARACTERS else ""
-    return record.characters <= most or _skips(
-        record,
-        too_long,
-        found=f"a text of {record.characters} characters",
-        expected=f"at most {most} for data.max_seq_length = {max_seq_length}",
-        because="a token is a few characters, and samples are never truncated",
-        fix=f"{raised}shorten the record, or set data.too_long to skip",
-    )
-
-
 def check_length(sample: TokenizedSample, max_seq_length: int, too_long: TooLong = "error") -> bool:
-    """Whether the sample is used; false if it has more than ``max_seq_length`` tokens. Raises `UserError` where
-    ``too_long`` is error.
-    """
+    """Whether the sample has at most ``max_seq_length`` tokens. Raises `UserError` if not and ``too_long`` is error."""
     return len(sample) <= max_seq_length or _skips(
         sample.record,
         too_long,
@@ -123,8 +93,8 @@ def check_length(sample: TokenizedSample, max_seq_length: int, too_long: TooLong
 
 
 def check_patches(sample: TokenizedSample, patches: int, most: int, too_long: TooLong = "error") -> bool:
-    """Whether the sample, with so many `patches`, is used; false if these are more than ``most``. Raises `UserError`
-    where ``too_long`` is error.
+    """Whether `patches`, the sample's number of patches, is at most ``most``. Raises `UserError` if not and
+    ``too_long`` is error.
     """
     return patches <= most or _skips(
         sample.record,
@@ -137,22 +107,9 @@ def check_patches(sample: TokenizedSample, patches: int, most: int, too_long: To
 
 
 def _skips(record: Record, too_long: TooLong, **problem: str) -> bool:
-    """False, where records are skipped for such a problem. Raises `UserError` otherwise."""
     if too_long == "skip":
         return False
     raise UserError.at(record.where, **problem)
-
-
-def check_rows(sample: TokenizedSample) -> None:
-    """Check that a sample has as many tokens for rows as its items have rows. Raises `UserError`."""
-    rows = int(sample.rows.sum())
-    if rows != len(sample.row_positions):
-        raise UserError.at(
-            f"{sample.record.where}: field 'image'",
-            found=f"{len(sample.row_positions)} image tokens",
-            expected=f"{rows}, one for each merged patch of its {len(sample.sizes)} images",
-            fix="do not change pictures while training reads them, or correct the record",
-        )
 
 
 def _labels(sample: TokenizedSample) -> np.ndarray:
@@ -162,5 +119,5 @@ def _labels(sample: TokenizedSample) -> np.ndarray:
 
 
 def _joined(parts: Sequence[np.ndarray], *dims: int) -> np.ndarray:
-    """The parts, int64 [*dims, n], one after the other along the last dim."""
+    """Joins arrays, int64 [*dims, n], along the last dim."""
     return np.concatenate([np.zeros((*dims, 0), np.int64), *parts], axis=-1)

@@ -1,14 +1,13 @@
-"""Which rank of the text module works on which tokens of its replica's pack. Pure.
+"""Shards of tokens: which rank of the text module works on which tokens of its replica's pack, and which rank holds or
+needs which rows in a layout, as pure functions.
 
-A pack is cut three times: zigzag over `cp`, each sample by itself (`megatron_hetero.layout.context`); what a cp
-member got, in contiguous runs over `sp`; and, with sequence-parallel activations, what an sp member got, in runs of
-equal length over `tp`, the last ones filled up with padding. For one sample of 12 tokens under cp:2,sp:2,tp:2:
+A pack is cut three times: zigzag over `cp`, each sample by itself (`megatron_hetero.layout.context`); the tokens of a
+cp member in contiguous runs over `sp`; and, with sequence-parallel activations, the tokens of an sp member in runs of
+equal length over `tp`, padded at the end. For one sample of 12 tokens under cp:2,sp:2,tp:2:
 
     cp 0: 0 1 2 9 10 11     sp 0: 0 1 2       tp 0: 0 1      tp 1: 2 .
                             sp 1: 9 10 11     tp 0: 9 10     tp 1: 11 .
     cp 1: 3 4 5 6 7 8       sp 0: 3 4 5       ...
-
-Ownerships of modules in a layout: which rank holds, or needs, which rows. Pure.
 
 Rows are numbered sample by sample, in one order for both sides of a boundary. For two samples of three rows and one
 of two, encoded by `sp:2,dp:2` and read by `tp:2,dp:2`, the first two samples by the text module's first replica:
@@ -44,9 +43,9 @@ class TokenShare:
 
     `tokens`: int64 [n], positions in the pack, ascending; its tp group shares them. `padded`: their number with
     padding, a multiple of the tp ranks that share activations, and never 0, since Megatron's layers do not accept
-    tensors without elements. `sp_lengths`: tokens of each sp member of this rank's cp member; `cp_lengths`: of each
-    cp member. `segments`: what the cp member attends to. `rows_at`: by encoder, int64, where the rows that reach this
-    rank go in its shard of the embedding, in their order of arrival.
+    tensors without elements. `sp_lengths`: tokens of each sp member of this rank's cp member; `cp_lengths`: tokens of
+    each cp member. `segments`: attention of the cp member. `rows_at`: by encoder, int64, positions in this rank's shard
+    of the embedding of the rows that reach it, in their order of arrival.
     """
 
     tokens: np.ndarray
@@ -59,10 +58,10 @@ class TokenShare:
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:
-    """The packs of all replicas, cut. `layout` of the text module; `sharded`: sequence-parallel activations over tp.
+    """The packs of all replicas, cut over the ranks of a stage of the text module.
 
-    `lengths`: for each pack the tokens of its samples. `places`: by encoder, for each pack, int64, where its rows go.
-    The rows of an encoder are numbered over the packs in turn.
+    `sharded`: whether activations are sharded over tp. `lengths`: for each pack the tokens of its samples. `places`: by
+    encoder, for each pack the positions of its rows, int64. The rows of an encoder are numbered over the packs in turn.
     """
 
     layout: Layout
@@ -71,12 +70,12 @@ class TokenShards:
     places: Mapping[str, tuple[np.ndarray, ...]]
 
     def ownership(self, encoder: str) -> Ownership:
-        """Which rows of an encoder each rank needs, in ascending order: those of the tokens that it embeds."""
+        """The rows of an encoder that each rank needs, for the tokens that it embeds, ascending."""
         group, _ = self._cut_places[encoder]
         return Ownership.from_assignment(holding_groups(self.layout, self.sharded), group)
 
     def share(self, rank: int) -> TokenShare:
-        """What `rank` works on."""
+        """The share of `rank`."""
         at, layout = self.layout.coordinate(rank), self.layout
         lengths = self.lengths[at.dp]
         of_members = zigzag_tokens(lengths, layout.cp)
@@ -84,30 +83,26 @@ class TokenShards:
         cuts = even_cuts(len(mine), layout.sp)
         tokens = mine[cuts[at.sp] : cuts[at.sp + 1]]
         tp = layout.tp if self.sharded else 1
+        # Groups are in the order of the layout's ranks, all of one size.
+        number = layout.ranks.index(rank) // len(holding_groups(layout, self.sharded)[0])
         return TokenShare(
             tokens=tokens,
             padded=int(tp_share(np.array(len(tokens)), tp)) * tp,
             sp_lengths=tuple(np.diff(cuts).tolist()),
             cp_lengths=tuple(map(len, of_members)),
             segments=zigzag_segments(lengths, layout.cp, at.cp),
-            rows_at=self._rows_at(rank),
+            rows_at={encoder: place[group == number] for encoder, (group, place) in self._cut_places.items()},
         )
-
-    def _rows_at(self, rank: int) -> dict[str, np.ndarray]:
-        groups = holding_groups(self.layout, self.sharded)
-        # Groups come in the order of the layout's ranks, all of one size.
-        mine = self.layout.ranks.index(rank) // len(groups[0])
-        return {encoder: place[group == mine] for encoder, (group, place) in self._cut_places.items()}
 
     @cached_property
     def _cut_places(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """By encoder, for each row the group of ranks that needs it, and its place in their shard of the embedding."""
+        """The group of ranks that needs each row, and its place in their shard of the embedding, by encoder."""
         return {encoder: self._cut(places) for encoder, places in self.places.items()}
 
     def _cut(self, places: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
         layout, tp = self.layout, self.layout.tp if self.sharded else 1
         pack, member, place, total = self._place_in_context(places)
-        # Which run of floor(k * total / sp) a place falls into: the largest k that begins at or before it.
+        # The last run, of those that begin at floor(k * total / sp), that begins at or before the place.
         sp_rank = ((place + 1) * layout.sp - 1) // total
         start, stop = sp_rank * total // layout.sp, (sp_rank + 1) * total // layout.sp
         share = tp_share(stop - start, tp)
@@ -118,7 +113,7 @@ class TokenShards:
     def _place_in_context(
         self, places: tuple[np.ndarray, ...]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """For each row its pack, cp member, place among that member's tokens, and their number."""
+        """The pack and the cp member of each row, its place among that member's tokens, and their number."""
         cp = self.layout.cp
         pack = np.repeat(np.arange(len(self.lengths)), [len(p) for p in places])
         lengths = np.array([n for samples in self.lengths for n in samples], np.int64)
@@ -145,17 +140,17 @@ class TokenShards:
 
 @lru_cache(maxsize=64)
 def holding_groups(layout: Layout, sharded: bool) -> Groups:
-    """The ranks that hold the same rows: those of a tp group, or single ranks with sequence-parallel activations."""
+    """Groups of ranks that hold the same rows: tp groups, or single ranks with sequence-parallel activations."""
     return layout.groups(*(() if sharded else ("tp",)))
 
 
 def even_cuts(total: int, parts: int) -> np.ndarray:
-    """Where even contiguous runs of `total` begin, and the end: int64 [parts + 1]."""
+    """Bounds of even contiguous runs of `total`, int64 [parts + 1]."""
     return np.arange(parts + 1) * total // parts
 
 
 def tp_share(tokens: np.ndarray, tp: int) -> np.ndarray:
-    """Tokens of each of `tp` ranks that share activations, padding included; at least one."""
+    """Tokens per rank of `tp` ranks that share activations, with padding; at least one."""
     return np.maximum(1, -(-tokens // tp))
 
 
@@ -172,16 +167,16 @@ def own_samples(
     stage: int = -1,
     gradient: Gradient = "invariant",
 ) -> Ownership:
-    """Whole samples on replicas: what an encoder makes of items, or what a replica of the text module reads.
+    """Ownership of the rows of whole samples on replicas: an encoder's output, or a module's input.
 
     Args:
-        layout: of the module.
+        layout: layout of the module.
         counts: rows of each sample, numbered in this order from 0.
         replicas: the data-parallel replica of each sample; default: sample i on replica i mod dp.
-        split: of `tp`, `sp`, `cp`: axes over which each replica's rows are cut, as evenly as may be, into contiguous
-            runs (`tp`: Megatron's sequence parallelism; `sp`: Ulysses). Ranks along the others hold the same rows.
-        stage: of the pipeline: the last one, which makes rows; 0 for a module that reads them.
-        gradient: of rows on several ranks, see `Ownership`.
+        split: some of `tp`, `sp`, `cp`: axes over which each replica's rows are cut into contiguous runs, as even as
+            possible (`tp`: Megatron's sequence parallelism; `sp`: Ulysses). Ranks along the others hold the same rows.
+        stage: pipeline stage: the last one, which computes rows; 0 for a module that reads them.
+        gradient: gradient of rows on several ranks, see `Ownership`.
 
     Raises:
         UserError: numbers do not fit the layout or each other.
@@ -206,7 +201,7 @@ def own_samples(
 
 
 def _run(layout: Layout, rank: int, rows: Sequence[Sequence[int]], split: Collection[str]) -> Sequence[int]:
-    """The part of its replica's rows that `rank` holds."""
+    """The run of its replica's rows that `rank` holds."""
     at = layout.coordinate(rank)
     run, runs = 0, 1
     for axis in CUT:
@@ -225,17 +220,17 @@ def own_tokens(
     stage: int = 0,
     gradient: Gradient = "invariant",
 ) -> Ownership:
-    """The rows of each rank's own tokens (`tokens_of`), ascending; those along `tp` need the same without
-    `sequence_parallel`.
+    """Ownership of the rows of each rank's own tokens (`tokens_of`), ascending. Without `sequence_parallel` the ranks
+    along `tp` need the same rows.
 
     Args:
-        layout: of the module that reads tokens.
-        lengths: for each data-parallel replica, the tokens of each of its samples, which lie one after the other.
-        places: for each replica, the positions among its tokens where rows go, [rows]. Rows are numbered in this order,
+        layout: layout of the module that reads tokens.
+        lengths: for each data-parallel replica, the tokens of each of its consecutive samples.
+        places: for each replica, the positions of rows among its tokens, [rows]. Rows are numbered in this order,
             replica by replica, from 0.
         sequence_parallel: whether activations are cut over `tp`, as by Megatron's `sequence_parallel`.
-        stage: of the pipeline; -1 is the last, for a module whose own tokens leave it as rows.
-        gradient: of rows on several ranks, see `Ownership`. Ranks along `tp` have `invariant` ones.
+        stage: pipeline stage; -1 is the last, for a module whose own tokens leave it as rows.
+        gradient: gradient of rows on several ranks, see `Ownership`. It is `invariant` along `tp`.
 
     Raises:
         UserError: numbers do not fit the layout or each other.
@@ -260,9 +255,9 @@ def tokens_of(layout: Layout, rank: int, lengths: Sequence[int], *, sequence_par
     `sequence_parallel`, over `tp` into contiguous runs, of which the last ones are shorter where `tp` does not divide.
 
     Args:
-        layout: of the module.
+        layout: layout of the module.
         rank: one of its ranks.
-        lengths: tokens of each sample of the replica, which lie one after the other.
+        lengths: tokens of each of the replica's consecutive samples.
         sequence_parallel: as for `own_tokens`.
     """
     there = _stage(layout, layout.coordinate(rank).pp)

@@ -10,17 +10,15 @@ from typing import Any, NamedTuple
 from megatron_hetero.base.errors import VISION, UserError, quoted
 from megatron_hetero.models.items.types import Modality
 
-VIDEO_PLACEHOLDER = "<video>"
-
-# LLaVA's names and those of chat templates.
+# Names of LLaVA and of chat templates.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 Turns = list[tuple[str, str]]
 
 
 class ItemField(NamedTuple):
-    """How records refer to the items of one type for one encoder: the field with their paths; `<field>` is the
-    placeholder. `key`: what stored records call it.
+    """Field `name` of records, with the paths of items of one type for one encoder; `key` is its name in stored
+    records.
     """
 
     encoder: str
@@ -35,26 +33,25 @@ class ItemField(NamedTuple):
 
 
 class ItemRef(NamedTuple):
-    """An item of a record: the field that it is in, and its path as written."""
+    """An item of a record: its field, and its path as written."""
 
     field: ItemField
     file: str
 
 
 def item_fields(encoders: Mapping[str, Sequence[Modality]]) -> tuple[ItemField, ...]:
-    """The fields of encoders that take items of these modalities: for the encoder `vision` called as the modality is,
-    for any other as the encoder is, with the modality after it for all but its first.
+    """The fields of encoders that take items of these modalities.
+
+    A field of the encoder `vision` is named after the modality; the first one of any other encoder after the encoder,
+    further ones `ENCODER_MODALITY`.
     """
-    return tuple(
-        ItemField(
-            encoder,
-            modality,
-            modality if encoder == VISION else f"{encoder}_{modality}" if number else encoder,
-            f"{encoder}:{modality}" if number else encoder,
-        )
-        for encoder, modalities in encoders.items()
-        for number, modality in enumerate(modalities)
-    )
+    fields = []
+    for encoder, modalities in encoders.items():
+        for number, modality in enumerate(modalities):
+            name = modality if encoder == VISION else f"{encoder}_{modality}" if number else encoder
+            key = f"{encoder}:{modality}" if number else encoder
+            fields.append(ItemField(encoder, modality, name, key))
+    return tuple(fields)
 
 
 IMAGES = item_fields({VISION: ("image",)})
@@ -63,7 +60,7 @@ IMAGES = item_fields({VISION: ("image",)})
 def validate_record(
     value: Any, where: str, *, has_image_folder: bool, fields: Sequence[ItemField] = IMAGES
 ) -> tuple[Turns, list[ItemRef]]:
-    """Checks one decoded record and reduces it to what training needs. `fields`: those that items may be in.
+    """Checks one decoded record, whose items may be in `fields`, and reduces it to what training needs.
 
     Returns:
         The turns as (role, text) with role in system, user, assistant; and the items in the order of placeholders.
@@ -75,21 +72,22 @@ def validate_record(
         raise UserError.at(
             where, found=_kind(value), expected="a JSON object", fix='write {"image": ..., "conversations": [...]}'
         )
-    videos = any(field.modality == "video" for field in fields)
-    if not videos:
-        _refuse_videos(value, where)
-    paths = {field: _images(value, field.name, where) for field in fields}
+    paths = {field: _paths(value, field.name, where) for field in fields}
     turns = _turns(value, where)
     _check_order(turns, where)
+    if not any(field.modality == "video" for field in fields):
+        _refuse_videos(value, turns, where)
     for field in fields:
-        _check_placeholders(turns, paths[field], field, videos, where)
+        _check_placeholders(turns, paths[field], field, where)
         if paths[field] and not has_image_folder:
             raise UserError.at(
                 f"{where}: field '{field.name}'",
                 problem=f"{quoted(paths[field][0])} given, but the data set has no image folder",
                 fix="set `images` of the data set in data.registry, or --images of cli.evaluate",
             )
-    return turns, _in_order(turns, paths)
+    coming = {field: iter(its_paths) for field, its_paths in paths.items()}
+    shown = [field for _, text in turns for field in split_at_placeholders(text, fields)[1]]
+    return turns, [ItemRef(field, next(coming[field])) for field in shown]
 
 
 def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> tuple[list[str], list[ItemField]]:
@@ -99,56 +97,50 @@ def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> tuple[list[
     return parts[::2], [by_placeholder[placeholder] for placeholder in parts[1::2]]
 
 
-def _in_order(turns: Turns, paths: dict[ItemField, list[str]]) -> list[ItemRef]:
-    """Each item's field and path, in the order in which the turns show them."""
-    coming = {field: iter(its_paths) for field, its_paths in paths.items()}
-    shown = [field for _, text in turns for field in split_at_placeholders(text, list(paths))[1]]
-    return [ItemRef(field, next(coming[field])) for field in shown]
-
-
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     names |= {int: "a number", float: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def _refuse_videos(value: dict[str, Any], where: str) -> None:
-    for field in ("video", "videos"):
-        if value.get(field):
-            raise UserError.at(
-                f"{where}: field {field!r}",
-                problem="videos are not supported",
-                fix="remove the record, or extract frames and list them in 'image'",
-            )
+def _refuse_videos(value: dict[str, Any], turns: Turns, where: str) -> None:
+    fields = [f"field '{name}'" for name in ("video", "videos") if value.get(name)]
+    fields += [f"field 'conversations[{k}]'" for k, (_, text) in enumerate(turns) if "<video>" in text]
+    if fields:
+        raise UserError.at(
+            f"{where}: {fields[0]}",
+            problem="a video or <video>, but the model does not support videos",
+            fix="remove the record, or extract frames and list them in 'image'",
+        )
 
 
-def _images(value: dict[str, Any], field: str, where: str) -> list[str]:
+def _paths(value: dict[str, Any], field: str, where: str) -> list[str]:
+    """The paths in a field of a record."""
     if field == "image" and value.get("images"):
         # Read as if it were absent, the record would train without its pictures.
         raise UserError.at(
             f"{where}: field 'images'", found="'images'", expected="'image'", fix="rename the field to 'image'"
         )
-    image = value.get(field)
-    images = [] if image is None else [image] if isinstance(image, str) else image
-    if not isinstance(images, list):
+    given = value.get(field)
+    paths = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(paths, list):
         raise UserError.at(
             f"{where}: field '{field}'",
-            found=_kind(images),
+            found=_kind(paths),
             expected="a string, a list of strings, or null",
             fix="write the path relative to the image folder",
         )
-    for k, path in enumerate(images):
-        _check_image_path(path, f"{where}: field '{field}'" + (f"[{k}]" if isinstance(image, list) else ""))
-    return images
+    for k, path in enumerate(paths):
+        _check_path(path, f"{where}: field '{field}'" + (f"[{k}]" if isinstance(given, list) else ""))
+    return paths
 
 
-def _check_image_path(path: Any, where: str) -> None:
+def _check_path(path: Any, where: str) -> None:
     if not isinstance(path, str) or not path.strip() or "\0" in path:
         found = quoted(path) if isinstance(path, str) else _kind(path)
         raise UserError.at(
-            where, found=found, expected="the path of a picture", fix="write a path relative to the image folder"
+            where, found=found, expected="the path of a file", fix="write a path relative to the image folder"
         )
-    _refuse_lone_surrogates(path, where)
     normal = posixpath.normpath(path)
     if posixpath.isabs(path) or normal == ".." or normal.startswith("../"):
         raise UserError.at(
@@ -188,7 +180,6 @@ def _turn(turn: Any, where: str) -> tuple[str, str]:
         raise UserError.at(
             where, found=f"{_kind(text)} for 'value'", expected="a string", fix="write the turn's text in 'value'"
         )
-    _refuse_lone_surrogates(text, where)
     if ROLES[speaker] == "assistant" and not text.strip():
         raise UserError.at(
             where,
@@ -197,18 +188,6 @@ def _turn(turn: Any, where: str) -> tuple[str, str]:
             fix="write the answer, or remove the record",
         )
     return ROLES[speaker], text
-
-
-def _refuse_lone_surrogates(text: str, where: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError.at(
-            where,
-            problem=f"lone surrogate (\\u{ord(text[error.start]):04x})",
-            because="UTF-8 cannot encode it",
-            fix="correct the escape sequence",
-        ) from error
 
 
 def _check_order(turns: Turns, where: str) -> None:
@@ -239,28 +218,21 @@ def _speaker(role: str) -> str:
     return {"user": "human", "assistant": "gpt"}.get(role, role)
 
 
-def _check_placeholders(turns: Turns, images: list[str], field: ItemField, videos: bool, where: str) -> None:
-    """`videos`: whether there is a field for them."""
+def _check_placeholders(turns: Turns, paths: list[str], field: ItemField, where: str) -> None:
     for k, (role, text) in enumerate(turns):
-        if not videos and VIDEO_PLACEHOLDER in text:
-            raise UserError.at(
-                f"{where}: field 'conversations[{k}]'",
-                problem=f"{VIDEO_PLACEHOLDER} in the text, but videos are not supported",
-                fix="remove the record, or extract frames and list them in 'image'",
-            )
         if role != "user" and field.placeholder in text:
             raise UserError.at(
                 f"{where}: field 'conversations[{k}]'",
                 found=f"{field.placeholder} in a turn of {_speaker(role)}",
                 expected="placeholders in human turns only",
-                fix="move the placeholder to the human turn that shows the picture",
+                fix="move the placeholder to the human turn that shows the item",
             )
     placeholders = sum(text.count(field.placeholder) for _, text in turns)
-    if placeholders != len(images):
+    if placeholders != len(paths):
         raise UserError.at(
             f"{where}: fields '{field.name}' and 'conversations'",
-            found=f"{placeholders} {field.placeholder} placeholders for {len(images)} images",
-            expected="one placeholder for each image",
-            because="a placeholder is where an image's tokens go",
-            fix="add or remove placeholders or images",
+            found=f"{placeholders} {field.placeholder} placeholders for {len(paths)} {field.modality}s",
+            expected=f"one placeholder for each {field.modality}",
+            because="a placeholder marks the position of an item's tokens",
+            fix=f"add or remove placeholders or {field.modality}s",
         )

@@ -10,7 +10,7 @@ import torch
 
 from megatron_hetero.base.errors import TEXT, UserError, parts_of
 from megatron_hetero.config.schema import Config
-from megatron_hetero.data.step_plan import StepPlanner
+from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.groups.collective import together
 from megatron_hetero.groups.megatron import prepare_globals
 from megatron_hetero.groups.platform import Platform
@@ -75,7 +75,7 @@ def build_step_trainer(
     with watchdog.waiting(lambda: "the weights of all other ranks"):
         # A rank may be the only one to find what is wrong: all of them leave, and one says why.
         optimizer = together(topology.files, parts, watchdog.working) if check else parts()
-    planner = StepPlanner(
+    partitioner = StepPartitioner(
         job.shapes.encoders,
         job.layouts,
         job.sequence_parallel,
@@ -99,7 +99,7 @@ def build_step_trainer(
             watchdog=watchdog,
             check=False,  # Stages of our own.
         ),
-        planner=planner,
+        partitioner=partitioner,
         watch=watch,
         profiler=StepProfiler(
             *(profiled.start, profiled.steps, config.log.dir, topology.rank, platform), optimizer.wait_for_weights

@@ -153,7 +153,7 @@ def exact_match(
     _require_whole(hf_dir)
     family = family_of(processor.model_type)
     model = _load_model(hf_dir, family, tokenizer, device)
-    records = islice(Annotations.load("evaluation", annotations, images, processor.fields), limit)
+    records = islice(Annotations("evaluation", annotations, images, processor.fields), limit)
     prompts = (_prompt(record, processor, blank) for record in records)
     types: dict[Modality, ItemType] = {each.modality: each for each in family.items}
     answers = [

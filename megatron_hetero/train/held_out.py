@@ -66,7 +66,7 @@ class HeldOut:
         dealing = run.loader.dealing.once(len(samples))
         planner = run.loader.planner.with_calls(partial(run.job.encoder_calls, evaluation=True))
         what = f"evaluation of {name}, batch"
-        return cls(name, replace(run.loader, mixture=samples, dealing=dealing, planner=planner, what=what))
+        return cls(name, replace(run.loader, mixture=samples, dealing=dealing, partitioner=partitioner, what=what))
 
     def batches(self, workers: int) -> Iterator[StepBatch]:
         """All samples, each once."""
@@ -171,7 +171,7 @@ class HeldOutEvaluation:
         counts = np.zeros((2, size), np.int64)
         for m, of_tokens in hits.items() if self.run.counts_loss else ():
             micro_batch = batch.micro_batches[m]
-            pack, share = micro_batch.pack, micro_batch.plan.text
+            pack, share = micro_batch.pack, micro_batch.share.text
             assert pack is not None and share is not None, "a rank of the text module has a pack"
             samples = supervised_samples(pack, share.tokens)
             places = [number % size for number in micro_batch.samples]

@@ -19,7 +19,8 @@ from megatron_hetero.checkpoint.record import plain
 from megatron_hetero.checkpoint.sources import ModelSources, hashes
 from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture, open_held_out, open_mixture
-from megatron_hetero.data.processor import Processor, export_changes, open_processor
+from megatron_hetero.data.processor import Processor, open_processor
+from megatron_hetero.data.tokenizer import export_changes
 from megatron_hetero.groups.collective import Facts, Working, on_every, require_same
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Watchdog

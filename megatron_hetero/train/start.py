@@ -13,7 +13,7 @@ from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.dealing import dealing_of
 from megatron_hetero.data.loader import StepLoader
-from megatron_hetero.data.readers import reader_of
+from megatron_hetero.data.worker_process import reader_of
 from megatron_hetero.groups.collective import on_first
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
@@ -56,7 +56,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
             inputs.mixture,
             reader_of(job, inputs.processor),
             topology,
-            steps.planner,
+            steps.partitioner,
             dealing_of(job),
             job.text_work,
         ),

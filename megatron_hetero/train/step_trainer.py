@@ -22,7 +22,7 @@ from megatron_hetero.data.balance import idle_share
 from megatron_hetero.data.encoder_shards import EncoderShare
 from megatron_hetero.data.loader import MicroBatch, StepBatch
 from megatron_hetero.data.packing import IGNORED, PackedBatch
-from megatron_hetero.data.step_plan import StepPlanner
+from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.data.token_shards import TokenShare
 from megatron_hetero.groups.collective import on_every
 from megatron_hetero.groups.platform import Platform, on_device
@@ -50,14 +50,14 @@ def to_device(
     batch: MicroBatch, platform: Platform, dtype: torch.dtype, outputs: Mapping[str, Collection[str]]
 ) -> DeviceMicroBatch:
     """Move one micro-batch; patches arrive in `dtype`. `outputs`: of each encoder, those whose rows enter the text."""
-    plan, inputs = batch.plan, {}
-    for name, share in plan.encoders.items():
+    own, inputs = batch.share, {}
+    for name, share in own.encoders.items():
         patches = _move(batch.patches[name], platform).to(dtype) if name in batch.patches else None
         inputs[name] = _encoder_input(share, patches, platform)
-    if plan.text is not None and batch.pack is not None:
-        inputs[TEXT] = _text_input(batch.pack, plan.text, platform, outputs)
-    boundaries = {edge: load_plan(part, platform.device) for edge, part in plan.boundaries.items()}
-    return DeviceMicroBatch(inputs, boundaries, plan.calls)
+    if own.text is not None and batch.pack is not None:
+        inputs[TEXT] = _text_input(batch.pack, own.text, platform, outputs)
+    boundaries = {edge: load_plan(part, platform.device) for edge, part in own.boundaries.items()}
+    return DeviceMicroBatch(inputs, boundaries, own.calls)
 
 
 def _encoder_input(share: EncoderShare, patches: Tensor | None, platform: Platform) -> EncoderInput:
@@ -125,7 +125,7 @@ class _EndOfStep:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepTrainer(HasJob):
     """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`:
-    runs their stages. `planner` plans the micro-batches of a step.
+    runs their stages. `partitioner` computes this rank's share of micro-batches.
     """
 
     job: JobSpec
@@ -133,7 +133,7 @@ class StepTrainer(HasJob):
     topology: Topology
     optimizer: JointOptimizer
     runner: Runner
-    planner: StepPlanner
+    partitioner: StepPartitioner
     watch: Stopwatch
     profiler: StepProfiler
 
@@ -272,9 +272,9 @@ class StepTrainer(HasJob):
 
     def _padding(self, batch: StepBatch) -> list[float]:
         """Of this rank in a step: tokens of padding and of samples, patches of padding and of images."""
-        plans = [micro_batch.plan for micro_batch in batch.micro_batches]
-        shares = [plan.text for plan in plans if plan.text is not None]
-        embedded = [(name, patches) for plan in plans for name, patches in plan.patches.items()]
+        own = [micro_batch.share for micro_batch in batch.micro_batches]
+        shares = [each.text for each in own if each.text is not None]
+        embedded = [(name, patches) for each in own for name, patches in each.patches.items()]
         encoders = self.shapes.encoders
         return [
             float(sum(share.padded - len(share.tokens) for share in shares)),

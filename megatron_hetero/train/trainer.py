@@ -144,7 +144,7 @@ def _boundary(edge: Edge, run: Trainer, batch: StepBatch) -> Table:
     table = Table(title=f"boundary {' to '.join(edge.ends)}, first step, this rank")
     for column in ("direction", "rows in place after", "rows received", "bytes received", "bytes sent", "collectives"):
         table.add_column(column, justify="left" if column == "direction" else "right")
-    plans = [m.plan.boundaries[edge] for m in batch.micro_batches if edge in m.plan.boundaries]
+    plans = [m.share.boundaries[edge] for m in batch.micro_batches if edge in m.share.boundaries]
     backward = [p.backward for p in plans if p.backward is not None]
     for name, directions in (("forward", [p.forward for p in plans]), ("backward", backward)):
         received, sent = sum(d.received_rows for d in directions), sum(d.sent_rows for d in directions)

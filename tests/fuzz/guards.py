@@ -1,4 +1,4 @@
-"""What a process may not do while it reads bad input, by Python's audit events and the kernel's accounts."""
+"""What a process may not do while it reads bad input, by Python's audit events."""
 
 from __future__ import annotations
 
@@ -63,16 +63,3 @@ class Guards:
             return
         if place not in FREE and os.path.commonpath([place, self.folder]) != self.folder:
             self.seen.append(f"a file outside: {event} {name!r:.300}")
-
-
-def most_memory() -> int:
-    """The most bytes of memory that this process had since `forget_memory`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    return 0
-
-
-def forget_memory() -> None:
-    """Count the most memory from now on."""
-    Path("/proc/self/clear_refs").write_text("5")

@@ -23,7 +23,7 @@ JSON = (
 )  # fmt: skip
 TEMPLATES = (
     "{{ 1 / 0 }}", "{% for a in range(10**9) %}{% for b in range(10**9) %}{% endfor %}{% endfor %}", "{{ x.y.z }}",
-    "{%", "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__.os.system('id') }}", "{{ 'a' * 10**9 }}", "",
+    "{%", "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__.os.system('id') }}", "",
     "{{ raise_exception('no') }}", "{% include '/etc/passwd' %}", "{{ messages }}",
 )  # fmt: skip
 TOOLS: dict[str, tuple[str, ...]] = {

@@ -57,7 +57,9 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
     found = []
     rebuilt = [build_schedule(layouts, micro_batches, settings, edges=run.schedule.edges) for settings in others]
     for schedule in [run.schedule, *rebuilt]:
-        batch = run.loader.with_schedule(schedule).load(1, map)
+        runs = {name: schedule.together(name) for name in run.partitioner.encoders}
+        partitioner = run.partitioner.with_runs(lambda _, runs=runs: runs)
+        batch = replace(run.loader, partitioner=partitioner).load(1, map)
         summary = replace(run, schedule=schedule).gradients(batch)
         found.append((summary.loss_sum / batch.supervised, summary.norm / batch.supervised))
     return found

@@ -1,13 +1,8 @@
-"""Sizes of pictures, where their patches are, and positions of tokens. Pure, on NumPy integers.
+"""Pictures as an item type: their sizes, patches and positions, their reader, and the common part of the shapes of
+picture encoders.
 
-Patches arrive in unit order: unit u of a picture, counted along its rows (*raster order*), holds the patches of
+Patches are in unit order: unit u of a picture, counted along its rows (*raster order*), has the patches of
 merge x merge places, row by row.
-
-What one encoder sees of the pictures that are for it: sizes from headers, patches from decoded pictures.
-
-What the shapes of encoders of pictures have in common, whatever their family.
-
-Pictures as an item type.
 """
 
 from __future__ import annotations
@@ -17,14 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import numpy as np
 from PIL import Image
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.models.family import EncoderShape
-from megatron_hetero.models.items import image_files as files
+from megatron_hetero.layout.axes import Split, View
+from megatron_hetero.models.architecture import Architecture
+from megatron_hetero.models.items.image_files import image_place, load_picture, picture_size
 from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
 from megatron_hetero.models.layers.rotary import AxialRotary
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ImageSize(NamedTuple):
-    """In patches, before merging. An image has one frame."""
+    """Frames, and rows and columns of patches before merging. A picture has one frame."""
 
     frames: int
     rows: int
@@ -46,8 +42,8 @@ class PictureOrder:
     """One picture in *window order*: all units of the first window in raster order, then of the second, ...
 
     `units`: int32 [units], raster index of each unit. `windows`: int32 [windows], units of each window. `rows`,
-    `columns`: of a frame, in units; `merge`: patches per side of a unit. `sides`: whether positions say how large the
-    picture is.
+    `columns`: size of a frame in units. `merge`: patches per side of a unit. `sides`: whether positions include the
+    size of the picture.
     """
 
     units: np.ndarray
@@ -58,7 +54,7 @@ class PictureOrder:
     sides: bool
 
     def positions(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Row and column of each patch of the units [start, stop), and with `sides` the numbers of rows and columns of
+        """Row and column of each patch of the units [start, stop), and with `sides` the picture's rows and columns of
         patches: int64 [2 or 4, patches].
         """
         units = self.units[start:stop].astype(np.int64)[:, None, None]
@@ -74,8 +70,8 @@ class PictureOrder:
 
 @lru_cache(maxsize=1024)
 def picture_order(size: ImageSize, merge: int, window: int, sides: bool = False) -> PictureOrder:
-    """The order of a picture of that size with `window` units a side per window, less at the lower and right edges;
-    windows of one unit are raster order.
+    """The order of a picture in windows of `window` x `window` units, smaller at the lower and right edges. Windows of
+    one unit are raster order.
     """
     frames, rows, columns = size[0], size[1] // merge, size[2] // merge
     frame, row, column = np.indices((frames, rows, columns))
@@ -95,13 +91,13 @@ def rope_positions(length: int, starts: np.ndarray, places: Sequence[np.ndarray]
     """Multimodal rotary positions of one sample: time, height and width of each token (Qwen2-VL, arXiv 2409.12191,
     section 2.1).
 
-    Text advances all three together. The tokens of an image share one time and take their row and column in it, all
-    counted from the position where the image begins; the text after it continues from the largest of them.
+    Text advances all three together. The tokens of an image share one time and have their row and column in it, all
+    counted from the image's first position; the text after it continues from the largest of them.
 
     Args:
-        length: tokens of the sample, image tokens included.
-        starts: [images] index of each image's first token.
-        places: of each image, int64 [3, tokens], time, row and column of its tokens from its first.
+        length: number of tokens of the sample, image tokens included.
+        starts: int64 [images], index of each image's first token.
+        places: for each image, int64 [3, tokens], time, row and column of its tokens.
 
     Returns:
         int64 [3, length].
@@ -127,16 +123,14 @@ class ImageReader:
 
     Attributes:
         token_id: the token that stands for one merged patch.
-        max_image_pixels: pictures with more pixels are refused before decoding.
         patch_size: side of a patch in pixels.
         merge_size: patches per token and side.
         min_pixels, max_pixels: areas that pictures are enlarged or reduced to.
     """
 
-    def __init__(self, image_processor: Any, token_id: int, max_image_pixels: int = files.MAX_IMAGE_PIXELS) -> None:
+    def __init__(self, image_processor: Any, token_id: int) -> None:
         self.image_processor = image_processor
         self.token_id = token_id
-        self.max_image_pixels = max_image_pixels
         self.patch_size: int = image_processor.patch_size
         self.merge_size: int = image_processor.merge_size
         self.min_pixels: int = image_processor.size["shortest_edge"]
@@ -144,17 +138,17 @@ class ImageReader:
 
     def size(self, item: Item) -> ImageSize:
         """The size of a picture as the encoder takes it, from its header."""
-        # Here, since it brings torch; see `megatron_hetero.data.processor`.
+        # Imports torch; see `megatron_hetero.data.tokenizer`.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        width, height = files.picture_size(*item, self.max_image_pixels)
+        width, height = picture_size(*item)
         try:
             height, width = smart_resize(
                 height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
             )
         except (ValueError, ZeroDivisionError) as error:
             raise UserError.at(
-                files.image_place(item.where, item.path),
+                image_place(item.where, item.path),
                 found=f"a picture of {width} x {height} pixels ({error})",
                 expected="sides that differ by a factor below 200",
                 fix="crop or split the picture, or remove the record",
@@ -162,48 +156,43 @@ class ImageReader:
         return ImageSize(1, height // self.patch_size, width // self.patch_size)
 
     def pieces(self, size: ImageSize) -> tuple[ImageSize, ...]:
-        """The picture."""
+        """The picture as its only piece."""
         return (size,)
 
     def blocks(self, size: ImageSize) -> Sequence[Block]:
-        """Frame, row and column of each merged patch in raster order."""
+        """One block: frame, row and column of each merged patch in raster order."""
         frames, rows, columns = size
         return (Block(np.indices((frames, rows // self.merge_size, columns // self.merge_size)).reshape(3, -1)),)
 
     def blank(self) -> ImageReader:
-        """The reader of grey pictures of the same sizes."""
-        return _GreyReader(self.image_processor, self.token_id, self.max_image_pixels)
+        """A reader that returns grey pictures of the same sizes."""
+        return _GreyReader(self.image_processor, self.token_id)
 
     def describe(self, item: Item, size: ImageSize) -> str:
-        """A picture in words."""
-        width, height = files.picture_size(*item, self.max_image_pixels)
+        """The picture's own size, its size for the encoder, and its grid of patches."""
+        width, height = picture_size(*item)
         resized = f"{size.columns * self.patch_size}×{size.rows * self.patch_size} px"
         return f"{width}×{height} px → {resized}, grid {tuple(size)} (t, h, w)"
 
     def load_image(self, item: Item) -> Image.Image:
         """The decoded picture, upright, in mode RGB, at its own size. Raises `UserError`."""
-        return files.load_picture(*item, self.max_image_pixels)
+        return load_picture(*item)
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
-        """Decodes one picture into the patches that the encoder takes.
-
-        Args:
-            item: the picture.
-            pieces: its only one.
+        """Decodes one picture, of one piece.
 
         Returns:
             float32 [t·h·w, channels · temporal_patch_size · patch_size²], normalised; merged groups are adjacent.
 
         Raises:
-            UserError: the picture cannot be decoded, or its size is not what its header said.
+            UserError: the picture cannot be decoded, or differs in size from its header.
         """
         [(_, size)] = pieces
-        assert isinstance(size, ImageSize), "a picture has the size of a picture"
         output = self.image_processor(images=[self.load_image(item)], return_tensors="np")
-        found, expected = output["image_grid_thw"][0].tolist(), list(size)
+        found, expected = output["image_grid_thw"][0].tolist(), list(cast(ImageSize, size))
         if found != expected:
             raise UserError.at(
-                files.image_place(item.where, item.path),
+                image_place(item.where, item.path),
                 found=f"a decoded picture of {found} patches (time, height, width)",
                 expected=f"{expected}, as its header said",
                 fix="do not change pictures during training; if this one is damaged, replace it",
@@ -217,19 +206,19 @@ class _GreyReader(ImageReader):
 
 
 class PixelLimits(NamedTuple):
-    """The smallest and the largest area of a resized picture; None: as the encoder's folder says."""
+    """The smallest and the largest area of a resized picture; None: the default of the encoder's folder."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
 
 
 def load_image_processor(folder: Path, of_class: type, section: Any, setting: str) -> Any:
-    """The image processor in its PIL variant, which gives the same pixels on every machine.
+    """The image processor of a folder in its PIL variant, which gives the same pixels on every machine.
 
     Args:
-        folder: its files have been checked.
-        of_class: the class that it must be of.
-        section: has the fields of `PixelLimits`, or some of them.
+        folder: a folder whose files have been checked.
+        of_class: class of the image processor.
+        section: settings with some fields of `PixelLimits`.
         setting: the setting that names the folder.
 
     Raises:
@@ -259,8 +248,8 @@ def load_image_processor(folder: Path, of_class: type, section: Any, setting: st
 
 
 def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
-    """Check that the image processor makes patches that the encoder accepts, tried on a picture of one row. Raises
-    `UserError` or `ValueError`.
+    """Check that the image processor cuts patches as the encoder expects them, tried on a picture of one row. Raises
+    `UserError`, or the errors of a broken image processor.
     """
     pairs = {
         "patch_size": (image_processor.patch_size, vision.patch_size),
@@ -275,23 +264,21 @@ def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
                 expected=f"{theirs}, as in vision_config of config.json",
                 fix="copy both files from the same model",
             )
-    side, elements = (
-        vision.patch_size * vision.spatial_merge_size,
-        3 * vision.temporal_patch_size * vision.patch_size**2,
-    )
+    side = vision.patch_size * vision.spatial_merge_size
     size = {"shortest_edge": side**2, "longest_edge": side**2}
-    black = Image.new("RGB", (side, side))
     with np.errstate(all="ignore"):
-        patches = image_processor(images=[black], size=size, return_tensors="np")["pixel_values"]
+        output = image_processor(images=[Image.new("RGB", (side, side))], size=size, return_tensors="np")
+    patches = output["pixel_values"]
+    elements = 3 * vision.temporal_patch_size * vision.patch_size**2
     if patches.shape != (vision.spatial_merge_size**2, elements) or not np.isfinite(patches).all():
         values = f"of values from {patches.min()} to {patches.max()}"
         raise ValueError(f"a black picture of {side} x {side} pixels becomes patches {patches.shape} {values}")
 
 
 @dataclass(frozen=True)
-class ImageEncoderShape(EncoderShape):
-    """Part of a `megatron_hetero.models.family.EncoderShape`, of encoders that cut images into square patches and merge
-    square units of them. Sizes in elements.
+class ImageEncoderShape:
+    """The common part of `megatron_hetero.models.family.EncoderShape`s of encoders that cut images into square patches
+    and merge square units of them. Sizes in elements.
     """
 
     heads: int
@@ -308,7 +295,7 @@ class ImageEncoderShape(EncoderShape):
 
     @classmethod
     def of(cls, vision: Any, **own: Any) -> Self:
-        """Of the configuration `vision_config`. `own`: the fields that only this family has."""
+        """Reads the configuration `vision_config`. `own`: further fields of a family."""
         return cls(
             layers=vision.depth,
             hidden=vision.hidden_size,
@@ -325,7 +312,7 @@ class ImageEncoderShape(EncoderShape):
 
     @property
     def norm_eps(self) -> float:
-        """What norms add to the variance; no configuration says otherwise."""
+        """Constant that norms add to the variance, the same in all configurations."""
         return 1e-6
 
     @property
@@ -349,16 +336,16 @@ class ImageEncoderShape(EncoderShape):
         return self.unit * self.patch_elements
 
     def rows(self, size: ImageSize) -> int:
-        """Rows of an image of that size."""
+        """Number of rows of an image."""
         return math.prod(size) // self.unit
 
     def sequences(self, size: ImageSize) -> tuple[int, ...]:
-        """Patches of each frame: full attention sees one."""
+        """Patches of each frame, the sequences of full attention."""
         frames, rows, columns = size
         return (rows * columns,) * frames
 
     def tokens(self, sizes: Iterable[ImageSize]) -> Tokens:
-        """What the encoder computes on, of images of these sizes."""
+        """The sequences and windows of images of these sizes."""
         sizes = list(sizes)
         return Tokens(
             [patches for size in sizes for patches in self.sequences(size)],
@@ -366,11 +353,11 @@ class ImageEncoderShape(EncoderShape):
         )
 
     def order(self, size: ImageSize) -> PictureOrder:
-        """The order in which the encoder works."""
+        """The image in the order in which the encoder works."""
         raise NotImplementedError
 
     def windows(self, size: ImageSize) -> list[int]:
-        """Patches of each window of local attention; of one unit, where no attention is local."""
+        """Patches of each window of local attention; one unit per window without local attention."""
         return (self.order(size).windows * self.unit).tolist()
 
     def cost(self, size: ImageSize) -> float:
@@ -380,7 +367,7 @@ class ImageEncoderShape(EncoderShape):
         return size[0] * (linear * frame + quadratic * frame * frame)
 
     def cost_per_patch(self, size: ImageSize) -> float:
-        """Those of one of its patches, which meets all patches of its frame."""
+        """Predicted forward flops of one patch, which attends to all patches of its frame."""
         linear, quadratic = self.flops_per_patch()
         return linear + quadratic * size[1] * size[2]
 
@@ -390,18 +377,33 @@ class ImageEncoderShape(EncoderShape):
         return self.unit
 
     @property
+    def architecture(self) -> Architecture:
+        """The encoder's layers and ends."""
+        raise NotImplementedError
+
+    @property
     def rotary(self) -> AxialRotary:
-        """How positions turn queries and keys."""
+        """Rotary embedding of queries and keys."""
         return AxialRotary(self.rope_theta, self.head_dim)
 
     def flops_per_patch(self) -> tuple[float, float]:
-        """Forward flops per patch, and per patch and patch of its sequence in layers of full attention."""
+        """Forward flops per patch, and per pair of patches of one sequence in layers of full attention."""
         return _flops_per_patch(self)
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """No views besides the main one."""
+        return ()
+
+    @property
+    def parts(self) -> Mapping[Split, int]:
+        """No parts, without further views."""
+        return {}
 
 
 @lru_cache
 def _flops_per_patch(shape: ImageEncoderShape) -> tuple[float, float]:
-    """Both from the operations of an image of one and of two windows: linear * n + quadratic * n^2."""
+    """Solves linear * n + quadratic * n^2 for the operations of images of one and two windows of n patches."""
     n = shape.window_patches
     one, two = (
         shape.architecture.operations(Tokens([windows * n], [n] * windows), passes=FORWARD) for windows in (1, 2)
@@ -416,33 +418,33 @@ IMAGE_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
 }
-"""The tokens that show pictures and videos in published folders, by what `config.json` calls their numbers."""
+"""Tokens of pictures and videos in published folders, by the names of their ids in `config.json`."""
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """See `megatron_hetero.models.items.types.ItemType`. A size is an `ImageSize`; a picture is one piece."""
+    """See `megatron_hetero.models.items.types.ItemType`. Sizes are `ImageSize`s; a picture is one piece."""
 
     image_processor_class: Callable[[], type]
-    """The class of `transformers` whose patches the encoder takes."""
+    """Returns the class of `transformers` whose patches the encoder takes."""
     modality: Modality = "image"
     tokens: ItemTokens = _TOKENS
     processor: str = "an image processor"
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ImageReader:
-        """The reader with the image processor of a folder."""
+        """A reader with the folder's image processor."""
         image_processor = load_image_processor(folder, self.image_processor_class(), section, setting)
         check_agreement(folder, config.vision_config, image_processor)
         return ImageReader(image_processor, token_id)
 
     def inputs(self, patches: np.ndarray, sizes: Sequence[ImageSize]) -> dict[str, Any]:
-        """Patches, and the grid of each picture."""
+        """Patches and the grid of each picture, by argument of the model."""
         import torch
 
         return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor(sizes)}
 
-    def assumed(self, shape: ImageEncoderShape, plan: EstimateConfig) -> ImageSize:
-        """A square of whole units, as the image processor resizes it."""
+    def assumed(self, shape: ImageEncoderShape, plan: PlanConfig) -> ImageSize:
+        """A square of whole units, as the image processor would resize it."""
         patches = max(1, round(plan.image_side / (shape.patch * shape.merge))) * shape.merge
         return ImageSize(1, patches, patches)
 

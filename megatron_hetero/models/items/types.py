@@ -1,9 +1,8 @@
-"""What encoders take: items of one or more types. General code reads, cuts and deals them through what is here, and
-never looks into a size.
+"""Interfaces of item types, by which general code reads, cuts and deals items without looking into a size.
 
 An *item* is what a record shows in one place: a picture, a video, a clip of sound. It consists of *pieces*, each read,
-assigned to a replica and bounded by itself: a picture is one, a video has one for every two frames. All types of an
-encoder have pieces of the encoder's own geometry (`ItemShape`), so that one call takes them side by side.
+assigned to a replica and limited in size by itself: a picture is one, a video has one for every two frames. All item
+types of an encoder have pieces of the encoder's own geometry (`ItemShape`), so that one call takes them together.
 
 A *patch* is what an encoder embeds as one token, a *unit* the patches that become one row.
 """
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
     from megatron_hetero.config.sections import EstimateConfig
 
 Modality = Literal["image", "video", "audio"]
-"""What items are. The types of an encoder differ in it."""
+"""Kind of an item type, different for each type of an encoder."""
 
 Size = Hashable
-"""The size of an item, or of a piece: a value of its type's own, such as rows and columns of patches."""
+"""The size of an item or piece, a value of the type's own, such as rows and columns of patches."""
 
 
 class Item(NamedTuple):
-    """Where an item is: its file, and the record that shows it, for messages."""
+    """Location of an item: its file, and the record that shows it, for messages."""
 
     path: Path
     where: str
@@ -41,9 +40,9 @@ class Piece(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows of an item that are side by side in the text, between text that the type writes.
+    """Consecutive rows of an item in the text, between `before` and `after`.
 
-    `places`: where they are in time, height and width, from the position at which the block begins: int64 [3, rows].
+    `places`: int64 [3, rows], positions in time, height and width, from the first position of the block.
     """
 
     places: np.ndarray
@@ -52,7 +51,7 @@ class Block(NamedTuple):
 
 
 class ItemTokens(NamedTuple):
-    """How the text shows an item: between `start` and `end` a `row` for each of its rows. Names of `Family.tokens`."""
+    """Tokens of an item in the text: `start`, a `row` for each of its rows, `end`. Keys of `Family.tokens`."""
 
     start: str
     row: str
@@ -60,7 +59,7 @@ class ItemTokens(NamedTuple):
 
 
 class ItemReader(Protocol):
-    """Reads items of one type for one encoder. Holds no open files and can be pickled."""
+    """Reads items of one type for one encoder. Has no open files and can be pickled."""
 
     @property
     def token_id(self) -> int:
@@ -76,19 +75,19 @@ class ItemReader(Protocol):
         ...
 
     def blocks(self, size: Any) -> Sequence[Block]:
-        """How the text shows an item of that size, which has as many rows as its pieces have."""
+        """The blocks of an item in the text, which have as many rows as its pieces."""
         ...
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
-        """Some pieces of an item, decoded, one after the other: float32 [patches, elements]. Raises `UserError`."""
+        """The decoded patches of some pieces of an item, float32 [patches, elements]. Raises `UserError`."""
         ...
 
     def blank(self) -> ItemReader:
-        """The same, but that items have their sizes and no content."""
+        """A reader of items of the same sizes without content."""
         ...
 
     def describe(self, item: Item, size: Any) -> str:
-        """An item in words: what it is in its file, and what the encoder takes. Raises `UserError`."""
+        """A description of an item in its file and of what the encoder takes. Raises `UserError`."""
         ...
 
 
@@ -97,17 +96,17 @@ class ItemType(Protocol):
 
     @property
     def modality(self) -> Modality:
-        """What its items are."""
+        """The kind of its items."""
         ...
 
     @property
     def tokens(self) -> ItemTokens:
-        """How the text shows them."""
+        """The tokens of an item in the text."""
         ...
 
     @property
     def processor(self) -> str:
-        """What reads them in `transformers`, in words."""
+        """Name of the processor of `transformers` that reads its items, for messages."""
         ...
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ItemReader:
@@ -116,8 +115,8 @@ class ItemType(Protocol):
         Args:
             folder: in `transformers` format.
             config: the folder's configuration.
-            section: what the user's configuration says of reading items, `data` or an entry of `model.encoders`. A type
-                reads fields of its own; what a section lacks, or leaves None, is as the folder says.
+            section: the user's settings for reading items, `data` or an entry of `model.encoders`. A type reads fields
+                of its own; the folder gives the defaults of missing ones and of None.
             setting: for messages.
             token_id: the token that stands for one row.
 
@@ -127,11 +126,11 @@ class ItemType(Protocol):
         ...
 
     def inputs(self, patches: np.ndarray, sizes: Sequence[Any]) -> dict[str, Any]:
-        """What a model of `transformers` takes of items of these sizes, whose patches follow each other."""
+        """Arguments of a model of `transformers` for items of these sizes with their patches concatenated."""
         ...
 
-    def assumed(self, shape: Any, plan: EstimateConfig) -> Size:
-        """The size of the pieces that section `plan` describes, for an encoder of that shape."""
+    def assumed(self, shape: Any, plan: PlanConfig) -> Size:
+        """The size of the pieces that section `plan` describes, for an encoder of `shape`."""
         ...
 
     def measures(self, shape: Any, size: Any) -> str:
@@ -158,7 +157,7 @@ class ItemOrder(Protocol):
 
 
 class ItemShape(Protocol):
-    """How an encoder cuts its pieces. A `size` is that of a piece."""
+    """The geometry by which an encoder cuts pieces. A `size` is a piece's."""
 
     @property
     def unit(self) -> int:
@@ -188,7 +187,7 @@ class ItemShape(Protocol):
         ...
 
     def windows(self, size: Any) -> list[int]:
-        """Patches of each window of local attention, in its own order."""
+        """Patches of each window of local attention, in the encoder's order."""
         ...
 
     def cost(self, size: Any) -> float:
@@ -196,7 +195,7 @@ class ItemShape(Protocol):
         ...
 
     def cost_per_patch(self, size: Any) -> float:
-        """Predicted forward flops of one of its patches, which meets all patches of its sequence."""
+        """Predicted forward flops of one patch, which attends to all patches of its sequence."""
         ...
 
 

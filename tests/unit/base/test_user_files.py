@@ -17,8 +17,8 @@ from megatron_hetero.checkpoint.index import INDEX, read_index
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.config.load import MOST_BYTES, read_yaml
 from megatron_hetero.config.schema import Config
-from megatron_hetero.data.processor import check_folder
 from megatron_hetero.data.records import read_records
+from megatron_hetero.data.tokenizer import check_folder
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,9 @@ from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import BoundaryPlan, plan_boundary
 from megatron_hetero.data.balance import assign_in_order
+from megatron_hetero.data.dealing import PackShape
 from megatron_hetero.data.encoder_shards import EncoderShards
-from megatron_hetero.data.step_plan import MicroBatchPlan, PackShape, StepPlanner
+from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
@@ -40,7 +41,7 @@ from tests.unit.boundary.cases import random_ownership
 from tests.unit.boundary.checks import Values, check_everything, inner_product
 from tests.unit.boundary.rank_view import Spy
 from tests.unit.boundary.simulation import Boundary, SimulatedDirection
-from tests.unit.train.jobs_packs import BATCHES, SHAPE, needed_rows, random_packs
+from tests.unit.data.packs import BATCHES, SHAPE, needed_rows, random_packs
 
 WIDTH, ITEM = 3, 8
 """Elements of a row of one output, and bytes of an element."""
@@ -310,8 +311,10 @@ def test_each_edge_has_the_minimum_of_its_ownerships(
     layouts = {"vision": Layout.parse(vision, 8), "text": Layout.parse(text, 8)}
     sequence_parallel = dict(zip(layouts, sharded, strict=True))
     packs = random_packs(batch, layouts["text"], seed)
-    planners = [StepPlanner({"vision": SHAPE}, layouts, sequence_parallel, r, 24, "off", EDGES) for r in range(8)]
-    plans = [planner.plan(packs) for planner in planners]
+    partitioners = [
+        StepPartitioner({"vision": SHAPE}, layouts, sequence_parallel, r, 24, "off", EDGES) for r in range(8)
+    ]
+    plans = [partitioner.share(packs) for partitioner in partitioners]
     grids = [grid for pack in packs for grid in pack.pieces[0].sizes]
     if not grids:
         assert not any(plan.boundaries for plan in plans)
@@ -343,7 +346,7 @@ def _expected(edge: Edge, layouts: dict[str, Layout], sharded: dict[str, bool], 
     return Boundary.of(source.ownership(), target.ownership("vision"))
 
 
-def _check_parts(edge: Edge, boundary: Boundary, plans: list[MicroBatchPlan]) -> None:
+def _check_parts(edge: Edge, boundary: Boundary, plans: list[MicroBatchShare]) -> None:
     """The ranks on either side of an edge, and no others, have its plan."""
     having = [rank for rank, plan in enumerate(plans) if edge in plan.boundaries]
     assert having == sorted(boundary.plan.ranks)
@@ -357,7 +360,7 @@ def _check_parts(edge: Edge, boundary: Boundary, plans: list[MicroBatchPlan]) ->
         assert part.forward.received_rows == len(least)
 
 
-def _inner_products(edge: Edge, boundary: Boundary, plans: list[MicroBatchPlan], seed: int) -> tuple[int, int]:
+def _inner_products(edge: Edge, boundary: Boundary, plans: list[MicroBatchShare], seed: int) -> tuple[int, int]:
     """⟨A x, c⟩ and ⟨x, Aᵀ c⟩ of the parts that the ranks have planned, whose rows arrive where they belong."""
     source, destination, ranks = boundary.plan.source, boundary.plan.destination, boundary.plan.ranks
     parts = [plans[rank].boundaries[edge] for rank in ranks]

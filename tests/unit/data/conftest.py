@@ -16,6 +16,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record, Turn
 from tests.support import items
+from tests.unit.train.conftest import make_flags, small_data, small_model  # noqa: F401  # fixtures
+from tests.unit.train.jobs_run import MakeFlags
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -94,6 +96,12 @@ def write_model_folder(folder: Path) -> Path:
     tokenizer.save_pretrained(folder)
     Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 64).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def flags(request: pytest.FixtureRequest, make_flags: MakeFlags) -> list[str]:  # noqa: F811
+    """A command line; its parameter are the arguments of `make_flags`."""
+    return make_flags(*request.param)
 
 
 @pytest.fixture(scope="session")

@@ -96,13 +96,6 @@ def test_whole_data_sets_are_permuted_and_mixed(registry: dict[str, DatasetConfi
     assert len({order[0] for order in orders}) > 5
 
 
-def test_neighbouring_epochs_are_kept_and_no_more(registry: dict[str, DatasetConfig]) -> None:
-    mixture = Mixture.parse(["c"], registry, shuffle=True, seed=0)
-    for i in (0, 7, 6, 7, 14):
-        mixture[i]
-    assert sorted(mixture._epochs) == [1, 2]
-
-
 def test_negative_samples_and_iteration_are_refused(registry: dict[str, DatasetConfig]) -> None:
     mixture = Mixture.parse(["a"], registry, shuffle=False, seed=0)
     with pytest.raises(IndexError):

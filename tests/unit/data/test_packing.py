@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.packing import PackedBatch, TokenizedSample, check_length, check_text, pack
+from megatron_hetero.data.packing import PackedBatch, TokenizedSample, check_length, pack
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import MOST_CHARACTERS, Record
+from megatron_hetero.data.records import Record
 from megatron_hetero.models.items.pictures import ImageSize, rope_positions
 from tests.support.items import IMAGE as PICTURES
 from tests.support.items import pictures
@@ -88,13 +87,6 @@ def test_a_pack_may_be_empty() -> None:
         assert array.dtype == np.int64
 
 
-def test_image_tokens_must_match_the_rows(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
-    sample = processor.tokenize(make_record("<image>", "x", images=["56x56.png"], folder=pictures))
-    wrong = dataclasses.replace(sample, rows=np.array([6]))
-    with pytest.raises(UserError, match=r"train\.jsonl:1.*found 4 image tokens, expected 6"):
-        pack([sample, wrong])
-
-
 def test_too_long_is_an_error_or_skipped(processor: Processor, make_record: MakeRecord) -> None:
     sample = processor.tokenize(make_record("Hello?", "Hello."))
     assert check_length(sample, len(sample)) and check_length(sample, len(sample), "skip")
@@ -103,18 +95,3 @@ def test_too_long_is_an_error_or_skipped(processor: Processor, make_record: Make
         UserError, match=r"train\.jsonl:1: found a sample of \d+ tokens.*data\.max_seq_length = 3.*skip"
     ):
         check_length(sample, 3)
-
-
-def test_endless_text_is_refused_or_skipped_before_it_is_tokenized(
-    processor: Processor, make_record: MakeRecord
-) -> None:
-    """1.2 GB of memory for 4 million characters, and in proportion for more."""
-    record = make_record("Hello?", "x" * (MOST_CHARACTERS + 1))
-    assert not check_text(record, 4096, "skip") and not check_text(record, 10**9, "skip")
-    with pytest.raises(UserError, match=r"train\.jsonl:1: found a text of 41943.*at most 262144.*Raise data\.max_seq"):
-        check_text(record, 4096)
-    with pytest.raises(UserError, match=rf"at most {MOST_CHARACTERS}.*\. Shorten the record"):
-        check_text(record, 10**9)
-    with pytest.raises(UserError, match=rf"train\.jsonl:1: field 'conversations'.*at most {MOST_CHARACTERS}"):
-        processor.tokenize(record)
-    assert check_text(make_record("Hello?", "x" * 60_000), 1)

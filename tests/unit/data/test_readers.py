@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,16 +21,13 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.reader_process import receive, send
-from megatron_hetero.data.readers import ReaderProcesses, SampleReader, Wanted
+from megatron_hetero.data.readers import SampleReader, Wanted
 from megatron_hetero.data.records import Record
+from megatron_hetero.data.worker_process import ReaderProcesses, receive, send
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.items import whole
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
 from tests.unit.data.odd_reader import OddReader
-from tests.unit.train import jobs_run as jobs
-from tests.unit.train.jobs_run import MakeFlags
 
 RECORD = Record("d", 0, "train.jsonl:1", ())
 
@@ -40,7 +38,7 @@ def odd() -> Iterator[Callable[..., ReaderProcesses]]:
     made: list[ReaderProcesses] = []
 
     def make(does: str = "", count: int = 1) -> ReaderProcesses:
-        made.append(ReaderProcesses(OddReader(does), count))
+        made.append(ReaderProcesses(cast(Any, OddReader(does)), count))
         return made[-1]
 
     yield make
@@ -132,10 +130,11 @@ def test_an_error_of_our_own_comes_with_its_trace(odd: Callable[..., ReaderProce
 
 
 def test_as_many_processes_as_threads_work(odd: Callable[..., ReaderProcesses]) -> None:
-    readers, found = odd(count=2), dict[int, int]()
+    readers, found = odd("number", count=2), dict[int, int]()
 
     def read(number: int) -> None:
-        found[number] = len(readers.patches(Wanted(RECORD, number, ())))
+        array: Any = readers.tokenise(replace(RECORD, index=number))
+        found[number] = len(array)
 
     threads = [Thread(target=read, args=(number,)) for number in range(20)]
     for thread in threads:
@@ -169,7 +168,7 @@ def test_a_process_ends_with_its_reader_and_not_by_signals_to_its_group(odd: Cal
 
 RANK = """
 import time
-from megatron_hetero.data.readers import ReaderProcesses
+from megatron_hetero.data.worker_process import ReaderProcesses
 from megatron_hetero.data.records import Record
 from tests.unit.data.odd_reader import OddReader
 readers = ReaderProcesses(OddReader(), 1)
@@ -185,20 +184,3 @@ def test_nothing_outlives_a_rank(how: signal.Signals) -> None:
         pid = int(rank.stdout.readline())
         rank.send_signal(how)
     assert ends(pid)
-
-
-@pytest.mark.long
-def test_batches_of_ranks_are_the_same(make_flags: MakeFlags, pools: Callable[[int], Pool]) -> None:
-    flags = make_flags("sp:2", "dp:2", "--train.iters 4 --data.workers 2")
-    other = make_flags("sp:2", "dp:2", "--train.iters 4 --data.workers 2 --data.worker_type process")
-    assert pools(2).run(jobs.batches, flags) == pools(2).run(jobs.batches, other)
-
-
-@pytest.mark.long
-def test_a_process_that_dies_stops_all_ranks_with_one_message(
-    make_flags: MakeFlags, pools: Callable[[int], Pool]
-) -> None:
-    flags = make_flags("sp:2", "dp:2", "--train.iters 6 --data.workers 1 --data.worker_type process")
-    first, second = pools(2).run(jobs.error_of_killed_worker, flags)
-    assert first == second
-    assert first.startswith("step ") and "data of rank 1: data.worker_type process" in first and "SIGKILL" in first

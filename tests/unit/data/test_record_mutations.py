@@ -96,7 +96,7 @@ def test_damaged_records_are_read_or_refused(
     path = tmp_path_factory.getbasetemp() / "damaged.json"
     path.write_bytes(content)
     try:
-        for record in Annotations.load("damaged", path, pictures):
+        for record in Annotations("damaged", path, pictures):
             sample = processor.tokenize(record)
             for k, grid in enumerate(sample.sizes):
                 processor.patches(record, k, whole(grid))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.sections import EncoderConfig
-from megatron_hetero.data.dealing import PieceSource, SampleMetadata, pack_metadata
+from megatron_hetero.config.schema import EncoderConfig
+from megatron_hetero.data.dealing import PackMetadata, PieceSource
 from megatron_hetero.data.packing import pack
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Annotations
@@ -34,7 +34,7 @@ MIXED = {
 def load(folder: Path, pictures: Path, record: object, encoders: tuple[str, ...] = ENCODERS) -> Annotations:
     path = folder / "train.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    return Annotations.load("d", path, pictures, item_fields(dict.fromkeys(encoders, ("image",))))
+    return Annotations("d", path, pictures, item_fields(dict.fromkeys(encoders, ("image",))))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def two(model_folder: Path) -> Processor:
 def test_images_come_in_the_order_of_their_placeholders(tmp_path: Path, pictures: Path) -> None:
     [record] = load(tmp_path, pictures, MIXED)
     assert [ref.file for ref in record.items] == ["200x140.png", "100x40.png", "56x56.png", "33x90.png"]
-    assert record.encoders == ["detail", "vision", "vision", "detail"]
+    assert [ref.field.encoder for ref in record.items] == ["detail", "vision", "vision", "detail"]
 
 
 def test_each_encoder_has_its_own_token_and_sizes(two: Processor, tmp_path: Path, pictures: Path) -> None:
@@ -76,8 +76,8 @@ def test_packs_say_which_rows_are_whose(two: Processor, tmp_path: Path, pictures
     samples = [two.tokenize(r) for r in (record, *load(tmp_path, pictures, plain))]
     packed = pack(samples)
     sources = [PieceSource(7, k, 0) for k in range(4)] + [PieceSource(8, 0, 0)]
-    samples_told = {number: SampleMetadata.of(sample, ENCODERS) for number, sample in zip((7, 8), samples, strict=True)}
-    told = pack_metadata([7, 8], samples_told, len(ENCODERS))
+    parts = [PackMetadata.of_sample(number, sample, ENCODERS) for number, sample in zip((7, 8), samples, strict=True)]
+    told = PackMetadata.joined(parts, len(ENCODERS))
     assert (told.tokens, told.supervised) == (len(packed.input_ids), packed.supervised_tokens)
     assert told.shape.lengths == tuple(np.diff(packed.cu_seqlens).tolist())
     vision, detail = told.shape.pieces
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_named(change: dict, parts: list[str], tmp_path: Path, 
 
 def test_without_such_an_encoder_the_mark_is_text(tmp_path: Path, pictures: Path) -> None:
     [record] = load(tmp_path, pictures, MIXED, encoders=("vision",))
-    assert record.encoders == ["vision", "vision"] and "<detail>" in record.turns[0].text
+    assert [ref.field.encoder for ref in record.items] == ["vision", "vision"] and "<detail>" in record.turns[0].text
 
 
 @pytest.mark.parametrize(

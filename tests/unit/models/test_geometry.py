@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from megatron_hetero.data.encoder_shards import EncoderPlan, plan_encoder
+from megatron_hetero.data.encoder_shards import ReplicaShards, cut_replica
 from megatron_hetero.models.items.pictures import ImageSize, PictureOrder, picture_order
 
 PATCH = 14
@@ -81,15 +81,15 @@ def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, l
     np.testing.assert_array_equal(np.concatenate([g.positions() for g in ours], axis=1), positions.T.numpy())
 
 
-def plan(grids: list[ImageSize], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> EncoderPlan:
+def plan(grids: list[ImageSize], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> ReplicaShards:
     ids = list(range(first, first + len(grids)))
-    return plan_encoder(Encoder(options.pop("merge", 2), window, options.pop("cost", COST)), ids, grids, sp, cp)
+    return cut_replica(Encoder(options.pop("merge", 2), window, options.pop("cost", COST)), ids, grids, sp, cp)
 
 
-def flops(grids: list[ImageSize], plan: EncoderPlan) -> list[float]:
-    """Work of each member of `plan` by `COST`, patch by patch. Images are numbered from 0."""
+def flops(grids: list[ImageSize], shards: ReplicaShards) -> list[float]:
+    """Work of each member by `COST`, patch by patch. Images are numbered from 0."""
     frame = [rows * columns for _, rows, columns in grids]
-    of_part = [[4 * (s.stop - s.start) * (COST[0] + COST[1] * frame[s.item]) for s in part] for part in plan.slices]
+    of_part = [[4 * (s.stop - s.start) * (COST[0] + COST[1] * frame[s.piece]) for s in part] for part in shards.slices]
     return [sum(parts) for parts in of_part]
 
 
@@ -110,13 +110,13 @@ def test_shards_partition_the_windows(images: list[ImageSize], sp: int, cp: int,
     ids = list(range(10, 10 + len(images)))
     geometries = {i: picture_order(grid, 2, window) for i, grid in zip(ids, images, strict=True)}
     assert len(made.slices) == len(made.windows) == sp * cp
-    encoded = [(s.item, u) for part in made.slices for s in part for u in range(s.start, s.stop)]
+    encoded = [(s.piece, u) for part in made.slices for s in part for u in range(s.start, s.stop)]
     assert encoded == [(i, u) for i in ids for u in range(len(geometries[i].units))]
     assert [n for part in made.windows for n in part] == [4 * n for g in geometries.values() for n in g.windows]
     for part, windows in zip(made.slices, made.windows, strict=True):
         assert 4 * sum(s.stop - s.start for s in part) == sum(windows)
         for piece in part:
-            edges = {0, *np.cumsum(geometries[piece.item].windows).tolist()}
+            edges = {0, *np.cumsum(geometries[piece.piece].windows).tolist()}
             assert piece.start in edges and piece.stop in edges and piece.start < piece.stop
     if images:
         assert [0, *np.cumsum(made.sequences)] == get_vision_cu_seqlens(torch.tensor(images)).tolist()
@@ -178,6 +178,6 @@ def test_members_are_numbered_with_sp_fastest_and_parts_name_their_images() -> N
     # Quadratic work only, of 64 x 64 for each small image and 64 x 256 for each window of the large one: halves are
     # the small images with one window, and three windows.
     made = plan([ImageSize(1, 8, 8)] * 8 + [ImageSize(1, 16, 16)], sp=2, cp=2, first=7, cost=(0.0, 1.0))
-    parts = [[astuple(part) for part in member] for member in made.slices]
+    parts = [[tuple(part) for part in member] for member in made.slices]
     small = [(image, 0, 16) for image in range(7, 15)]
     assert parts == [small[:5], [*small[5:], (15, 0, 16)], [(15, 16, 48)], [(15, 48, 64)]]

@@ -11,14 +11,12 @@ import pytest
 SCRIPT = """
 import os, socket, subprocess, sys
 from pathlib import Path
-from tests.fuzz.guards import Guards, forget_memory, most_memory
+from tests.fuzz.guards import Guards
 os.chdir(sys.argv[1])
 guards = Guards(Path.cwd())
-forget_memory()
-before = most_memory()
 with guards.watching():
     {work}
-print(guards.seen, most_memory() - before)
+print(guards.seen)
 """
 CASES = [
     ("open('x', 'w').close()", None),
@@ -51,9 +49,4 @@ def seen(work: str, folder: Path) -> str:
 @pytest.mark.parametrize("work, expected", CASES)
 def test_what_must_not_be_done_is_seen(work: str, expected: str | None, tmp_path: Path) -> None:
     found = seen(work, tmp_path)
-    assert expected in found if expected else found.startswith("[] ")
-
-
-def test_the_memory_of_a_case_is_that_of_its_peak(tmp_path: Path) -> None:
-    seen_bytes = int(seen("b'x' * 10**8", tmp_path).split()[-1])
-    assert seen_bytes == pytest.approx(10**8, rel=0.05)
+    assert expected in found if expected else found == "[]"

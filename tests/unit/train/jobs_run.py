@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.data.packing import TokenizedSample
-from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Record
-from megatron_hetero.models.items.types import Item
 from megatron_hetero.models.stages import EncoderModel, TextModel
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.schedule import gathering
@@ -36,7 +30,6 @@ from megatron_hetero.step.number_formats import upper_half
 from megatron_hetero.train.export import Value, assemble, gather_parameters
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
-from tests.support.items import IMAGE
 from tests.support.pool import platform
 
 Arrays = dict[str, np.ndarray]
@@ -164,59 +157,6 @@ def losses(flags: list[str]) -> list[float]:
     return [run.train_step(number, batch).loss for number, batch, _ in run.batches()]
 
 
-def dealt(flags: list[str]) -> dict[str, Any]:
-    """Train all configured steps: losses, the numbers of the samples that this rank's replica trained, the lengths of
-    all samples, and metrics.
-    """
-    run, numbers, lengths, metrics = build(flags), [], [], []
-    for number, batch, _ in run.batches():
-        lengths.append(batch.sample_lengths)
-        numbers.append([n for micro_batch in batch.micro_batches for n in micro_batch.samples])
-        metrics.append(run.train_step(number, batch))
-    extra = [{**each.extra, "skipped": each.skipped_samples} for each in metrics]
-    return {"losses": [each.loss for each in metrics], "numbers": numbers, "lengths": lengths, "extra": extra}
-
-
-def error_of_changed_sample(flags: list[str]) -> str:
-    """What the first step says where rank 1 reads samples with one more token than other ranks."""
-    run = build(flags)
-    tokenize = Processor.tokenize
-
-    def longer(processor: Processor, record: Record) -> TokenizedSample:
-        sample = tokenize(processor, record)
-        return replace(
-            sample,
-            input_ids=np.append(sample.input_ids, 1),
-            supervised=np.append(sample.supervised, False),
-            position_ids=np.pad(sample.position_ids, ((0, 0), (0, 1))),
-        )
-
-    changed = mock.patch.object(Processor, "tokenize", longer) if run.topology.rank else nullcontext()
-    try:
-        with changed:
-            next(iter(run.batches()))
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def with_skips(flags: list[str]) -> dict[str, Any]:
-    """Train and save as the program does: of each step whether it changed a weight, its loss, and how many samples it
-    left out; what is said at the end, and where the run went on from.
-    """
-    run, steps = build_logged(flags), []
-    with run.writer:
-        for number, batch, _ in run.batches():
-            before = stored(run)
-            metrics = run.train_step(number, batch)
-            run.writer.write(metrics)
-            run.saver.after(number, metrics.stopping)
-            after = stored(run)
-            changed = any(not np.array_equal(value, after[name]) for name, value in before.items())
-            steps.append((changed, metrics.loss, metrics.skipped_samples))
-    return {"steps": steps, "notes": run.writer.notes(), "from": run.resumed.step}
-
-
 def error_of(flags: list[str]) -> tuple[int, str]:
     """How many steps were trained before the data or the numbers stopped the run, and what it said."""
     done = 0
@@ -228,25 +168,6 @@ def error_of(flags: list[str]) -> tuple[int, str]:
     except UserError as error:
         return done, str(error)
     return done, ""
-
-
-def error_of_killed_worker(flags: list[str]) -> str:
-    """What a run says in which rank 1 loses the processes of its loader after the first step."""
-    run = build(flags)
-    try:
-        for number, _, _ in run.batches():
-            if number == 1 and run.topology.rank == 1:
-                _kill_readers()
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def _kill_readers() -> None:
-    for thread in Path("/proc/self/task").iterdir():
-        for pid in (thread / "children").read_text().split():
-            if b"reader_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(int(pid), signal.SIGKILL)
 
 
 # ----------------------------------------------------------------------------------------------- faults
@@ -411,41 +332,6 @@ def overlaps(flags: list[str]) -> dict[str, tuple[float, float]]:
     [gradient] = [e for e in events if e.name == "EmbeddingBackward0"]
     named = {"forward": forward, "backward": backward, "embedding": embedding, "gradient": gradient}
     return {name: (event.time_range.start, event.time_range.end) for name, event in named.items()}
-
-
-# ------------------------------------------------------------------------------------------------ loader
-
-
-def decoded(flags: list[str]) -> list[dict[str, Any]]:
-    """Per step: which images this rank decoded, those that its encoder replica encodes, and how many there are."""
-    run = build(flags)
-    seen: list[tuple[str, str]] = []
-    samples: Any = run.loader.reader
-    reader, results = samples.processor.readers[IMAGE], []
-    real = reader.patches
-
-    def spy(item: Item, pieces: Any) -> np.ndarray:
-        seen.append((item.where, item.path.name))
-        return real(item, pieces)
-
-    with mock.patch.object(reader, "patches", spy):
-        for _, batch, _ in run.batches():
-            results.append({"decoded": sorted(seen), "images": len(batch.sizes["vision"])})
-            seen.clear()
-    return results
-
-
-def batches(flags: list[str]) -> list[list[tuple[list[int], bytes, int]]]:
-    """Tokens, pixels and supervised tokens of every micro-batch of every step."""
-    run = build(flags)
-    return [
-        [(m.pack.input_ids.tolist(), _bytes(m.patches), b.supervised) for m in b.micro_batches if m.pack is not None]
-        for _, b, _ in run.batches()
-    ]
-
-
-def _bytes(pixels: Mapping[str, torch.Tensor]) -> bytes:
-    return b"".join(of_encoder.numpy().tobytes() for of_encoder in pixels.values())
 
 
 def export_of(flags: list[str], target: Path) -> Arrays:

@@ -13,15 +13,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hetero.data.dealing import PackShape
 from megatron_hetero.data.encoder_shards import EncoderShards
-from megatron_hetero.data.step_plan import PackShape
 from megatron_hetero.data.token_shards import TokenShards, TokenShare
 from megatron_hetero.layout.axes import divisors, problem_of
 from megatron_hetero.layout.layout import Layout, ModuleShape
 from tests.unit.boundary.cases import PLACEMENTS, Placement
 from tests.unit.boundary.checks import check_everything
 from tests.unit.boundary.simulation import Boundary
-from tests.unit.train.jobs_packs import BATCHES, SHAPE, first_rows, first_rows_of_images, images_of, random_packs
+from tests.unit.data.packs import BATCHES, SHAPE, first_rows, first_rows_of_images, images_of, random_packs
 
 AXES = ("tp", "sp", "cp", "dp")
 VISION = ModuleShape("vision", SHAPE.heads, SHAPE.heads, SHAPE.hidden, SHAPE.layers, "encoder")

@@ -10,19 +10,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_hetero.train.log import Skipped
 from tests.support.folders import write_data
 from tests.support.pool import Pool
-from tests.unit.train import jobs_run as jobs
-from tests.unit.train.jobs_run import MakeFlags
+from tests.unit.train.jobs_run import MakeFlags, build_logged, stored
 from tests.unit.train.test_gradients_run import write_long
 
 Pools = Callable[[int], Pool]
 
 LAYOUTS = [("sp:2", "tp:2"), ("dp:1@0", "dp:1@1")]
 NOTE = "3 samples longer than data.max_seq_length skipped, in 2 steps; 1 step had no other samples and trained nothing"
+
+
+def with_skips(flags: list[str]) -> dict[str, Any]:
+    """Train and save as the program does: for each step whether it changed a weight, its loss, and how many samples it
+    left out; the notes at the end, and the step to resume from.
+    """
+    run, steps = build_logged(flags), []
+    with run.writer:
+        for number, batch, _ in run.batches():
+            before = stored(run)
+            metrics = run.train_step(number, batch)
+            run.writer.write(metrics)
+            run.saver.after(number, metrics.stopping)
+            after = stored(run)
+            changed = any(not np.array_equal(value, after[name]) for name, value in before.items())
+            steps.append((changed, metrics.loss, metrics.skipped_samples))
+    return {"steps": steps, "notes": run.writer.notes(), "from": run.resumed.step}
 
 
 def test_steps_are_alike_in_all_layouts_and_after_a_resume(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
@@ -32,7 +49,7 @@ def test_steps_are_alike_in_all_layouts_and_after_a_resume(make_flags: MakeFlags
 
     def train(layouts: tuple[str, str], i: int) -> dict[str, Any]:
         more = f"{common} --checkpoint.dir {tmp_path}/run{i} --checkpoint.interval 2 --log.dir {tmp_path}/log{i}"
-        return pools(2).run(jobs.with_skips, make_flags(*layouts, more, data=data, batch=2))[0]
+        return pools(2).run(with_skips, make_flags(*layouts, more, data=data, batch=2))[0]
 
     found = [train(layouts, i) for i, layouts in enumerate(LAYOUTS)]
     shutil.rmtree(tmp_path / "run0/step-00000004")

@@ -1,4 +1,4 @@
-"""Random packs of images and text, as integers, for the tests of plans; and what planned ranks then hold."""
+"""Random packs of images and text as integers, and the rows of ranks that share them; values of all ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
-from megatron_hetero.data.step_plan import Balance, MicroBatchPlan, PackShape, Pieces, StepPlanner, Together
+from megatron_hetero.data.dealing import PackShape, Pieces
+from megatron_hetero.data.partition import Balance, CallRuns, MicroBatchShare, StepPartitioner
 from megatron_hetero.data.token_shards import TokenShare
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
@@ -62,15 +64,15 @@ def _pack(samples: list[list[ImageSize]], rng: np.random.Generator, batch: str) 
     return PackShape(tuple(lengths), (Pieces(tuple(map(len, samples)), grids, joined.tobytes()),))
 
 
-def planner(
+def partitioner(
     layouts: Mapping[str, Layout],
     sharded: Sharded,
     rank: int,
     balance: Balance = "replica",
-    together: Together | None = None,
-) -> StepPlanner:
-    """A planner of `rank` for rows of 24 bytes."""
-    return StepPlanner({"vision": SHAPE}, layouts, sharded, rank, 24, balance, together=together)
+    runs: CallRuns | None = None,
+) -> StepPartitioner:
+    """The partitioner of `rank` for rows of 24 bytes."""
+    return StepPartitioner({"vision": SHAPE}, layouts, sharded, rank, 24, balance, runs=runs)
 
 
 def first_rows(packs: list[PackShape]) -> list[int]:
@@ -89,7 +91,7 @@ def first_rows_of_images(packs: list[PackShape]) -> list[int]:
     return np.cumsum([0, *(SHAPE.rows(image) for image in images_of(packs))]).tolist()
 
 
-def decoded_units(plan: MicroBatchPlan, packs: list[PackShape]) -> np.ndarray:
+def decoded_units(plan: MicroBatchShare, packs: list[PackShape]) -> np.ndarray:
     """The global rows of the units that a rank decodes, in order: image by image."""
     first = first_rows_of_images(packs)
     images = plan.patches["vision"].decodes if plan.patches else ()
@@ -107,3 +109,10 @@ def needed_rows(share: TokenShare, packs: list[PackShape], layout: Layout, shard
     found = {place: row_at[token] for place, token in enumerate(embedded) if token in row_at}
     assert sorted(share.rows_at["vision"].tolist()) == list(found), "rows are put elsewhere than at image tokens"
     return np.array([found[place] for place in share.rows_at["vision"].tolist()], np.int64)
+
+
+def by_rank(value: Any) -> list[Any]:
+    """The value of every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.dealing import SampleMetadata
+from megatron_hetero.data.dealing import PackMetadata
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Annotations
 from megatron_hetero.data.validation import item_fields
@@ -64,23 +64,23 @@ def test_tokens_positions_and_metadata_are_those_of_the_pieces(data: tuple[Path,
     with clips.taken():
         processor = Processor.from_folder(small_model)
         names = [field.name for field in processor.fields]
-        plain, mixed = (Annotations.load("d", path, path.parent / "images", processor.fields) for path in data)
+        plain, mixed = (Annotations("d", path, path.parent / "images", processor.fields) for path in data)
         assert names == ["image", "video"]
         for one, other in zip(plain, mixed, strict=True):
             pictures, pieces = processor.tokenize(one), processor.tokenize(other)
             rows = np.isin(pieces.input_ids, processor.row_tokens)
             np.testing.assert_array_equal(pictures.input_ids[~rows], pieces.input_ids[~rows])
             np.testing.assert_array_equal(pictures.position_ids, pieces.position_ids)
-            told, expected = (SampleMetadata.of(sample, ["vision"]) for sample in (pieces, pictures))
-            assert told.pieces == expected.pieces
-            assert told.items == len(other.items) and len(told.sources[0]) == expected.items
+            told, expected = (PackMetadata.of_sample(0, sample, ["vision"]) for sample in (pieces, pictures))
+            assert told.shape.pieces == expected.shape.pieces
+            assert len(told.sources[0]) == len(expected.sources[0]) == len(one.items)
             if len(told.sources[0]) == 3:
-                assert told.sources == (((0, 0), (1, 0), (1, 1)),)
+                assert told.sources == (((0, 0, 0), (0, 1, 0), (0, 1, 1)),)
 
 
 def test_without_such_a_type_its_records_are_refused(data: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match="field 'video': videos are not supported"):
-        Annotations.load("d", data[1], data[1].parent / "images")
+    with pytest.raises(UserError, match="field 'video': a video or <video>, but the model does not support videos"):
+        Annotations("d", data[1], data[1].parent / "images")
 
 
 def test_fields_of_several_encoders_and_types() -> None:

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.step_plan import MicroBatchPlan, PackShape, Pieces
+from megatron_hetero.data.dealing import PackShape, Pieces
+from megatron_hetero.data.partition import MicroBatchShare
 from megatron_hetero.layout.context import zigzag_tokens
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
-from tests.unit.train.jobs_packs import (
+from tests.unit.data.packs import (
     BATCHES,
     SHAPE,
     decoded_units,
     first_rows_of_images,
     images_of,
     needed_rows,
-    planner,
+    partitioner,
     random_packs,
 )
 
@@ -50,12 +50,12 @@ def cases(draw: st.DrawFn) -> Case:
     return packs, layouts, sharded, draw(st.integers(0, 9))
 
 
-def plans_of(case: Case) -> list[MicroBatchPlan]:
+def plans_of(case: Case) -> list[MicroBatchShare]:
     packs, layouts, sharded, turn = case
-    return [planner(layouts, sharded, rank).plan(packs, turn) for rank in range(8)]
+    return [partitioner(layouts, sharded, rank).share(packs, turn) for rank in range(8)]
 
 
-def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: Layout) -> list[np.ndarray]:
+def embedded_units(plans: list[MicroBatchShare], packs: list[PackShape], vision: Layout) -> list[np.ndarray]:
     """The units whose patches each rank has once all replicas have shared what they decoded."""
     results: list[np.ndarray] = []
     for rank, plan in enumerate(plans):
@@ -76,7 +76,7 @@ def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: 
 
 
 def _sent(
-    plans: list[MicroBatchPlan], packs: list[PackShape], results: list[np.ndarray], sender: int, to: int, stage: str
+    plans: list[MicroBatchShare], packs: list[PackShape], results: list[np.ndarray], sender: int, to: int, stage: str
 ) -> np.ndarray:
     exchange = plans[sender].patches["vision"].exchange.forward.exchange(stage)  # pyright: ignore[reportArgumentType]
     assert exchange is not None
@@ -202,24 +202,26 @@ def test_decoding_moves_from_rank_to_rank() -> None:
     """One image a micro-batch, and eight ranks that share it: each decodes one of eight."""
     layouts = {name: Layout.parse("sp:8", 8) for name in ("vision", "text")}
     packs = random_packs("even", layouts["text"], 0)
-    planners = [planner(layouts, {"vision": False, "text": False}, rank) for rank in range(8)]
-    turns = [[p.plan(packs, turn).patches["vision"].decodes for p in planners] for turn in range(8)]
+    partitioners = [partitioner(layouts, {"vision": False, "text": False}, rank) for rank in range(8)]
+    turns = [[p.share(packs, turn).patches["vision"].decodes for p in partitioners] for turn in range(8)]
     assert [decodes.index((0,)) for decodes in turns] == [(turns[0].index((0,)) + turn) % 8 for turn in range(8)]
 
 
 def test_micro_batches_of_one_shape_are_planned_once() -> None:
     layouts = {"vision": Layout.parse("sp:4,dp:2", 8), "text": Layout.parse("tp:2,dp:4", 8)}
     packs = random_packs("ragged", layouts["text"], 3)
-    ours = planner(layouts, {"vision": True, "text": True}, 5)
+    ours = partitioner(layouts, {"vision": True, "text": True}, 5)
     copies = [PackShape(p.lengths, tuple(Pieces(i.counts, i.sizes, i.places) for i in p.pieces)) for p in packs]
     first, again, other = (
-        ours.plan(packs),
-        ours.plan(copies, turn=1),
-        ours.plan(random_packs("ragged", layouts["text"], 4)),
+        ours.share(packs),
+        ours.share(copies, turn=1),
+        ours.share(random_packs("ragged", layouts["text"], 4)),
     )
     assert first.boundaries[EDGE] is again.boundaries[EDGE] is not other.boundaries[EDGE]
     assert first.encoders["vision"] is again.encoders["vision"] and first.text is again.text
-    assert first.patches["vision"] is ours.plan(copies, turn=4).patches["vision"]  # four ranks share a replica's images
+    assert (
+        first.patches["vision"] is ours.share(copies, turn=4).patches["vision"]
+    )  # four ranks share a replica's images
     assert first.patches["vision"] is not again.patches["vision"]
 
 
@@ -237,8 +239,8 @@ def test_a_call_encodes_several_micro_batches(step: tuple[Any, dict[str, Layout]
     """Every rank holds the rows of one after the other, and what the text module needs does not change."""
     packs, layouts, sharded = step
     everything, first = [pack for of_one in packs for pack in of_one], 0
-    planners = [planner(layouts, sharded, rank, together=lambda n: {"vision": (range(n),)}) for rank in range(8)]
-    by_rank = [each.plan_step(packs) for each in planners]
+    partitioners = [partitioner(layouts, sharded, rank, runs=lambda n: {"vision": (range(n),)}) for rank in range(8)]
+    by_rank = [each.step_shares(packs) for each in partitioners]
     units = (
         embedded_units([plans[0] for plans in by_rank], everything, layouts["vision"]) if images_of(everything) else []
     )
@@ -246,7 +248,7 @@ def test_a_call_encodes_several_micro_batches(step: tuple[Any, dict[str, Layout]
     for m, of_one in enumerate(packs):
         rows = sum(len(pack.pieces[0].positions) for pack in of_one)
         for rank, plans in enumerate(by_rank):
-            alone = planners[rank].plan(of_one)
+            alone = partitioners[rank].share(of_one)
             assert plans[m].text is alone.text
             assert set(plans[m].boundaries) == set(alone.boundaries) == ({EDGE} if rows else set())
             if rows:
@@ -259,7 +261,7 @@ def test_a_call_encodes_several_micro_batches(step: tuple[Any, dict[str, Layout]
         assert held[rank][-1] == len(mine) and by_rank[rank][0].calls == {"vision": range(3)}
 
 
-def _held(plan: MicroBatchPlan) -> int:
+def _held(plan: MicroBatchShare) -> int:
     return plan.boundaries[EDGE].forward.held if plan.boundaries else 0
 
 
@@ -267,8 +269,8 @@ def test_small_pictures_of_a_wave_fall_to_all_replicas() -> None:
     """One picture in each of eight micro-batches, and eight replicas."""
     layouts = {name: Layout.parse(text, 8) for name, text in (("vision", "dp:8"), ("text", "tp:8"))}
     packs = [random_packs("even", layouts["text"], m) for m in range(8)]
-    ours = planner(layouts, {"vision": True, "text": True}, 3, together=lambda n: {"vision": (range(n),)})
-    [loads] = [plan.loads["vision"] for plan in ours.plan_step(packs) if plan.loads]
+    ours = partitioner(layouts, {"vision": True, "text": True}, 3, runs=lambda n: {"vision": (range(n),)})
+    [loads] = [plan.loads["vision"] for plan in ours.step_shares(packs) if plan.loads]
     assert len(loads) == 8 and min(loads) > 0
 
 
@@ -276,37 +278,7 @@ def test_balance_decides_who_encodes() -> None:
     layouts = {"vision": Layout.parse("dp:8", 8), "text": Layout.parse("dp:8", 8)}
     packs = random_packs("ragged", layouts["text"], 11)
     loads = {
-        balance: planner(layouts, {"vision": True, "text": True}, 0, balance).plan(packs).loads["vision"]
+        balance: partitioner(layouts, {"vision": True, "text": True}, 0, balance).share(packs).loads["vision"]
         for balance in ("off", "replica")
     }
     assert sum(loads["off"]) == pytest.approx(sum(loads["replica"])) and max(loads["replica"]) < max(loads["off"])
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ("one less", r"pack of text replica 1, sample 2: found \d+ image tokens, expected \d+"),
-        ("one more", r"pack of text replica 1, sample 2: found \d+ image tokens, expected \d+"),
-        ("another sample's", "pack of text replica 1, sample 0: found 1 image tokens, expected 0"),
-        ("twice", "pack of text replica 1: found image tokens out of order, twice in one place, or outside"),
-        ("outside", "pack of text replica 1: found image tokens out of order, twice in one place, or outside"),
-    ],
-)
-def test_places_that_are_not_the_images_rows_are_refused(change: str, message: str) -> None:
-    layouts = {name: Layout.parse("dp:2", 2) for name in ("vision", "text")}
-    grids = ((1, 4, 4), (1, 2, 4))
-    good = [*range(6, 10), 11, 12]  # of two images in the last of three samples
-    wrong = {"one less": good[:-1], "one more": [*good, 13], "another sample's": [0, *good[1:]],
-             "twice": [*good[:-1], good[-2]], "outside": [*good[:-1], 15]}[change]  # fmt: skip
-    packs = [
-        PackShape((3, 2, 10), (Pieces((0, 0, 2), grids, np.array(places, np.int64).tobytes()),))
-        for places in (good, wrong)
-    ]
-    messages = set()
-    for rank in range(2):
-        ours = planner(layouts, {"vision": True, "text": True}, rank)
-        ours.plan([packs[0], packs[0]])
-        with pytest.raises(UserError, match=message) as error:
-            ours.plan(packs)
-        messages.add(str(error.value))
-    assert len(messages) == 1

@@ -1,0 +1,202 @@
+"""Files and tokenizer of a model's folder in `transformers` format: their checks, loading, and export.
+
+`transformers` is imported where it is used: it imports torch, seconds that command-line help and checks of the
+configuration need not wait for.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_hetero.base.errors import UserError, in_short
+from megatron_hetero.base.files import MOST_JSON_BYTES, Only, check, is_unfit, read_object
+from megatron_hetero.base.outputs import advice_to_export
+from megatron_hetero.hf.folders import COMPANIONS, PROCESSOR_FILES
+from megatron_hetero.models.folders import ModelFolders
+from megatron_hetero.models.registry import titles
+
+TOKENIZER = "tokenizer.json"
+MOST_TOKENIZER_BYTES = 64 * 2**20
+MOST_TEMPLATE = 2**18
+"""Characters of a chat template. Published ones have some thousands."""
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+_LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+_FIX = "copy the complete folder of the model again, tokenizer and processor files included"
+
+JSON_FILES = (
+    *("config.json", "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", *IMAGE_FILES, "chat_template.json"),
+)
+"""JSON files that are read here or exported."""
+_IMAGES = {"do_resize": Only((True,), because="the number of image tokens follows from the resized picture")}
+_ONLY: Mapping[str, Mapping[str, Only]] = {
+    "tokenizer_config.json": {
+        "split_special_tokens": Only((False, None), because="the image placeholder is one token")
+    },
+    **dict.fromkeys(IMAGE_FILES, _IMAGES),
+}
+"""The only values that training supports, by file."""
+
+Needed = tuple[tuple[str, ...], ...]
+TEXT_FILES: Needed = (("config.json",), ("tokenizer.json", "vocab.json"))
+VISION_FILES: Needed = (("config.json",), IMAGE_FILES)
+
+
+def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting: str = "model.hf_path") -> None:
+    """Check that the folder that `setting` names has one file of each entry of `needed`, and that its files are valid.
+    Raises `UserError`.
+    """
+    if not path.is_dir():
+        raise UserError.at(
+            f"{setting}: {path}",
+            found="a file" if path.is_file() else "no such folder",
+            expected=f"a {titles()} folder in transformers format",
+            fix="correct the path; models are not downloaded: fetch one first with `hf download MODEL --local-dir DIR`",
+        )
+    for name in COMPANIONS:
+        # `transformers` would silently ignore what is not a file, and read one of any size.
+        if unfit := is_unfit(path / name):
+            raise UserError.at(path / name, found=unfit, expected=f"a file of {setting}", fix=_FIX)
+    for names in needed:
+        if not any((path / name).is_file() for name in names):
+            raise UserError.at(
+                path / names[0],
+                found="no such file",
+                expected=" or ".join(names) + f" in the folder {setting}",
+                fix=advice_to_export(path) or _FIX,
+            )
+    check_files(path)
+
+
+def check_files(path: Path, names: Iterable[str] = JSON_FILES) -> None:
+    """Check the folder's JSON files among `names`. Raises `UserError`."""
+    for file in (path / name for name in names):
+        if file.is_file():
+            content = read_object(file, MOST_TOKENIZER_BYTES if file.name == TOKENIZER else MOST_JSON_BYTES)
+            check(file, content, _ONLY.get(file.name, {}))
+
+
+@contextmanager
+def as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Iterator[None]:
+    """Inside, any exception of `transformers` is raised as a `UserError` about `what` of the folder."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError.at(
+            f"{setting}: {path}",
+            found=f"{what} that does not load ({in_short(error)})",
+            expected=f"{what} of {titles()} in transformers format, without remote code",
+            fix=_FIX,
+        ) from error
+
+
+def load_tokenizer(path: Path, template: str | None = None) -> Any:
+    """The folder's tokenizer with its chat template, which older folders store in chat_template.json, or with another
+    `template`. Raises `UserError`.
+    """
+    from transformers import AutoTokenizer
+
+    with as_user_errors(path, "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(path, **_LOCAL)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        legacy = path / "chat_template.json"
+        if tokenizer.chat_template is None and legacy.is_file():
+            tokenizer.chat_template = json.loads(legacy.read_text("utf-8"))["chat_template"]
+        # Broken settings are reported now, not at some record.
+        np.array(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
+    if tokenizer.chat_template is None:
+        raise UserError.at(
+            f"model.hf_path: {path}",
+            problem="no chat template (chat_template.jinja, or `chat_template` in tokenizer_config.json)",
+            fix="use the folder of an instruct model, or add its template",
+        )
+    if (length := len(str(tokenizer.chat_template))) > MOST_TEMPLATE:
+        raise UserError.at(
+            f"model.hf_path: {path}",
+            found=f"a chat template of {length} characters",
+            expected=f"at most {MOST_TEMPLATE}",
+            fix=_FIX,
+        )
+    return tokenizer
+
+
+def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:
+    """Check that all token ids are below `rows`, the rows of the embedding. Raises `UserError`."""
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    if beyond:
+        shown = ", ".join(f"{token!r} ({number})" for number, token in beyond[:5])
+        more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
+        raise UserError.at(
+            f"model.hf_path: {path}",
+            found=f"tokens beyond the embedding: {shown}{more}",
+            expected=f"ids below {rows}, vocab_size in config.json",
+            because="these tokens have no weights",
+            fix="add rows with transformers, `model.resize_token_embeddings("
+            f"{beyond[-1][0] + 1})`, and save model and tokenizer together; or remove the tokens from the tokenizer",
+        )
+
+
+def open_tokenizer(folders: ModelFolders) -> Any:
+    """The tokenizer of the language model's folder. A folder of a language model alone gets the chat template of the
+    vision folder, which supports images. Raises `UserError`.
+    """
+    if not folders.text_alone:
+        return load_tokenizer(folders.text)
+    return load_tokenizer(folders.text, template=load_tokenizer(folders.vision).chat_template)
+
+
+def with_token_ids(folders: ModelFolders, tokenizer: Any) -> Any:
+    """The model's configuration with the ids of the tokens that mark items.
+
+    Raises:
+        UserError: the tokenizer of a language model lacks them, or the embedding has no rows for them.
+    """
+    config = copy.deepcopy(folders.config)
+    if not folders.text_alone:
+        return config
+    vocabulary, rows = tokenizer.get_vocab(), config.text_config.vocab_size
+    for name, token in folders.family.tokens.items():
+        number = vocabulary.get(token)
+        if number is None or number >= rows:
+            tokens = ", ".join(f'"{token}"' for token in folders.family.tokens.values())
+            raise UserError.at(
+                f"model.hf_path: {folders.text}",
+                found=f"no token {token} in the tokenizer" if number is None else f"token {token} with id {number}",
+                expected=f"an added token with an id below {rows}, the rows of the embedding",
+                because="it marks images in the text",
+                fix=f"add them with `tokenizer.add_tokens([{tokens}], special_tokens=True)` and "
+                "`model.resize_token_embeddings(len(tokenizer))` of transformers, and save both",
+            )
+        setattr(config, name, number)
+    return config
+
+
+def export_changes(folders: ModelFolders) -> dict[str, str | None]:
+    """Files of an export that differ from the language model's folder: by name the new text, or None to omit the file.
+    Empty if there is one folder.
+    """
+    if folders.text == folders.vision:
+        return {}
+    tokenizer = open_tokenizer(folders)
+    changes: dict[str, str | None] = {
+        name: path.read_text(encoding="utf-8") if (path := folders.vision / name).is_file() else None
+        for name in PROCESSOR_FILES
+    }
+    changes["config.json"] = with_token_ids(folders, tokenizer).to_json_string()
+    if folders.text_alone:
+        changes |= {"chat_template.jinja": tokenizer.chat_template, "chat_template.json": None}
+        stored = folders.text / "tokenizer_config.json"
+        if stored.is_file():
+            settings = json.loads(stored.read_text(encoding="utf-8"))
+            settings.pop("chat_template", None)
+            changes[stored.name] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    return changes
