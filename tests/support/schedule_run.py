@@ -1,7 +1,7 @@
 """Executes the actions of a schedule on the process group with NCCL's rules, with small tensors and no model, to see
 whether they end.
 
-What an action does is what `megatron_hetero.step.runtime` and the boundary's communicator do: a work is a
+What an action does is what `megatron_hetero.step.interpreter` and the boundary's communicator do: a work is a
 collective of the ranks of its stage; a crossing has all of its exchanges, between all ranks of its sides.
 """
 

@@ -25,7 +25,7 @@ from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.step.runtime import Interpreter
+from megatron_hetero.step.interpreter import Interpreter
 from tests.support.pool import platform
 from tests.unit.boundary.cases import random_ownership
 from tests.unit.boundary.jobs import CPU, Spy

@@ -23,7 +23,7 @@ from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.models.layers import offload as activations
 from megatron_hetero.schedule import semantics as gathering
 from megatron_hetero.schedule.contract import StepResult
-from megatron_hetero.step.interpreter import StepExecution
+from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
 
@@ -86,7 +86,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _gradient_bytes(module: Any) -> int:
-    return sum(buffer.nbytes for buffer in module.data_parallel.buffers)
+    return sum(gradients.nbytes for gradients in module.data_parallel.summed)
 
 
 def _offloaded_bytes(module: Any) -> int:
