@@ -98,7 +98,7 @@ def train(flags: list[str], *, wait: bool = False) -> tuple[set[str], Any]:
     """Train all steps, and check when weights are read. `wait`: whether weights are waited for at the end of each step.
     Returns the modules of which a layer ran while weights of others were on the way, and the weights on rank 0.
     """
-    run, runs = built(flags), list[Run]()
+    run, runs, ranges = built(flags), list[Run](), set[str]()
     now = _note_runs(run, runs)
     for step, batch, _ in run.batches():
         now[0] = step
