@@ -41,7 +41,7 @@ BUCKETS_ALIGNED = 128
 
 
 class Cut(NamedTuple):
-    """Where each parameter begins in a buffer, and the range of each bucket with the numbers of its parameters."""
+    """The start of each parameter in a buffer, and the range of each bucket with the numbers of its parameters."""
 
     starts: tuple[int, ...]
     buckets: tuple[tuple[Range, tuple[int, ...]], ...]

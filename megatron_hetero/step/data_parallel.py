@@ -51,7 +51,7 @@ class DataParallel(ABC):
         """Zero what `reduce` has not summed of the gradients of these parameters."""
 
     def copies(self, name: str) -> int:
-        """How many ranks of the group have the reduced gradient of the elements that this rank updates."""
+        """The number of ranks in the group with the reduced gradient of the elements that this rank updates."""
         return 1 if self.sharded else self.group.size()
 
     @property

@@ -130,7 +130,9 @@ class StepExecution:
         return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.losses, self.metrics)
 
     def _description(self, action: Action) -> Callable[[], str]:
-        """For the watchdog, which stores it until the device has executed the action: it holds no tensor."""
+        """Describe an action. The watchdog stores this until the device has executed the action: it refers to no
+        tensor.
+        """
         return partial(describe_action, self.schedule, self.resources.rank, action)
 
     @contextlib.contextmanager
@@ -505,9 +507,9 @@ class StepExecution:
             self._require(outputs[LOSS].dim() == 0, action, found, "a scalar, the sum of losses")
         for edge in self._leaving(action):
             plans = (self._batch(m).boundaries.get(edge) for m in self._call(action))
-            if not (held := [plan.forward.held for plan in plans if plan is not None]):
+            if not (rows := [plan.forward.held for plan in plans if plan is not None]):
                 continue
-            expected = (sum(held), self.resources.width_of(edge))
+            expected = (sum(rows), self.resources.width_of(edge))
             for name in self.resources.outputs[edge]:
                 found = f"{name} of shape {tuple(outputs[name].shape)}"
                 holds = f"{expected}, what this rank holds in the plan"

@@ -101,7 +101,7 @@ def _joined(maps: Iterable[WeightMap]) -> WeightMap:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Parts:
-    """What a module is built from on this rank.
+    """The ingredients of a module on this rank.
 
     `make`: builds the model of a stage. `names`: those of the parameters of each view. `maps`: the weight map of each
     stage. `copies`: what the folder may store a second time, and the original. `trained`: names of what trains. `tied`:

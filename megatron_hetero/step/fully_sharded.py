@@ -173,7 +173,7 @@ def share_of(shape: torch.Size, ranks: int) -> int:
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Inside, modules are built without memory for their parameters, on PyTorch's device `meta`."""
+    """Build modules without memory for their parameters inside, on PyTorch's device `meta`."""
     with torch.device("meta"), _DevicesMeanMeta():
         yield
 
@@ -272,7 +272,7 @@ def _of_further_views(module: nn.Module, views: Mapping[nn.Parameter, int]) -> I
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a parameter is: in `module`, as its attribute. `noted`: the attributes that Megatron gave it."""
+    """The place of a parameter, an attribute of a `module`. `noted`: the attributes that Megatron gave it."""
 
     module: nn.Module
     attribute: str

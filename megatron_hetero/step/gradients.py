@@ -43,7 +43,7 @@ Squares = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class GradientSummary:
-    """What every rank knows of a step before the update.
+    """The result of a step that every rank knows before the update.
 
     `loss_sum`: sum of token losses of the global batch. `norms`: norm of that sum's gradient for each trained module.
     `faults`: (module or "loss", rank) of all that was NaN or infinite before sums over ranks.
@@ -95,7 +95,7 @@ class GradientTable:
 
 
 class _Column(IntEnum):
-    """What a rank reports of a module; zeros if it trains nothing of it."""
+    """The report of a rank on a module; zeros if it trains nothing of it."""
 
     TRAINED = 0
     FINITE = 1

@@ -121,12 +121,12 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
         )
     for name, layout in topology.layouts.items():
         expected = f"stage {layout.coordinate(rank).pp} of `{name}`" if rank in layout else f"none of `{name}`"
-        held = sorted(modules[name].stages) if name in modules else []
-        if (layout.coordinate(rank).pp in held) if rank in layout else not held:
+        stages = sorted(modules[name].stages) if name in modules else []
+        if (layout.coordinate(rank).pp in stages) if rank in layout else not stages:
             continue
         raise UserError.at(
             f"interpreter on rank {rank}",
-            found=f"stages {held} of `{name}`" if held else f"no stage of `{name}`",
+            found=f"stages {stages} of `{name}`" if stages else f"no stage of `{name}`",
             expected=expected,
             because=f"its layout is {layout}",
             fix="give each rank the stages of its layouts, `layout.coordinate(rank).pp` being the first",

@@ -277,7 +277,7 @@ class _Module:
         return self.topology.layouts[self.name]
 
     def remaining(self, of: _Parameter) -> Remaining:
-        """What wrappers have left to do for a gradient. Raises `UserError`."""
+        """The reductions of a gradient that wrappers leave to do. Raises `UserError`."""
         degrees, (reduced, divisor) = self.layout.degrees, self._reduced(of)
         left = tuple(axis for axis in GRADIENT_AXES if axis not in reduced and degrees[axis] > 1)
         groups = [self.topology.group(self.name, axis) for axis in left]
@@ -385,14 +385,14 @@ def _axes_between(here: _Module, ranks: Sequence[int], name: str, *, tp: bool) -
 
 
 def _copies(parameter: Any) -> int:
-    """How many ranks of the mesh of a `DTensor` have the same elements."""
+    """The number of ranks in the mesh of a `DTensor` with the same elements."""
     mesh = parameter.device_mesh
     # FSDP2 over tensor parallelism has a `_StridedShard`, whose `is_shard()` is false.
     return prod(mesh.size(dim) for dim, placement in enumerate(parameter.placements) if placement.is_replicate())
 
 
 def _over_tp(of: _Parameter) -> OverTp | None:
-    """How the gradient is reduced over tp, as in Megatron's `finalize_model_grads`."""
+    """The reduction of a gradient over tp, by the rules of Megatron's `finalize_model_grads`."""
     name, parameter = of.path, of.parameter
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         return "mean"

@@ -21,7 +21,12 @@ from megatron_hetero.step.data_parallel import Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, shard_stage
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_modules import Chunks, require_replicas, trained_modules
-from megatron_hetero.step.megatron_training import build_with_megatrons_settings, in_megatrons_ddp, is_megatron_config, refuse
+from megatron_hetero.step.megatron_training import (
+    build_with_megatrons_settings,
+    in_megatrons_ddp,
+    is_megatron_config,
+    refuse,
+)
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.optimizer import ShardOptimizer, build_shard_optimizer
 from megatron_hetero.step.torch_optimizer import TorchOptimizer

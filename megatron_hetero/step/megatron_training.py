@@ -182,8 +182,8 @@ def prepare_megatron(topology: Topology, seed: int) -> None:
     platform.prepare_megatron()
     platform.enter_megatron_scope()
     torch.manual_seed(seed)
-    held = [layout for layout in topology.layouts.values() if topology.rank in layout]
-    place = max(held, key=lambda layout: layout.tp).coordinate(topology.rank) if held else None
+    own = [layout for layout in topology.layouts.values() if topology.rank in layout]
+    place = max(own, key=lambda layout: layout.tp).coordinate(topology.rank) if own else None
     prepare_layers(seed, place.tp if place else 0, place.pp if place else 0)
 
 

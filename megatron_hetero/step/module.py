@@ -124,7 +124,7 @@ class TrainedModule:
 
     @property
     def own_held(self) -> Mapping[str, Held]:
-        """How often the group `holders` has each parameter of this rank."""
+        """The copies of each parameter of this rank in the group `holders`."""
         return self.held[self.holders.rank()]
 
     def shared_by(self, data_parallel: DataParallel, chunks: Sequence[Any] | None = None) -> TrainedModule:

@@ -119,7 +119,7 @@ class FlatTensors:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where each tensor ends."""
+        """The end of each tensor."""
         return tuple(accumulate(map(len, self.tensors)))
 
     def views(self, start: int, stop: int) -> list[Tensor]:
@@ -158,7 +158,7 @@ class Plain:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the numbers are stored in, other than the weights."""
+        """The tensors with the numbers, other than the weights."""
         return (self.tensor,)
 
     @property
@@ -209,7 +209,7 @@ class Master:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In what the masters are stored, but for the upper halves of split ones."""
+        """The dtype in which masters are stored, except for the upper halves of split ones."""
         return self.weights.dtype if self.beside is None else self.beside.dtype
 
     def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
@@ -292,7 +292,7 @@ class Blocks8:
 
     @cached_property
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where the elements and the blocks of each parameter end."""
+        """The ends of the elements and of the blocks of each parameter."""
         return tuple(accumulate(self.sizes)), tuple(accumulate(-(-size // BLOCK) for size in self.sizes))
 
     def _cut(self, start: int, stop: int) -> tuple[int, list[int], tuple[int, int]]:
@@ -365,7 +365,7 @@ def _without_gaps(padded: Tensor, lengths: Sequence[int], skipped: int = 0) -> T
 
 
 def batch_elements(elements: int) -> int:
-    """How many of the `elements` that a rank updates of a module are unpacked or copied at a time."""
+    """The number of elements to unpack or copy at a time, of all `elements` of a module that a rank updates."""
     return min(4 * PIECE, max(PIECE, -(-elements // BATCHES)))
 
 

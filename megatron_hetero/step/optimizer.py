@@ -111,7 +111,7 @@ class ShardOptimizer(ModuleOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """By parameter: copies in fp32."""
+        """Copy the states of each parameter in fp32."""
         shards = {
             name: {kind: unpacked(stored, 0, shard.stop - shard.start) for kind, stored in shard.stored.items()}
             | {"updates": shard.updates.clone()}

@@ -51,7 +51,7 @@ class OptimizerShard:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerState:
-    """What an optimizer stores for the weights of one dtype of a module on this rank: `gradients`, `master` and
+    """The states of the weights of one dtype of a module on this rank: `gradients`, `master` and
     `moments` are those of all `shards`, concatenated.
 
     `updates`: the number of updates of each shard, fp32 [shards] on the host. `shards`: by the names of parameters.

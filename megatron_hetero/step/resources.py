@@ -163,7 +163,7 @@ def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[st
 
 @dataclass(eq=False, kw_only=True)
 class RankResources:
-    """What a rank executes schedules with.
+    """The groups, modules and settings with which a rank executes schedules.
 
     Attributes:
         modules: the modules of this rank, by name.

@@ -95,7 +95,7 @@ def build(
 
 
 def _facts(graph: Graph, layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """What ranks must have in common."""
+    """Arguments that must be equal on all ranks."""
     return {
         "edges": ", ".join(map(str, graph.edges)) or "none",
         **{f"layout of `{name}`": str(layout) for name, layout in layouts.items()},

@@ -37,7 +37,7 @@ class MasterOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """By parameter, with `master`; empty before the first step."""
+        """The state of each parameter, with its `master`; empty before the first step."""
         inner, found = self.inner.state, {}
         for p in chain.from_iterable(group["params"] for group in self.param_groups) if inner else ():
             master = self.masters.get(p)

@@ -77,7 +77,7 @@ def _copy_back(flat: Tensor, bucket: list[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Remaining:
-    """What a wrapper has left to do for the gradient of a parameter.
+    """The reductions of a parameter's gradient that a wrapper leaves to do.
 
     Attributes:
         axes: axes along which it is still to be summed.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,8 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.models.items.types import Item
 from megatron_hetero.models.stages import EncoderModel, TextModel
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.schedule import semantics as gathering
-from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.contract import StepResult
-from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.step.buffers import BucketSums
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.number_formats import upper_half
 from megatron_hetero.train.export import Value, assemble, gather_parameters
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
@@ -90,54 +84,6 @@ def step(flags: list[str]) -> dict[str, Any]:
         "tokens": metrics.tokens,
         "images": metrics.images,
     }
-
-
-def sums_and_runs(flags: list[str], overlaps: bool = True) -> tuple[list[str], dict[str, Any], float]:
-    """Of a step with small buckets: where backward passes of modules on this rank begin and end ("text", "/text"), and
-    where sums of buckets begin ("+text 0"); gradients, not scaled, and their norm. `overlaps`: whether sums begin
-    before the end of the step.
-    """
-    with mock.patch.object(gathering, "BUCKET", 1000):
-        run, order = build(flags), list[str]()
-    if not overlaps:
-        run.runner._optimizer = None
-    real_part, real_start = run.interpreter.watch.part, BucketSums._start
-
-    @contextmanager
-    def part(name: str, label: str = "") -> Iterator[None]:
-        backward = Action.parse(label).kind == "B" and name in run.topology.layouts
-        order.extend([name] * backward)
-        with real_part(name, label):
-            yield
-        order.extend([f"/{name}"] * backward)
-
-    def start(sums: BucketSums, place: int) -> None:
-        order.append(f"+{sums.name} {place}")
-        real_start(sums, place)
-
-    _, batch, _ = next(iter(run.batches()))
-    with mock.patch.object(run.interpreter.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
-        summary = run.gradients(batch)
-    return order, gradient(run), summary.norm
-
-
-def traced_sums(flags: list[str], overlaps: bool) -> list[tuple[str, str]]:
-    """In a profiler's trace of a step with small buckets: the ranges of sums of gradients, and what surrounds each:
-    nodes of autograd, or else nothing.
-    """
-    with mock.patch.object(gathering, "BUCKET", 1000):
-        run = build(flags)
-    if not overlaps:
-        run.runner._optimizer = None
-    _, batch, _ = next(iter(run.batches()))
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        run.gradients(batch)
-    events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
-    found = []
-    for event in (event for event in events if event.name.endswith("gradient sums")):
-        around = [e.name for e in events if e.time_range.start <= event.time_range.start < e.time_range.end]
-        found.append((event.name, next((name for name in around if "AccumulateGrad" in name), "")))
-    return found
 
 
 def gradients_of_steps(flags: list[str]) -> list[dict[str, Any]]:
@@ -247,91 +193,6 @@ def _kill_readers() -> None:
         for pid in (thread / "children").read_text().split():
             if b"reader_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(int(pid), signal.SIGKILL)
-
-
-# ----------------------------------------------------------------------------------------------- faults
-
-
-@contextmanager
-def _before_last_backward(run: Trainer, edit: Callable[[str], None], loss_too: float) -> Iterator[None]:
-    """Let `edit(module)` change gradients before the last backward pass, in which sums over ranks begin; add
-    `loss_too`.
-    """
-    real = run.interpreter.run
-
-    def edited(
-        schedule: Schedule, load: Any, after: Callable[[str], None], before: Callable[[str, int], None]
-    ) -> StepResult:
-        def before_last(module: str, stage: int) -> None:
-            edit(module)
-            before(module, stage)
-
-        result = real(schedule, load, after, before_last)
-        return replace(result, loss=result.loss + loss_too)
-
-    with mock.patch.object(run.interpreter, "run", edited):
-        yield
-
-
-def fault(flags: list[str], where: str, on_rank: int, value: float) -> dict[str, Any]:
-    """Put `value` into one gradient of module `where` (or into the loss) on one rank; then try a step."""
-    run = build(flags)
-
-    models: dict[str, Any] = {module.name: module.chunks[0] for module in run.modules}
-    here = run.topology.rank == on_rank
-
-    def edit(module: str) -> None:
-        if here and module == where:
-            next(p for p in models[where].parameters() if p.requires_grad).main_grad.view(-1)[3] = value
-
-    _, batch, _ = next(iter(run.batches()))
-    before = stored(run)
-    message = ""
-    with _before_last_backward(run, edit, value if here and where == "loss" else 0.0):
-        faults = run.gradients(batch).faults
-        try:
-            run.train_step(5, batch)
-        except UserError as error:
-            message = str(error)
-    after = stored(run)
-    return {"faults": faults, "message": message, "unchanged": all((before[n] == after[n]).all() for n in before)}
-
-
-# -------------------------------------------------------------------------------------------- optimizers
-
-
-def groups_of_step(flags: list[str], number: int) -> list[tuple[float, float, float]]:
-    """(lr, weight decay, smallest lr) of every parameter group after step `number`."""
-    run = build(flags)
-    run._update(number)
-    groups, last = run.optimizer.param_groups, run.config.train.iters
-    return sorted((g["lr"], g["weight_decay"], run._rate(last, g["initial_lr"])) for g in groups)
-
-
-def reported_rate(flags: list[str], number: int) -> float:
-    """The learning rate that step `number` reports."""
-    return build(flags)._update(number)
-
-
-def precision(flags: list[str]) -> dict[str, Any]:
-    """Types of parameters, gradients and masters after one step, and whether parameters are rounded masters."""
-    run = build(flags)
-    _, batch, _ = next(iter(run.batches()))
-    run.train_step(1, batch)
-    masters, rounded = [], True
-    for optimizer in run.optimizer.sharded.values():
-        for name, shard in optimizer.shards.items():
-            weights = optimizer.module.data_parallel.weights(name)[shard.start : shard.stop]
-            master = shard.master.read(0, shard.stop - shard.start)
-            masters.append(master.dtype)
-            rounded = rounded and bool(torch.equal(weights, upper_half(master.view(torch.int32) + (1 << 15))))
-    parameters = [p for module in run.modules for p in module.parameters.values()]
-    return {
-        "parameters": {str(p.dtype) for p in parameters},
-        "gradients": {str(p.main_grad.dtype) for p in parameters},  # pyright: ignore[reportAttributeAccessIssue]
-        "masters": {str(dtype) for dtype in masters},
-        "rounded": rounded,
-    }
 
 
 # ---------------------------------------------------------------------------------------------- schedule
