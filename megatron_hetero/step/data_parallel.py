@@ -47,9 +47,6 @@ class DataParallel(ABC):
     reduces_early: ClassVar[bool] = False
     """Whether gradients are reduced in each backward pass, and a rank stores its own weights and gradients only."""
 
-    def zero_unsummed(self, names: Collection[str]) -> None:  # noqa: B027 (for ranks that accumulate what others sum)
-        """Zero what `reduce` has not summed of the gradients of these parameters."""
-
     def copies(self, name: str) -> int:
         """The number of ranks in the group with the reduced gradient of the elements that this rank updates."""
         return 1 if self.sharded else self.group.size()
@@ -191,15 +188,6 @@ class Replicated(DataParallel):
             gathers = WeightGathers(name, buckets, group, [part for chunk in chunks for part in parts_of_stage(chunk)])
         overlaps = all(hasattr(chunk, "units") for chunk in chunks)
         return cls(parameters, group, owned, sharded, sums_shares, memory, sums, gathers, adds_up, overlaps)
-
-    @override
-    def zero_unsummed(self, names: Collection[str]) -> None:
-        if not self.sums_shares:
-            return
-        found = ((self.accumulated(name)[0], *self.owned[name]) for name in names)
-        parts = [part for gradient, start, stop in found for part in (gradient[:start], gradient[stop:])]
-        if parts := [part for part in parts if part.numel()]:
-            torch._foreach_zero_(parts)
 
     @property
     @override

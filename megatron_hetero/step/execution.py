@@ -42,7 +42,7 @@ from megatron_hetero.schedule.contract import (
     require_known,
     require_together,
 )
-from megatron_hetero.schedule.program import Role, Schedule, describe_action, starts_early, use_of
+from megatron_hetero.schedule.program import Schedule, describe_action, starts_early, use_of
 from megatron_hetero.schedule.semantics import stays_gathered
 from megatron_hetero.step.resources import (
     RankResources,
@@ -196,7 +196,9 @@ class StepExecution:
                 inputs.append(self.received.pop((action.kind, key)).requires_grad_(keeps and trains))
                 self.inputs[key] = inputs[0]
             else:
-                inputs += self._embedding(action)
+                self._embed(action.module, action.micro_batch)
+                if (embedded := self.embedded.pop((action.module, action.micro_batch), None)) is not None:
+                    inputs.append(embedded)
             inputs += self._rows_of_stage(action)
             with without_ddp(self.resources.rank, *key[:2]) if self.checks else contextlib.nullcontext():
                 output = self._model(action)(self._module_input(action), *inputs)
@@ -285,12 +287,6 @@ class StepExecution:
                 yield
             finally:
                 write(outside)
-
-    def _embedding(self, action: Action) -> list[Tensor]:
-        """The result of the `embed` of a module's first stage, if it has one."""
-        key = action.module, action.micro_batch
-        self._embed(*key)
-        return [self.embedded.pop(key)] if key in self.embedded else []
 
     def _rows_of_stage(self, action: Action) -> list[Tensor | dict[str, Tensor]]:
         """The rows that enter a stage, as its arguments."""
@@ -473,7 +469,8 @@ class StepExecution:
 
     def _finish(self, action: Action) -> None:
         crossing, edge = self.crossings.pop(_crossing(action), None), action.edge
-        (leaves, enters), stage = self.schedule.crosses(self._role, edge), self.schedule.stages_of(edge)[1]
+        role = self.schedule.roles[self.schedule.role_index[self.resources.rank]]
+        (leaves, enters), stage = self.schedule.crosses(role, edge), self.schedule.stages_of(edge)[1]
         if action.kind == "F" and enters and stage == 0:
             self._embed(edge.target, action.micro_batch)
         if crossing is None:
@@ -483,10 +480,6 @@ class StepExecution:
             self.rows[key] = ReceivedRows.of(arrived, self.resources.outputs[edge], self.schedule.returns(edge))
         elif action.kind == "B" and leaves:
             self.row_grads[key] = arrived
-
-    @property
-    def _role(self) -> Role:
-        return self.schedule.roles[self.schedule.role_index[self.resources.rank]]
 
     def _return_rows_early(self, action: Action) -> None:
         """If this rank's next crossing returns the gradients of rows that entered the stage, start it as soon as they

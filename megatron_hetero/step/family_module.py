@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import TEXT
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.hf.weight_map import Share, WeightMap, WeightSource, held, load_slices
+from megatron_hetero.hf.weight_map import Share, WeightMap, WeightSource, load_slices
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.stages import Stage, stages_of_rank
 from megatron_hetero.models.layers.offload import ActivationOffload
@@ -146,7 +146,7 @@ def _of_view(
     }
     tied = parts.tied if view == MAIN else None
     return TrainedModule(
-        *(parts.name, parts.topology, numbers, chunks, maps, held(maps), data_parallel.parameters, data_parallel),
+        *(parts.name, parts.topology, numbers, chunks, maps, data_parallel),
         over_tp=over_tp,
         tied=tied,
         tied_copy=None if any(stage.is_first for stage in parts.stages) else tied,

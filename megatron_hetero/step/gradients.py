@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -34,6 +34,7 @@ from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Held, TensorSlice
 from megatron_hetero.schedule.contract import StepResult
+from megatron_hetero.step.data_parallel import DataParallel
 from megatron_hetero.step.library_modules import Chunks, trained_modules, unreduced
 from megatron_hetero.step.module import TrainedModule
 
@@ -182,7 +183,7 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
     gradients, views = list[Tensor](), list[Tensor]()
     rounds = dict[int, list[int]]()
     times = Counter[Any]()
-    module.data_parallel.zero_unsummed({name for name, _ in own})
+    _zero_unsummed(module.data_parallel, {name for name, _ in own})
     for name, tensor_slice in own:
         gradient, before = _accumulated_rows(module, name, tensor_slice)
         # One kernel must not add to the same memory twice.
@@ -201,6 +202,19 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
         torch._foreach_div_(divided, module.holders.size())
     if gradients:
         torch._foreach_copy_(gradients, views)
+
+
+def _zero_unsummed(sharing: DataParallel, names: Collection[str]) -> None:
+    """Zero what this rank accumulates of gradients and other ranks sum."""
+    if not sharing.sums_shares:
+        return
+    parts = list[Tensor]()
+    for name in names:
+        values, (begin, _) = sharing.accumulated(name)
+        start, stop = sharing.owned[name]
+        parts += [part for part in (values[: start - begin], values[stop - begin :]) if part.numel()]
+    if parts:
+        torch._foreach_zero_(parts)
 
 
 def _accumulated_rows(module: TrainedModule, name: str, tensor_slice: TensorSlice) -> tuple[Tensor, int]:

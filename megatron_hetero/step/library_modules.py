@@ -19,7 +19,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import Facts, require_alike, unlike
 from megatron_hetero.groups.megatron import fsdp_groups, has_reduced
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.hf.weight_map import TensorSlice, held
+from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.layout.axes import AXES
 from megatron_hetero.layout.communicators import ENDS, GRADIENT_AXES
 from megatron_hetero.layout.grammar import format_ranks
@@ -171,7 +171,7 @@ def _trained_module(topology: Topology, name: str, chunks: tuple[nn.Module, ...]
     tied = _tied(topology, name, parameters)
     counts_elsewhere = tied is not None and getattr(parameters[tied], "shared", False)
     return TrainedModule(
-        *(name, topology, stages, chunks, maps, held(maps), parameters, sharing, over_tp, tied),
+        *(name, topology, stages, chunks, maps, sharing, over_tp, tied),
         tied_copy=tied if counts_elsewhere else None,
     )
 

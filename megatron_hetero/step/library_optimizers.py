@@ -117,7 +117,7 @@ def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModul
             gradients=gradients,
             adds_up=False,
         )
-        return module.shared_by(sharing)
+        return replace(module, data_parallel=sharing)
     if len(dtypes := {str(p.dtype) for p in module.trained.values()}) > 1:
         found = f"{' and '.join(sorted(dtypes))} parameters with zero={algorithm.zero}"
         refuse(module, found, "one dtype, which FSDP2 requires, or zero=1")
@@ -140,7 +140,7 @@ def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModul
         for chunk, place in zip(module.chunks, places, strict=True)
         for path, p in chunk.named_parameters()
     }
-    return module.shared_by(FullySharded.of(named, group, tuple(stages)))
+    return replace(module, data_parallel=FullySharded.of(named, group, tuple(stages)))
 
 
 def _filled(name: str, _: Tensor) -> None:

@@ -7,8 +7,8 @@ or not (`library_modules`). The rule for gradients, the optimizers and checkpoin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.hf.weight_map import Held, WeightMap
+from megatron_hetero.hf.weight_map import Held, WeightMap, held
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.communicators import ENDS
 from megatron_hetero.schedule.contract import GatheredStage
@@ -37,10 +37,7 @@ class TrainedModule:
         stages: numbers of the pipeline stages on this rank.
         chunks: the model of each of them.
         maps: for each rank of the group `holders`, which parts of which stored tensors its parameters are.
-        held: likewise how often that group has each parameter.
-        parameters: parameters by name, shaped as before data-parallel ranks share them. Their values may not have
-            arrived yet, other than those of `weight` and `whole_weight`.
-        data_parallel: how data-parallel ranks share them.
+        data_parallel: the parameters, and how data-parallel ranks share them.
         over_tp: how gradients that are parts are reduced over `holders`, by parameter.
         tied: the parameter of which another stage has a copy, if any.
         tied_copy: the same, if it counts on the other stage: the head of a tied model.
@@ -52,8 +49,6 @@ class TrainedModule:
     stages: tuple[int, ...]
     chunks: tuple[Any, ...]
     maps: tuple[WeightMap, ...]
-    held: tuple[Mapping[str, Held], ...]
-    parameters: Mapping[str, nn.Parameter]
     data_parallel: DataParallel
     over_tp: Mapping[str, OverTp]
     tied: str | None = None
@@ -64,6 +59,13 @@ class TrainedModule:
     def key(self) -> str:
         """The name of the module, followed by that of a further view."""
         return self.name if self.view == MAIN else f"{self.name}.{self.view.name}"
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Parameters by name, shaped as before data-parallel ranks share them. Their values may not have arrived yet,
+        other than those of `weight` and `whole_weight`.
+        """
+        return self.data_parallel.parameters
 
     @cached_property
     def trained(self) -> Mapping[str, nn.Parameter]:
@@ -122,15 +124,15 @@ class TrainedModule:
         """The weight map of this rank."""
         return self.maps[self.holders.rank()]
 
+    @cached_property
+    def held(self) -> tuple[Mapping[str, Held], ...]:
+        """For each rank of the group `holders`, how often that group has each parameter."""
+        return held(self.maps)
+
     @property
     def own_held(self) -> Mapping[str, Held]:
         """The copies of each parameter of this rank in the group `holders`."""
         return self.held[self.holders.rank()]
-
-    def shared_by(self, data_parallel: DataParallel, chunks: Sequence[Any] | None = None) -> TrainedModule:
-        """Replace how ranks share weights and gradients."""
-        own = self.chunks if chunks is None else tuple(chunks)
-        return replace(self, data_parallel=data_parallel, parameters=data_parallel.parameters, chunks=own)
 
 
 def gathered_stages(modules: Iterable[TrainedModule]) -> dict[int, list[GatheredStage]]:

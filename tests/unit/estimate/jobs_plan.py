@@ -23,6 +23,7 @@ from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.models.layers import offload as activations
 from megatron_hetero.schedule import semantics as gathering
 from megatron_hetero.schedule.contract import StepResult
+from megatron_hetero.step.data_parallel import Replicated
 from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
@@ -86,7 +87,10 @@ def _bytes(tensors: Any) -> int:
 
 
 def _gradient_bytes(module: Any) -> int:
-    return sum(gradients.nbytes for gradients in module.data_parallel.summed)
+    sharing = module.data_parallel
+    if isinstance(sharing, Replicated):
+        return sum(buffer.gradients.nbytes for buffer in sharing.memory)
+    return sum(gradients.nbytes for gradients in sharing.summed)
 
 
 def _offloaded_bytes(module: Any) -> int:
