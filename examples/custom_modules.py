@@ -41,7 +41,7 @@ from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.drawing import timeline
 from megatron_hetero.schedule.simulator import simulate
-from megatron_hetero.step.runtime import Interpreter
+from megatron_hetero.step.interpreter import Interpreter
 
 WIDTH = 32
 SIDE = 8  # pixels of a picture

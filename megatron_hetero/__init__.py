@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from megatron_hetero.groups.launch import guarded, process_group
     from megatron_hetero.layout.graph import Graph
     from megatron_hetero.layout.layout import Layout
+    from megatron_hetero.step.algorithms import SGD, AdamW
     from megatron_hetero.step.gradients import count_tokens, finish_gradients, total_loss
-    from megatron_hetero.step.joint import build_optimizers
-    from megatron_hetero.step.megatron import megatron_schedule, prepare_megatron
-    from megatron_hetero.step.optimizer import SGD, AdamW
+    from megatron_hetero.step.library_optimizers import build_optimizers
+    from megatron_hetero.step.megatron_training import megatron_schedule, prepare_megatron
     from megatron_hetero.step.runner import MicroBatchInputs, Runner, Stage, build
 
 __all__ = [
@@ -64,9 +64,9 @@ _HOMES = {
     "layout.graph": "Graph",
     "layout.layout": "Layout",
     "step.gradients": "count_tokens finish_gradients total_loss",
-    "step.megatron": "megatron_schedule prepare_megatron",
-    "step.joint": "build_optimizers",
-    "step.optimizer": "AdamW SGD",
+    "step.megatron_training": "megatron_schedule prepare_megatron",
+    "step.library_optimizers": "build_optimizers",
+    "step.algorithms": "AdamW SGD",
     "step.runner": "MicroBatchInputs Runner Stage build",
 }
 """Where each public name is defined, by submodule."""

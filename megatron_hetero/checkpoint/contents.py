@@ -14,7 +14,7 @@ from megatron_hetero.checkpoint.storage import Block, cut, first_held
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.number_formats import Plain, RoundedMaster, Spread, Stored, unpacked, write_all
+from megatron_hetero.step.number_formats import FlatTensors, Master, Plain, Stored, unpacked, write_all
 from megatron_hetero.step.optimizer import ShardOptimizer
 from megatron_hetero.step.optimizer_state import OptimizerShard
 
@@ -55,7 +55,7 @@ def _written_weights(
     shapes: Mapping[str, Shape],
 ) -> Iterator[Entry]:
     """Of weights that all data- and context-parallel ranks keep, each writes an equal part; else what it keeps."""
-    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.data_parallel.kept(name)
+    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.data_parallel.stored(name)
     start, stop = begin, end
     if not module.data_parallel.reduces_early:
         start, stop = (parameter.numel() * (group.rank() + i) // group.size() for i in range(2))
@@ -92,13 +92,13 @@ def read(
             held = [tensor_slice for tensor_slice in slices if not tensor_slice.empty]
             flat, width = module.data_parallel.weights(name), width_of(parameter)
             if optimizer is None or not parameter.requires_grad:
-                blocks = cut(held, width, *module.data_parallel.kept(name))
+                blocks = cut(held, width, *module.data_parallel.stored(name))
                 if imported or flat.dtype != torch.bfloat16:
                     yield from entries(WEIGHTS, blocks, flat, shapes)
                 else:  # Of masters, if it was trained before.
                     staged = torch.zeros(len(flat))
                     yield list(entries(WEIGHTS, blocks, staged, shapes))
-                    write_all(RoundedMaster(Spread((flat,))), staged, flat.device)
+                    write_all(Master(FlatTensors((flat,))), staged, flat.device)
             elif name in optimizer.shards:
                 yield from _read_shard(optimizer.shards[name], held, width, shapes, found)
 

@@ -39,8 +39,8 @@ from megatron_hetero.checkpoint.index import (
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.checkpoint.storage import read_entries, save, verified
 from megatron_hetero.groups.collective import on_every, on_first, on_first_of_all, together
-from megatron_hetero.step.held import global_names
 from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.library_modules import global_names
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.wrapped import Wrapped, is_sharded
 

@@ -1,24 +1,20 @@
-"""Flat memory of the gradients of a module, and of its weights where ranks update shares of them, cut into buckets.
+"""Flat buffers for the gradients of a module, and for its weights if ranks update shares of them, cut into buckets; the
+sums of gradients over ranks, and the gathers of updated weights, bucket by bucket.
 
-Parameters lie in the reverse of their order, about that in which a backward pass gives their gradients, so that the
-first bucket is complete first. A parameter's gradient is accumulated in its attribute `main_grad`, a view, in a dtype
-that may be wider than that of the weights; layers may add to it themselves and say so by `grad_added_to_main_grad`, as
-Megatron-Core's do.
+Parameters are in reverse order, about that in which a backward pass computes their gradients, so that the first bucket
+is complete first. A parameter's gradient is accumulated in its attribute `main_grad`, a view, in a dtype that may be
+wider than that of the weights; layers may add to it themselves and set `grad_added_to_main_grad`, as Megatron-Core's
+do.
 
-The sums of a module's gradients over ranks, bucket by bucket: within its last backward pass of a step, else behind
-it.
+All ranks of a group begin the same sums in the order of the buckets. A bucket that is ready before its predecessor
+waits for it, and what a backward pass has not begun (without images there is none, and a parameter may get no gradient)
+begins behind it. Ranks may begin at different times: nothing that is computed waits for a sum before the end of the
+step, and the group's communicator has no other use meanwhile.
 
-All ranks of a group begin the same sums in one order, that of the buckets, whatever they hold: a bucket that is ready
-before the one ahead of it waits for that one, and what a backward pass has not begun (without images there is none, and
-a parameter may get no gradient) begins behind it. When a rank begins is its own affair: nothing that is computed waits
-for a sum before the end of the step, and the group's communicator has no other use meanwhile.
-
-The gathering of a module's weights after an update, bucket by bucket, beside the forward pass that reads them.
-
-When a rank has updated its shares it begins to gather all buckets, those first that are read first. Each part of a
-stage (an embedding, a layer, what is left) waits, before it runs, for the buckets that its parameters lie in. All ranks
-of a group begin the same gathers in one order, whenever each of them runs the module, or if it does not in this step;
-whoever reads or writes weights otherwise waits for all of them.
+After an update all buckets are gathered beside the next forward pass, those first that are read first. Each part of a
+stage (an embedding, a layer, the rest) waits for the buckets of its parameters before it runs. All ranks of a group
+begin the same gathers in one order, whenever, and whether, each of them runs the module in this step; whoever reads or
+writes weights otherwise waits for all of them.
 """
 
 from __future__ import annotations
@@ -39,33 +35,33 @@ from megatron_hetero.schedule.contract import Gathered
 Range = tuple[int, int]
 """Elements [start, stop)."""
 ALIGNED = 64
-"""Parameters begin at multiples of so many elements where ranks update shares: 128 bytes at 16 bits."""
+"""Parameters begin at multiples of this number of elements if ranks update shares: 128 bytes at 16 bits."""
 BUCKETS_ALIGNED = 128
-"""Buckets end at multiples of so many elements there: 256 bytes, which is what matrix products like."""
+"""Buckets then end at multiples of this number of elements: 256 bytes, which suits matrix products."""
 
 
 class Cut(NamedTuple):
-    """Where each parameter begins in a flat memory, and each bucket with the numbers of its parameters."""
+    """The start of each parameter in a buffer, and the range of each bucket with the numbers of its parameters."""
 
     starts: tuple[int, ...]
     buckets: tuple[tuple[Range, tuple[int, ...]], ...]
 
     @property
     def size(self) -> int:
-        """Elements of the memory."""
+        """Elements of the buffer."""
         return self.buckets[-1][0][1]
 
 
 def cut(sizes: Sequence[int], most: int | None, shares: int | None, alone: Collection[int] = ()) -> Cut:
-    """Lay out parameters of so many elements, one behind the other.
+    """Lay out parameters in a buffer.
 
     Args:
-        sizes: elements of each parameter, in the order of the memory.
-        most: elements at which a bucket is closed; None makes one bucket.
-        shares: number of ranks of which each updates an equal share of a bucket; None if all update everything, and
-            nothing is padded.
-        alone: numbers of parameters with a bucket of their own if there are shares: on another rank with other
-            neighbours the shares of such a parameter are the same.
+        sizes: elements of each parameter, in the order of the buffer.
+        most: elements at which a bucket is closed; None for one bucket.
+        shares: number of ranks that update equal shares of each bucket; None if all update everything, and nothing is
+            padded.
+        alone: numbers of parameters with a bucket of their own if there are shares, so that their shares are the same
+            on another rank with other neighbours.
     """
     align, multiple = (1, 1) if shares is None else (ALIGNED, lcm(shares, BUCKETS_ALIGNED))
     starts, buckets, members = list[int](), list[tuple[Range, tuple[int, ...]]](), list[int]()
@@ -100,14 +96,14 @@ def _up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Gradients that are summed at once, and weights that are gathered at once.
+    """Gradients that are summed in one collective, and weights that are gathered in one.
 
     Attributes:
-        gradients: flat, of this rank.
+        gradients: gradients of this rank, flat.
         summed: the part of them that this rank needs the sum of, a view; `gradients` itself if that is all.
-        weights: the same elements of the weights, where ranks update shares of them.
+        weights: the same elements of the weights, if ranks update shares of them.
         share: the weights that this rank updates, a view.
-        parameters: whose gradients and weights these are.
+        parameters: the parameters.
     """
 
     gradients: Tensor
@@ -119,9 +115,7 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """The gradients of parameters of one dtype. `owned`: by the identity of a parameter the elements of it that this
-    rank updates.
-    """
+    """The gradients of parameters of one dtype. `owned`: the elements of each that this rank updates, by identity."""
 
     gradients: Tensor
     buckets: tuple[Bucket, ...]
@@ -138,11 +132,11 @@ class Buffer:
         sharded: bool,
         sums_shares: bool,
     ) -> Buffer:
-        """Allocate the gradients in `dtype`, and where `sharded` put the weights into one memory too.
+        """Allocate the gradients, and move the weights into one buffer too if `sharded`.
 
         Args:
-            parameters: of one dtype, in the order of the module.
-            dtype: of the gradients.
+            parameters: parameters of one dtype, in the order of the module.
+            dtype: dtype of the gradients.
             most: elements at which a bucket is closed.
             group: the ranks that sum the gradients.
             sharded: whether each of them updates a share of each bucket.
@@ -177,13 +171,13 @@ class Buffer:
 
 
 def _map(parameter: nn.Parameter, start: int, gradients: Tensor, weights: Tensor | None) -> None:
-    """Make a parameter's gradient, and its values if there is a memory for them, views of these."""
-    stop, any_parameter = start + parameter.numel(), parameter
+    """Make a parameter's gradient, and its values if they have a buffer, views of the buffers."""
+    stop = start + parameter.numel()
     if weights is not None:
         place = weights[start:stop].view(parameter.shape)
         place.copy_(parameter.detach())
         parameter.data = place
-    accumulated: Any = any_parameter
+    accumulated: Any = parameter
     accumulated.main_grad = gradients[start:stop].view(parameter.shape)
     accumulated.grad_added_to_main_grad = False
 
@@ -194,8 +188,8 @@ def _share(first: int, stop: int, group: Any) -> Range:
 
 
 def accumulate(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Any]]:
-    """Have each backward pass add gradients to `main_grad`. Yields each parameter with autograd's node that accumulates
-    its gradient: what is hooked to it later runs behind this.
+    """Make each backward pass add gradients to `main_grad`. Yields each parameter with autograd's node that accumulates
+    its gradient, whose later hooks run after this.
     """
     for parameter in parameters:
         node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -212,8 +206,8 @@ def _add(parameter: Any, *_: object) -> None:
 
 
 class BucketSums:
-    """Those of a step, one step after the other. `name`: of the module. `accumulators`: of all parameters, the nodes in
-    which autograd accumulates gradients, once for each backward pass.
+    """The sums of gradients of a module, step after step. `accumulators`: for all parameters, the nodes in which
+    autograd accumulates gradients, once in each backward pass.
     """
 
     def __init__(
@@ -229,37 +223,35 @@ class BucketSums:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Nothing has been summed, and no backward pass is known to be the last."""
+        """Reset: nothing has been summed, and no backward pass is known to be the last."""
         self._missing = [set(map(id, bucket.parameters)) for bucket in self.buckets]
         self._expected = set[int]()
         self._finite: list[Tensor] = []
         self._works: list[dist.Work] = []
 
     def expect(self, parameters: Collection[nn.Parameter]) -> None:
-        """The next backward pass is the last of the step that gives `parameters` gradients, and gives them once."""
-        if not self._hooked:  # Behind Megatron's hooks, which add gradients up.
+        """Note that the next backward pass is the last of the step for `parameters`, with one gradient for each."""
+        if not self._hooked:  # After Megatron's hooks, which add gradients up.
             for parameter, accumulator in self._accumulators:
                 accumulator.register_hook(partial(self._accumulated, parameter))
             self._hooked = True
         self._expected.update(map(id, parameters))
 
     def require_before(self, place: int = 0) -> None:
-        """Check that the sum of a bucket has not begun in this step: its gradients may change. Raises `UserError`."""
+        """Check that the sum of a bucket has not begun in this step. Raises `UserError`."""
         if place < len(self._works):
             problem, because = "a backward pass comes after their sums over ranks have begun", "its part would be lost"
             fix = "give all micro-batches of a step to one call of the `Runner`, and call `zero_grad` before the next"
             raise UserError.at(f"gradients of `{self.name}`", problem=problem, because=because, fix=fix)
 
     def start_rest(self) -> Tensor:
-        """Begin the sums that have not begun. Returns whether all gradients of this rank were finite before their sum,
-        fp64 scalar.
-        """
+        """Begin the other sums. Returns whether all gradients of this rank were finite before, fp64 scalar."""
         for place in range(len(self._works), len(self.buckets)):
             self._start(place)
         return torch.stack(self._finite).isfinite().all().double()
 
     def wait(self) -> None:
-        """What is computed from here on sees the sums."""
+        """Make the sums visible to what is computed next."""
         for work in self._works:
             work.wait()
 
@@ -274,7 +266,7 @@ class BucketSums:
     def _start(self, place: int) -> None:
         bucket = self.buckets[place]
         with torch.no_grad(), torch.profiler.record_function(f"{self.name} gradient sums"):
-            # The extremes are finite where all of it is; NaN counts as both. Many times as fast as a norm.
+            # The extremes are finite if all elements are; NaN counts as both. Many times as fast as a norm.
             self._finite.extend(torch.aminmax(bucket.gradients))
             sums: Callable[..., Any] = dist.all_reduce
             tensors = [bucket.gradients]
@@ -286,12 +278,12 @@ class BucketSums:
 
 
 Part = tuple[nn.Module, Collection[nn.Parameter]]
-"""What waits for its weights before it runs, and which these are."""
+"""A module that waits for its weights before it runs, and these weights."""
 
 
 class WeightGathers:
-    """Those of a module, one update after the other. `name`: of the module. `parts`: of its stages on this rank, in the
-    order in which they run.
+    """The gathers of a module's weights, update after update. `parts`: those of its stages on this rank, in the order
+    in which they run.
     """
 
     def __init__(self, name: str, buckets: Sequence[Bucket], group: dist.ProcessGroup, parts: Sequence[Part]):
@@ -306,7 +298,7 @@ class WeightGathers:
                 module.register_forward_pre_hook(partial(self._before_run, read))
 
     def start(self) -> None:
-        """Begin to give all ranks what each has updated. Collective. Nothing that is computed waits for it."""
+        """Begin to gather what each rank has updated, without waiting. Collective."""
         self.wait()
         with torch.profiler.record_function(f"{self.name} weights"):
             for place, bucket in enumerate(self.buckets):
@@ -316,7 +308,7 @@ class WeightGathers:
                 self._works[place] = work
 
     def wait(self, places: Iterable[int] | None = None) -> None:
-        """What is computed from here on sees the weights of the buckets at `places`, by default of all."""
+        """Make the weights of the buckets at `places`, by default of all, visible to what is computed next."""
         for place in list(self._works) if places is None else places:
             if (work := self._works.pop(place, None)) is not None:
                 work.wait()
@@ -327,13 +319,13 @@ class WeightGathers:
 
 
 def parts_of_stage(stage: Any) -> list[Part]:
-    """What is left of it besides its `units()`, which its first run needs, and these."""
+    """The rest of a stage besides its `units()`, which is needed first, and these."""
     units = [(unit.module, list(unit.module.parameters())) for unit in units_of(stage)]
     inside = {id(p) for _, own in units for p in own}
     return [(stage, [p for p in stage.parameters() if id(p) not in inside]), *units]
 
 
 def units_of(stage: Any) -> list[Gathered]:
-    """The parts that the stage names in `units()`, in the order in which they run; none where it has no such method."""
+    """The `units()` of a stage, in the order in which they run; none without that method."""
     named = stage.units() if hasattr(stage, "units") else ()
     return [unit if isinstance(unit, Gathered) else Gathered(unit) for unit in named]

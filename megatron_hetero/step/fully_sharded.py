@@ -1,11 +1,11 @@
 """ZeRO stages 2 and 3 with PyTorch's FSDP2 (`fully_shard`), under the one rule for gradients.
 
-A stage consists of *units*: each layer, an embedding, and what is left; modules inside these that hold parameters of
-a further view are units of their own. All ranks of the group that sums its gradients gather the weights of a unit when
-it runs, and drop them when they are not needed for now. Each backward pass
-reduce-scatters the gradients of a unit, as sums and in the dtype that they are accumulated in; they are added up here
-and not in `.grad`, whose dtype is that of the weights. Of each parameter a rank keeps rows [rank * k, rank * k + k), k
-being the number of rows over that of ranks, rounded up: a flat range, as with the distributed optimizer.
+A stage consists of *units*: each layer, an embedding, and what is left; modules inside these with parameters of a
+further view are units of their own. All ranks of the group that sums its gradients gather the weights of a unit when it
+runs, and drop them afterwards. Each backward pass reduce-scatters the gradients of a unit, as sums and in the dtype
+that they are accumulated in; they are added up here and not in `.grad`, whose dtype is that of the weights. A rank
+stores rows [rank * k, rank * k + k) of each parameter, k being the number of rows over that of ranks, rounded up: a
+flat range, as with the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,9 @@ Load = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What is gathered at once. `gradients`: of this rank's rows of the trained parameters, one after the other, each
-    with as many elements as on the first rank. `places`: where each begins. `read_again`: whether its weights are read
-    after it has run.
+    """A part of a stage whose weights are gathered in one collective. `gradients`: those of this rank's rows of the
+    trained parameters, each with as many elements as on the first rank. `places`: where each begins. `read_again`:
+    whether its weights are read after it has run.
     """
 
     module: Any
@@ -51,9 +51,9 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class ShardedStage:
-    """The weights of a stage in one view, which are gathered when it runs. `model`: of the stage. `units`: in the order
-    in which they run; what is left of the stage is the last of the main view's. `gradients`: of all of them, one after
-    the other. `zero`: 2 or 3.
+    """The weights of a stage in one view, which are gathered when it runs. `units` are in the order in which they run;
+    in the main view the last is the `model` itself, with what is left of the stage. `gradients`: those of all units,
+    concatenated. `zero`: 2 or 3.
     """
 
     model: nn.Module
@@ -62,42 +62,37 @@ class ShardedStage:
     zero: int
 
     def before_run(self, stays: bool) -> None:
-        """What the interpreter says before each run of the stage: whether its weights stay gathered after it."""
+        """Set whether the weights stay gathered after the next run of the stage."""
         if not any(unit.places for unit in self.units):
             forget_order([unit.module for unit in self.units])
         for unit in self.units:
             unit.module.set_reshard_after_backward(not stays, recurse=False)
-            # What is left of a stage runs last, and first in the backward pass.
+            # The rest of a stage runs last, and first in the backward pass.
             again = unit.read_again or unit.module is self.model
             unit.module.set_reshard_after_forward(not (stays or again), recurse=False)
 
 
 @dataclass(frozen=True, eq=False)
 class FullySharded(DataParallel):
-    """Each rank keeps and updates its rows of each parameter of a view, which `stages` gather when they run."""
+    """Each rank stores and updates its rows of each parameter of a view, which `stages` gather when they run.
+
+    `gradients`: of each trained parameter, flat, from this rank's first element on.
+    """
 
     stages: tuple[ShardedStage, ...]
+    gradients: Mapping[str, Tensor]
 
-    @cached_property
-    def gradients(self) -> dict[str, Tensor]:
-        """Of each trained parameter, flat, from this rank's first element on."""
-        units = (unit for stage in self.stages for unit in stage.units)
-        return {name: unit.gradients[start:] for unit in units for name, start in unit.places.items()}
+    reduces_early: ClassVar[bool] = True
 
-    @property
-    @override
-    def sharded(self) -> bool:
-        return True
-
-    @property
-    @override
-    def reduces_early(self) -> bool:
-        return True
-
-    @property
-    @override
-    def sums_shares(self) -> bool:
-        return True
+    @classmethod
+    def of(
+        cls, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: tuple[ShardedStage, ...]
+    ) -> FullySharded:
+        """Find the gradients of the parameters in the units of the stages."""
+        units = (unit for stage in stages for unit in stage.units)
+        gradients = {name: unit.gradients[start:] for unit in units for name, start in unit.places.items()}
+        owned = {name: _range_of(parameters[name].shape, group) for name in gradients}
+        return cls(parameters, group, owned, True, True, stages, gradients)
 
     @property
     @override
@@ -106,25 +101,17 @@ class FullySharded(DataParallel):
 
     @property
     @override
-    def owned(self) -> Mapping[str, Range]:
-        return {name: self.kept(name) for name in self.gradients}
-
-    @property
-    @override
-    def buffers(self) -> Sequence[Tensor]:
-        return [stage.gradients for stage in self.stages if len(stage.gradients)]
+    def marked(self) -> Any:
+        return next(iter(self.summed), None)
 
     @property
     @override
     def summed(self) -> Sequence[Tensor]:
-        return self.buffers
+        return [stage.gradients for stage in self.stages if len(stage.gradients)]
 
     @override
-    def kept(self, name: str) -> Range:
-        shape, group = self.parameters[name].shape, self.group
-        size, share = shape.numel(), share_of(shape, group.size())
-        start = min(size, share * group.rank())
-        return start, min(size, start + share)
+    def stored(self, name: str) -> Range:
+        return _range_of(self.parameters[name].shape, self.group)
 
     @override
     def weights(self, name: str) -> Tensor:
@@ -137,27 +124,27 @@ class FullySharded(DataParallel):
 
     @override
     def accumulated(self, name: str) -> tuple[Tensor, Range]:
-        start, stop = self.kept(name)
+        start, stop = self.stored(name)
         return self.gradients[name][: stop - start], (start, stop)
 
     @override
     def zero_gradients(self, *, set_to_none: bool = True) -> None:
-        for buffer in self.buffers:
-            buffer.zero_()
+        for gradients in self.summed:
+            gradients.zero_()
 
     @override
     def start_reducing(self) -> Tensor:
-        """Backward passes have done it."""
-        extremes = [end for buffer in self.buffers for end in torch.aminmax(buffer)]
+        """Check the sums that backward passes have formed."""
+        extremes = [end for gradients in self.summed for end in torch.aminmax(gradients)]
         return torch.stack(extremes).isfinite().all().double()
 
     @override
     def reduce(self) -> None:
-        """Likewise."""
+        """Do nothing: backward passes have reduced."""
 
     @override
     def share_weights(self) -> None:
-        """Weights that are still gathered are dropped."""
+        """Drop weights that are still gathered."""
         for stage in self.stages:
             for unit in stage.units:
                 unit.module.reshard()
@@ -172,6 +159,13 @@ class FullySharded(DataParallel):
         return gathered[: shape.numel()].view(shape)
 
 
+def _range_of(shape: torch.Size, group: dist.ProcessGroup) -> Range:
+    """The elements of a parameter on this rank of the group."""
+    size, share = shape.numel(), share_of(shape, group.size())
+    start = min(size, share * group.rank())
+    return start, min(size, start + share)
+
+
 def share_of(shape: torch.Size, ranks: int) -> int:
     """Elements of a parameter on the first of `ranks`, which has the most."""
     return rows_of_share(shape[0], ranks) * shape[1:].numel()
@@ -179,7 +173,7 @@ def share_of(shape: torch.Size, ranks: int) -> int:
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Inside, modules are made without memory for their parameters, on PyTorch's device `meta`."""
+    """Build modules without memory for their parameters inside, on PyTorch's device `meta`."""
     with torch.device("meta"), _DevicesMeanMeta():
         yield
 
@@ -205,21 +199,21 @@ def shard_stage(
     adds_up: bool,
     further: Sequence[tuple[dist.ProcessGroup, Collection[str]]] = (),
 ) -> tuple[ShardedStage, ...]:
-    """Give a stage its own rows of its weights: one unit after the other, so that of a stage that was made
-    `without_weights` there is never more than one whole. Returns those of the main view, and of each further one.
+    """Shard the weights of a stage, unit by unit, so that at most one unit of a stage that was built `without_weights`
+    is whole. Returns the sharded stage in the main view, and in each further one.
 
     Args:
-        model: of the stage; `model.units()`, if it has that method, are those of its parts that are gathered by
+        model: model of the stage; `model.units()`, if it has that method, are the parts that are gathered by
             themselves, in the order in which they run.
-        name_of: a parameter's name in the module, by that in the stage; below, names are those.
+        name_of: gives a parameter's name in the module from that in the stage; all names below are in the module.
         group: the ranks that share the weights of the main view.
         device: where weights go.
-        load: where weights come from that have no memory yet.
-        trained: which parameters train.
-        gradients: dtype that these are reduced and accumulated in.
+        load: fills weights that have no memory yet.
+        trained: names of the parameters that train.
+        gradients: dtype in which gradients are reduced and accumulated.
         zero: 2 or 3.
         adds_up: whether a backward pass gives parameters several gradients.
-        further: by further view, the ranks that share the weights of a parameter, and the names of its parameters.
+        further: for each further view, the ranks that share its weights, and the names of its parameters.
     """
     groups = [group, *(each for each, _ in further)]
     for each in groups:
@@ -233,20 +227,20 @@ def shard_stage(
     runs = list[list[_Part]]()
     for part in (*units_of(model), Gathered(model)):
         found = list[_Part]()
-        # What is inside comes first, as FSDP2 asks for.
+        # FSDP2 requires that inner modules come first.
         for view, each in (*_of_further_views(part.module, views), (0, part)):
             named = _materialize(each.module, names, device, load, trained)
             fully_shard(each.module, mesh=meshes[view], mp_policy=policy)
-            found.insert(0, _Part(view, each, _share(each.module, named, groups[view].size())))
+            found.insert(0, _Part(view, each, *_share(each.module, named, groups[view].size())))
         runs.append(found)
     unfilled = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    assert not unfilled, f"made without memory, and not filled: {unfilled}"
+    assert not unfilled, f"built without memory, and not filled: {unfilled}"
     stages = list[ShardedStage]()
     for number in range(len(groups)):
         own = [each for run in runs for each in run if each.view == number]
-        sizes = [each.places.size for each in own]
+        sizes = [each.size for each in own]
         flat = torch.zeros(sum(sizes), dtype=gradients, device=device)
-        units = [_unit(p.part, p.places, of, adds_up=adds_up) for p, of in zip(own, flat.split(sizes), strict=True)]
+        units = [_unit(p.part, p.starts, of, adds_up=adds_up) for p, of in zip(own, flat.split(sizes), strict=True)]
         stages.append(ShardedStage(model, tuple(units), flat, zero))
     _order(model, [[each.part.module for each in run] for run in runs])
     return tuple(stages)
@@ -254,16 +248,17 @@ def shard_stage(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """What becomes a unit of a view, and where its gradients are."""
+    """A future unit of a view, and where the gradient of each trained parameter begins in its `size` elements."""
 
     view: int
     part: Gathered
-    places: _Places
+    starts: Mapping[str, int]
+    size: int
 
 
 def _of_further_views(module: nn.Module, views: Mapping[nn.Parameter, int]) -> Iterator[tuple[int, Gathered]]:
-    """The largest modules inside a unit whose parameters are all of one further view: its number in `views`, which has
-    the parameters that are in no other unit.
+    """Yield the largest modules inside a unit whose parameters are all of one further view, with its number. `views`:
+    the view of each parameter that is in no other unit.
     """
     own = {views[parameter] for parameter in module.parameters(recurse=False) if parameter in views}
     assert not own - {0}, f"{type(module).__name__} has parameters of several views: build those of each apart"
@@ -277,7 +272,7 @@ def _of_further_views(module: nn.Module, views: Mapping[nn.Parameter, int]) -> I
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a parameter is: in `module`, as its attribute `attribute`. `noted`: what Megatron has noted on it."""
+    """The place of a parameter, an attribute of a `module`. `noted`: the attributes that Megatron gave it."""
 
     module: nn.Module
     attribute: str
@@ -291,7 +286,7 @@ class _Place:
 def _materialize(
     part: nn.Module, names: Mapping[nn.Parameter, str], device: torch.device, load: Load, trained: Collection[str]
 ) -> dict[str, _Place]:
-    """Give the parameters of a part values, where they had none. Where these are, by name."""
+    """Load the parameters of a part that have no values. Returns where each is, by name."""
     places: dict[str, _Place] = {}
     for path, empty in list(part.named_parameters()):
         if empty not in names:  # of a unit inside
@@ -305,16 +300,10 @@ def _materialize(
     return places
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where the gradient of each trained parameter of a unit begins in the unit's, which have `size` elements."""
-
-    starts: Mapping[str, int]
-    size: int
-
-
-def _share(module: Any, places: Mapping[str, _Place], ranks: int) -> _Places:
-    """Note on the sharded parameters of a unit what Megatron noted; and the places of their gradients."""
+def _share(module: Any, places: Mapping[str, _Place], ranks: int) -> tuple[dict[str, int], int]:
+    """Copy Megatron's attributes to the sharded parameters of a unit. Returns where the gradient of each begins in
+    those of the unit, and the size of these.
+    """
     names = {id(place.parameter): name for name, place in places.items()}
     starts, end = dict[str, int](), 0
     for parameter in fsdp_parameters(module):
@@ -324,39 +313,39 @@ def _share(module: Any, places: Mapping[str, _Place], ranks: int) -> _Places:
             starts[name] = end
             end += share_of(parameter.shape, ranks)
             parameter.register_post_accumulate_grad_hook(_drop)
-    return _Places(starts, end)
+    return starts, end
 
 
-def _unit(part: Gathered, places: _Places, gradients: Tensor, *, adds_up: bool) -> Unit:
+def _unit(part: Gathered, starts: Mapping[str, int], gradients: Tensor, *, adds_up: bool) -> Unit:
     module = part.module
     module.set_unshard_in_backward(part.in_backward)
-    if places.starts and adds_up:
+    if starts and adds_up:
         _accumulate_in(gradients.dtype, module)
-    if places.starts:
+    if starts:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_all_reduce_hook(_adding_to(gradients))
         reduce_unused(module)
-    return Unit(module, gradients, places.starts, part.read_again)
+    return Unit(module, gradients, starts, part.read_again)
 
 
 def _accumulate_in(dtype: torch.dtype, module: Any) -> None:
-    """Add up what a backward pass gives a parameter several times (of chunks) in the dtype of its accumulated gradient,
-    as micro-batches are.
+    """Add up several gradients of one backward pass (from chunks) in the dtype of accumulated gradients, as those of
+    micro-batches are.
     """
 
-    def widen(held: Any, parameter: Tensor) -> None:
+    def widen(sharded: Any, parameter: Tensor) -> None:
         assert parameter.grad is not None, "called when there is one"
-        if held.unsharded_accumulated_grad is None:
-            held.unsharded_accumulated_grad = parameter.grad.to(dtype)
+        if sharded.unsharded_accumulated_grad is None:
+            sharded.unsharded_accumulated_grad = parameter.grad.to(dtype)
         else:
-            held.unsharded_accumulated_grad += parameter.grad
+            sharded.unsharded_accumulated_grad += parameter.grad
         parameter.grad = None
 
-    module.unshard()  # FSDP2 makes the parameters that are gathered when it first does so.
-    for held in (each for group in fsdp_groups(module) for each in group.fsdp_params):
-        if held.sharded_param.requires_grad and held.sharded_param.dtype != dtype:
-            held.unsharded_param.register_post_accumulate_grad_hook(partial(widen, held))
+    module.unshard()  # FSDP2 creates the unsharded parameters here.
+    for sharded in (each for group in fsdp_groups(module) for each in group.fsdp_params):
+        if sharded.sharded_param.requires_grad and sharded.sharded_param.dtype != dtype:
+            sharded.unsharded_param.register_post_accumulate_grad_hook(partial(widen, sharded))
     module.reshard()
 
 
@@ -376,18 +365,18 @@ def _drop(parameter: Tensor) -> None:
 
 
 def _order(model: nn.Module, runs: Sequence[Sequence[Any]]) -> None:
-    """Prefetch the weights of a unit, and of those inside it, while the one before it computes, in the backward pass
-    the one after it. FSDP2's own order is forgotten at the end of each backward pass, when other micro-batches are in
+    """Prefetch the weights of a unit, and of those inside it, while the unit before it computes (in the backward pass
+    the one after it). FSDP2 forgets its own order at the end of each backward pass, while other micro-batches are in
     flight. `runs`: each unit and those inside.
     """
     for earlier, later in pairwise(runs):
         later[0].set_modules_to_backward_prefetch([*earlier])
-    for earlier, later in pairwise(runs[:-1]):  # What is left of a stage is gathered before all others.
+    for earlier, later in pairwise(runs[:-1]):  # The rest of a stage is gathered before all others.
         earlier[0].set_modules_to_forward_prefetch([*later])
     for first, *_ in runs[:1]:
         first.set_modules_to_backward_prefetch([first])  # Nothing, in place of FSDP2's own order.
     for inside in (each for _, *others in runs for each in others):
         inside.set_modules_to_backward_prefetch([inside])
         inside.set_modules_to_forward_prefetch([inside])
-    # Which module is the outermost is settled when one first runs; the embedding of a stage may run before it.
+    # FSDP2 takes the first module that runs for the outermost; the embedding of a stage may run before it.
     fully_shard.state(model)._lazy_init()  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,26 +1,24 @@
-"""AdamW and SGD in one pass over all that an optimizer keeps, as a compiler joins it: each number is read once and
-written once, in the form in which it is kept. `optimizer` has the same in steps, for where there is no compiler.
+"""AdamW and SGD in one pass over all that an optimizer stores, which a compiler fuses: each number is read once and
+written once, in its format. `optimizer` has the same updates in steps, for platforms without a compiler.
 
-    weights  kept           are
+    weights  beside         are
     fp32     -              their own masters
     int16    fp32           bits of bfloat16, and masters
-    int16    int16          bits of bfloat16, and what is missing to the masters
+    int16    int16          bits of bfloat16, and the lower halves of the masters
     int16    -              bits of bfloat16, rounded stochastically
 
-bfloat16 comes as its bits, so that all but arithmetic in fp32 is done with whole numbers. Masters are computed by the
-same operations whatever they are kept in, each product being added to once: a compiler that contracts them contracts
-all alike, and masters that are `split` stay those in fp32, bit for bit.
+bfloat16 is passed as its bits, so that all but arithmetic in fp32 is done with integers. Masters are computed by the
+same operations in every format, each product being added to once: a compiler that contracts them contracts all alike,
+and split masters equal those in fp32, bit for bit.
 
-What the fused update is given at a time: neighbouring elements of a module's states, and the tensors that they are
-in.
-
-States and gradients are updated where they lie. What lies in host memory, or in very many places, is brought together
-some at a time: split masters and moments in bfloat16 are then 6 bytes an element.
+States and gradients are updated in place. Batches of those in host memory, or in very many places, are copied first:
+6 bytes an element for split masters and moments in bfloat16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby
@@ -29,29 +27,19 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.groups.platform import on_device
-from megatron_hetero.step.number_formats import (
-    Fp32Master,
-    Fp32Weights,
-    Noise,
-    Plain,
-    RoundedMaster,
-    SplitMaster,
-    Spread,
-    halves,
-    hashed,
-)
+from megatron_hetero.step.number_formats import FlatTensors, Noise, Plain, halves, hashed
 from megatron_hetero.step.optimizer_state import OptimizerState
 
 SEGMENTS = 64
-"""The most segments of a call that differ in their rates."""
+"""The most segments of a call with rates of their own."""
 _SHARED, _OWN, _ALIGNMENT = 8, 3, 4
 _HALF, _NAN, _LOW = 1 << 15, 0x7FC00000, 0xFFFF
 
 
 @dataclass(frozen=True)
 class SegmentRates:
-    """Of neighbouring elements: `rate`, the learning rate over the correction of the first moment; `root`, one over
-    the root of that of the second; `decay`, what weights are multiplied by.
+    """Rates of neighbouring elements: `rate`, the learning rate over the bias correction of the first moment; `root`,
+    the inverse root of the correction of the second; `decay`, a factor of the weights.
     """
 
     rate: float
@@ -61,9 +49,7 @@ class SegmentRates:
 
 @dataclass(frozen=True)
 class CallRates:
-    """Of all elements of a call. `scale`: of gradients; `first`, `second`: one minus the betas; `noise`: for rounding.
-    `segments`: one, or as many as there are.
-    """
+    """Rates of a call. `scale`: factor of the gradients; `first`, `second`: one minus the betas."""
 
     scale: float
     first: float
@@ -73,7 +59,7 @@ class CallRates:
     segments: tuple[SegmentRates, ...]
 
     def numbers(self) -> list[float]:
-        """What `update_` takes, all numbers that fp32 has where they are whole; a multiple of 16 bytes."""
+        """The `numbers` of `update_`, padded to a multiple of 16 bytes; integers are those that fp32 represents."""
         place = divmod(self.noise.start % (1 << 32), 1 << 16)
         shared = [self.scale, self.first, self.second, self.eps, *map(float, (*self.noise.keys, *place))]
         own = [list(each) for each in zip(*((s.rate, s.root, s.decay) for s in self.segments), strict=True)]
@@ -82,37 +68,31 @@ class CallRates:
         return found + [0.0] * (-len(found) % _ALIGNMENT)
 
 
-def ends_of(segments: Sequence[int]) -> Tensor:
-    """Where segments end, as `update_` takes it: int32 [64] on the host."""
-    ends = [*segments[:-1], *[torch.iinfo(torch.int32).max] * (SEGMENTS + 1 - len(segments))]
-    return torch.tensor(ends, dtype=torch.int32)
-
-
 @torch.no_grad()
 def update_(
     weights: Tensor,
-    kept: Tensor | None,
+    beside: Tensor | None,
     gradients: Tensor,
     moments: tuple[Tensor, Tensor] | None,
     numbers: Tensor,
     ends: Tensor | None,
 ) -> None:
-    """Update `weights`, what is `kept` besides, and `moments`, fp32 or bits of bfloat16, in place: all [n].
+    """Update `weights`, what is stored `beside` them, and `moments`, fp32 or bits of bfloat16, in place: all [n].
 
     Args:
         weights: see above.
-        kept: see above.
+        beside: see above.
         gradients: of any floating type.
-        moments: of AdamW; without them it is SGD.
-        numbers: of `CallRates`, fp32.
-        ends: where segments end, of `ends_of`; None where there is one.
+        moments: of AdamW; without them the update is that of SGD.
+        numbers: those of `CallRates`, fp32.
+        ends: see `ends_on`.
     """
     scale, first, second, eps, *keys = numbers[:_SHARED].unbind()
     place = torch.arange(len(weights), dtype=torch.int32, device=weights.device)
     rate, root, decay = _own(numbers, place, ends)
     key, other, high, low = (each.int() for each in keys)
     noise = place + (high << 16) + low
-    master, grads = _masters(weights, kept), gradients.float() * scale
+    master, grads = _masters(weights, beside), gradients.float() * scale
     if moments is None:
         master = master - rate * grads
     else:
@@ -122,14 +102,14 @@ def update_(
         master = master * decay - rate * mean / (square.sqrt() * root + eps)
         for moment, found, random in zip(moments, (mean, square), halves(hashed(noise, key, other)), strict=True):
             moment.copy_(found if moment.dtype == torch.float32 else _upper(_limited(found) + random))
-    _keep(master, weights, kept, halves(hashed(noise, key, other, 1))[0])
+    _store(master, weights, beside, halves(hashed(noise, key, other, 1))[0])
 
 
 def _own(numbers: Tensor, place: Tensor, ends: Tensor | None) -> tuple[Tensor, ...]:
-    """What segments have of their own, of each element's."""
+    """The rates of the segment of each element."""
     if ends is None:
         return numbers[_SHARED : _SHARED + _OWN].unbind()
-    # Of how many segments the end is not behind the place: a binary search, without a loop.
+    # The number of segments that end at or before the place: a binary search, without a data-dependent loop.
     segment, width = torch.zeros_like(place), SEGMENTS
     while width > 1:
         width //= 2
@@ -137,50 +117,50 @@ def _own(numbers: Tensor, place: Tensor, ends: Tensor | None) -> tuple[Tensor, .
     return tuple(numbers[_SHARED + SEGMENTS * i : _SHARED + SEGMENTS * (i + 1)][segment] for i in range(_OWN))
 
 
-def _masters(weights: Tensor, kept: Tensor | None) -> Tensor:
-    """Fp32."""
-    if kept is None:
+def _masters(weights: Tensor, beside: Tensor | None) -> Tensor:
+    """Fp32 masters."""
+    if beside is None:
         return _widened(weights)
-    if kept.dtype == torch.float32:
-        return kept
-    upper = weights.int() + (kept.int() >> 15)  # Rounded up where the first bit is 1: then -1.
-    return ((upper << 16) | (kept.int() & _LOW)).view(torch.float32)
+    if beside.dtype == torch.float32:
+        return beside
+    upper = weights.int() + (beside.int() >> 15)  # Rounded up where the first bit is 1: then -1.
+    return ((upper << 16) | (beside.int() & _LOW)).view(torch.float32)
 
 
-def _keep(masters: Tensor, weights: Tensor, kept: Tensor | None, random: Tensor) -> None:
+def _store(masters: Tensor, weights: Tensor, beside: Tensor | None, random: Tensor) -> None:
     if weights.dtype == torch.float32:
         weights.copy_(masters)
         return
-    weights.copy_(_upper(_limited(masters) + (random if kept is None else _HALF)))
-    if kept is not None:
+    weights.copy_(_upper(_limited(masters) + (random if beside is None else _HALF)))
+    if beside is not None:
         whole = masters.view(torch.int32)
-        kept.copy_(masters if kept.dtype == torch.float32 else ((whole << 16) >> 16).short())
+        beside.copy_(masters if beside.dtype == torch.float32 else ((whole << 16) >> 16).short())
 
 
 def _widened(numbers: Tensor) -> Tensor:
-    """Fp32 from fp32, or from bits of bfloat16."""
+    """Convert fp32, or bits of bfloat16, to fp32."""
     return numbers if numbers.dtype == torch.float32 else (numbers.int() << 16).view(torch.float32)
 
 
 def _limited(values: Tensor) -> Tensor:
-    """Bits of fp32 numbers that less than a unit of bfloat16 can be added to."""
+    """Bits of fp32 numbers, to which less than a unit of bfloat16 can be added."""
     return values.view(torch.int32).clamp(max=_NAN)
 
 
 def _upper(bits: Tensor) -> Tensor:
-    """The upper halves, int16."""
+    """The upper halves of int32 bits, int16."""
     return (bits >> 16).short()
 
 
 PLACES = 64
-"""In how many places weights and gradients may lie so that they are updated there."""
+"""The most tensors that weights and gradients may be in to be updated in place."""
 _MOST = 1 << 30
 """Elements of a call, which indexes them by 32 bits."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Elements [start, stop) of the states of a module: of parameters `names`, so many of each."""
+    """Elements [start, stop) of an `OptimizerState`, updated in one call: `lengths` elements of parameters `names`."""
 
     start: int
     stop: int
@@ -188,31 +168,29 @@ class Batch:
     lengths: tuple[int, ...]
 
     def segments(self, rates: Mapping[str, SegmentRates]) -> tuple[tuple[SegmentRates, ...], tuple[int, ...]]:
-        """Rates of neighbours that differ in them, of those of all parameters, and where each ends in the batch."""
+        """Merge neighbours with equal `rates`, which are by parameter: the rates of each segment, and its end."""
         found = [(rates[name], end) for name, end in zip(self.names, accumulate(self.lengths), strict=True)]
         groups = [(rate, [end for _, end in of][-1]) for rate, of in groupby(found, key=lambda each: each[0])]
         return tuple(rate for rate, _ in groups), tuple(end for _, end in groups)
 
 
 def is_fused(state: OptimizerState) -> bool:
-    """Whether there is a fused update of what is kept in such numbers."""
-    return isinstance(state.master, Fp32Weights | Fp32Master | SplitMaster | RoundedMaster) and all(
-        isinstance(moment, Plain) for moment in state.moments.values()
-    )
+    """Whether there is a fused update for the formats of a state."""
+    return all(isinstance(moment, Plain) for moment in state.moments.values())
 
 
 def batches_of(state: OptimizerState, tied: str | None, most: int, *, streamed: bool) -> Iterator[Batch]:
-    """All elements. What is `tied` is by itself: on other stages it has other neighbours, and other places.
+    """Cut a state into batches. The `tied` parameter is alone: on other stages it has other neighbours.
 
-    `most`: elements of which all is brought together at a time. `streamed`: whether the states lie in host memory.
+    `most`: elements of a batch of which everything is copied. `streamed`: whether the states are in host memory.
     """
-    several = _weights(state), state.gradients
-    brought = [each for each in several if streamed or len(each.tensors) > PLACES]
-    cuts = {0, *(end for each in several if each not in brought for end in each.ends)}
+    several = state.master.weights, state.gradients
+    copied = [each for each in several if streamed or len(each.tensors) > PLACES]
+    cuts = {0, *(end for each in several if each not in copied for end in each.ends)}
     longest = _MOST
-    if brought:
-        # As many bytes, if only some of it is brought.
-        longest = most * sum(map(_itemsize, several)) // sum(map(_itemsize, brought))
+    if copied:
+        # As many bytes, if only some of it is copied.
+        longest = most * sum(map(_itemsize, several)) // sum(map(_itemsize, copied))
     names, lengths, start, end = list[str](), list[int](), 0, 0
     for name, shard in state.shards.items():
         stop = shard.at + shard.stop - shard.start
@@ -230,56 +208,33 @@ def batches_of(state: OptimizerState, tied: str | None, most: int, *, streamed: 
         yield Batch(start, end, tuple(names), tuple(lengths))
 
 
-def _itemsize(numbers: Spread) -> int:
+def _itemsize(numbers: FlatTensors) -> int:
     return numbers.dtype.itemsize
 
 
-def _weights(state: OptimizerState) -> Spread:
-    assert isinstance(state.master, Fp32Weights | Fp32Master | SplitMaster | RoundedMaster), "see `is_fused`"
-    return state.master.weights
-
-
-@dataclass(frozen=True, eq=False)
-class Brought:
-    """The tensors of a batch, as the fused update takes them, on the device."""
-
-    state: OptimizerState
-    batch: Batch
-    weights: Tensor
-    kept: Tensor | None
-    gradients: Tensor
-    moments: tuple[Tensor, Tensor] | None
-
-    @classmethod
-    def of(cls, state: OptimizerState, batch: Batch) -> Brought:
-        """Where they lie, or copies."""
-        span = batch.start, batch.stop
-        weights, gradients = _weights(state).read(*span), state.gradients.read(*span)
-        kept, *moments = (None if t is None else t[slice(*span)].to(weights.device, non_blocking=True)
-                          for t in _tensors(state))  # fmt: skip
-        first, second = moments or (None, None)
-        both = None if first is None or second is None else (first, second)
-        return cls(state, batch, weights, kept, gradients, both)
-
-    def arguments(self) -> tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor] | None]:
-        """Weights, what is kept besides, gradients and moments: bfloat16 as its bits, but for gradients."""
-        moments = None if self.moments is None else (_bits(self.moments[0]), _bits(self.moments[1]))
-        return _bits(self.weights), self.kept, self.gradients, moments
-
-    def put_back(self) -> None:
-        """Write copies to where the numbers lie."""
-        weights, start = _weights(self.state), self.batch.start
-        if len(weights.views(start, self.batch.stop)) > 1:
-            weights.write(start, self.weights)
-        for tensor, found in zip(_tensors(self.state), (self.kept, *(self.moments or ())), strict=True):
-            if tensor is not None and found is not None and tensor.device != found.device:
-                tensor[start : self.batch.stop].copy_(found, non_blocking=True)
-
-
-def _tensors(state: OptimizerState) -> list[Tensor | None]:
-    """What is kept besides the weights, if anything, and moments."""
-    beside = state.master.tensors
-    return [beside[0] if beside else None, *(moment.tensors[0] for moment in state.moments.values())]
+@contextmanager
+def tensors_of(
+    state: OptimizerState, batch: Batch
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor] | None]]:
+    """Yield the first arguments of `update_` for a batch, on the device: views, or copies that are written back."""
+    start, stop = batch.start, batch.stop
+    weights, gradients = state.master.weights.read(start, stop), state.gradients.read(start, stop)
+    beside = state.master.beside
+    stored = [] if beside is None else [beside[start:stop]]
+    stored += [moment.tensors[0][start:stop] for moment in state.moments.values()]
+    found = [tensor.to(weights.device, non_blocking=True) for tensor in stored]
+    moments = [_bits(tensor) for tensor in (found if beside is None else found[1:])]
+    yield (
+        _bits(weights),
+        None if beside is None else found[0],
+        gradients,
+        (moments[0], moments[1]) if moments else None,
+    )
+    if len(state.master.weights.views(start, stop)) > 1:
+        state.master.weights.write(start, weights)
+    for target, values in zip(stored, found, strict=True):
+        if target.device != values.device:
+            target.copy_(values, non_blocking=True)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -287,7 +242,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def numbers_of(calls: Sequence[CallRates], device: torch.device) -> Sequence[Tensor]:
-    """What each call takes, in one transfer to the device."""
+    """The `numbers` of each call of `update_`, in one transfer to the device."""
     rows = [call.numbers() for call in calls]
     flat = on_device(torch.tensor([number for row in rows for number in row]), device)
     return flat.split([len(row) for row in rows])
@@ -295,5 +250,8 @@ def numbers_of(calls: Sequence[CallRates], device: torch.device) -> Sequence[Ten
 
 @lru_cache(maxsize=1024)
 def ends_on(device: torch.device, ends: tuple[int, ...]) -> Tensor | None:
-    """Where segments end, if there are several, as the fused update takes it."""
-    return on_device(ends_of(ends), device) if len(ends) > 1 else None
+    """The `ends` of segments for `update_`, int32 [64]; None for a single segment."""
+    if len(ends) == 1:
+        return None
+    padded = [*ends[:-1], *[torch.iinfo(torch.int32).max] * (SEGMENTS + 1 - len(ends))]
+    return on_device(torch.tensor(padded, dtype=torch.int32), device)

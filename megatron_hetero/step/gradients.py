@@ -1,28 +1,25 @@
-"""The one rule for gradients, in its one place, for modules of any kind.
+"""The one rule for gradients, in one place, for modules of any kind: its steps, and the calls of a training loop.
 
 Every rank has back-propagated the *sum* of its own tokens' losses. For each module:
 
   1. everything is summed over the module's data- and context-parallel ranks (with a sharded optimizer each rank uses
-     its own share of the sums), as far as a wrapper of the user has not done it; a wrapper's mean is made a sum;
+     its own share of the sums), unless a wrapper of the user has done it; a wrapper's mean is turned into a sum;
   2. slices of parameters that several tp ranks hold, and whose gradients are parts (parameters used on sequence-sharded
-     activations; norms of heads; replicated key/value heads), are summed over `tp`, those of other shares with them,
-     which nobody uses;
-  3. an embedding that the last pipeline stage holds a copy of, for the head that is tied to it, is summed over the two.
-     Last, so that the two sums are of the same bits, and stay so whatever the order in which 1 adds up;
+     activations; norms of heads; replicated key/value heads), are summed over `tp`; so are the unused sums of other
+     shares in them;
+  3. an embedding of which the last pipeline stage has a copy, for the tied head, is summed over the two. This comes
+     last, so that both copies have the same bits whatever the order of additions in 1;
   4. squares are added up over all modules and ranks, each element of each parameter counted once;
-  5. all gradients are scaled by 1/N and by the clipping factor, the same on every rank, as the update reads them.
+  5. all gradients are scaled by 1/N and by the clipping factor, the same on every rank, when the update reads them.
 
 1 may begin while there is still something to compute (`start_sums`, `TrainedModule.expect`).
-
-The rule for gradients (`gradients`) as calls of a training loop: tokens and losses of a step, gradients finished
-once and applied once.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -37,7 +34,8 @@ from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Held, TensorSlice
 from megatron_hetero.schedule.contract import StepResult
-from megatron_hetero.step.held import Chunks, held_modules, unreduced
+from megatron_hetero.step.data_parallel import DataParallel
+from megatron_hetero.step.library_modules import Chunks, trained_modules, unreduced
 from megatron_hetero.step.module import TrainedModule
 
 Squares = Mapping[str, Tensor]
@@ -46,10 +44,10 @@ Squares = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class GradientSummary:
-    """What every rank knows of a step before the update.
+    """The result of a step that every rank knows before the update.
 
-    `loss_sum`: sum of token losses of the global batch. `norms`: gradient norm of each trained module of that sum.
-    `faults`: (module or "loss", rank) wherever something was NaN or infinite before ranks were mixed.
+    `loss_sum`: sum of token losses of the global batch. `norms`: norm of that sum's gradient for each trained module.
+    `faults`: (module or "loss", rank) of all that was NaN or infinite before sums over ranks.
     """
 
     loss_sum: float
@@ -58,16 +56,16 @@ class GradientSummary:
 
     @property
     def norm(self) -> float:
-        """The norm over all modules together."""
+        """The norm over all modules."""
         return math.sqrt(sum(norm**2 for norm in self.norms.values()))
 
 
 @dataclass(frozen=True, eq=False)
 class GradientTable:
-    """What all ranks know of a step, on the device: nothing has waited for it.
+    """A `GradientSummary` on the device, before anything waits for it.
 
-    `rows`: of each rank its loss, whether that counts, and the columns of each module, fp64 [ranks, 2 + 3 modules].
-    `names`: of the modules.
+    `rows`: for each rank its loss, whether that counts, and the columns of each module, fp64 [ranks, 2 + 3 modules].
+    `names`: names of the modules.
     """
 
     rows: Tensor
@@ -79,7 +77,7 @@ class GradientTable:
         return self._columns(self.rows)[:, :, _Column.SQUARES].sum(0)
 
     def read(self) -> GradientSummary:
-        """Wait for it."""
+        """Wait for the device."""
         table = self.rows.cpu()
         loss, counts = table[:, 0], table[:, 1]
         trained, finite, squares = self._columns(table).unbind(2)
@@ -98,7 +96,7 @@ class GradientTable:
 
 
 class _Column(IntEnum):
-    """What a rank reports of a module. All zero where it trains nothing of it."""
+    """The report of a rank on a module; zeros if it trains nothing of it."""
 
     TRAINED = 0
     FINITE = 1
@@ -106,9 +104,9 @@ class _Column(IntEnum):
 
 
 def sum_gradients(modules: Iterable[TrainedModule], started: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Steps 1 to 3, of modules that this rank has a part of, in the order of the topology.
+    """Steps 1 to 3, for the modules on this rank, in the order of the topology.
 
-    `started`: by module, what `start_sums` gave, where it has been called. Returns the same of all modules that train.
+    `started`: results of `start_sums`, by module. Returns the same for all modules that train.
     """
     trained, begun = [module for module in modules if module.trained], dict(started or {})
     finite = begun | start_sums(module for module in trained if module.name not in begun)
@@ -121,11 +119,10 @@ def sum_gradients(modules: Iterable[TrainedModule], started: Mapping[str, Tensor
 
 
 def start_sums(modules: Iterable[TrainedModule]) -> dict[str, Tensor]:
-    """The beginning of step 1, as far as it has not begun, of modules whose gradients are those of the step: nothing
-    waits for the sums.
+    """Begin step 1 for modules whose gradients are complete, without waiting. Collective over the ranks that have the
+    same stages of a module.
 
-    Returns by module whether the gradients of this rank were finite before, in all views, fp64 scalar. Collective over
-    the ranks that have the same stages of a module.
+    Returns by module whether the gradients of this rank were finite before, in all views, fp64 scalar.
     """
     finite = dict[str, Tensor]()
     for module in modules:
@@ -143,8 +140,8 @@ def add_up(
         squares: by module, the sum of `squares_of` this rank's trained parameters in all views.
         finite: what `sum_gradients` returned.
         loss_sum: the fp32 sum of this rank's token losses.
-        topology: of all modules.
-        loss_counts_here: whether that is one of those that add up to the whole.
+        topology: topology of all modules.
+        loss_counts_here: whether the loss of the step includes that sum.
     """
     columns = {name: torch.stack([torch.ones_like(s), finite[name], s]) for name, s in squares.items()}
     absent = torch.zeros(len(_Column), dtype=torch.float64, device=loss_sum.device)
@@ -158,14 +155,14 @@ def add_up(
 
 @torch.no_grad()
 def scale_gradients(modules: Iterable[TrainedModule], factor: float | Tensor) -> None:
-    """Step 5, of what was summed: with a sharded optimizer a rank's own share on a GPU."""
+    """Step 5 for all sums: those of a rank's own share with a sharded optimizer on a GPU."""
     summed = [gradients for module in modules for gradients in module.data_parallel.summed]
     if summed:
         torch._foreach_mul_(summed, factor)
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What gradients of `norm` are scaled by so that their norm is at most `limit`; 0 means no limit."""
+    """The factor that brings gradients of `norm` to a norm of at most `limit`; 0 means no limit."""
     return 1.0 if limit <= 0 or norm <= limit else limit / (norm + 1e-6)
 
 
@@ -176,8 +173,8 @@ def clip_factor(norm: float, limit: float) -> float:
 
 @torch.no_grad()
 def _sum_parts_over_tp(module: TrainedModule) -> None:
-    """One all-reduce over `tp` of all slices whose gradients are parts. A slice that a rank holds twice is added up as
-    well.
+    """Sum all slices whose gradients are parts in one all-reduce over `tp`. A slice that a rank holds twice is added up
+    as well.
     """
     own, slots, size = _parts(module)
     if not slots:
@@ -186,10 +183,10 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
     gradients, views = list[Tensor](), list[Tensor]()
     rounds = dict[int, list[int]]()
     times = Counter[Any]()
-    module.data_parallel.zero_unsummed({name for name, _ in own})
+    _zero_unsummed(module.data_parallel, {name for name, _ in own})
     for name, tensor_slice in own:
         gradient, before = _accumulated_rows(module, name, tensor_slice)
-        # What one kernel adds to must not have the same memory twice.
+        # One kernel must not add to the same memory twice.
         rounds.setdefault(times[tensor_slice.rectangle], []).append(len(views))
         times[tensor_slice.rectangle] += 1
         gradients.append(gradient)
@@ -197,7 +194,7 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
     for places in rounds.values():
         torch._foreach_add_([views[place] for place in places], [gradients[place] for place in places])
     if module.data_parallel.sums_shares:
-        # Ranks of a tp group may have the sums of other rows of a slice: it may lie elsewhere in their parameters.
+        # Ranks of a tp group may have the sums of other rows of a slice, if it is elsewhere in their parameters.
         dist.all_reduce(buffer, group=module.replicas)
     dist.all_reduce(buffer, group=module.holders)
     means = {name for name, over_tp in module.over_tp.items() if over_tp == "mean"}
@@ -207,8 +204,21 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
         torch._foreach_copy_(gradients, views)
 
 
+def _zero_unsummed(sharing: DataParallel, names: Collection[str]) -> None:
+    """Zero what this rank accumulates of gradients and other ranks sum."""
+    if not sharing.sums_shares:
+        return
+    parts = list[Tensor]()
+    for name in names:
+        values, (begin, _) = sharing.accumulated(name)
+        start, stop = sharing.owned[name]
+        parts += [part for part in (values[: start - begin], values[stop - begin :]) if part.numel()]
+    if parts:
+        torch._foreach_zero_(parts)
+
+
 def _accumulated_rows(module: TrainedModule, name: str, tensor_slice: TensorSlice) -> tuple[Tensor, int]:
-    """Those rows of a slice whose gradient is on this rank, and the elements of the slice before them."""
+    """The rows of a slice whose gradient is on this rank, and the number of elements of the slice before them."""
     values, (begin, _) = module.data_parallel.accumulated(name)
     row = module.parameters[name].shape[1:]
     rows = values.view(-1, *row)
@@ -221,8 +231,8 @@ def _accumulated_rows(module: TrainedModule, name: str, tensor_slice: TensorSlic
 
 
 def _parts(module: TrainedModule) -> tuple[list[tuple[str, TensorSlice]], dict[tuple[Any, ...], int], int]:
-    """This rank's (parameter, slice) whose gradients are parts; where the slice of any rank begins in a buffer; its
-    size.
+    """This rank's (parameter, slice) whose gradients are parts, where the slice of any rank begins in a buffer, and the
+    size of that.
     """
     own: list[tuple[str, TensorSlice]] = []
     slots: dict[tuple[Any, ...], int] = {}
@@ -272,9 +282,7 @@ def _sum_tied_over_stages(module: TrainedModule) -> None:
 
 @torch.no_grad()
 def squares_of(module: TrainedModule) -> Tensor:
-    """The sum of squares of this rank's share of the module's gradients, fp64 scalar; shares of all ranks add up to
-    the whole.
-    """
+    """The sum of squares of this rank's share of the module's gradients, fp64 scalar. Those of all ranks add up."""
     counted = [
         (part, share / module.data_parallel.copies(name))
         for name in module.trained
@@ -292,14 +300,14 @@ def squares_of(module: TrainedModule) -> Tensor:
 
 
 def _widest(module: TrainedModule) -> torch.dtype:
-    """The dtype of sums: fp32, or fp64 where a parameter is."""
+    """The dtype of sums: fp32, or fp64 if a parameter has it."""
     wide = any(parameter.dtype == torch.float64 for parameter in module.trained.values())
     return torch.float64 if wide else torch.float32
 
 
 def _counted_parts(module: TrainedModule, name: str) -> Iterator[tuple[Tensor, float]]:
-    """Flat parts of the gradient of a parameter, as far as this rank updates it, and what share of their squares
-    counts: of what several ranks hold, one share on each.
+    """Yield flat parts of the gradient of a parameter that this rank updates, and the share of their squares that
+    counts, if several ranks hold them.
     """
     whole, (begin, end), how = module.gradient(name), module.data_parallel.owned[name], module.own_held[name]
     if not how.replicated_slices:
@@ -318,48 +326,48 @@ Tokens = int | float | Tensor
 
 
 def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], tokens: Tokens) -> None:
-    """Make of each rank's gradients those of the mean loss over the tokens of the step, in place. All ranks call it
+    """Turn each rank's gradients into those of the mean loss over the tokens of the step, in place. All ranks call it
     once, after the last backward pass of the step and before any optimizer's.
 
-    A parameter without a gradient on this rank counts as zeros there; one that is frozen is left out. Gradients of
-    Megatron's `DistributedDataParallel` are in `main_grad`, with its distributed optimizer each rank's own share only.
-    The means that FSDP2 and PyTorch's DDP form are corrected to sums. Custom communication hooks are not known here.
+    A parameter without a gradient on this rank counts as zeros; frozen ones are skipped. Gradients of Megatron's
+    `DistributedDataParallel` are in `main_grad`, with its distributed optimizer each rank's own share only. The means
+    of FSDP2 and PyTorch's DDP are corrected to sums. Custom communication hooks are not supported.
 
-    Along `tp` a gradient is summed if its parameter has the attribute `sequence_parallel`, as Megatron's have that are
-    used on sharded activations, or is a norm of queries or keys; averaged if it has
+    Along `tp` a gradient is summed if its parameter has the attribute `sequence_parallel`, which Megatron sets for
+    parameters used on sharded activations, or is a norm of queries or keys; averaged if it has
     `average_gradients_across_tp_domain`. Copies of an embedding on the first and last stage have `shared_embedding`.
 
     Args:
-        topology: of all modules.
-        modules: by name what this rank holds, as it is called: wrapped, if it is. A list for virtual stages.
-        tokens: of the whole step over all ranks, the same on all of them: a number, or a tensor [] on the device; with
-            zero tokens in it gradients become zero. For what `count_tokens` returns no host waits. In place of tokens,
-            whatever losses were summed over.
+        topology: topology of all modules.
+        modules: this rank's part of each module, by name, with its wrapper. A list for virtual stages.
+        tokens: number of tokens of the whole step (or whatever losses were summed over), the same on all ranks: a
+            number, or a tensor [] on the device; zero tokens in it make gradients zero. The host does not wait for the
+            result of `count_tokens`.
 
     Raises:
         UserError: on all ranks. `modules` are not those of a rank, gradients are finished already, `tokens` is a number
-            that is not positive or not the same on all ranks, a wrapper reduced over ranks that do not lie along axes
-            of the layout, or PyTorch's DDP or FSDP2 did not reduce in the last backward pass.
+            that is not positive or not the same on all ranks, a wrapper reduced over ranks that are not along axes of
+            the layout, or PyTorch's DDP or FSDP2 did not reduce in the last backward pass.
     """
 
     def check() -> tuple[tuple[TrainedModule, ...], float | Tensor]:
-        held = held_modules(topology, modules)
-        require_ready(held, finished=False)
-        return held, factor_of(tokens, topology.platform.device)
+        own = trained_modules(topology, modules)
+        require_ready(own, finished=False)
+        return own, factor_of(tokens, topology.platform.device)
 
-    held, factor = together(topology.host, check)
+    own, factor = together(topology.host, check)
     require_equal_tokens(topology, tokens)
-    finish(held, factor)
+    finish(own, factor)
 
 
 def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
-    """The tokens of the whole step from those of each rank, int64 [] on the device. All ranks call it.
+    """Count the tokens of the whole step, int64 [] on the device. All ranks call it.
 
     Args:
-        topology: of all modules.
-        module: whose loss is summed over tokens.
-        mine: tokens in this rank's part of the losses. Ranks along `tp` have the same: those of the first count. Of
-            stages the last counts; what other ranks, and those without the module, say does not matter.
+        topology: topology of all modules.
+        module: the module whose loss is summed over tokens.
+        mine: tokens in this rank's part of the losses. It counts on the first rank along `tp` of the last stage, and
+            is ignored elsewhere.
     """
     number = torch.as_tensor(mine)
     if number.dim() or number.is_floating_point():
@@ -371,13 +379,13 @@ def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
 
 
 def total_loss(topology: Topology, module: str, mine: float | Tensor | StepResult) -> Tensor:
-    """The loss of the whole step from the sums of each rank, fp32 [] on the device. All ranks call it.
+    """Add up the loss of the whole step, fp32 [] on the device. All ranks call it.
 
     Args:
-        topology: of all modules.
-        module: whose loss it is.
-        mine: what a `Runner` returned, or this rank's sum of that module's losses alone, or of another number. Which
-            ranks count is as for `count_tokens`.
+        topology: topology of all modules.
+        module: the module whose loss it is.
+        mine: what a `Runner` returned, or this rank's sum of that module's losses, or of another number. It counts on
+            the same ranks as in `count_tokens`.
     """
     if isinstance(mine, StepResult):
         mine = mine.losses.get(module, 0.0)
@@ -385,7 +393,7 @@ def total_loss(topology: Topology, module: str, mine: float | Tensor | StepResul
 
 
 def _total(topology: Topology, function: str, module: str, mine: Tensor) -> Tensor:
-    """Summed over the ranks of the last stage that are first along `tp`."""
+    """Sum over the ranks of the last stage that are first along `tp`."""
     if module not in topology.layouts:
         known = ", ".join(topology.layouts)
         raise UserError.at(function, found=f"no module `{module}`", expected=f"one of {known}", fix="correct it")
@@ -402,7 +410,7 @@ def _total(topology: Topology, function: str, module: str, mine: Tensor) -> Tens
 
 
 def finish(modules: Iterable[TrainedModule], factor: float | Tensor) -> None:
-    """As `finish_gradients`, with the factor for all gradients."""
+    """Finish gradients with a `factor` for all of them."""
     sum_gradients(modules)
     scale_gradients(modules, factor)
     note_finished(modules)
@@ -410,7 +418,7 @@ def finish(modules: Iterable[TrainedModule], factor: float | Tensor) -> None:
 
 @torch.no_grad()
 def note_finished(modules: Iterable[TrainedModule]) -> None:
-    """Note that gradients are those of the step."""
+    """Mark gradients as finished."""
     for module in modules:
         if (gradient := module.data_parallel.marked) is not None:
             gradient.finished_version, gradient.is_applied = gradient._version, False
@@ -418,7 +426,7 @@ def note_finished(modules: Iterable[TrainedModule]) -> None:
 
 @torch.no_grad()
 def require_ready(modules: Iterable[TrainedModule], *, finished: bool) -> None:
-    """Check that gradients are of this step, and finished or not. Raises `UserError`."""
+    """Check that gradients belong to this step, and are `finished` or not. Raises `UserError`."""
     for module in modules:
         gradient, problem, because, fix = _finished_gradient(module), "", "", ""
         if gradient is not None and gradient.is_applied:
@@ -452,7 +460,7 @@ def require_ready(modules: Iterable[TrainedModule], *, finished: bool) -> None:
 
 @torch.no_grad()
 def note_applied(modules: Iterable[TrainedModule]) -> None:
-    """Note that an optimizer has applied the gradients."""
+    """Mark gradients as applied by an optimizer."""
     for module in modules:
         if (gradient := _finished_gradient(module)) is not None:
             gradient.is_applied = True
@@ -460,14 +468,14 @@ def note_applied(modules: Iterable[TrainedModule]) -> None:
 
 @torch.no_grad()
 def forget_finished(modules: Iterable[TrainedModule]) -> None:
-    """Forget that gradients were finished, as they are zeroed."""
+    """Remove the mark of gradients that are zeroed."""
     for module in modules:
         if (gradient := _finished_gradient(module)) is not None:
             del gradient.finished_version
 
 
 def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
-    """Check that they are the same on all ranks. The host waits for a tensor that is not as `count_tokens` returned it.
+    """Check that all ranks have the same number. The host waits for tensors other than the result of `count_tokens`.
     Raises `UserError` on all ranks.
     """
     counted = isinstance(tokens, Tensor) and getattr(tokens, "counted_version", None) == tokens._version
@@ -480,15 +488,15 @@ def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
 
 
 def _finished_gradient(module: TrainedModule) -> Any:
-    """The gradient that has `finished_version`; None if the gradients have not been finished."""
+    """The gradient with the mark `finished_version`; None if gradients are not finished."""
     gradient = module.data_parallel.marked
     return gradient if hasattr(gradient, "finished_version") else None
 
 
 def factor_of(tokens: Tokens, device: torch.device) -> float | Tensor:
-    """What sums over tokens are multiplied by. Raises `UserError` if a number is not positive."""
+    """The factor from sums over tokens to means. Raises `UserError` if a number is not positive."""
     if isinstance(tokens, Tensor):
-        # Without tokens all gradients are zero, and stay so.
+        # Without tokens all gradients are zero, and remain so.
         number = tokens.detach().to(device, torch.float32, non_blocking=True).reshape(())
         return torch.where(number > 0, number.reciprocal(), torch.zeros_like(number))
     if not tokens > 0:

@@ -1,536 +1,194 @@
-"""One step on one rank: a loop over its actions, independent of their builder. Actions are specified in
-`schedule.actions`, the interface of the models in `contract`.
-
-Crossings and transfers are explicit, not autograd's: outputs are detached where they leave a rank and become leaves
-where they arrive, so that every rank takes part whether or not it holds a row.
-
-To overlap communication, tokens are embedded before rows are waited for, and the gradients of rows leave as soon as
-they are known, during the text module's backward. A micro-batch is moved to the device when an action first needs it,
-and dropped after the last one.
-
-Where one call of an encoder computes several micro-batches, its forward is that of the first and its backward that of
-the last; at the others there is nothing to do, as in a micro-batch without images. All of them are in one turn of the
-encoder, between whose actions nothing happens that the call needs or holds up.
-"""
+"""The interpreter of schedules on one rank. `execution` executes the actions of a step."""
 
 from __future__ import annotations
 
-import contextlib
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import chain
-from typing import Any
+import uuid
+from collections.abc import Callable, Collection, Mapping
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from megatron_hetero.base.errors import HIDDEN, ROWS, UserError
-from megatron_hetero.boundary.communicator import Crossing
-from megatron_hetero.boundary.loaded import LoadedPlan
-from megatron_hetero.layout.communicators import Link
-from megatron_hetero.layout.graph import Edge
-from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.contract import (
-    LOSS,
-    METRICS,
-    DeviceMicroBatch,
-    StageOutput,
-    StepResult,
-    require_calls,
-    require_known,
-)
-from megatron_hetero.schedule.gathering import stays_gathered
-from megatron_hetero.schedule.program import Role, Schedule, describe_action, starts_early, use_of
-from megatron_hetero.step.resources import (
-    RankResources,
-    ReceivedRows,
-    grad_of,
-    require_frozen,
-    without_ddp,
-    wrong_outputs,
-)
-
-ActivationKey = tuple[str, int, int]
-"""Module, stage and micro-batch."""
-CrossingKey = tuple[str, Edge, int]
-"""Kind, edge and micro-batch."""
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.boundary.communicator import boundary_communicators
+from megatron_hetero.groups.collective import on_every, require_alike
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
+from megatron_hetero.layout.communicators import edge_ranks
+from megatron_hetero.layout.graph import Edge, Graph
+from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, StepResult, random_states
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.step.execution import StepExecution
+from megatron_hetero.step.resources import RankResources, RunChecks
 
 
-class StepExecution:
-    """One step. The dictionaries hold the tensors that live on the rank between actions."""
+class Interpreter(RankResources):
+    """Executes schedules on this rank."""
 
-    def __init__(
+    @classmethod
+    def build(
+        cls,
+        topology: Topology,
+        modules: Mapping[str, ModuleOnRank],
+        graph: Graph,
+        *,
+        timeout_s: float = 300.0,
+        watch: Stopwatch | None = None,
+        watchdog: Watchdog | None = None,
+        check: bool = True,
+    ) -> Interpreter:
+        """Build an interpreter on the groups of a topology that was built with the edges of `graph`. All ranks call it.
+
+        Args:
+            topology: with this rank and its groups.
+            modules: the modules of this rank, by name.
+            graph: what crosses along which edges, and the dtype of rows and hidden states.
+            timeout_s: an action that takes longer, in seconds, ends the process with a message. 0: never.
+            watch: measures times; by default none are recorded.
+            watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
+            check: whether to compare the first hidden states between any two stages with the receiver's
+                `hidden_shape`, and the first gradients of rows that several ranks need with the plan; and to refuse
+                PyTorch's `DistributedDataParallel` in stages, and losses without a graph of modules that train.
+                Without it, hidden states of another shape hang, abort, or go unnoticed if they have as many bytes, and
+                gradients are counted too often, too seldom or not at all.
+
+        Raises:
+            UserError: on all ranks. `modules` are not those that the topology places on a rank, or lack a stage, or a
+                stage after the first has no `hidden_shape`; or the edges of the graph are not the topology's; or ranks
+                differ in dtypes or `check`.
+        """
+        checked: list[Graph] = []
+
+        def require() -> tuple[str, dict[str, str]]:
+            _require_placed(topology, modules)
+            checked.append(_in_topology(topology, graph))
+            facts = {"dtype": graph.dtype, "transport": graph.transport or graph.dtype, "check": check}
+            return uuid.uuid4().hex, {name: str(fact) for name, fact in facts.items()}
+
+        keys, facts = zip(*on_every(topology.host, require), strict=True)
+        require_alike("interpreter", facts, range(topology.world_size), "build it alike")
+        outputs = {edge: checked[0].outputs_of(edge) for edge in topology.boundaries}
+        widths = {edge: checked[0].width_of(edge) * len(names) for edge, names in outputs.items()}
+        return cls(
+            modules=modules,
+            communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
+            outputs=outputs,
+            pipelines=topology.pipelines,
+            rank=topology.rank,
+            width=graph.width if isinstance(graph.width, int) else 0,
+            dtype=graph.dtype,
+            device=topology.platform.device,
+            watch=watch or Stopwatch(topology.platform, record=False),
+            watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
+            random=random_states(topology.platform),
+            checks=RunChecks(keys[0]) if check else None,
+        )
+
+    def run(
         self,
-        resources: RankResources,
         schedule: Schedule,
         load: Callable[[int], DeviceMicroBatch],
-        after_backward: Callable[[str], None],
-        before_last: Callable[[str, int], None],
-    ):
-        self.resources, self.schedule, self.load, self.after_backward = resources, schedule, load, after_backward
-        self.before_last, self.checks = before_last, resources.checks
-        self.actions = schedule.actions_of(resources.rank)
-        backward = [(i, action) for i, action in enumerate(self.actions) if _is_backward(action)]
-        self.last_backward = {action.module: i for i, action in backward}
-        self.last_of_stage = {(action.module, action.stage): i for i, action in backward}
-        self.last_use = {action.micro_batch: i for i, action in enumerate(self.actions)}
-        self.position = 0
-        self.losses: dict[str, Tensor] = {}  # by module
-        self.metrics: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-        self.batches: dict[int, DeviceMicroBatch] = {}
-        self.calls: dict[tuple[str, int], range] = {}  # by module and micro-batch, where they are of several
-        self.called: dict[ActivationKey, dict[str, Tensor]] = {}  # outputs of these, by their last micro-batch
-        self.inputs: dict[ActivationKey, Tensor] = {}  # leaves: hidden states that a stage received
-        self.outputs: dict[ActivationKey, dict[str, Tensor]] = {}  # by name
-        self.hidden_shapes: dict[ActivationKey, torch.Size] = {}  # of outputs
-        # By module, the irecvs of gradients whose shape is not yet known, in order.
-        self.deferred: defaultdict[str, deque[Action]] = defaultdict(deque)
-        self.receives: dict[Action, tuple[Tensor, dist.Work]] = {}
-        self.received: dict[tuple[str, ActivationKey], Tensor] = {}
-        self.sends: deque[tuple[dist.Work, Tensor, Action]] = deque()
-        self.crossings: dict[CrossingKey, Crossing] = {}
-        self.embedded: dict[tuple[str, int], Tensor] = {}  # by module and micro-batch
-        self.rows: dict[tuple[Edge, int], ReceivedRows] = {}
-        self.row_grads: dict[tuple[Edge, int], Tensor] = {}
-        self.random_states: dict[ActivationKey, Any] = {}  # before a forward pass that will be recomputed
-        self.stays_gathered = {
-            name: stays_gathered(self.actions, schedule.module[name], next(iter(module.gathered.values()))[0].zero)
-            for name, module in resources.modules.items()
-            if module.gathered
-        }
+        after_backward: Callable[[str], None] = lambda _: None,
+        before_last: Callable[[str, int], None] = lambda _, __: None,
+    ) -> StepResult:
+        """Execute this rank's actions.
 
-    def run(self) -> StepResult:
-        """Execute the actions; returns what this rank has summed."""
-        handlers = {
-            "run": self._run, "send": self._send, "irecv": self._irecv, "wait": self._wait, "start": self._start,
-            "finish": self._finish,
-        }  # fmt: skip
-        for module in self.resources.modules.values():
-            for gathered in chain(*module.gathered.values()):
-                gathered.before_run(gathered.zero == 2)  # Tokens may be embedded before the first run.
-        for position, action in enumerate(self.actions):
-            self.position = position
-            with (
-                self.resources.watchdog.doing(self._description(action)),
-                self.resources.watch.part(self._part(action), str(action)),
-                self._annotating_errors(action),
-            ):
-                handlers[action.op](action)
-            if _is_backward(action) and self.last_backward[action.module] == position:
-                self.after_backward(action.module)
-            if self.last_use[action.micro_batch] == position:
-                self.batches.pop(action.micro_batch, None)
-        for work, _, action in self.sends:
-            with self.resources.watchdog.doing(self._description(action)), self._annotating_errors(action):
-                work.wait()
-        losses = [*self.losses.values()] or [torch.zeros((), device=self.resources.device)]
-        return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.losses, self.metrics)
+        Args:
+            schedule: for the modules and layouts of the interpreter.
+            load: moves a micro-batch, numbered from 0, to the device; called when an action first needs it.
+            after_backward: called with the name of a module after its last backward pass on this rank, even if that had
+                nothing to compute: its gradients are those of the step.
+            before_last: called with module and stage before the last backward pass of the stage on this rank, if that
+                has something to compute.
 
-    def _description(self, action: Action) -> Callable[[], str]:
-        """For the watchdog, which keeps it until the device has executed the action: it must hold no tensor."""
-        return partial(describe_action, self.schedule, self.resources.rank, action)
+        Returns:
+            This rank's sums of losses and metrics. Gradients accumulate in the parameters.
 
-    @contextlib.contextmanager
-    def _annotating_errors(self, action: Action) -> Iterator[None]:
-        """Add a note with the action to errors of process groups."""
-        try:
-            yield
-        except RuntimeError as error:
-            error.add_note(f"rank {self.resources.rank} was in {self._description(action)()} when this happened")
-            raise
-
-    def _part(self, action: Action) -> str:
-        if action.op == "run":
-            return action.module
-        return "boundary" if action.op in ("start", "finish") else "pipeline"
-
-    def _batch(self, micro_batch: int) -> DeviceMicroBatch:
-        if micro_batch not in self.batches:
-            self.batches[micro_batch] = self.load(micro_batch)
-            require_known(micro_batch, self.batches[micro_batch], self.schedule.module, self.schedule.edges)
-            require_calls(micro_batch, self.batches[micro_batch], self.schedule)
-            for module, call in self.batches[micro_batch].calls.items():
-                self.calls.update(((module, m), call) for m in call)
-        return self.batches[micro_batch]
-
-    def _call(self, action: Action) -> range:
-        """The micro-batches that are computed together with that of an action."""
-        m = action.micro_batch
-        return self.calls.get((action.module, m), range(m, m + 1))
-
-    def _module_input(self, action: Action) -> Any:
-        """The input of an action's module; None if the module is absent from the micro-batch."""
-        return self._batch(action.micro_batch).inputs.get(action.module)
-
-    def _model(self, action: Action) -> Any:
-        return self.resources.modules[action.module].stages[_activation_key(action)[1]]
-
-    # ------------------------------------------------------------------------------------------------ work
-
-    def _run(self, action: Action) -> None:
-        has_input, call = self._module_input(action) is not None, self._call(action)
-        runs = action.micro_batch == call[-1] if action.kind == "B" and len(call) > 1 else has_input
-        if not runs:
-            return
-        for gathered in self.resources.modules[action.module].gathered.get(_activation_key(action)[1], ()):
-            gathered.before_run(replace(action, micro_batch=call[-1]) in self.stays_gathered[action.module])
-        if action.kind == "B":
-            if self.last_of_stage[action.module, action.stage] == self.position:
-                self.before_last(*_activation_key(action)[:2])
-            self._backward(action)
-        else:
-            self._forward(action)
-
-    def _forward(self, action: Action) -> None:
-        module, key = self.schedule.module[action.module], _activation_key(action)
-        keeps = module.backward and (action.kind == "R" or not module.recomputes)
-        with torch.set_grad_enabled(keeps), self._same_random_state(action):
-            inputs = []
-            if action.stage != 0:
-                trains = self.resources.modules[action.module].trains_before_last
-                inputs.append(self.received.pop((action.kind, key)).requires_grad_(keeps and trains))
-                self.inputs[key] = inputs[0]
-            else:
-                inputs += self._embedding(action)
-            inputs += self._rows_of_stage(action)
-            with without_ddp(self.resources.rank, *key[:2]) if self.checks else contextlib.nullcontext():
-                output = self._model(action)(self._module_input(action), *inputs)
-            if not keeps:
-                self.inputs.pop(key, None)
-        outputs = self._named(action, output)
-        if LOSS in outputs:
-            if action.kind == "F":
-                loss, so_far = outputs[LOSS].detach(), self.losses.get(action.module)
-                self.losses[action.module] = loss.to(torch.float32, copy=True) if so_far is None else so_far.add_(loss)
-            if keeps and self.checks and not outputs[LOSS].requires_grad:
-                require_frozen(*key[:2], self._model(action), inputs, outputs[LOSS])
-            if not keeps:  # an evaluation, or a forward that will be recomputed
-                del outputs[LOSS]
-        if len(call := self._call(action)) > 1:
-            self._keep_parts(action, outputs, call, keeps=keeps)
-        elif outputs:
-            self.outputs[key] = outputs
-        if HIDDEN in outputs:
-            self.hidden_shapes[key] = outputs[HIDDEN].shape
-        self._receive_deferred(action.module)
-
-    def _named(self, action: Action, output: StageOutput) -> dict[str, Tensor]:
-        """What a stage returned, by name, checked."""
-        is_last = action.stage == self.schedule.module[action.module].stages - 1
-        expected = [*([] if is_last else [HIDDEN]), *self._crossing_names(action)] or [LOSS]
-        # A module that feeds others may have a loss of its own.
-        may_have = [LOSS] if is_last and expected != [LOSS] else []
-        if is_last and isinstance(output, Mapping) and METRICS in output:
-            output = dict(output)
-            self._add_metrics(action, output.pop(METRICS))
-        problem = wrong_outputs(output, expected, may_have)
-        self._require(not problem, action, problem, f"a tensor by each of the names {', '.join(expected)}")
-        outputs = {expected[0]: output} if isinstance(output, Tensor) else dict(output)
-        self._require_result(action, outputs)
-        return outputs
-
-    def _add_metrics(self, action: Action, metrics: Mapping[str, Any]) -> None:
-        sums = self.metrics[action.module]
-        for name, value in metrics.items() if action.kind == "F" else ():
-            value = torch.as_tensor(value, device=self.resources.device)
-            found = f"{METRICS} `{name}` of shape {tuple(value.shape)}"
-            self._require(value.dim() == 0, action, found, "a scalar, a sum over this rank's part")
-            sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
-
-    def _keep_parts(self, action: Action, outputs: Mapping[str, Tensor], call: range, *, keeps: bool) -> None:
-        """Part the rows that a call returned into those of its micro-batches, without copies. What has a graph
-        (`keeps`) stays whole, too, until the backward of the last of them.
+        Raises:
+            UserError: on the ranks that see it; the launcher or the watchdog ends the others. A model's output has the
+                wrong shape or dtype, a plan is for another rank or batch, the schedule has other edges than the
+                topology, a micro-batch has unknown modules, edges or calls, or gradients of rows contradict their plan.
         """
-        module, stage, _ = _activation_key(action)
-        if keeps:
-            self.called[module, stage, call[-1]] = dict(outputs)
-        first = 0
-        for m in call:
-            if plans := [plan for plan in map(self._batch(m).boundaries.get, self._leaving(action)) if plan]:
-                rows = slice(first, first + plans[0].forward.held)
-                crossing = self._crossing_names(action)
-                self.outputs[module, stage, m] = {name: outputs[name].detach()[rows] for name in crossing}
-                first = rows.stop
+        _require_same_edges(self, schedule)
+        return StepExecution(self, schedule, load, after_backward, before_last).run()
 
-    def _crossing_names(self, action: Action) -> list[str]:
-        """The outputs of the stage of an action that cross along some edge."""
-        return list(dict.fromkeys(name for edge in self._leaving(action) for name in self.resources.outputs[edge]))
 
-    def _leaving(self, action: Action) -> tuple[Edge, ...]:
-        """The edges that leave the stage of an action."""
-        return self.schedule.leaving.get(_activation_key(action)[:2], ())
-
-    def _entering(self, action: Action) -> tuple[Edge, ...]:
-        """The edges that enter it."""
-        return self.schedule.entering.get(_activation_key(action)[:2], ())
-
-    @contextlib.contextmanager
-    def _same_random_state(self, action: Action) -> Iterator[None]:
-        """Let the recomputed forward of a stage draw the random numbers of the first, without affecting later draws."""
-        module, (read, write) = self.schedule.module[action.module], self.resources.random
-        if not module.recomputes:
-            yield
-        elif action.kind == "F":
-            self.random_states[_activation_key(action)] = read()
-            yield
-        else:
-            outside = read()
-            write(self.random_states.pop(_activation_key(action)))
-            try:
-                yield
-            finally:
-                write(outside)
-
-    def _embedding(self, action: Action) -> list[Tensor]:
-        """The result of the `embed` of a module's first stage, if it has one."""
-        key = action.module, action.micro_batch
-        self._embed(*key)
-        return [self.embedded.pop(key)] if key in self.embedded else []
-
-    def _rows_of_stage(self, action: Action) -> list[Tensor | dict[str, Tensor]]:
-        """The rows that enter a stage, as it takes them; nothing for one that takes none."""
-        edges, rows = self._entering(action), defaultdict[str, list[Tensor]](list)
-        for edge in edges:
-            # Rows live until their gradients leave, if any.
-            key = edge, action.micro_batch
-            received = self.rows.get(key) if self.schedule.returns(edge) else self.rows.pop(key, None)
-            leaves = {} if received is None else received.leaves
-            for name in self.resources.outputs[edge]:
-                rows[name] += [leaves[name] if name in leaves else self._no_rows(self.resources.width_of(edge))]
-        found = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in rows.items()}
-        if not edges:
-            # The text module takes rows also where it has no encoder, or none that enters the first stage.
-            takes_rows = action.stage == 0 and self.schedule.module[action.module].style == "text"
-            return [self._no_rows(self.resources.width)] if takes_rows else []
-        return [found[ROWS] if found.keys() == {ROWS} else found]
-
-    def _embed(self, module: str, micro_batch: int) -> None:
-        """Run the `embed` of a module's first stage, if it has one and has not run."""
-        if (module, micro_batch) in self.embedded or not self.resources.modules[module].embeds:
-            return
-        backward = self.schedule.module[module].backward
-        with torch.profiler.record_function(f"{module} embedding"), torch.set_grad_enabled(backward):
-            first: Any = self.resources.modules[module].stages[0]
-            self.embedded[module, micro_batch] = first.embed(self._batch(micro_batch).inputs[module])
-
-    def _backward(self, action: Action) -> None:
-        key, call = _activation_key(action), self._call(action)
-        outputs = (self.outputs if len(call) == 1 else self.called).pop(key, {})
-        grads = {HIDDEN: self.received.pop(("B", key), None), LOSS: None}
-        self._return_rows_early(action)
-        for edge in self._leaving(action):
-            if (arrived := self._row_grads_of(edge, call)) is not None:
-                names = self.resources.outputs[edge]
-                for name, grad in zip(names, arrived.chunk(len(names), dim=1), strict=True):
-                    # Rows that several modules take have gradients from each.
-                    grads[name] = grad if (other := grads.get(name)) is None else other + grad
-        # A frozen first stage has none that requires a gradient; rows that no module takes get none.
-        names = [name for name, output in outputs.items() if output.requires_grad and name in grads]
-        if names:
-            torch.autograd.backward([outputs[name] for name in names], [grads[name] for name in names])
-
-    def _row_grads_of(self, edge: Edge, call: range) -> Tensor | None:
-        """The gradients that came back along an edge, of the rows of a call; None where none cross."""
-        arrived = [self.row_grads.pop((edge, m)) for m in call if (edge, m) in self.row_grads]
-        return torch.cat(arrived) if len(arrived) > 1 else next(iter(arrived), None)
-
-    # ------------------------------------------------------------------------------------------- pipelines
-
-    def _send(self, action: Action) -> None:
-        if self._module_input(action) is None:
-            return
-        key = _activation_key(action)
-        tensor = grad_of(self.inputs.pop(key)) if action.kind == "B" else self._take(key, HIDDEN)
-        self._require(
-            tensor.dtype == self.resources.dtype,
-            action,
-            f"hidden states of {tensor.dtype}",
-            f"{self.resources.dtype}",
-        )
-        tensor = tensor.contiguous()
-        if self.checks and action.kind != "B" and self.checks.is_new(link := self._link(action, self.resources.rank)):
-            self.checks.state(f"{link} has", tensor.shape)
-            self._require_shape(action, self.resources.rank, tensor.shape, self.checks.stated(f"{link} expects"))
-        work = dist.isend(tensor, self._peer_rank(action), group=self._pipeline(action))
-        assert work is not None, "this rank is in the group of its pipeline"
-        self.sends.append((work, tensor, action))
-        while self.sends and self.sends[0][0].is_completed():
-            self.sends.popleft()
-
-    def _irecv(self, action: Action) -> None:
-        batch = self._module_input(action)
-        if batch is None:
-            return
-        if action.kind != "B":
-            shape = self._model(action).hidden_shape(batch)
-            if self.checks and self.checks.is_new(f"{(link := self._link(action, self._peer_rank(action)))} expects"):
-                self.checks.state(f"{link} expects", tuple(shape))
-            self._receive(action, shape)
-            return
-        # A gradient has the shape of its output, which may be computed only after the irecv.
-        self.deferred[action.module].append(action)
-        self._receive_deferred(action.module)
-
-    def _receive_deferred(self, module: str) -> None:
-        deferred = self.deferred[module]
-        while deferred and _activation_key(deferred[0]) in self.hidden_shapes:
-            action = deferred.popleft()
-            self._receive(action, self.hidden_shapes[_activation_key(action)])
-
-    def _receive(self, action: Action, shape: Sequence[int]) -> None:
-        buffer = torch.empty(shape, dtype=self.resources.dtype, device=self.resources.device)
-        work = dist.irecv(buffer, self._peer_rank(action), group=self._pipeline(action))
-        assert work is not None, "this rank is in the group of its pipeline"
-        self.receives[action] = buffer, work
-
-    def _wait(self, action: Action) -> None:
-        posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
-        if self._module_input(action) is None:
-            return
-        assert posted in self.receives, f"{action} has no irecv"
-        buffer, work = self.receives.pop(posted)
-        sender = self._peer_rank(action)
-        if self.checks and action.kind != "B" and self.checks.is_new(link := self._link(action, sender)):
-            self._require_shape(action, sender, self.checks.stated(f"{link} has"), buffer.shape)
-        work.wait()
-        self.received[action.kind, _activation_key(action)] = buffer
-
-    def _require_shape(self, action: Action, sender: int, found: Sequence[int], expected: Sequence[int]) -> None:
-        """Raise `UserError` unless hidden states fit the next stage's buffer."""
-        if tuple(found) != tuple(expected):
-            raise UserError.at(
-                f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}",
-                found=f"hidden states of shape {tuple(found)} from rank {sender}",
-                expected=f"{tuple(expected)}, the `hidden_shape` of the next stage",
-                fix="correct `hidden_shape`, or what the stage before it returns",
-            )
-
-    def _link(self, action: Action, sender: int) -> str:
-        """Names a transfer of hidden states between two stages, the same on both ranks."""
-        stage = action.stage if action.op != "send" else action.peer
-        return f"{action.module} {action.kind} {stage} {sender}"
-
-    def _peer_rank(self, action: Action) -> int:
-        return self.schedule.peer_rank(self.resources.rank, action)
-
-    def _pipeline(self, action: Action) -> dist.ProcessGroup:
-        """The group of an action's link, one direction between two ranks."""
-        use = use_of(self.schedule, action)
-        assert isinstance(use, Link), f"{action} is no pipeline transfer"
-        return self.resources.pipelines[action.module][use.direction, use.sender]
-
-    # ------------------------------------------------------------------------------------------- boundaries
-
-    def _start(self, action: Action) -> None:
-        edge, key = action.edge, _crossing(action)
-        plan = self._batch(action.micro_batch).boundaries.get(edge)
-        if plan is None or key in self.crossings:
-            return
-        communicator = self.resources.communicators[edge]
-        if plan.point_to_point == self.schedule.collective[edge]:
-            self._refuse_plan(action, plan)
-        if action.kind == "F":
-            self.crossings[key] = communicator.start_forward(plan, self._encoded(action))
-        else:
-            rows = self.rows.pop((edge, action.micro_batch), None)
-            grads = communicator.no_rows() if rows is None else rows.grad()
-            if self.checks:
-                self.checks.require_fit(edge, plan, grads)
-            self.crossings[key] = communicator.start_backward(plan, grads)
-
-    def _refuse_plan(self, action: Action, plan: LoadedPlan) -> None:
-        """Raise `UserError` for a plan whose sides share ranks where those of the schedule do not, or the reverse."""
+def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> None:
+    """Check that the rank has its modules, the first stage of each as in the layouts, and later ones `hidden_shape`."""
+    rank = topology.rank
+    if wrong := [name for name, module in modules.items() if not isinstance(module, ModuleOnRank)]:
         raise UserError.at(
-            f"micro-batch {action.micro_batch}, boundary {action.edge}",
-            found=f"a plan between ranks of which {'none' if plan.point_to_point else 'some'} hold and need rows",
-            expected="one between the ranks of its two stages",
-            because="the schedule would deadlock: ranks in both ownerships, even with no rows, take part in both sides",
-            fix="let `Ownership`s name the ranks of the stage that rows leave, and of the one that they enter",
+            f"interpreter on rank {rank}",
+            found=f"a {type(modules[wrong[0]]).__name__} for `{wrong[0]}`",
+            expected="a ModuleOnRank",
+            fix="write `ModuleOnRank({0: model})`, the stages on this rank",
+        )
+    for name, layout in topology.layouts.items():
+        expected = f"stage {layout.coordinate(rank).pp} of `{name}`" if rank in layout else f"none of `{name}`"
+        stages = sorted(modules[name].stages) if name in modules else []
+        if (layout.coordinate(rank).pp in stages) if rank in layout else not stages:
+            continue
+        raise UserError.at(
+            f"interpreter on rank {rank}",
+            found=f"stages {stages} of `{name}`" if stages else f"no stage of `{name}`",
+            expected=expected,
+            because=f"its layout is {layout}",
+            fix="give each rank the stages of its layouts, `layout.coordinate(rank).pp` being the first",
+        )
+    if unknown := sorted(modules.keys() - topology.layouts.keys()):
+        found, expected = f"`{unknown[0]}`", f"some of {', '.join(topology.layouts)}"
+        raise UserError.at(
+            f"interpreter on rank {rank}", found=found, expected=expected, fix="name it as in the layouts"
+        )
+    for name, module in modules.items():
+        for number, model in module.stages.items():
+            if number and not callable(getattr(model, "hidden_shape", None)):
+                raise UserError.at(
+                    f"interpreter on rank {rank}",
+                    found=f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`",
+                    expected="the shape of the hidden states that it receives",
+                    fix="add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`",
+                )
+
+
+def _in_topology(topology: Topology, graph: Graph) -> Graph:
+    """The graph with the names of the topology, whose edges on this rank it must have. Rows of one name that enter one
+    stage must be equally wide, since they are in one tensor. Raises `UserError`.
+    """
+    known = set(graph.modules) <= topology.layouts.keys()
+    named = graph.in_layouts(topology.layouts) if known else graph
+    mine = {edge for edge in named.edges if not known or topology.rank in edge_ranks(topology.layouts, edge)}
+    if mine != topology.boundaries.keys():
+        raise UserError.at(
+            f"interpreter on rank {topology.rank}",
+            found=f"a graph with the edges {_listed(mine)}",
+            expected=_listed(topology.boundaries),
+            because="the topology has these on this rank",
+            fix="give `Topology.build` the edges of the graph in `edges`",
+        )
+    first: dict[tuple[str, int, str], Edge] = {}
+    for edge in named.edges:
+        for name in named.outputs_of(edge):
+            other = first.setdefault((edge.target, edge.target_stage or 0, name), edge)
+            if (width := named.width_of(edge)) != named.width_of(other):
+                raise UserError.at(
+                    "width",
+                    found=f"{named.width_of(other)} of `{name}` along `{other}` and {width} along `{edge}`",
+                    expected="one width, or several names",
+                    because="the stage gets all rows of a name in one tensor",
+                    fix="name them differently, in `outputs`",
+                )
+    return named
+
+
+def _require_same_edges(interpreter: Interpreter, schedule: Schedule) -> None:
+    """Check that the edges of a schedule that include the rank are those of the communicators."""
+    mine = {edge for edge in schedule.edges if any(interpreter.rank in side for side in schedule.sides(edge))}
+    if mine != interpreter.communicators.keys():
+        raise UserError.at(
+            f"interpreter on rank {interpreter.rank}",
+            found=f"a schedule with the edges {_listed(mine)}",
+            expected=_listed(interpreter.communicators),
+            because="the topology has these",
+            fix="give `build_schedule` and `Topology.build` the same `edges`",
         )
 
-    def _encoded(self, action: Action) -> Tensor:
-        """This rank's rows that cross, outputs side by side; none on ranks that only receive."""
-        key = action.module, self.schedule.stages_of(action.edge)[0], action.micro_batch
-        if key not in self.outputs:
-            return self.resources.communicators[action.edge].no_rows()
-        rows = [self._take(key, name, action.edge) for name in self.resources.outputs[action.edge]]
-        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
-    def _take(self, key: ActivationKey, name: str, edge: Edge | None = None) -> Tensor:
-        """An output that leaves the rank, the last time freed where no gradient comes back (recomputed or frozen)."""
-        outputs = self.outputs[key]
-        others = [e for e in self.schedule.leaving.get(key[:2], ()) if name in self.resources.outputs[e]]
-        is_last = edge is None or edge == others[-1]
-        output = outputs.pop(name) if is_last and not outputs[name].requires_grad else outputs[name]
-        if not outputs:
-            del self.outputs[key]
-        return output.detach()
-
-    def _finish(self, action: Action) -> None:
-        crossing, edge = self.crossings.pop(_crossing(action), None), action.edge
-        (leaves, enters), stage = self.schedule.crosses(self._role, edge), self.schedule.stages_of(edge)[1]
-        if action.kind == "F" and enters and stage == 0:
-            self._embed(edge.target, action.micro_batch)
-        if crossing is None:
-            return
-        arrived, key = crossing.wait(), (edge, action.micro_batch)
-        if action.kind == "F" and enters:
-            self.rows[key] = ReceivedRows.of(arrived, self.resources.outputs[edge], self.schedule.returns(edge))
-        elif action.kind == "B" and leaves:
-            self.row_grads[key] = arrived
-
-    @property
-    def _role(self) -> Role:
-        return self.schedule.roles[self.schedule.role_index[self.resources.rank]]
-
-    def _return_rows_early(self, action: Action) -> None:
-        """If this rank's next crossing returns the gradients of rows that entered the stage, start it as soon as they
-        are known, during the backward.
-        """
-        later = map(self.actions.__getitem__, range(self.position, len(self.actions)))
-        following = next((a for a in later if a.op in ("start", "finish")), None)
-        if following is None or not starts_early(self.schedule, action, following):
-            return
-        rows = self.rows.get((following.edge, action.micro_batch))
-        if rows is not None:
-            rows.when_gradients_are_known(lambda: self._start(following))
-
-    def _require_result(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
-        """Check the loss, or the rows that cross."""
-        if LOSS in outputs:
-            found = f"a loss of shape {tuple(outputs[LOSS].shape)}"
-            self._require(outputs[LOSS].dim() == 0, action, found, "a scalar, the sum of losses")
-        for edge in self._leaving(action):
-            plans = (self._batch(m).boundaries.get(edge) for m in self._call(action))
-            if not (held := [plan.forward.held for plan in plans if plan is not None]):
-                continue
-            expected = (sum(held), self.resources.width_of(edge))
-            for name in self.resources.outputs[edge]:
-                found = f"{name} of shape {tuple(outputs[name].shape)}"
-                holds = f"{expected}, what this rank holds in the plan"
-                self._require(outputs[name].shape == expected, action, found, holds)
-
-    def _require(self, fits: bool, action: Action, found: str, expected: str) -> None:
-        """Raise `UserError` unless a model's output `fits`."""
-        if not fits:
-            where = f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}"
-            raise UserError.at(where, found=found, expected=expected, fix="correct what the model of the stage returns")
-
-    def _no_rows(self, width: int) -> Tensor:
-        return torch.zeros(0, width, dtype=self.resources.dtype, device=self.resources.device)
-
-
-def _is_backward(action: Action) -> bool:
-    return action.op == "run" and action.kind == "B"
-
-
-def _activation_key(action: Action) -> ActivationKey:
-    assert isinstance(action.stage, int), f"{action} has no stage"
-    return action.module, action.stage, action.micro_batch
-
-
-def _crossing(action: Action) -> CrossingKey:
-    return action.kind, action.edge, action.micro_batch
+def _listed(edges: Collection[Edge]) -> str:
+    return ", ".join(sorted(f"`{edge}`" for edge in edges)) or "none"

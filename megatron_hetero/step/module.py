@@ -1,13 +1,14 @@
-"""A module as it is trained: its part on this rank, and what that has in common with other ranks'.
+"""A module as it is trained: its part on this rank, what that has in common with other ranks', and its optimizer.
 
-There is one such value for every kind of module: of a model family (`family_module`), or any of PyTorch's or
-Megatron-Core's, wrapped or not (`held`). The rule for gradients, the optimizers and checkpoints know nothing else.
+There is one kind of value for all modules: of a model family (`family_module`), or of PyTorch or Megatron-Core, wrapped
+or not (`library_modules`). The rule for gradients, the optimizers and checkpoints know nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.hf.weight_map import Held, WeightMap
+from megatron_hetero.hf.weight_map import Held, WeightMap, held
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.communicators import ENDS
 from megatron_hetero.schedule.contract import GatheredStage
@@ -27,22 +28,19 @@ OverTp = Literal["sum", "mean"]
 
 @dataclass(frozen=True, eq=False)
 class TrainedModule:
-    """The parameters of one view of a module on this rank. They are named as in the whole module; a module that has
-    parameters in several views is several of these, with the same name, stages and chunks.
+    """The parameters of one view of a module on this rank, named as in the whole module. A module with parameters in
+    several views is several of these, with the same name, stages and chunks.
 
     Attributes:
-        name: of the module.
-        topology: of all modules.
+        name: name of the module.
+        topology: topology of all modules.
         stages: numbers of the pipeline stages on this rank.
         chunks: the model of each of them.
-        maps: for each rank of the group `holders` which parts of which stored tensors its parameters are.
-        held: likewise how often that group has each parameter.
-        parameters: of this rank, with the shapes that they have before data-parallel ranks share them; their values may
-            be on the way between ranks, other than those of `weight` and `whole_weight`.
-        data_parallel: how ranks share them.
-        over_tp: what is done over `holders` with gradients that are parts, by parameter.
+        maps: for each rank of the group `holders`, which parts of which stored tensors its parameters are.
+        data_parallel: the parameters, and how data-parallel ranks share them.
+        over_tp: how gradients that are parts are reduced over `holders`, by parameter.
         tied: the parameter of which another stage has a copy, if any.
-        tied_copy: the same, where it counts on the other stage: the head of a tied model.
+        tied_copy: the same, if it counts on the other stage: the head of a tied model.
         view: which ranks hold what parts of the parameters, and sum their gradients.
     """
 
@@ -51,8 +49,6 @@ class TrainedModule:
     stages: tuple[int, ...]
     chunks: tuple[Any, ...]
     maps: tuple[WeightMap, ...]
-    held: tuple[Mapping[str, Held], ...]
-    parameters: Mapping[str, nn.Parameter]
     data_parallel: DataParallel
     over_tp: Mapping[str, OverTp]
     tied: str | None = None
@@ -61,17 +57,24 @@ class TrainedModule:
 
     @property
     def key(self) -> str:
-        """The name of the module, with that of a further view."""
+        """The name of the module, followed by that of a further view."""
         return self.name if self.view == MAIN else f"{self.name}.{self.view.name}"
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Parameters by name, shaped as before data-parallel ranks share them. Their values may not have arrived yet,
+        other than those of `weight` and `whole_weight`.
+        """
+        return self.data_parallel.parameters
 
     @cached_property
     def trained(self) -> Mapping[str, nn.Parameter]:
-        """Those of the parameters that train."""
+        """The parameters that train."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @property
     def holders(self) -> dist.ProcessGroup:
-        """The ranks that hold different parts of the parameters: those of tensor parallelism in the main view."""
+        """The ranks that hold different parts of the parameters: tensor-parallel ranks in the main view."""
         return self.topology.group(self.name, *self.view.part_axes)
 
     @property
@@ -81,66 +84,94 @@ class TrainedModule:
 
     @property
     def ends(self) -> dist.ProcessGroup:
-        """The ranks with copies of the tied parameter. `KeyError` where the topology knows of none."""
+        """The ranks with copies of the tied parameter. Raises `KeyError` if the topology has no such group."""
         return self.topology.group(self.name, *ENDS)
 
     def gradient(self, name: str) -> Tensor:
-        """The reduced gradient of what this rank updates of a parameter, flat."""
+        """The reduced gradient of the elements of a parameter that this rank updates, flat."""
         values, (begin, _) = self.data_parallel.accumulated(name)
         start, stop = self.data_parallel.owned[name]
         return values[start - begin : stop - begin]
 
     def weight(self, name: str) -> Tensor:
-        """What this rank updates of a parameter, flat: a view."""
-        (begin, _), (start, stop) = self.data_parallel.kept(name), self.data_parallel.owned[name]
+        """The elements of a parameter that this rank updates: a flat view."""
+        (begin, _), (start, stop) = self.data_parallel.stored(name), self.data_parallel.owned[name]
         return self.data_parallel.weights(name)[start - begin : stop - begin]
 
     def whole_weight(self, name: str) -> Tensor:
-        """A parameter, shaped as in `parameters`. Collective where data-parallel ranks share it."""
+        """A parameter, shaped as in `parameters`. Collective if data-parallel ranks share it."""
         return self.data_parallel.whole(name, self.data_parallel.weights(name))
 
     def whole_gradient(self, name: str) -> Tensor:
-        """What is accumulated of its gradient, likewise; zero where it is frozen."""
+        """The accumulated gradient of a parameter, likewise; zero if it is frozen."""
         if name not in self.trained:
             return torch.zeros(self.parameters[name].shape)
         return self.data_parallel.whole(name, self.data_parallel.accumulated(name)[0])
 
     def expect(self, stage: int) -> None:
-        """Know that the next backward pass of that pipeline stage is its last in the step: sums of gradients may begin
-        within it. Not those of a parameter that other stages of this rank have, too.
+        """Note that the next backward pass of that pipeline stage is its last in the step: sums of gradients may begin
+        within it, except of parameters that other stages of this rank have, too.
         """
         of_chunks = [set(chunk.parameters()) for chunk in self.chunks]
         own = of_chunks.pop(self.stages.index(stage))
-        # Of a further view behind the backward pass: its sums may share a communicator with those of the main view,
-        # where all ranks begin them in one order.
+        # Sums of a further view begin behind the backward pass: they may share a communicator with those of the main
+        # view, and all ranks begin them in one order.
         if self.view == MAIN:
             self.data_parallel.expect([p for p in own.difference(*of_chunks) if p.requires_grad])
-
-    @property
-    def overlaps_sums(self) -> bool:
-        """Whether its gradients are summed over ranks behind its last backward pass, and not within backward passes."""
-        return bool(self.trained) and not self.data_parallel.reduces_early
 
     @property
     def own_map(self) -> WeightMap:
         """The weight map of this rank."""
         return self.maps[self.holders.rank()]
 
+    @cached_property
+    def held(self) -> tuple[Mapping[str, Held], ...]:
+        """For each rank of the group `holders`, how often that group has each parameter."""
+        return held(self.maps)
+
     @property
     def own_held(self) -> Mapping[str, Held]:
-        """How often the group `holders` has each of this rank's parameters."""
+        """The copies of each parameter of this rank in the group `holders`."""
         return self.held[self.holders.rank()]
-
-    def shared_by(self, data_parallel: DataParallel, chunks: Sequence[Any] | None = None) -> TrainedModule:
-        """The module whose ranks share weights and gradients in another way."""
-        own = self.chunks if chunks is None else tuple(chunks)
-        return replace(self, data_parallel=data_parallel, parameters=data_parallel.parameters, chunks=own)
 
 
 def gathered_stages(modules: Iterable[TrainedModule]) -> dict[int, list[GatheredStage]]:
-    """By stage number, what is gathered of the views of one module."""
+    """The gathered stages of the views of one module, by stage number."""
     found = dict[int, list[GatheredStage]]()
     for module in modules:
         for number, stage in zip(module.stages, module.data_parallel.gathered, strict=False):
             found.setdefault(number, []).append(stage)
     return found
+
+
+class ModuleOptimizer(ABC):
+    """The optimizer of a module on this rank, whose gradients are summed."""
+
+    module: TrainedModule
+    param_groups: list[dict[str, Any]]
+    """Groups as in PyTorch's optimizers."""
+
+    @abstractmethod
+    def squares(self) -> Tensor:
+        """This rank's addend to the square of the norm of the module's gradients, fp64 []."""
+
+    @abstractmethod
+    def update(self, scale: float | Tensor, step: int | None = None) -> None:
+        """Update the weights with the gradients times `scale`. `step`: a number that no other update has; None for the
+        number of updates.
+        """
+
+    def zero(self) -> None:  # noqa: B027 (the module zeroes its own)
+        """Drop copies of gradients."""
+
+    @abstractmethod
+    def reload_model_params(self) -> None:
+        """Copy the weights of the models to the masters."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is needed to resume."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank."""

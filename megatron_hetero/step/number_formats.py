@@ -1,20 +1,14 @@
-"""The random bits that numbers are rounded with: a hash of an element's place and of a text.
+"""Fp32 numbers stored in fewer bits: master weights and moments of optimizers (docs/training.md, "Optimizer states in
+fewer bytes"), and the random bits that they are rounded with.
 
-So they are the same on all ranks that hold the element, on every device, after a resume, and however many elements are
-rounded at a time.
+    Master     fp32 weights, or bfloat16 weights and what is stored beside them: fp32 masters, the lower 16 bits of the
+               masters, or nothing (stochastic rounding: Gupta et al. 2015, arXiv 1502.02551)
+    Plain      fp32, or bfloat16, rounded stochastically
+    Blocks8    one byte an element and a scale for each block of 256 (Dettmers et al. 2021, arXiv 2110.02861)
 
-Fp32 numbers kept in fewer bits: how optimizers keep master weights and moments (docs/training.md, "Optimizer states
-in fewer bytes").
-
-    Fp32Weights    the weights themselves, in fp32
-    Fp32Master     master weights in fp32; the weights are those rounded to bfloat16
-    SplitMaster    the bfloat16 weight and the lower 16 bits of the master, which together are the master, bit for bit
-    RoundedMaster  the bfloat16 weight alone, rounded stochastically at each update (Gupta et al. 2015,
-                   arXiv 1502.02551)
-    Plain          fp32, or bfloat16, rounded stochastically
-    Blocks8        one byte an element and a scale for each block of 256 (Dettmers et al. 2021, arXiv 2110.02861)
-
-All tensors are flat, and of many parameters, one after the other: so that a handful of kernels does them all.
+All tensors are flat and hold many parameters, one after the other, so that a handful of kernels processes all of them.
+Random bits are a hash of a text and an element's place: they are the same on all ranks that hold the element, on every
+device, after a resume, and however many elements are rounded at a time.
 """
 
 from __future__ import annotations
@@ -25,23 +19,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate, pairwise
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 BITS = 16
-"""Of a draw: what rounding from fp32 to bfloat16 takes."""
+"""Random bits of a draw: what rounding from fp32 to bfloat16 takes."""
 _LOW = (1 << BITS) - 1
 _KEY_BITS = 24
-"""Of a key: a number that fp32 has."""
+"""Bits of a key, which fp32 represents exactly."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Random bits of elements from place `start` on. `keys`: two numbers of 24 bits. `number`: which draw of an
-    element this is.
-    """
+    """Random bits of elements from place `start` on, by two `keys` of 24 bits. `number` counts draws of an element."""
 
     keys: tuple[int, int]
     start: int = 0
@@ -49,31 +41,31 @@ class Noise:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Other bits for each text."""
+        """Derive the keys from a text."""
         digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
         return cls((digest % (1 << _KEY_BITS), (digest >> _KEY_BITS) % (1 << _KEY_BITS)))
 
     def at(self, start: int) -> Noise:
-        """That of elements from place `start` on."""
+        """Return the bits of elements from place `start` on."""
         return replace(self, start=start)
 
     def draw(self, number: int) -> Noise:
-        """Another draw of the same elements."""
+        """Return another draw of the same elements."""
         return replace(self, number=number)
 
     def bits(self, count: int, device: torch.device) -> Tensor:
-        """Draws of `count` elements: int32 [count], of 16 bits."""
+        """Draw 16 bits for each of `count` elements, int32 [count]."""
         place = torch.arange(count, dtype=torch.int32, device=device) + _wrapped(self.start)
         return halves(hashed(place, *self.keys, self.number // 2))[self.number % 2]
 
 
 def hashed(place: Tensor, key: Tensor | int, other: Tensor | int, round: int = 0) -> Tensor:
-    """32 random bits for each int32 place."""
+    """Hash each int32 place to 32 random bits."""
     return _mixed(_mixed(place + key) ^ (other + (round << _KEY_BITS)))
 
 
 def halves(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower and the upper 16 of 32 bits."""
+    """Split 32 bits into the lower and the upper 16."""
     return bits & _LOW, (bits >> BITS) & _LOW
 
 
@@ -85,7 +77,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """The int32 of the lowest 32 bits."""
+    """Wrap a number to int32."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
@@ -93,25 +85,25 @@ BLOCK = 256
 """Elements of a block with one scale."""
 PIECE = 1 << 23
 """Elements that are unpacked at a time: 32 MiB in fp32."""
-assert PIECE % BLOCK == 0, "pieces begin where blocks do"
+assert PIECE % BLOCK == 0, "pieces begin at block boundaries"
 BATCHES = 32
-"""Numbers that are unpacked, or brought together, for updates are so in about so many batches, if these are small."""
+"""Numbers are unpacked or copied for an update in about this many batches, if these are small."""
 _SHARE = 8
-"""Masters are rounded in at most about so many goes: their workspace is 1/24 of what they and their moments take."""
+"""Masters are rounded in at most about this many parts: the workspace is 1/24 of masters and moments."""
 _HALF = 1 << 15
 _NAN = 0x7FC00000
 """Bits of the smallest quiet NaN: adding to those of a larger one might wrap."""
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
-    """Numbers that lie one after the other in several flat tensors, of one dtype."""
+class FlatTensors:
+    """Flat tensors of one dtype, indexed as if they were concatenated."""
 
     tensors: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Self:
-        """Those of `tensors`, of which neighbours in memory become one."""
+        """Merge those of the `tensors` that are neighbours in memory."""
         merged = list[Tensor]()
         for tensor in tensors:
             if merged and _adjoin(merged[-1], tensor):
@@ -122,16 +114,16 @@ class Spread:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all of them."""
+        """The dtype of all tensors."""
         return self.tensors[0].dtype
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where each of them ends."""
+        """The end of each tensor."""
         return tuple(accumulate(map(len, self.tensors)))
 
     def views(self, start: int, stop: int) -> list[Tensor]:
-        """Numbers [start, stop), as they lie."""
+        """Views of elements [start, stop), one of each tensor that has some."""
         found, place = list[Tensor](), bisect_right(self.ends, start)
         while start < stop:
             begin = self.ends[place] - len(self.tensors[place])
@@ -140,184 +132,118 @@ class Spread:
         return found
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Numbers [start, stop); a view where they lie in one tensor."""
+        """Return elements [start, stop): a view if one tensor has them all."""
         found = self.views(start, stop)
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Copy `values` to where numbers from `start` on lie."""
+        """Copy `values` to the elements from `start` on."""
         targets = self.views(start, start + len(values))
         if len(targets) == 1:
             targets[0].copy_(values)
         else:
             torch._foreach_copy_(targets, values.contiguous().split(list(map(len, targets))))
 
-    def part(self, start: int, stop: int) -> Spread:
-        """Numbers [start, stop)."""
-        return Spread(tuple(self.views(start, stop)))
-
-
-class Stored(Protocol):
-    """Fp32 numbers in some form."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What they are kept in, other than the weights."""
-        ...
-
-    @property
-    def values(self) -> Tensor | None:
-        """The tensor that has their values as they are kept, [size]; None where they are kept in parts."""
-        ...
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Numbers [start, stop), fp32 on the device; a view where they are kept so, in one tensor."""
-        ...
-
-    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:
-        """Keep `values`, fp32, from `start` on. What has to be rounded is rounded stochastically with `noise`, and to
-        the nearest without.
-        """
-        ...
-
-    def part(self, start: int, stop: int) -> Stored:
-        """Numbers [start, stop): views of these."""
-        ...
+    def part(self, start: int, stop: int) -> FlatTensors:
+        """Elements [start, stop), as views."""
+        return FlatTensors(tuple(self.views(start, stop)))
 
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """In a tensor, fp32 or bfloat16. `device`: where they are computed with."""
+    """Fp32 numbers in a `tensor`, fp32 or bfloat16, that are computed with on `device`."""
 
-    kept: Tensor
+    tensor: Tensor
     device: torch.device
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:  # noqa: D102
-        return (self.kept,)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors with the numbers, other than the weights."""
+        return (self.tensor,)
 
     @property
-    def values(self) -> Tensor:  # noqa: D102
-        return self.kept
+    def values(self) -> Tensor | None:
+        """The tensor whose elements are the numbers, None if there is no single one."""
+        return self.tensor
 
-    def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
-        return self.kept[start:stop].to(self.device, non_blocking=True).float()
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return numbers [start, stop), fp32 on the device: a view if they are stored so, in one tensor."""
+        return self.tensor[start:stop].to(self.device, non_blocking=True).float()
 
-    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
-        target = self.kept[start : start + len(values)]
-        if _same_memory(target, values):
-            return  # A view of it, updated in place.
-        if noise is not None and self.kept.dtype == torch.bfloat16:
+    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:
+        """Store `values`, fp32, from `start` on. Rounding is stochastic with `noise`, and to the nearest without."""
+        target = self.tensor[start : start + len(values)]
+        if noise is not None and target.dtype == torch.bfloat16:
             values = upper_half(rounded_stochastically(values, noise))
-        target.copy_(values, non_blocking=True)
+        _copy_unless_same(target, values)
 
-    def part(self, start: int, stop: int) -> Plain:  # noqa: D102
-        return Plain(self.kept[start:stop], self.device)
-
-
-@dataclass(frozen=True, eq=False)
-class Fp32Weights:
-    """The `weights`, fp32."""
-
-    weights: Spread
-
-    tensors = ()
-
-    @property
-    def values(self) -> Tensor | None:  # noqa: D102
-        return _only(self.weights)
-
-    def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
-        return self.weights.read(start, stop)
-
-    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
-        self.weights.write(start, values)
-
-    def part(self, start: int, stop: int) -> Fp32Weights:  # noqa: D102
-        return Fp32Weights(self.weights.part(start, stop))
+    def part(self, start: int, stop: int) -> Plain:
+        """Numbers [start, stop), as views."""
+        return Plain(self.tensor[start:stop], self.device)
 
 
 @dataclass(frozen=True, eq=False)
-class Fp32Master:
-    """Fp32 master weights, and the `weights`, bfloat16, that are those rounded."""
+class Master:
+    """Fp32 masters of the `weights`. Fp32 weights are their own masters. Those in bfloat16 have `beside` them the
+    masters in fp32, or the lower halves of the masters (int16), or nothing: then the weights are rounded
+    stochastically. The interface is that of `Plain`.
+    """
 
-    weights: Spread
-    master: Plain
+    weights: FlatTensors
+    beside: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:  # noqa: D102
-        return self.master.tensors
-
-    @property
-    def values(self) -> Tensor:  # noqa: D102
-        return self.master.values
-
-    def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
-        return self.master.read(start, stop)
-
-    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
-        self.master.write(start, values)
-        size = max(PIECE, -(-len(values) // _SHARE))
-        for first in range(0, len(values), size):
-            self.weights.write(start + first, upper_half(rounded(values[first : first + size])))
-
-    def part(self, start: int, stop: int) -> Fp32Master:  # noqa: D102
-        return Fp32Master(self.weights.part(start, stop), self.master.part(start, stop))
-
-
-@dataclass(frozen=True, eq=False)
-class SplitMaster:
-    """The `weights`, bfloat16, and the lower halves of the masters, int16."""
-
-    weights: Spread
-    lower: Tensor
-
-    values = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:  # noqa: D102
-        return (self.lower,)
-
-    def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
-        weights = self.weights.read(start, stop)
-        return joined(weights, self.lower[start:stop].to(weights.device, non_blocking=True))
-
-    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
-        self.weights.write(start, upper_half(rounded(values)))
-        self.lower[start : start + len(values)].copy_(values.view(torch.int16)[::2], non_blocking=True)
-
-    def part(self, start: int, stop: int) -> SplitMaster:  # noqa: D102
-        return SplitMaster(self.weights.part(start, stop), self.lower[start:stop])
-
-
-@dataclass(frozen=True, eq=False)
-class RoundedMaster:
-    """The `weights`, bfloat16, and nothing else."""
-
-    weights: Spread
-
-    tensors = ()
+        return () if self.beside is None else (self.beside,)
 
     @property
     def values(self) -> Tensor | None:  # noqa: D102
-        return _only(self.weights)
+        if self.beside is None:
+            return self.weights.tensors[0] if len(self.weights.tensors) == 1 else None
+        return self.beside if self.beside.dtype == torch.float32 else None
+
+    @property
+    def are_weights(self) -> bool:
+        """Whether the weights are the masters."""
+        return self.weights.dtype == torch.float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which masters are stored, except for the upper halves of split ones."""
+        return self.weights.dtype if self.beside is None else self.beside.dtype
 
     def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
-        return self.weights.read(start, stop).float()
+        if self.beside is None:
+            return self.weights.read(start, stop).float()
+        beside = self.beside[start:stop].to(self.weights.tensors[0].device, non_blocking=True)
+        return beside if beside.dtype == torch.float32 else joined(self.weights.read(start, stop), beside)
 
     def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
-        bits = rounded(values) if noise is None else rounded_stochastically(values, noise)
-        self.weights.write(start, upper_half(bits))
+        if self.are_weights:
+            self.weights.write(start, values)
+        elif self.beside is None:
+            bits = rounded(values) if noise is None else rounded_stochastically(values, noise)
+            self.weights.write(start, upper_half(bits))
+        elif self.beside.dtype == torch.float32:
+            _copy_unless_same(self.beside[start : start + len(values)], values)
+            size = max(PIECE, -(-len(values) // _SHARE))
+            for first in range(0, len(values), size):
+                self.weights.write(start + first, upper_half(rounded(values[first : first + size])))
+        else:
+            self.weights.write(start, upper_half(rounded(values)))
+            self.beside[start : start + len(values)].copy_(values.view(torch.int16)[::2], non_blocking=True)
 
-    def part(self, start: int, stop: int) -> RoundedMaster:  # noqa: D102
-        return RoundedMaster(self.weights.part(start, stop))
+    def part(self, start: int, stop: int) -> Master:  # noqa: D102
+        return Master(self.weights.part(start, stop), None if self.beside is None else self.beside[start:stop])
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks8:
-    """A byte for each element, its place in `levels`, and a scale, fp32, for each block. `squares`: numbers that are
-    never negative, of which the square root is kept: second moments, whose range is twice as wide as that of the first.
-    `sizes`: of the parameters that they belong to; blocks begin where these do.
+    """Fp32 numbers as `codes`, bytes that index `levels`, and `scales`, fp32, one for each block. The interface is that
+    of `Plain`.
+
+    `squares`: whether the numbers are second moments: they are never negative, and their square roots are stored, since
+    their range is twice as wide as that of first moments. `sizes`: of the parameters, at which blocks begin.
     """
 
     codes: Tensor
@@ -366,12 +292,12 @@ class Blocks8:
 
     @cached_property
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of each parameter the end of its elements, and of its blocks."""
+        """The ends of the elements and of the blocks of each parameter."""
         return tuple(accumulate(self.sizes)), tuple(accumulate(-(-size // BLOCK) for size in self.sizes))
 
     def _cut(self, start: int, stop: int) -> tuple[int, list[int], tuple[int, int]]:
-        """Of elements [start, stop): those of their first block before them, how many each parameter has of them, and
-        their blocks.
+        """Locate elements [start, stop): how many elements of the first block precede them, how many of them each
+        parameter has, and the range of their blocks.
         """
         ends, ends_of_blocks = self._ends
         lengths, blocks, skipped, place = list[int](), list[int](), 0, bisect_right(ends, start)
@@ -386,17 +312,18 @@ class Blocks8:
         return skipped, lengths, (blocks[0], blocks[-1]) if blocks else (0, 0)
 
 
-def _only(spread: Spread) -> Tensor | None:
-    return spread.tensors[0] if len(spread.tensors) == 1 else None
+Stored = Plain | Master | Blocks8
+"""Fp32 numbers in some form."""
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same view of the same memory."""
-    return _place(one) == _place(other) and one.dtype == other.dtype
+def _copy_unless_same(target: Tensor, values: Tensor) -> None:
+    """Copy `values`, unless they are a view of the target, updated in place."""
+    if _place(target) != _place(values) or target.dtype != values.dtype:
+        target.copy_(values, non_blocking=True)
 
 
 def _adjoin(one: Tensor, other: Tensor) -> bool:
-    """Whether `other` lies right behind `one`."""
+    """Whether `other` follows `one` in memory."""
     memory, start = _place(one)
     return (memory, start + len(one)) == _place(other)
 
@@ -406,8 +333,8 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def _gaps(lengths: Sequence[int], skipped: int = 0) -> Iterator[tuple[int, int]]:
-    """Where elements of parameters with gaps behind them, up to a whole block, begin and end. `skipped`: how much of
-    the first block is not there.
+    """Yield where the elements of each parameter begin and end, if each is padded to whole blocks. `skipped`: elements
+    that the first block lacks.
     """
     begin = 0
     for length in lengths:
@@ -421,7 +348,7 @@ def _has_gaps(lengths: Sequence[int], skipped: int = 0) -> bool:
 
 
 def _with_gaps(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """`values` of parameters of so many elements, with zeros up to a whole block behind each."""
+    """Pad the values of parameters of `lengths` elements with zeros to whole blocks each."""
     if not _has_gaps(lengths):
         return torch.nn.functional.pad(values, (0, -len(values) % BLOCK))
     places = list(_gaps(lengths))
@@ -431,19 +358,19 @@ def _with_gaps(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _without_gaps(padded: Tensor, lengths: Sequence[int], skipped: int = 0) -> Tensor:
-    """The opposite."""
+    """Undo `_with_gaps`."""
     if not _has_gaps(lengths, skipped):
         return padded[: sum(lengths)]
     return torch.cat([padded[begin:end] for begin, end in _gaps(lengths, skipped)])
 
 
 def batch_elements(elements: int) -> int:
-    """How many of the elements that a rank updates of a module are unpacked, or brought together, at a time."""
+    """The number of elements to unpack or copy at a time, of all `elements` of a module that a rank updates."""
     return min(4 * PIECE, max(PIECE, -(-elements // BATCHES)))
 
 
 def unpacked(stored: Stored, start: int, stop: int) -> Tensor:
-    """Numbers [start, stop), fp32 on the host."""
+    """Read numbers [start, stop), fp32 on the host."""
     found = torch.empty(stop - start)
     for first in range(start, stop, PIECE):
         last = min(first + PIECE, stop)
@@ -452,7 +379,7 @@ def unpacked(stored: Stored, start: int, stop: int) -> Tensor:
 
 
 def write_all(stored: Stored, values: Tensor, device: torch.device) -> None:
-    """Keep `values` of any floating type, on the device or the host, rounded to the nearest."""
+    """Store `values` of any floating type, on the device or the host, rounded to the nearest."""
     for start in range(0, len(values), PIECE):
         stored.write(start, values[start : start + PIECE].to(device).float())
 
@@ -461,47 +388,47 @@ def write_all(stored: Stored, values: Tensor, device: torch.device) -> None:
 
 
 def nearest_bfloat16(values: Tensor) -> Tensor:
-    """Fp32 `values`, of any shape, in bfloat16, rounded as weights are."""
+    """Round fp32 `values` of any shape to bfloat16, as weights are."""
     return upper_half(rounded(values.contiguous().view(-1))).view(values.shape)
 
 
 def rounded(values: Tensor) -> Tensor:
-    """Bits, int32, whose upper halves are fp32 `values` in bfloat16, rounded to the nearest, ties away from zero."""
+    """Return int32 bits whose upper halves are fp32 `values` in bfloat16, rounded to nearest, ties away from zero."""
     return values.view(torch.int32).clamp(max=_NAN).add_(_HALF)
 
 
 def rounded_stochastically(values: Tensor, noise: Noise) -> Tensor:
-    """As `rounded`, up with the probability that keeps the mean."""
+    """Like `rounded`, but up with the probability that preserves the mean."""
     return noise.bits(len(values), values.device).add_(values.view(torch.int32).clamp(max=_NAN))
 
 
 def upper_half(bits: Tensor) -> Tensor:
-    """The bfloat16 numbers in the upper halves of int32 `bits`. (All platforms of PyTorch are little-endian.)"""
+    """View the upper halves of int32 `bits` as bfloat16. (All platforms of PyTorch are little-endian.)"""
     return bits.view(torch.bfloat16)[1::2]
 
 
 def joined(weights: Tensor, lower: Tensor) -> Tensor:
-    """Fp32 numbers from bfloat16 `weights`, which are those `rounded`, and their `lower` halves, int16."""
+    """Restore fp32 numbers from bfloat16 `weights`, which are `rounded`, and their `lower` halves, int16."""
     upper = weights.contiguous().view(torch.int16) + (lower >> 15)  # Rounded up where its first bit is 1: then -1.
     return torch.stack((lower, upper), 1).view(torch.float32).view(-1)
 
 
 def code_of_zero(squares: bool) -> int:
-    """The byte of 0."""
+    """The code of the number 0."""
     return 0 if squares else 127
 
 
 @lru_cache
 def levels(signed: bool, device: torch.device) -> Tensor:
-    """The numbers of at most 1 that a byte stands for, ascending, fp32 [255]: a decimal exponent in unary, and the rest
-    of the bits evenly spaced in between (dynamic tree quantization, Dettmers 2015, arXiv 1511.04561).
+    """The numbers that codes stand for, ascending to 1, fp32 [255]: a decimal exponent in unary, and the rest of the
+    bits evenly spaced in between (dynamic tree quantization, Dettmers 2015, arXiv 1511.04561).
     """
     exponents, found = 7, [1.0]
     for exponent in range(exponents):
         count = 2**exponent if signed else 2 ** (exponent + 1)
         edges = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
         found += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - exponents + 1)).tolist()
-    # 1 itself takes the place of the next: the scale of a block is its largest number, and is kept exactly.
+    # 1 itself replaces the next: the scale of a block is its largest number, and is stored exactly.
     positive = sorted(found)
     del positive[-2]
     both = [-level for level in reversed(positive)] if signed else []

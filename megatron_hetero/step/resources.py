@@ -1,11 +1,7 @@
-"""What an interpreter checks in its first step: the first hidden states of each link and the first gradients of rows
-that several ranks need, compared through a store, since ranks are not in step; and what models do.
+"""What a rank executes schedules with, and what it checks in the first step: the first hidden states of each link and
+the first gradients of rows that several ranks need, compared through a store, since ranks are not in step.
 
 Waits have no time-out of their own: a watchdog ends those that take too long.
-
-Named outputs of stages, and rows that arrived on a rank.
-
-What a rank executes schedules with.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ _POLL_S = 0.005
 
 
 class RunChecks:
-    """The checks of one interpreter. `name`: the same on all ranks, and of no other interpreter."""
+    """The checks of one interpreter. `name`: alike on all ranks, and unique to the interpreter."""
 
     def __init__(self, name: str):
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -49,33 +45,33 @@ class RunChecks:
         self._turns: Counter[str] = Counter()
 
     def is_new(self, what: str) -> bool:
-        """Whether this is the first time that it is asked for."""
+        """Whether this is the first call for `what`."""
         new = what not in self._known
         self._known.add(what)
         return new
 
-    def state(self, key: str, what: Sequence[float]) -> None:
-        """State something for other ranks."""
+    def publish(self, key: str, what: Sequence[float]) -> None:
+        """Store numbers for other ranks."""
         self._store.set(key, json.dumps(what))
 
-    def stated(self, key: str) -> list[Any]:
-        """What another rank states. Waits for it."""
+    def published(self, key: str) -> list[Any]:
+        """Wait for what another rank publishes, and return it."""
         while not self._store.check([key]):
             time.sleep(_POLL_S)
         return json.loads(self._store.get(key))
 
     def require_fit(self, edge: Edge, plan: LoadedPlan, grads: Tensor) -> None:
-        """Check that gradients of needed rows, [needed, width], are whole or parts, as the plan says: the other would
-        be counted too often or too seldom. Those of each kind along an edge are compared until some are not zero. Waits
-        for the other ranks that need them. Raises `UserError` on all of these.
+        """Check that gradients of needed rows, [needed, width], are whole or parts, as the plan says, or they would be
+        counted too often or too seldom. Each kind of gradient along an edge is compared until some are not zero. Waits
+        for the other ranks that need the rows. Raises `UserError` on all of these.
         """
         where = f"{edge} on {plan.copies}, {'parts' if plan.summed else 'whole'}"
         if where in self._known or not can_compare(plan, grads):
             return
         self._turns[where] += 1
         turn = f"{where}, {self._turns[where]}"
-        self.state(f"{turn} of {plan.rank}", summarize(plan, grads).tolist())
-        copies = [GradientCopy.of(self.stated(f"{turn} of {rank}")) for rank in plan.copies]
+        self.publish(f"{turn} of {plan.rank}", state(plan, grads).tolist())
+        copies = [Copy.of(self.published(f"{turn} of {rank}")) for rank in plan.copies]
         if any(copy.size for copy in copies):
             self._known.add(where)
         require_fit(f"boundary {edge}", copies)
@@ -83,8 +79,8 @@ class RunChecks:
 
 @contextlib.contextmanager
 def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
-    """Around a call of a stage, which must not reduce its gradients by itself, in whatever it keeps DDP. Raises
-    `UserError`.
+    """Refuse PyTorch's DDP inside a call of a stage, wherever the stage stores it: it would reduce gradients by itself.
+    Raises `UserError`.
     """
 
     def refuse(*_: object, **__: object) -> None:
@@ -106,9 +102,7 @@ def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
 
 
 def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any], loss: Tensor) -> None:
-    """Check that a stage whose `loss` has no graph has nothing to train. A loss of 0 is that of no tokens. Raises
-    `UserError`.
-    """
+    """Check that a stage whose `loss` has no graph has nothing to train, unless it is 0. Raises `UserError`."""
     given = [each for some in inputs for each in (some.values() if isinstance(some, Mapping) else [some])]
     trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
     if (trains or any(each.requires_grad and each.numel() for each in given)) and loss.item():
@@ -124,7 +118,7 @@ def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any]
 
 @dataclass(frozen=True, eq=False)
 class ReceivedRows:
-    """The rows that crossed along an edge in one micro-batch: `leaves` of the text module's graph, [needed, width], by
+    """The rows that crossed along an edge in one micro-batch: leaves of the text module's graph, [needed, width], by
     the name of the encoder's output.
     """
 
@@ -132,17 +126,17 @@ class ReceivedRows:
 
     @classmethod
     def of(cls, rows: Tensor, names: Sequence[str], requires_grad: bool) -> ReceivedRows:
-        """From rows of several outputs side by side, [needed, outputs * width]."""
+        """Split rows of several outputs that are side by side, [needed, outputs * width]."""
         parts = rows.chunk(len(names), dim=1) if len(names) > 1 else [rows]
         return cls(dict(zip(names, (part.detach().requires_grad_(requires_grad) for part in parts), strict=True)))
 
     def grad(self) -> Tensor:
-        """Their gradients, side by side as they came; zero where they were not used."""
+        """The gradients, side by side like the rows; zero for unused rows."""
         grads = [grad_of(leaf) for leaf in self.leaves.values()]
         return grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
 
-    def when_gradients_are_known(self, call: Callable[[], None]) -> None:
-        """Call once, amid the backward pass that makes the last of the gradients; never where one is not made."""
+    def when_gradients_are_computed(self, call: Callable[[], None]) -> None:
+        """Call once, in the backward pass, when the last gradient is computed; never if one is not."""
         missing = set(self.leaves)
 
         def arrived(name: str) -> None:
@@ -161,8 +155,8 @@ def grad_of(leaf: Tensor) -> Tensor:
 
 
 def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[str] = ()) -> str:
-    """What is wrong with what a stage returned; empty where it is a tensor by each of the names, and of those that it
-    `may_have`, or one tensor for the only name.
+    """Describe what is wrong with the output of a stage. Empty if it is one tensor for the only expected name, or has a
+    tensor by each of the names, and by some of `may_have`.
     """
     if isinstance(output, Tensor):
         return "" if len(expected) == 1 else f"outputs {expected[0]}"
@@ -175,22 +169,22 @@ def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[st
 
 @dataclass(eq=False, kw_only=True)
 class RankResources:
-    """What a rank executes schedules with.
+    """The groups, modules and settings with which a rank executes schedules.
 
     Attributes:
         modules: the modules of this rank, by name.
-        communicators: of the edges that include this rank. They must not `check`: the two sides
-            start crossings in different orders.
+        communicators: communicators of the edges that include this rank, without `check`: the two sides start crossings
+            in different orders.
         outputs: the outputs of an encoder that cross along each edge.
-        pipelines: the links of this rank's modules that have stages, by name.
-        rank: of this process.
-        width: elements of a row that the text module takes where it has no encoder.
-        dtype: of hidden states and rows.
-        device: of hidden states and rows.
+        pipelines: the links of this rank's modules with several stages, by name.
+        rank: rank of this process.
+        width: elements of a row for a text module without an encoder.
+        dtype: dtype of hidden states and rows.
+        device: device of hidden states and rows.
         watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
         watchdog: is notified of every action before it begins.
         random: see `random_states`.
-        checks: of hidden states, gradients of rows and models; None: there are none.
+        checks: checks of the first step; None to skip them.
     """
 
     modules: Mapping[str, ModuleOnRank]
@@ -209,7 +203,3 @@ class RankResources:
     def width_of(self, edge: Edge) -> int:
         """Elements of a row of one output that crosses along the edge."""
         return self.communicators[edge].width // len(self.outputs[edge])
-
-    def __post_init__(self) -> None:
-        checks = any(communicator.check for communicator in self.communicators.values())
-        assert not checks, "the sides of a boundary start in different orders"

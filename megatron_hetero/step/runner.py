@@ -1,6 +1,5 @@
-"""The process groups of a graph of modules, from a layout for each, on whatever group is initialised.
-
-Steps of a graph of modules with pipeline stages, or on ranks that should work at the same time: by a schedule.
+"""The process groups of a graph of modules, and the runner of its steps: modules may have pipeline stages, and ranks
+work at the same time by a schedule.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, StageModel, StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.step.interpreter import Interpreter
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import gathered_stages
-from megatron_hetero.step.runtime import Interpreter
 
 
 def build(
@@ -46,18 +45,18 @@ def build(
     check: bool = True,
     **named: str | Layout,
 ) -> Topology:
-    """A topology for the modules of `graph`, each in the layout that its name gives. All ranks call it alike.
+    """Build the topology for the modules of `graph`, each in the layout with its name. All ranks call it alike.
 
         topology = build(graph, vision="dp:8", text="tp:4,dp:2")
         topology = build(graph, {"vision": "dp:8", "text": "tp:4,dp:2"})
 
     Args:
-        graph: whose edges all ranks plan together, see `Boundary.plan`.
-        layouts, named: by module; without ranks a layout is on all of them.
-        platform: where tensors are; default: the current GPU where the default process group is NCCL's, else the CPU.
+        graph: the modules, and the edges between them.
+        layouts, named: by module; a layout without ranks is on all of them.
+        platform: where tensors are; by default the current GPU if the default process group is NCCL's, else the CPU.
         tied, interleaved, megatron, decoding: as for `Topology.build`.
-        planned: whether ranks plan together which rows cross, as a `Runner` does.
-        check: whether ranks compare what they were called with, and check each group, as for `Topology.build`.
+        planned: whether ranks exchange which rows cross, as a `Runner` does (see `Boundary.plan`).
+        check: whether ranks compare their arguments, and check each group, as for `Topology.build`.
 
     Raises:
         UserError: on all ranks. A module has no layout, or the graph not the module; a layout does not fit the ranks;
@@ -71,23 +70,14 @@ def build(
         graph, problem = graph.in_layouts(parsed), None
     except UserError as error:
         parsed, problem = {}, error
-    facts = {
-        "problem": str(problem or "none"),
-        "edges": ", ".join(map(str, graph.edges)) or "none",
-        **{f"layout of `{name}`": str(layout) for name, layout in parsed.items()},
-        "modules": ", ".join(parsed),
-        **{f"width of `{edge}`": str(graph.width_of(edge)) for edge in graph.edges},
-        **{f"outputs of `{edge}`": ", ".join(graph.outputs_of(edge)) for edge in graph.edges},
-        "dtype": str(graph.dtype),
-        "transport": str(graph.transport),
-        "tied": str(sorted(tied)),
-        "interleaved": str(sorted(interleaved)),
-        "megatron": "all" if megatron is None else str(sorted(megatron)),
-        "check": str(check),
-    }
     if check:
-        fix = "call it with the same graph and layouts: all ranks make all groups"
-        require_same(dist.group.WORLD, "build", lambda: facts, fix)
+        facts = _facts(graph, parsed) | {
+            "problem": str(problem or "none"),
+            "tied": str(sorted(tied)),
+            "interleaved": str(sorted(interleaved)),
+            "megatron": "all" if megatron is None else str(sorted(megatron)),
+        }
+        require_same(dist.group.WORLD, "build", lambda: facts, "call it with the same graph and layouts on all ranks")
     if problem is not None:
         raise problem
     topology = Topology.build(
@@ -102,6 +92,19 @@ def build(
         check=check,
     )
     return replace(topology, graph=graph)
+
+
+def _facts(graph: Graph, layouts: Mapping[str, Layout]) -> dict[str, str]:
+    """Arguments that must be equal on all ranks."""
+    return {
+        "edges": ", ".join(map(str, graph.edges)) or "none",
+        **{f"layout of `{name}`": str(layout) for name, layout in layouts.items()},
+        "modules": ", ".join(layouts),
+        **{f"width of `{edge}`": str(graph.width_of(edge)) for edge in graph.edges},
+        **{f"outputs of `{edge}`": ", ".join(graph.outputs_of(edge)) for edge in graph.edges},
+        "dtype": str(graph.dtype),
+        "transport": str(graph.transport),
+    }
 
 
 def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layout]:
@@ -124,8 +127,8 @@ def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layo
 
 
 def _platform() -> Platform:
-    """That of the default process group."""
-    # Several where the group is for a GPU and its host, as `init_process_group()` makes it.
+    """The platform of the default process group."""
+    # `init_process_group()` without arguments has a backend for the GPU and one for the host.
     backends = dist.get_backend_config()
     if torch.cuda.is_available() and "nccl" in backends:
         return Platform(torch.device("cuda", torch.cuda.current_device()), "nccl")
@@ -135,33 +138,21 @@ def _platform() -> Platform:
 SUMS = "the sums of gradients over ranks"
 
 
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """A pipeline stage after the first one, where the model itself does not say what it receives.
+class Stage(nn.Module):
+    """A pipeline stage after the first one, for a model without a method `hidden_shape`.
 
-    `hidden_shape`: of its hidden states, or a function of a micro-batch's input of the module that gives it.
+    `hidden_shape`: shape of the hidden states that it receives, or a function from the module's input of a micro-batch
+    to it.
     """
 
-    model: Callable[..., Any]
-    hidden_shape: Sequence[int] | Callable[[Any], Sequence[int]]
-
-
-Model = Callable[..., Any] | Stage
-"""The model of a stage."""
-
-
-class _StageModel(nn.Module):
-    """A `Stage` as the interpreter calls it."""
-
-    def __init__(self, stage: Stage):
+    def __init__(self, model: Callable[..., Any], hidden_shape: Sequence[int] | Callable[[Any], Sequence[int]]):
         super().__init__()
-        self.model, self.shape = stage.model, stage.hidden_shape
+        self.model = model
+        self.hidden_shape = hidden_shape if callable(hidden_shape) else lambda _: hidden_shape
 
     def forward(self, *inputs: Any) -> Any:
+        """Call the model."""
         return self.model(*inputs)
-
-    def hidden_shape(self, batch: Any) -> Sequence[int]:
-        return self.shape(batch) if callable(self.shape) else self.shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,32 +161,30 @@ class MicroBatchInputs:
 
         MicroBatchInputs({"vision": pictures, "text": tokens}, {("vision", "text"): Rows(held, needed)})
 
-    `inputs`: of each module of this rank, by name, what all of its models are called with. A module that takes only
-    rows is given anything, such as `()`. Without an input, on all of its ranks alike, a module has no work in the
-    micro-batch and is not run. `rows`: by edge, or by the two modules that it joins.
+    `inputs`: what all models of each module of this rank are called with, by module. For a module that takes only rows
+    it may be anything, such as `()`. A module without an input, on all of its ranks alike, is not run. `rows`: by edge,
+    or by the two modules that it joins.
     """
 
     inputs: Mapping[str, Any]
     rows: Mapping[Any, Rows] = field(default_factory=dict)
-    """Which rows this rank holds and needs; without edges of which it does neither."""
+    """Which rows this rank holds and needs, without edges of which it does neither."""
 
 
 class Runner:
-    """Runs steps of the graph of a topology that `build` made. All ranks make one, and call it alike.
+    """Runs steps of the graph of a topology from `build`. All ranks build one, and call it alike.
 
     Models are called as the interpreter does (docs/library.md, section 5): with a module's input of the micro-batch,
-    with hidden states if the stage is not the first, and with the rows that enter it, if there are such edges. They
-    return rows, hidden states, or the sum of losses; several of them by name, and last stages "metrics" with further
-    sums.
+    with hidden states if the stage is not the first, and with the rows that enter it, if any edges do. They return
+    rows, hidden states, or the sum of losses; several of these by name, and last stages "metrics" with further sums.
 
     Args:
-        topology: with a graph.
-        modules: of this rank, its stage of each, None or nothing for others; `Stage` where the model has no
-            `hidden_shape`. With virtual stages, of modules that `build` was told of, models by stage; or a
-            `ModuleOnRank`.
-        optimizer: of these modules, made by `build_optimizers`. Sums of gradients then begin within the last backward
-            pass of a step, where they are in buffers (`AdamW`, `SGD`).
-        settings: of graphs in which all modules feed one, see `ScheduleSettings`.
+        topology: topology with a graph.
+        modules: this rank's stage of each module, None or nothing for others; a `Stage` if the model has no
+            `hidden_shape`. For modules that were `interleaved` in `build`, models by stage; or a `ModuleOnRank`.
+        optimizer: the result of `build_optimizers` for these modules. Sums of gradients in buffers (`AdamW`, `SGD`)
+            then begin within the last backward pass of a step.
+        settings: see `ScheduleSettings`; for graphs in which all modules feed one.
         forward_only: modules without a backward pass, which nothing that trains feeds.
         timeout_s, watch, watchdog, check: as for `Interpreter.build`.
 
@@ -206,7 +195,7 @@ class Runner:
     def __init__(
         self,
         topology: Topology,
-        modules: Mapping[str, Model | Mapping[int, Model] | ModuleOnRank | None],
+        modules: Mapping[str, StageModel | Mapping[int, StageModel] | ModuleOnRank | None],
         *,
         optimizer: JointOptimizer | None = None,
         settings: ScheduleSettings | None = None,
@@ -218,38 +207,39 @@ class Runner:
     ):
         graph = topology.graph
         if graph is None:
-            raise UserError.at("Runner", problem="the topology has no graph", fix="make it with `build`")
+            raise UserError.at("Runner", problem="the topology has no graph", fix="build it with `build`")
         self.topology, self.graph, self._check = topology, graph, check
         self._settings, self._forward_only, self._optimizer = settings, tuple(forward_only), optimizer
         facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(self._forward_only))}
-        require_equal(topology.host, "Runner", facts, "make it alike on all ranks")
+        require_equal(topology.host, "Runner", facts, "build it alike on all ranks")
         if check:
             together(topology.host, lambda: self._require_frozen(modules))
-        # Of each object: a cache of the class would keep its groups, and their threads, alive.
+        # On the object: a cache on the class would keep its groups, and their threads, alive.
         self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
         if check:
-            self.schedule(1)  # What cannot run is refused now.
+            self.schedule(1)  # Refuse now what cannot run.
         watchdog = watchdog or Watchdog.of_world(timeout_s, topology.platform)
         self._boundaries = {edge: Boundary.of(topology, edge, watchdog, check=check) for edge in topology.planned}
         given = {name: each for name, each in modules.items() if each is not None}
-        held = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
-        self.interpreter = Interpreter.build(topology, held, graph, watch=watch, watchdog=watchdog, check=check)
+        own = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
+        self.interpreter = Interpreter.build(topology, own, graph, watch=watch, watchdog=watchdog, check=check)
 
     def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> StepResult:
-        """Run a step; gradients accumulate in the parameters. Where it has begun to sum these in buffers, another with
-        a backward pass needs `optimizer.zero_grad()` before.
+        """Run a step; gradients accumulate in the parameters. If it sums gradients in buffers, the next one with a
+        backward pass needs `optimizer.zero_grad()` before.
 
         Args:
             micro_batches: equally many on all ranks.
-            forward_only: whether there is no backward pass, as in an evaluation; default: inside `torch.no_grad()`.
+            forward_only: whether to skip the backward pass, as in an evaluation; the default is true inside
+                `torch.no_grad()`.
 
         Returns:
             This rank's sums of losses and metrics by module; `total_loss` adds them up over ranks.
 
         Raises:
             UserError: on all ranks, with `check`. Gradients that were summed are not zeroed; ranks differ in the number
-                of micro-batches or in `forward_only`, or those of a module in whether it has an input; a module without
-                one has rows; or rows are of no edge of the graph or do not fit, see `Boundary.plan`.
+                of micro-batches or in `forward_only`; ranks of a module differ in whether it has an input; a module
+                without input has rows; or rows belong to no edge of the graph or do not fit, see `Boundary.plan`.
         """
         forward_only = not torch.is_grad_enabled() if forward_only is None else forward_only
         if self._check:
@@ -271,7 +261,7 @@ class Runner:
         return self.run(self.schedule(len(micro_batches), forward_only=forward_only), load)
 
     def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> StepResult:
-        """Run a schedule of one's own, with plans of one's own, see `Interpreter.run`. Gradients accumulate in the
+        """Run another schedule, with plans from elsewhere, see `Interpreter.run`. Gradients accumulate in the
         parameters.
         """
         if self._optimizer is None or not torch.is_grad_enabled():
@@ -298,7 +288,7 @@ class Runner:
         return schedule
 
     def _plans(self, micro_batches: Sequence[MicroBatchInputs]) -> dict[Edge, list[LoadedPlan]]:
-        """By edge, the plans of all micro-batches. The ranks of an edge share its errors, and then all ranks do."""
+        """The plans of all micro-batches, by edge. Raises `UserError` on all ranks if it does on those of an edge."""
         plans: dict[Edge, list[LoadedPlan]] = {}
         problems: list[UserError] = []
         layouts = self.topology.layouts
@@ -320,15 +310,14 @@ class Runner:
         return plans
 
     def _require_frozen(self, modules: Mapping[str, Any]) -> None:
-        """Check that what runs without a backward pass is not to be trained."""
+        """Check that modules without a backward pass do not train."""
         trained = {each.name for each in self._optimizer.modules if each.trained} if self._optimizer else set[str]()
         for name in self._forward_only:
             given = modules.get(name)
             stages = given.stages if isinstance(given, ModuleOnRank) else given
             models = list(stages.values()) if isinstance(stages, Mapping) else [stages]
-            parts = [each.model if isinstance(each, Stage) else each for each in models]
-            of_parts = (p for each in parts if isinstance(each, nn.Module) for p in each.parameters())
-            if name in trained or any(p.requires_grad for p in of_parts):
+            parameters = (p for each in models if isinstance(each, nn.Module) for p in each.parameters())
+            if name in trained or any(p.requires_grad for p in parameters):
                 because, fix = "they would get no gradients", f"freeze them: `{name}.requires_grad_(False)`"
                 where, problem = f"Runner: forward_only `{name}`", "it has parameters that require gradients"
                 raise UserError.at(where, problem=problem, because=because, fix=fix)
@@ -340,15 +329,15 @@ class Runner:
         return str([m for m, each in enumerate(micro_batches) if each.inputs.get(name) is not None])
 
     def _require_known(self, micro_batches: Sequence[MicroBatchInputs], *, trains: bool) -> None:
-        """Check that inputs are of modules of this rank, rows of edges of the graph, that modules with rows have an
-        input, and that gradients may be added to.
+        """Check that inputs belong to modules of this rank, and rows to edges of the graph, that modules with rows have
+        an input, and that gradients may be added to.
         """
         if trains and self._optimizer is not None:
             self._optimizer.require_unsummed()
-        rank, held = self.topology.rank, [name for name in self.topology.layouts if self.topology.has(name)]
+        rank, own = self.topology.rank, [name for name in self.topology.layouts if self.topology.has(name)]
         for each in micro_batches:
-            if unknown := [name for name, given in each.inputs.items() if given is not None and name not in held]:
-                where, expected = f"Runner on rank {rank}: inputs", f"those of {', '.join(held) or 'no module'}"
+            if unknown := [name for name, given in each.inputs.items() if given is not None and name not in own]:
+                where, expected = f"Runner on rank {rank}: inputs", f"those of {', '.join(own) or 'no module'}"
                 fix = "give the inputs of this rank's modules"
                 raise UserError.at(where, found=f"an input of `{unknown[0]}`", expected=expected, fix=fix)
             for ends, rows in each.rows.items():
@@ -360,7 +349,7 @@ class Runner:
                     where, found = f"Runner on rank {rank}: rows of `{edge}`", f"a {type(rows).__name__}"
                     raise UserError.at(where, found=found, expected="`Rows`", fix="write `Rows(held, needed)`")
                 for name, ids, what in ((edge.source, rows.held, "held"), (edge.target, rows.needed, "needed")):
-                    if _number_of(ids) and name in held and each.inputs.get(name) is None:
+                    if _number_of(ids) and name in own and each.inputs.get(name) is None:
                         raise UserError.at(
                             f"Runner on rank {rank}: inputs",
                             found=f"none of `{name}`, and {_number_of(ids)} {what} rows of `{edge}`",
@@ -371,21 +360,16 @@ class Runner:
 
 
 def _number_of(ids: Any) -> int:
-    """1 of what is no list of ids, which `Boundary.plan` refuses."""
+    """The number of ids; 1 for what is no list, which `Boundary.plan` refuses."""
     return len(ids) if hasattr(ids, "__len__") and getattr(ids, "ndim", 1) else 1
 
 
 def _on_rank(topology: Topology, name: str, given: Any, optimizer: JointOptimizer | None) -> ModuleOnRank:
-    """A module as the interpreter takes it."""
+    """A module in the form of the interpreter."""
     if isinstance(given, ModuleOnRank):
         return given
-    trained = [each for each in optimizer.modules if each.name == name] if optimizer else []
-    return ModuleOnRank(_stages(topology, name, given), gathered=gathered_stages(trained))
-
-
-def _stages(topology: Topology, name: str, given: Any) -> dict[int, StageModel]:
-    """The models of a module by stage."""
     if not isinstance(given, Mapping):
         layout = topology.layouts.get(name)
         given = {layout.coordinate(topology.rank).pp if layout and topology.rank in layout else 0: given}
-    return {stage: _StageModel(each) if isinstance(each, Stage) else each for stage, each in given.items()}
+    trained = [each for each in optimizer.modules if each.name == name] if optimizer else []
+    return ModuleOnRank(dict(given), gathered=gathered_stages(trained))

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from megatron_hetero.step.gradients import squares_of
-from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.wrapped import local
 
 
 class MasterOptimizer(Optimizer):
-    """An optimizer of PyTorch, of parameters of which the 16-bit ones have fp32 copies that it updates.
+    """An optimizer of PyTorch that updates fp32 copies of 16-bit parameters.
 
-    To PyTorch's checkpoints (`torch.distributed.checkpoint.state_dict`) and schedulers it is an optimizer of the
-    parameters themselves, with the copy in the state of each as `master`. `masters`: the copies, by parameter; a
-    step takes their gradients, or where they have none that of the parameter.
+    PyTorch's checkpoints (`torch.distributed.checkpoint.state_dict`) and schedulers see an optimizer of the parameters
+    themselves, with the copy in the state of each as `master`. `masters`: the copies, by parameter. A step uses their
+    gradients, or if they have none that of the parameter.
     """
 
     def __init__(self, parameters: Sequence[Any], make: Callable[[list[Any]], Optimizer]):
@@ -36,11 +37,11 @@ class MasterOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """By parameter, with `master`; empty before the first step."""
-        kept, found = self.inner.state, {}
-        for p in chain.from_iterable(group["params"] for group in self.param_groups) if kept else ():
+        """The state of each parameter, with its `master`; empty before the first step."""
+        inner, found = self.inner.state, {}
+        for p in chain.from_iterable(group["params"] for group in self.param_groups) if inner else ():
             master = self.masters.get(p)
-            found[p] = kept[p] if master is None else {**kept[master], "master": master.detach()}
+            found[p] = inner[p] if master is None else {**inner[master], "master": master.detach()}
         return found
 
     @state.setter
@@ -59,12 +60,12 @@ class MasterOptimizer(Optimizer):
             p.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of parameters and copies."""
+        """Zero the gradients of parameters and copies."""
         super().zero_grad(set_to_none)
         self.inner.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """That of PyTorch, with `master` in the state of each 16-bit parameter."""
+        """PyTorch's state, with `master` in that of each 16-bit parameter."""
         found = self.inner.state_dict()
         for number, p in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
             if p in self.masters:
@@ -73,7 +74,7 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take the state, the copies and from them the parameters."""
+        """Load the state and the copies, and compute the parameters from these."""
         saved = state_dict["state"]
         others = {key: {name: v for name, v in own.items() if name != "master"} for key, own in saved.items()}
         self.inner.load_state_dict({**state_dict, "state": others})
@@ -87,13 +88,32 @@ class MasterOptimizer(Optimizer):
 
 
 def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """What groups say besides their parameters."""
+    """Copy all of the groups other than their parameters."""
     for own, other in zip(source, target, strict=True):
         other.update({name: value for name, value in own.items() if name != "params"})
 
 
-class TorchOptimizer:
-    """An optimizer of PyTorch of a module. With `masters`, 16-bit parameters have fp32 copies, which it updates."""
+class InnerOptimizer(ModuleOptimizer):
+    """A module's optimizer around an `optimizer` of PyTorch or Megatron."""
+
+    optimizer: Any
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The groups of the inner optimizer."""
+        return self.optimizer.param_groups
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class TorchOptimizer(InnerOptimizer):
+    """An optimizer of PyTorch for a module. With `masters`, it updates fp32 copies of 16-bit parameters."""
 
     def __init__(self, module: TrainedModule, make: Callable[[list[nn.Parameter]], Optimizer], masters: bool = False):
         self.module = module
@@ -101,18 +121,13 @@ class TorchOptimizer:
         self.optimizer = MasterOptimizer(own, make) if masters else make(own)
         self._masters = self.optimizer.masters if isinstance(self.optimizer, MasterOptimizer) else {}
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer."""
-        return self.optimizer.param_groups
-
+    @override
     def squares(self) -> Tensor:
-        """What this rank adds to the square of the norm of the module's gradients, fp64 []."""
         return squares_of(self.module)
 
     @torch.no_grad()
+    @override
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
-        """Update with the gradients times `scale`."""
         for p, master in self._masters.items():
             master.grad = p.grad.float()
         used: list[Any] = [self._masters.get(p, p) for p in self.module.trained.values()]
@@ -120,21 +135,13 @@ class TorchOptimizer:
             torch._foreach_mul_([local(p.grad) for p in used], scale)
         self.optimizer.step()
 
+    @override
     def zero(self) -> None:
-        """Forget the gradients of the copies."""
         for master in self._masters.values():
             master.grad = None
 
     @torch.no_grad()
+    @override
     def reload_model_params(self) -> None:
-        """Take the copies from the weights."""
         for p, master in self._masters.items():
             master.copy_(p)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer."""
-        return {"optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave."""
-        self.optimizer.load_state_dict(state["optimizer"])

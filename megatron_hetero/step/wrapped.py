@@ -1,8 +1,6 @@
-"""Sums of many tensors over a process group, in few calls.
+"""How ranks share a module that the user has wrapped, or that has no wrapper and an optimizer of PyTorch.
 
-How ranks share a module that the user has wrapped, or that has no wrapper and an optimizer of PyTorch.
-
-wrapper                     gradients after the backward pass          what is left to do
+wrapper                     gradients after the backward pass          what remains to be done
 none                        of this rank's tokens                      sums over sp, cp and dp
 FSDP2 (`fully_shard`)       shards, their mean over the mesh           times the mesh's ranks; sums over other axes
 PyTorch's DDP               their mean over its group                  times the group's ranks; sums over other axes
@@ -24,7 +22,7 @@ from megatron_hetero.step.buffers import Range
 from megatron_hetero.step.data_parallel import DataParallel
 
 BUCKET = 1 << 25
-"""Elements that one all-reduce sums: 128 MiB of fp32."""
+"""Elements of one all-reduce: 128 MiB of fp32."""
 
 
 @torch.no_grad()
@@ -44,7 +42,7 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def copy_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Give each tensor the values that the group's first rank has."""
+    """Copy each tensor from the first rank of a group to the others."""
     if group.size() == 1:
         return
     first = dist.get_global_rank(group, 0)
@@ -55,7 +53,7 @@ def copy_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in lists of one dtype and of `BUCKET` elements, or of one larger tensor; empty ones are left out."""
+    """Yield lists of tensors of one dtype, of at most `BUCKET` elements or one larger tensor, without empty ones."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -78,12 +76,12 @@ def _copy_back(flat: Tensor, bucket: list[Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a wrapper has done to the gradient of a parameter, and what that leaves.
+class Remaining:
+    """The reductions of a parameter's gradient that a wrapper leaves to do.
 
     Attributes:
-        axes: along which it is still to be summed.
-        groups: the same as groups of ranks, one after the other.
+        axes: axes along which it is still to be summed.
+        groups: their groups of ranks, one after the other.
         factor: what it is to be multiplied by, since a wrapper has divided it.
         copies: ranks of the module's stage along sp, cp and dp, and along the axes of the wrapper's mesh, that then
             have the same elements.
@@ -97,58 +95,48 @@ class Done:
 
 @dataclass(frozen=True, eq=False)
 class Wrapped(DataParallel):
-    """Weights and gradients are where the user's wrapper has them, if there is one.
+    """Weights and gradients are where the user's wrapper stores them, if there is one.
 
     Attributes:
         device: where this rank computes.
-        done: by parameter that trains.
-        in_main_grad: those of them whose gradients are in the buffers of Megatron's `DistributedDataParallel`; with its
+        remaining: by trained parameter.
+        in_main_grad: parameters whose gradients are in the buffers of Megatron's `DistributedDataParallel`; with its
             distributed optimizer each rank has the sums of its own share only.
         ddps: these wrappers.
         prefers_all_reduce: whether the platform sums everything for each rank.
     """
 
     device: torch.device
-    done: Mapping[str, Done]
-    in_main_grad: frozenset[str] = frozenset()
-    ddps: tuple[Any, ...] = ()
-    prefers_all_reduce: bool = False
-
-    @property
-    @override
-    def sharded(self) -> bool:
-        return False
+    remaining: Mapping[str, Remaining]
+    in_main_grad: frozenset[str]
+    ddps: tuple[Any, ...]
+    prefers_all_reduce: bool
 
     @override
     def copies(self, name: str) -> int:
-        return self.done[name].copies
-
-    @property
-    @override
-    def owned(self) -> Mapping[str, Range]:
-        return {name: self.accumulated(name)[1] for name in self.done}
+        return self.remaining[name].copies
 
     @property
     @override
     def summed(self) -> Sequence[Tensor]:
-        return [self._gradient(name) for name in self.done]
+        return [self._gradient(name) for name in self.remaining]
 
     @property
     @override
     def lives_on(self) -> bool:
-        return next(iter(self.done), None) in self.in_main_grad
+        return next(iter(self.remaining), None) in self.in_main_grad
 
     @property
     @override
     def marked(self) -> Any:
-        for name in self.done:
+        for name in self.remaining:
             parameter: Any = self.parameters[name]
             gradient = parameter.main_grad if name in self.in_main_grad else parameter.grad
             return None if gradient is None else local(gradient)
         return None
 
     @override
-    def kept(self, name: str) -> Range:
+    def stored(self, name: str) -> Range:
         return 0, local(self.parameters[name]).numel()
 
     @override
@@ -164,7 +152,7 @@ class Wrapped(DataParallel):
     def zero_gradients(self, *, set_to_none: bool = True) -> None:
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
-        for parameter in (self.parameters[name] for name in self.done):
+        for parameter in (self.parameters[name] for name in self.remaining):
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
@@ -179,25 +167,25 @@ class Wrapped(DataParallel):
     def reduce(self) -> None:
         for ddp in self.ddps:
             ddp.finish_grad_sync(force_all_reduce=self.prefers_all_reduce)
-        for groups in dict.fromkeys(done.groups for done in self.done.values()):
-            gradients = [self._gradient(name) for name, done in self.done.items() if done.groups == groups]
+        for groups in dict.fromkeys(each.groups for each in self.remaining.values()):
+            gradients = [self._gradient(name) for name, each in self.remaining.items() if each.groups == groups]
             for group in groups:
                 sum_over(gradients, group)
-        for factor in dict.fromkeys(done.factor for done in self.done.values()):
+        for factor in dict.fromkeys(each.factor for each in self.remaining.values()):
             if factor != 1:
-                own = [self._gradient(name) for name, done in self.done.items() if done.factor == factor]
+                own = [self._gradient(name) for name, each in self.remaining.items() if each.factor == factor]
                 torch._foreach_mul_(own, factor)
 
     @torch.no_grad()
     def _gradient(self, name: str) -> Tensor:
-        """This rank's part of a gradient; zeros where there is none."""
+        """This rank's part of a gradient; zeros if there is none."""
         parameter: Any = self.parameters[name]
         if name in self.in_main_grad:
             return parameter.main_grad
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif is_sharded(parameter) and parameter.grad.placements != parameter.placements:
-            # With tensor parallelism of PyTorch, sums over `tp` may still be to be formed.
+            # With PyTorch's tensor parallelism, gradients may still have to be summed over `tp`.
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         elif not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()
@@ -205,7 +193,7 @@ class Wrapped(DataParallel):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a `DTensor`; other tensors as they are."""
+    """This rank's part of a `DTensor`; any other tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -26,10 +26,11 @@ from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of
 from megatron_hetero.schedule.contract import ModuleOnRank
+from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.family_module import build_module
-from megatron_hetero.step.joint import JointOptimizer, ModuleOptimizer
-from megatron_hetero.step.module import TrainedModule, gathered_stages
-from megatron_hetero.step.optimizer import SGD, AdamW, Algorithm, build_shard_optimizer
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.module import ModuleOptimizer, TrainedModule, gathered_stages
+from megatron_hetero.step.optimizer import build_shard_optimizer
 from megatron_hetero.step.runner import Runner, build
 from megatron_hetero.train.measures import StepProfiler
 from megatron_hetero.train.step_trainer import StepTrainer

@@ -33,12 +33,12 @@ from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, TextInput
 from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.step.algorithms import learning_rate
 from megatron_hetero.step.gradients import GradientSummary, clip_factor
+from megatron_hetero.step.interpreter import DeviceMicroBatch, Interpreter
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.optimizer import learning_rate
 from megatron_hetero.step.runner import SUMS, Runner
-from megatron_hetero.step.runtime import DeviceMicroBatch, Interpreter
 from megatron_hetero.train.measures import StepProfiler, utilisation
 from megatron_hetero.train.metrics import StepMetrics
 

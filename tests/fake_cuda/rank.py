@@ -102,7 +102,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         batch = assumed_step(trainer)
         with gpu.during(BEFORE), _apart(gpu):
             for optimizer in trainer.optimizer.sharded.values():
-                optimizer.share_weights()
+                optimizer.module.data_parallel.share_weights()
         usage.start_again()
         with gpu.during(REST), _apart(gpu):
             trainer.train_step(1, batch)

@@ -1,25 +1,26 @@
-"""The library with modules that are not ours: the example in all placements, against the same modules in one process
-(it compares losses and gradients itself), and started as a user starts it.
+"""The examples of the library in several placements, against the same modules in one process, and started as a user
+starts them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from examples.custom_modules import Options
-from megatron_hetero.schedule.settings import ScheduleSettings
-from tests.functional import library_jobs as jobs
-from tests.support.pool import Pool
-
-Pools = Callable[[int], Pool]
+from megatron_hetero import Layout, UserError, build
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.topology import Topology
+from tests.support.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
 # Encoder, decoder.
@@ -34,147 +35,73 @@ PLACEMENTS = [
 
 
 @pytest.mark.parametrize("encoder, decoder", PLACEMENTS)
-def test_losses_and_gradients_are_those_of_one_process(encoder: str, decoder: str, pools: Pools) -> None:
+@on_ranks(4)
+def test_losses_and_gradients_are_those_of_one_process(encoder: str, decoder: str) -> None:
+    """The example compares them itself."""
+    from examples.custom_modules import Options, train
+
+    said: list[str] = []
     options = Options(encoder, decoder, steps=2, micro_batches=5, samples=5, check=True)
-    (first, said), *others = pools(4).run(jobs.trained, options)
-    assert len(first) == 2 and all(losses == first for losses, _ in others)
-    assert said[0].startswith("encoder dp:")
-    assert "from one process" in said[-1]
+    losses = train(options, Platform(CPU, "gloo"), said.append)
+    of_ranks: list[Any] = [None] * 4
+    dist.all_gather_object(of_ranks, losses)
+    assert len(losses) == 2 and of_ranks == [losses] * 4
+    if dist.get_rank() == 0:
+        assert said[0].startswith("encoder dp:") and "from one process" in said[-1]
 
 
-def test_more_replicas_than_samples(pools: Pools) -> None:
-    pools(4).run(jobs.trained, Options("dp:4", "dp:4", steps=1, micro_batches=4, samples=2, check=True))
+@on_ranks(4)
+def test_more_replicas_than_samples() -> None:
+    from examples.custom_modules import Options, train
+
+    train(Options("dp:4", "dp:4", steps=1, micro_batches=4, samples=2, check=True), Platform(CPU, "gloo"), print)
 
 
-def test_it_learns(pools: Pools) -> None:
-    (losses, _), *_ = pools(4).run(jobs.trained, Options(steps=12))
+@on_ranks(4)
+def test_it_learns() -> None:
+    from examples.custom_modules import Options, train
+
+    losses = train(Options(steps=12), Platform(CPU, "gloo"), print)
     assert losses[-1] < losses[0] / 2
 
 
-@pytest.mark.parametrize(
-    "options, found",
-    [
+@on_ranks(4)
+def test_layouts_that_do_not_fit_are_refused() -> None:
+    from examples.custom_modules import Options, train
+
+    for options, found in (
         (Options("tp:4"), "found 1 attention heads and tp:4"),
         (Options(decoder_parallel="cp:4"), "axis cp): found cp:4, expected cp:1"),
         (Options("dp:2@0-1", "dp:1@2"), "ranks 3: found no module that covers them"),
         (Options(decoder_parallel="pp:4"), "found 2 layers and pp:4"),
-    ],
-)
-def test_layouts_that_do_not_fit_are_refused(options: Options, found: str, pools: Pools) -> None:
-    [message] = set(pools(4).run(jobs.refusal, options))
-    assert found in message
-
-
-def test_a_decoder_may_ignore_its_rows(pools: Pools) -> None:
-    assert pools(4).run(jobs.run_decoder, "uses rows") == [(12.0, 12.0)] * 4
-    assert pools(4).run(jobs.run_decoder, "ignores rows") == [(4.0, 0.0)] * 4
-
-
-def test_what_models_return_and_where_they_are_must_fit(pools: Pools) -> None:
-    for message in pools(4).run(jobs.misfit, "no scalar"):
-        assert message.startswith("micro-batch 0 of `decoder`, stage 0: found a loss of shape (2,), expected a scalar")
-    said = pools(4).run(jobs.misfit, "other type")
-    assert said[:2] == ["", ""] and "found hidden states of torch.float64, expected torch.float32" in said[2]
-    said = pools(4).run(jobs.misfit, "other stage")
-    for message in said:
-        assert "on rank 3: found stages [0] of `decoder`, expected stage 1 of `decoder`" in message
-    assert "on rank 0: found `audio`, expected some of encoder, decoder" in pools(4).run(jobs.misfit, "unknown")[0]
+    ):
+        with pytest.raises(UserError, match=re.escape(found)):
+            train(options, Platform(CPU, "gloo"), print)
 
 
 @pytest.mark.parametrize(
     "vision, text",
     [("dp:4", "dp:4"), ("dp:4", "dp:2@0-1"), ("dp:3@0-2", "dp:1@3"), ("dp:1@0", "dp:3@1-3"), ("dp:3@0-2", "dp:3@1-3")],
 )
-def test_the_plain_loop_trains_as_one_process_does(vision: str, text: str, pools: Pools) -> None:
-    for found in pools(4).run(jobs.differences_of_plain_loop, vision, text):
-        assert found and max(found) < 1e-5
+@on_ranks(4)
+def test_the_plain_loop_trains_as_one_process_does(vision: str, text: str) -> None:
+    from examples import plain_loop
+
+    layouts, edges = {"vision": Layout.parse(vision, 4), "text": Layout.parse(text, 4)}, [("vision", "text")]
+    topology = Topology.build(layouts, Platform(CPU, "gloo"), edges=edges, planned=edges)
+    found = plain_loop.differences(plain_loop.train(topology), plain_loop.train_alone(CPU))
+    assert found and max(found) < 1e-5
 
 
 @pytest.mark.parametrize("text, generator", [("dp:4", "dp:4"), ("pp:2,dp:2", "dp:4"), ("pp:2@0-1", "dp:2@2-3")])
-def test_a_text_module_that_feeds_a_generator_trains_as_in_one_process(text: str, generator: str, pools: Pools) -> None:
-    for found in pools(4).run(jobs.difference_of_generator, text, generator):
-        assert found < 1e-5
+@on_ranks(4)
+def test_a_text_module_that_feeds_a_generator_trains_as_in_one_process(text: str, generator: str) -> None:
+    from examples import generator as example
 
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_an_encoder_returns_the_rows_of_the_plan(rows: int, pools: Pools) -> None:
-    assert pools(4).run(jobs.encoded, 2) == [""] * 4
-    for message in pools(4).run(jobs.encoded, rows):
-        found = f"found rows of shape ({rows}, 1), expected (2, 1), what this rank holds in the plan"
-        assert message.startswith(f"micro-batch 0 of `encoder`, stage 0: {found}")
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (6, 1), (4, 3), (1, 2), (3, 2)])
-def test_hidden_states_have_the_shape_of_the_next_stage(shape: tuple[int, int], pools: Pools) -> None:
-    """As many bytes or not: both ranks learn it before any are sent."""
-    *encoders, first, last = pools(4).run(jobs.sent, shape)
-    found = f"found hidden states of shape {shape} from rank 2, expected (3, 2), the `hidden_shape` of the next stage"
-    assert encoders == ["", ""]
-    for stage, message in enumerate((first, last)):
-        expected = "" if shape == (3, 2) else f"micro-batch 0 of `decoder`, stage {stage}: {found}"
-        assert message.split(".")[0] == expected
-
-
-def test_outputs_of_two_stages_arrive_by_name(pools: Pools) -> None:
-    first, last, *decoders = pools(4).run(jobs.several_outputs, "all")
-    # In each of two micro-batches, of each row: 1 * 2 of `near`, 2 * 3 of `far`, 3 * 5 of `rows`.
-    assert [loss for loss, *_ in decoders] == [2 * (2 + 6 + 15)] * 2
-    assert first == (0.0, 2 * 2 * (2 + 6 + 15), "") and last[2] == ""
-
-
-NAMES = "expected a tensor by each of the names hidden, near, far. Correct what the model of the stage returns."
-HELD = "expected (2, 1), what this rank holds in the plan"
-
-
-@pytest.mark.parametrize(
-    "kind, said",
-    [
-        ("too few", f"outputs hidden, near, {NAMES}"),
-        ("unknown", f"outputs hidden, near, far, farther, {NAMES}"),
-        ("hidden states alone", f"outputs hidden, {NAMES}"),
-        ("nothing", f"no outputs, {NAMES}"),
-        ("a tuple", f"a tuple, {NAMES}"),
-        ("none", f"a NoneType, {NAMES}"),
-        ("no tensor", f"far of type NoneType, {NAMES}"),
-        ("too many rows", f"far of shape (4, 1), {HELD}"),
-        ("too wide", f"near of shape (2, 2), {HELD}"),
-        ("no dims", f"near of shape (), {HELD}"),
-    ],
-)
-def test_a_stage_returns_the_outputs_of_its_edges(kind: str, said: str, pools: Pools) -> None:
-    message = pools(4).run(jobs.several_outputs, kind)[0][2]
-    assert message.startswith(f"micro-batch 0 of `encoder`, stage 0: found {said}"), message
-    assert message.count("found") == message.count("expected") == 1
-
-
-def test_edges_are_those_of_the_topology(pools: Pools) -> None:
-    for kind, edge in (("graph", "encoder.0>decoder.1"), ("no module", "audio>decoder")):
-        for message in pools(4).run(jobs.other_edges, kind):
-            found = f"found a graph with the edges `{edge}`, `encoder>decoder`, expected `encoder>decoder`, because"
-            assert message.startswith(f"interpreter on rank 0: {found}"), message
-    said = pools(4).run(jobs.other_edges, "schedule")
-    assert said[2] == "" and "with the edges `encoder.0>decoder.1`, expected none" in said[3]
-    for message in said[:2]:
-        assert (
-            "found a schedule with the edges `encoder.0>decoder.1`, `encoder>decoder`, expected `encoder>dec" in message
-        )
-
-
-def test_a_forward_pass_that_is_made_again_drops_the_same(pools: Pools) -> None:
-    settings = ScheduleSettings(kind="waves", waves=3), ScheduleSettings(kind="recompute")  # in one order of draws
-    once, twice = (pools(4).run(jobs.with_dropout, kind) for kind in settings)
-    for (*kept, first, after), (*made_again, both, after_both) in zip(once, twice, strict=True):
-        assert both == [*first, *first] and len({tuple(rows) for rows in first}) == 3
-        assert made_again == kept and after_both == after
-
-
-def test_the_first_action_that_the_device_has_not_ended_is_named(pools: Pools) -> None:
-    encoder, _, first, last = pools(4).run(jobs.oldest_on_the_device)
-    assert encoder[0] == "action encoder.0.F0 of micro-batch 0, with the other ranks of its stage,"
-    assert encoder[1] == "action encoder>decoder.F0 of micro-batch 0, with ranks 1-2 over encoder>decoder,"
-    assert any(what.startswith("action decoder>encoder.B0! ") and "over decoder>encoder" in what for what in encoder)
-    assert "action decoder.0>1.F0 of micro-batch 0, with rank 3 over decoder forward from stage 0," in first
-    assert "action decoder.1>0.B0 of micro-batch 0, with rank 2 over decoder backward from stage 1," in last
+    topology = build(example.GRAPH, text=text, generator=generator)
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = example.train(topology)
+    assert example.difference(topology, found, example.train_alone(CPU)) < 1e-5
 
 
 def launched(program: str, *flags: str, ranks: int, folder: Path) -> list[str]:

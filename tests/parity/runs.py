@@ -73,7 +73,7 @@ def losses_in_buckets(flags: list[str]) -> tuple[float, float]:
         run = build(flags)
     _, batch, _ = next(iter(run.batches()))
     for optimizer in run.optimizer.sharded.values():
-        optimizer.share_weights()
+        optimizer.module.data_parallel.share_weights()
     summary = run.gradients(batch)
     return summary.loss_sum / batch.supervised, summary.norm / batch.supervised
 

@@ -36,7 +36,7 @@ PRELOADED = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function returned on a rank, or how it failed."""
+    """The result of a function on a rank, or its failure."""
 
     result: Any
     failure: str | None
@@ -45,8 +45,8 @@ class Outcome:
 class Pool:
     """`ranks` processes with an initialised default process group.
 
-    `packages`: folders whose packages they find before those that are installed. `rules`: it is one with NCCL's rules,
-    see `tests.support.nccl_rules`. `one_connection`: as with CUDA_DEVICE_MAX_CONNECTIONS=1.
+    `packages`: folders of packages that precede installed ones. `rules`: whether groups follow NCCL's rules, see
+    `tests.support.nccl_rules`. `one_connection`: as with CUDA_DEVICE_MAX_CONNECTIONS=1.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Pool:
             self._coordinator = Coordinator([ours for ours, _ in pipes], one_connection=one_connection)  # pyright: ignore[reportArgumentType]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """`function(*args)` on every rank; results by rank. A failure on any rank is raised here with its trace."""
+        """Run `function(*args)` on every rank. Returns results by rank; raises the first failure with its trace."""
         outcomes: dict[int, Outcome] = {}
         for rank, outcome in self._outcomes(function, args, timeout_s):
             outcomes[rank] = outcome
@@ -99,20 +99,18 @@ class Pool:
         failures = {rank: outcome.failure for rank, outcome in outcomes.items() if outcome.failure is not None}
         if failures:
             self.close()
-            # Those that only waited for a rank that failed have less to say.
+            # A rank that only waited for one that failed says less.
             rank = min(failures, key=lambda rank: (RANK_HAS_ENDED in failures[rank], rank))
             raise AssertionError(f"rank {rank}: {failures[rank]}")
         return [outcomes[rank].result for rank in range(self.ranks)]
 
     def attempt(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
-        """What `function(*args)` came to on every rank. With NCCL's rules all ranks come to an end, and the pool can be
-        used again.
-        """
+        """Run `function(*args)` on every rank. With NCCL's rules all ranks end, and the pool can be used again."""
         outcomes = dict(self._outcomes(function, args, timeout_s))
         return [outcomes[rank] for rank in range(self.ranks)]
 
     def _outcomes(self, function: Callable[..., Any], args: Any, timeout_s: float) -> Iterator[tuple[int, Outcome]]:
-        """Ranks and outcomes as they come in."""
+        """Yield ranks and outcomes as they arrive."""
         for jobs in self._jobs:
             jobs.put((function, args))
         missing = set(range(self.ranks))
@@ -127,7 +125,7 @@ class Pool:
                 where = self._where(missing)
                 self.close()
                 raise TimeoutError(f"ranks {missing} {what} {function.__name__}\n{where}") from None
-            except BaseException:  # Such as a test's timeout: what comes of this job would be taken for the next one's.
+            except BaseException:  # Such as a test's timeout: results of this job would be taken for the next one's.
                 self.close()
                 raise
             missing.discard(rank)
@@ -158,14 +156,14 @@ class Pool:
 
 
 def world() -> Any:
-    """The group of all workers, to the functions that they run."""
+    """The group of all workers, for the functions that they run."""
     import torch.distributed as dist
 
     return dist.group.WORLD
 
 
 def _context(packages: Sequence[Path]) -> Any:
-    """Workers with packages of their own import everything themselves."""
+    """How workers are started: those with packages of their own import everything themselves."""
     if packages:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -174,7 +172,7 @@ def _context(packages: Sequence[Path]) -> Any:
 
 
 def platform() -> Any:
-    """The platform of the pool, to the functions that its workers run."""
+    """The platform of the pool, for the functions that its workers run."""
     import torch.distributed as dist
 
     from megatron_hetero.groups.platform import CPU, Platform
@@ -201,7 +199,7 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # All ranks meet at a file. What comes after that goes through a socket, which is not polled.
+    # All ranks meet at a file. Later messages go through a socket, which is not polled.
     files, client = dist.FileStore(store, ranks), None
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -214,16 +212,16 @@ def _serve(
         from tests.support.nccl_rules.install import install
 
         client = install(coordinator, files, rank, ranks)
-    gc.freeze()  # What has been imported need not be looked through after every job.
+    gc.freeze()  # Imported objects need not be scanned after every job.
     for number in count():
         job = jobs.get()
-        if job is None:  # All ranks have done the last one. A group of gloo polls in a thread as long as it exists.
+        if job is None:  # All ranks have finished the last one. A group of gloo polls in a thread as long as it exists.
             gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
             continue
         function, args = job
-        # Each job has a store and process groups of its own: groups are found by names that come again.
+        # Each job has a store and process groups of its own: groups are looked up by names that recur.
         job_store = dist.PrefixStore(str(number), jobs_store)
         if client is None:
             dist.init_process_group("gloo", store=job_store, **options)
@@ -238,9 +236,7 @@ def _serve(
 
 
 def _end_with_parent() -> None:
-    """Where pytest is killed nobody else would end this worker. It is no child of it, but of a server that lives as
-    long as its workers do.
-    """
+    """End this worker if pytest is killed: it is a child of a server that lives as long as its workers do."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is started by `multiprocessing`"
     multiprocessing.connection.wait([parent.sentinel])
@@ -248,7 +244,7 @@ def _end_with_parent() -> None:
 
 
 def _finish(client: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a job came to, where something that it left may break a rule."""
+    """Return the outcome of a job, or the rule that something it left behind breaks."""
     try:
         client.finish()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""`@on_ranks(4)`: the body of a test runs on so many workers of the pool."""
+"""`@on_ranks(4)` runs the body of a test on that many workers of the pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on_ranks(
     `ranks`: their number, or the parameter of the test that holds it, such as "ranks" or "case.ranks". `fixture`: the
     pools that they come from, see `conftest`.
 
-    Parameters and fixtures travel to the workers: they must be picklable. What fails on any rank fails the test.
+    Parameters and fixtures travel to the workers: they must be picklable. A failure on any rank fails the test.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -45,7 +45,7 @@ def on_ranks(
 
 
 class _Body:
-    """A test's body, by name: in its module stands the test that pytest runs."""
+    """A test's body, by name: its module has the test that pytest runs under that name."""
 
     def __init__(self, body: Callable[..., None]):
         self.module, self.__name__ = body.__module__, body.__name__
@@ -56,11 +56,11 @@ class _Body:
 
 
 def _module(name: str) -> ModuleType:
-    """The module of a test, imported with assertions that say what they compared, as pytest does it."""
+    """The module of a test, imported with pytest's rewritten assertions."""
     if name not in sys.modules:
         found = importlib.util.find_spec(name)
         assert found is not None and found.origin is not None, name
-        spec = importlib.util.spec_from_loader(name, _Explaining(name, found.origin), origin=found.origin)
+        spec = importlib.util.spec_from_file_location(name, found.origin, loader=_Explaining(name, found.origin))
         assert spec is not None and spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

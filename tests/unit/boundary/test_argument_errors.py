@@ -17,7 +17,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import ModuleOnRank
-from megatron_hetero.step.runtime import Interpreter
+from megatron_hetero.step.interpreter import Interpreter
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 

@@ -10,7 +10,7 @@ many communicators on two share one, as in PyTorch's pool.
 
 A batch may leave things out: `absent` modules of micro-batches that have nothing for them, and `bare` messages of a
 crossing apart, which carry no row. Which start of a return comes in the middle of the backward, and which receive is
-deferred, is what `megatron_hetero.step.interpreter` does.
+deferred, is what `megatron_hetero.step.execution` does.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.step.gradients import count_tokens
-from megatron_hetero.step.megatron import megatron_schedule, prepare_megatron
+from megatron_hetero.step.megatron_training import megatron_schedule, prepare_megatron
 from megatron_hetero.step.wrapped import local
 from tests.support.pool import platform
 from tests.unit.step import gpt

@@ -21,8 +21,9 @@ from megatron_hetero.base.outputs import prune, whole
 from megatron_hetero.checkpoint import resume as shared_folder
 from megatron_hetero.checkpoint.modules import load_checkpoint, save_checkpoint
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.step.joint import JointOptimizer, build_optimizers
-from megatron_hetero.step.optimizer import SGD, AdamW
+from megatron_hetero.step.algorithms import SGD, AdamW
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.library_optimizers import build_optimizers
 from tests.support.ranks import on_ranks
 from tests.unit.checkpoint.test_whose_folder import HOLD
 from tests.unit.step import gpt, running

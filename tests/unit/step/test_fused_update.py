@@ -4,7 +4,6 @@ what masters are kept in differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,32 +12,19 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megatron_hetero.step.fused import SEGMENTS, CallRates, SegmentRates, ends_on, numbers_of, update_
-from megatron_hetero.step.number_formats import (
-    Fp32Master,
-    Fp32Weights,
-    Noise,
-    Plain,
-    RoundedMaster,
-    SplitMaster,
-    Spread,
-    Stored,
-)
+from megatron_hetero.step.number_formats import FlatTensors, Master, Noise, Plain
 
 CPU = torch.device("cpu")
 BETAS, EPS, LR, DECAY = (0.9, 0.99), 1e-8, 0.01, 0.1
 MASTERS = ("weights", "fp32", "split", "none")
 
 
-def master_of(kind: str, values: Tensor) -> Stored:
+def master_of(kind: str, values: Tensor) -> Master:
     if kind == "weights":
-        return Fp32Weights(Spread((values.clone(),)))
-    weights = Spread((torch.zeros(len(values), dtype=torch.bfloat16),))
-    made: dict[str, Callable[[], Stored]] = {
-        "fp32": lambda: Fp32Master(weights, Plain(torch.zeros(len(values)), CPU)),
-        "split": lambda: SplitMaster(weights, torch.zeros(len(values), dtype=torch.int16)),
-        "none": lambda: RoundedMaster(weights),
-    }
-    master = made[kind]()
+        return Master(FlatTensors((values.clone(),)))
+    weights = FlatTensors((torch.zeros(len(values), dtype=torch.bfloat16),))
+    dtypes = {"fp32": torch.float32, "split": torch.int16}
+    master = Master(weights, torch.zeros(len(values), dtype=dtypes[kind]) if kind in dtypes else None)
     master.write(0, values)
     return master
 
@@ -62,17 +48,16 @@ class Kept:
         self.master.write(0, numbers[0], noise.draw(2))
 
     def at_once(self, gradients: Tensor, call: CallRates, ends: tuple[int, ...], function: Any = update_) -> None:
-        weights: Any = self.master
-        bits = [moment.kept.view(torch.int16) if moment.kept.dtype == torch.bfloat16 else moment.kept
+        weights = self.master
+        bits = [moment.tensor.view(torch.int16) if moment.tensor.dtype == torch.bfloat16 else moment.tensor
                 for moment in self.moments]  # fmt: skip
         [flat] = weights.weights.tensors
         flat = flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat
         [numbers] = numbers_of([call], CPU)
-        kept = self.master.tensors[0] if self.master.tensors else None
-        function(flat, kept, gradients, tuple(bits), numbers, ends_on(CPU, ends))
+        function(flat, self.master.beside, gradients, tuple(bits), numbers, ends_on(CPU, ends))
 
     def read(self) -> list[Tensor]:
-        return [each.read(0, self.moments[0].kept.numel()) for each in (self.master, *self.moments)]
+        return [each.read(0, self.moments[0].tensor.numel()) for each in (self.master, *self.moments)]
 
 
 def drawn(size: int, steps: int) -> tuple[Tensor, list[Tensor]]:

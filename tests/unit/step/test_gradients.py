@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.step import wrapped as reduction
 from megatron_hetero.step.gradients import count_tokens, finish, finish_gradients, squares_of, total_loss
-from megatron_hetero.step.held import held_modules
+from megatron_hetero.step.library_modules import trained_modules
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
@@ -328,7 +328,7 @@ def test_the_norm_of_fsdp_over_tensor_parallelism_of_pytorch() -> None:
     inputs = torch.randn(4, 8)
     model(inputs[topology.layouts["text"].replica_of(topology.rank) :: 2]).sin().sum().backward()
     alone(inputs).sin().sum().backward()
-    found = held_modules(topology, {"text": model})
+    found = trained_modules(topology, {"text": model})
     finish(found, 1.0)
     for each, expected in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(cast("Any", each.grad).full_tensor(), cast("Any", expected.grad), rtol=1e-5, atol=1e-6)

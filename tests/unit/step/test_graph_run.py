@@ -23,7 +23,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
-from megatron_hetero.step.runtime import Interpreter
+from megatron_hetero.step.interpreter import Interpreter
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 

@@ -20,8 +20,8 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.step.interpreter import StepExecution
-from megatron_hetero.step.runtime import Interpreter
+from megatron_hetero.step.execution import StepExecution
+from megatron_hetero.step.interpreter import Interpreter
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_hetero.boundary.boundary import Boundary, micro_batch
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.step.joint import build_optimizers
+from megatron_hetero.step.library_optimizers import build_optimizers
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
 

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.step.megatron import megatron_schedule, prepare_megatron
+from megatron_hetero.step.megatron_training import megatron_schedule, prepare_megatron
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running

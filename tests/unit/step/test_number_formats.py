@@ -12,12 +12,10 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.step.number_formats import (
     BLOCK,
     Blocks8,
-    Fp32Master,
+    FlatTensors,
+    Master,
     Noise,
     Plain,
-    RoundedMaster,
-    SplitMaster,
-    Spread,
     Stored,
     joined,
     levels,
@@ -76,19 +74,18 @@ def test_nan_and_infinity_stay_what_they_are(bits: int) -> None:
             assert torch.equal(stored.read(0, BLOCK).isnan(), values.isnan())
     for master in masters(BLOCK):
         master.write(0, values)
-        weights = master.weights.read(0, BLOCK).float()  # pyright: ignore[reportAttributeAccessIssue]
+        weights = master.weights.read(0, BLOCK).float()
         assert torch.equal(weights.isnan(), values.isnan())
         assert values.isnan().all() or torch.equal(weights, values)
 
 
-def spread(*tensors: Tensor) -> Spread:
-    return Spread(tensors)
+def spread(*tensors: Tensor) -> FlatTensors:
+    return FlatTensors(tensors)
 
 
-def masters(size: int) -> list[Stored]:
+def masters(size: int) -> list[Master]:
     weights = [spread(torch.zeros(size, dtype=torch.bfloat16)) for _ in range(2)]
-    kept = Plain(torch.zeros(size), CPU)
-    return [Fp32Master(weights[0], kept), SplitMaster(weights[1], torch.zeros(size, dtype=torch.int16))]
+    return [Master(weights[0], torch.zeros(size)), Master(weights[1], torch.zeros(size, dtype=torch.int16))]
 
 
 def test_split_and_fp32_masters_have_the_same_weights_and_values() -> None:
@@ -97,7 +94,7 @@ def test_split_and_fp32_masters_have_the_same_weights_and_values() -> None:
     for master in (whole, split):
         for start in (0, 300):
             master.write(start, values[start : start + 700])
-    [of_whole, of_split] = [each.weights.read(0, 1000) for each in (whole, split)]  # pyright: ignore[reportAttributeAccessIssue]
+    [of_whole, of_split] = [each.weights.read(0, 1000) for each in (whole, split)]
     assert torch.equal(of_whole, of_split)
     for span in ((0, 1000), (3, 4), (299, 777)):
         assert torch.equal(whole.read(*span), values[slice(*span)])
@@ -110,7 +107,7 @@ def test_states_in_host_memory_are_those_of_the_device(platform: Platform) -> No
     size, device = 3000, platform.device
     values = drawn(size).clamp(-1e15, 1e15).to(device)
     pairs = [
-        (SplitMaster(spread(values.new_zeros(size, dtype=torch.bfloat16)), zeros(size, torch.int16)),
+        (Master(spread(values.new_zeros(size, dtype=torch.bfloat16)), zeros(size, torch.int16)),
          Plain(zeros(size, torch.bfloat16), device),
          Blocks8(zeros(size, torch.uint8), zeros(-(-size // BLOCK), torch.float32), device, False, (size,)))
         for zeros in (platform.host_zeros, lambda count, dtype: torch.zeros(count, dtype=dtype, device=device))
@@ -125,7 +122,7 @@ def test_states_in_host_memory_are_those_of_the_device(platform: Platform) -> No
 
 def stored_in(kind: str, size: int) -> Stored:
     if kind == "weights":
-        return RoundedMaster(spread(torch.zeros(size, dtype=torch.bfloat16)))
+        return Master(spread(torch.zeros(size, dtype=torch.bfloat16)))
     if kind == "bfloat16":
         return Plain(torch.zeros(size, dtype=torch.bfloat16), CPU)
     blocks = torch.zeros(-(-size // BLOCK))
@@ -188,7 +185,7 @@ def test_numbers_in_several_tensors_are_one_after_the_other(sizes: list[int], da
         begin += gap
         tensors.append(memory[begin : begin + size])
         begin += size
-    numbers = Spread.of(tensors)
+    numbers = FlatTensors.of(tensors)
     assert len(numbers.tensors) == 1 + sum(apart[1:])
     start = data.draw(st.integers(0, sum(sizes) - 1))
     stop = data.draw(st.integers(start + 1, sum(sizes)))

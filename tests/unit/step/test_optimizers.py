@@ -23,9 +23,10 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.axes import Axis, View
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.step.algorithms import SGD, AdamW
 from megatron_hetero.step.gradients import finish_gradients
-from megatron_hetero.step.joint import JointOptimizer, build_optimizers
-from megatron_hetero.step.optimizer import SGD, AdamW
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.library_optimizers import build_optimizers
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
 

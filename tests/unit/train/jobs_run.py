@@ -26,7 +26,6 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.buffers import BucketSums
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.number_formats import upper_half
 from megatron_hetero.train.export import Value, assemble, gather_parameters
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
@@ -83,54 +82,6 @@ def step(flags: list[str]) -> dict[str, Any]:
         "tokens": metrics.tokens,
         "images": metrics.images,
     }
-
-
-def sums_and_runs(flags: list[str], overlaps: bool = True) -> tuple[list[str], dict[str, Any], float]:
-    """Of a step with small buckets: where backward passes of modules on this rank begin and end ("text", "/text"), and
-    where sums of buckets begin ("+text 0"); gradients, not scaled, and their norm. `overlaps`: whether sums begin
-    before the end of the step.
-    """
-    with mock.patch.object(gathering, "BUCKET", 1000):
-        run, order = build(flags), list[str]()
-    if not overlaps:
-        run.runner._optimizer = None
-    real_part, real_start = run.interpreter.watch.part, BucketSums._start
-
-    @contextmanager
-    def part(name: str, label: str = "") -> Iterator[None]:
-        backward = Action.parse(label).kind == "B" and name in run.topology.layouts
-        order.extend([name] * backward)
-        with real_part(name, label):
-            yield
-        order.extend([f"/{name}"] * backward)
-
-    def start(sums: BucketSums, place: int) -> None:
-        order.append(f"+{sums.name} {place}")
-        real_start(sums, place)
-
-    _, batch, _ = next(iter(run.batches()))
-    with mock.patch.object(run.interpreter.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
-        summary = run.gradients(batch)
-    return order, gradient(run), summary.norm
-
-
-def traced_sums(flags: list[str], overlaps: bool) -> list[tuple[str, str]]:
-    """In a profiler's trace of a step with small buckets: the ranges of sums of gradients, and what surrounds each:
-    nodes of autograd, or else nothing.
-    """
-    with mock.patch.object(gathering, "BUCKET", 1000):
-        run = build(flags)
-    if not overlaps:
-        run.runner._optimizer = None
-    _, batch, _ = next(iter(run.batches()))
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        run.gradients(batch)
-    events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
-    found = []
-    for event in (event for event in events if event.name.endswith("gradient sums")):
-        around = [e.name for e in events if e.time_range.start <= event.time_range.start < e.time_range.end]
-        found.append((event.name, next((name for name in around if "AccumulateGrad" in name), "")))
-    return found
 
 
 def gradients_of_steps(flags: list[str]) -> list[dict[str, Any]]:

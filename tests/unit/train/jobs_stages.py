@@ -32,11 +32,12 @@ from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderInput, TextInput, TextModel
 from megatron_hetero.models.weights import companions_of, stored_shapes, weight_map
+from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.family_module import build_module, load_parameters
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.optimizer import SGD, AdamW, Algorithm, build_shard_optimizer
+from megatron_hetero.step.optimizer import build_shard_optimizer
 from megatron_hetero.train.export import Value, assemble, export_model, gather_parameters
 from tests.support.shapes import shapes_of_folder
 

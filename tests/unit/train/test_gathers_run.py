@@ -2,63 +2,171 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
+from megatron_hetero.schedule import semantics as gathering
+from megatron_hetero.step.buffers import WeightGathers
+from megatron_hetero.train.trainer import Trainer
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.pool import Pool
-from tests.unit.train import jobs_gathers as jobs
-from tests.unit.train.jobs_run import MakeFlags
+from tests.support.ranks import on_ranks
+from tests.unit.train.jobs_run import MakeFlags, build, stored
 
-Pools = Callable[[int], Pool]
+COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_gather_object", "broadcast")
+
+
+@pytest.fixture
+def flags(request: pytest.FixtureRequest, make_flags: MakeFlags, tmp_path: Path) -> list[str]:
+    """A command line for two layouts, further flags and numbers of pictures, which are the parameter."""
+    vision, text, more, pictures = request.param
+    data = write_data(tmp_path, 8, seed=4, pictures=pictures)
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
+    more += f" --model.hf_path {model} --train.iters 3 --train.global_batch_size 2"
+    return make_flags(vision, text, more, data=data)
 
 
 @pytest.mark.parametrize(
-    "ranks, vision, text, more, pictures",
+    "ranks, flags",
     [
-        (2, "sp:2", "dp:2", "", (1,)),
-        (4, "dp:2@0-1", "pp:2,dp:2", "--schedule.virtual_stages 2 --model.recompute.text full", (0, 0, 1)),
+        (2, ("sp:2", "dp:2", "--optimizer.name adamw", (1,))),
+        (
+            4,
+            (
+                "dp:2@0-1",
+                "pp:2,dp:2",
+                "--optimizer.name adamw --schedule.virtual_stages 2 --model.recompute.text full",
+                (0, 0, 1),
+            ),
+        ),
     ],
     ids=str,
+    indirect=["flags"],
 )
-def test_weights_come_before_they_are_read(
-    ranks: int,
-    vision: str,
-    text: str,
-    more: str,
-    pictures: tuple[int, ...],
-    make_flags: MakeFlags,
-    pools: Pools,
-    tmp_path: Path,
-) -> None:
-    """Each layer's before it runs, others' later; also in steps without pictures; with the same bits as when all come
+@on_ranks("ranks")
+def test_weights_arrive_before_they_are_read(ranks: int, flags: list[str]) -> None:
+    """Each layer's before it runs, others' later; also in steps without pictures; with the same bits as when all arrive
     at the end of the step. Nothing else at that end waits for them.
     """
-    data = write_data(tmp_path, 8, seed=4, pictures=pictures)
-    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
-    more += f" --model.hf_path {model} --train.iters 3 --train.global_batch_size 2 --optimizer.name adamw"
-    flags = make_flags(vision, text, more, data=data)
-    found: list[jobs.Trained] = pools(ranks).run(jobs.train, flags)
-    later: list[jobs.Trained] = pools(ranks).run(jobs.train, flags, True)
-    beside = set[str]()
-    for trained, at_once in zip(found, later, strict=True):
-        assert trained.runs and not any(run.in_flight & run.own for run in trained.runs)
-        assert not any(run.in_flight for run in trained.runs if run.step == 1)
-        assert trained.behind == [[], [], []]
-        beside |= {run.module for run in trained.runs if run.in_flight}
-        assert all(trained.left.values()) and {f"{name} weights" for name in trained.left} <= set(trained.ranges)
-        assert not any(run.in_flight for run in at_once.runs) and not any(at_once.left.values())
-    assert "text" in beside
-    assert all(np.array_equal(weights, later[0].weights[name]) for name, weights in found[0].weights.items())
+    beside, weights = train(flags)
+    expected = train(flags, wait=True)[1]
+    of_ranks: list[Any] = [None] * ranks
+    dist.all_gather_object(of_ranks, beside)
+    assert "text" in set[str]().union(*of_ranks)
+    assert all(np.array_equal(own, expected[name]) for name, own in weights.items())
 
 
-def test_a_trace_ends_when_all_weights_have_come(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [("sp:2", "dp:2", "--train.profile.start 2", (1,))], ids=str, indirect=True)
+@on_ranks(2)
+def test_a_trace_ends_when_all_weights_have_arrived(flags: list[str]) -> None:
     """Threads of gloo that record what they do meanwhile may end the process."""
-    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
-    more = f"--model.hf_path {model} --train.iters 3 --train.global_batch_size 2 --train.profile.start 2"
-    flags = make_flags("sp:2", "dp:2", more, data=write_data(tmp_path, 8, seed=4, pictures=(1,)))
-    for left in pools(2).run(jobs.left_behind_traces, flags):
-        assert left[0] > 0 and left[1] == 0 and left[2] > 0
+    run, left = built(flags), []
+    for step, batch, _ in run.batches():
+        run.train_step(step, batch)
+        left.append(sum(len(gathers._works) for gathers in _gathers(run).values()))
+    assert left[0] > 0 and left[1] == 0 and left[2] > 0
+
+
+def built(flags: list[str]) -> Trainer:
+    """With small buckets."""
+    with mock.patch.object(gathering, "BUCKET", 1000):
+        return build(flags)
+
+
+class Run(NamedTuple):
+    """The beginning of a run of a layer. `in_flight`: buckets of its module whose weights have not come; `own`: those
+    that its own lie in.
+    """
+
+    step: int
+    module: str
+    in_flight: frozenset[int]
+    own: frozenset[int]
+
+
+def train(flags: list[str], *, wait: bool = False) -> tuple[set[str], Any]:
+    """Train all steps, and check when weights are read. `wait`: whether weights are waited for at the end of each step.
+    Returns the modules of which a layer ran while weights of others were on the way, and the weights on rank 0.
+    """
+    run, runs, ranges = built(flags), list[Run](), set[str]()
+    now = _note_runs(run, runs)
+    for step, batch, _ in run.batches():
+        now[0] = step
+        with profile(activities=[ProfilerActivity.CPU]) as trace, _behind() as behind:
+            run.train_step(step, batch)
+            if wait:
+                run.optimizer.wait_for_weights()
+            # A profiler that ends while gloo's threads record what they do may crash.
+            while not all(work.is_completed() for each in _gathers(run).values() for work in each._works.values()):
+                time.sleep(0.001)
+        assert wait or not behind
+        ranges = {event.name for event in trace.events() or []}
+    left = {name: len(gathers._works) for name, gathers in _gathers(run).items()}
+    assert runs and not any(each.in_flight & each.own for each in runs)
+    if wait:
+        assert not any(each.in_flight for each in runs) and not any(left.values())
+    else:
+        assert not any(each.in_flight for each in runs if each.step == 1)
+        assert all(left.values()) and {f"{name} weights" for name in left} <= ranges
+    return {each.module for each in runs if each.in_flight}, stored(run)
+
+
+@contextlib.contextmanager
+def _behind() -> Iterator[list[str]]:
+    """What waits for gathers of weights that have begun inside, but for these: collectives of all ranks, and copies to
+    the host.
+    """
+    found, begun, start = list[str](), [False], WeightGathers.start
+
+    def starting(gathers: WeightGathers) -> None:
+        begun[0] = False
+        start(gathers)
+        begun[0] = True
+
+    def noting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if begun[0] and (name == "cpu" or kwargs["group"].size() == dist.get_world_size()):
+                found.append(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(WeightGathers, "start", starting))
+        for where, names in ((dist, COLLECTIVES), (Tensor, ("cpu",))):
+            for name in names:
+                stack.enter_context(mock.patch.object(where, name, noting(name, getattr(where, name))))
+        yield found
+
+
+def _gathers(run: Trainer) -> dict[str, WeightGathers]:
+    every: dict[str, Any] = {module.name: module.data_parallel for module in run.modules}
+    return {name: each.gathers for name, each in every.items() if each.gathers is not None}
+
+
+def _note_runs(run: Trainer, runs: list[Run]) -> list[int]:
+    """Note each run of a layer from now on, in the step that the list returned says."""
+    now = [0]
+    for name, gathers in _gathers(run).items():
+        [chunks] = [module.chunks for module in run.modules if module.name == name]
+        for layer in (layer for chunk in chunks for layer in chunk.layers):
+            read = set(map(id, layer.parameters()))
+            own = (place for place, of in enumerate(gathers.buckets) if read & set(map(id, of.parameters)))
+            layer.register_forward_pre_hook(partial(_note, runs, now, name, gathers, frozenset(own)))
+    return now
+
+
+def _note(
+    runs: list[Run], now: list[int], name: str, gathers: WeightGathers, own: frozenset[int], *_: nn.Module
+) -> None:
+    runs.append(Run(now[0], name, frozenset(gathers._works), own))

@@ -5,20 +5,33 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.schedule import semantics as gathering
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.contract import StepResult
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.step.buffers import BucketSums
 from megatron_hetero.step.gradients import GradientSummary, clip_factor
+from megatron_hetero.train.trainer import Trainer
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool
+from tests.support.ranks import on_ranks
 from tests.unit.train import jobs_run as jobs
 from tests.unit.train.jobs_run import MakeFlags
 
@@ -76,72 +89,159 @@ def test_clipping_scales_all_modules_equally(make_flags: MakeFlags, pools: Pools
 # ------------------------------------------------------------------------------------------------ faults
 
 
+@pytest.fixture
+def flags(request: pytest.FixtureRequest, make_flags: MakeFlags) -> list[str]:
+    """A command line; its parameter are the arguments of `make_flags`."""
+    return make_flags(*request.param)
+
+
 @pytest.mark.parametrize(
     "where, rank, value",
     [("vision", 2, np.nan), ("text", 3, np.inf), ("text", 0, -np.inf), ("loss", 1, np.nan), ("loss", 2, np.inf)],
 )
-def test_faults_name_module_rank_and_step(
-    where: str, rank: int, value: float, make_flags: MakeFlags, pools: Pools
-) -> None:
-    flags = make_flags("sp:4", "tp:2,dp:2", "--optimizer.name adamw")
+@pytest.mark.parametrize("flags", [("sp:4", "tp:2,dp:2", "--optimizer.name adamw")], ids=str, indirect=True)
+@on_ranks(4)
+def test_faults_name_module_rank_and_step(where: str, rank: int, value: float, flags: list[str]) -> None:
+    """`value` is in one gradient of a module, or in the loss, on one rank."""
+    run = jobs.build(flags)
+    models: dict[str, Any] = {module.name: module.chunks[0] for module in run.modules}
+    here = run.topology.rank == rank
+
+    def edit(module: str) -> None:
+        if here and module == where:
+            next(p for p in models[where].parameters() if p.requires_grad).main_grad.view(-1)[3] = value
+
+    _, batch, _ = next(iter(run.batches()))
+    before = jobs.stored(run)
     kind = "loss" if where == "loss" else f"gradient of module {where}"
-    for found in pools(4).run(jobs.fault, flags, where, rank, value):
-        assert found["faults"] == ((where, rank),)
-        assert found["unchanged"], "weights were updated"
-        assert found["message"].startswith(f"step 5: found a {kind} that is NaN or infinite on rank {rank}, expected")
+    found = f"step 5: found a {kind} that is NaN or infinite on rank {rank}, expected"
+    with _before_last_backward(run, edit, value if here and where == "loss" else 0.0):
+        assert run.gradients(batch).faults == ((where, rank),)
+        with pytest.raises(UserError, match=f"^{found}"):
+            run.train_step(5, batch)
+    after = jobs.stored(run)
+    assert all((before[name] == after[name]).all() for name in before), "weights were updated"
+
+
+@contextmanager
+def _before_last_backward(run: Trainer, edit: Callable[[str], None], loss_too: float) -> Iterator[None]:
+    """Let `edit(module)` change gradients before the last backward pass, in which sums over ranks begin; add
+    `loss_too`.
+    """
+    real = run.interpreter.run
+
+    def edited(
+        schedule: Schedule, load: Any, after: Callable[[str], None], before: Callable[[str, int], None]
+    ) -> StepResult:
+        def before_last(module: str, stage: int) -> None:
+            edit(module)
+            before(module, stage)
+
+        result = real(schedule, load, after, before_last)
+        return replace(result, loss=result.loss + loss_too)
+
+    with mock.patch.object(run.interpreter, "run", edited):
+        yield
+
+
+@pytest.fixture
+def deep_flags(request: pytest.FixtureRequest, make_flags: MakeFlags, tmp_path: Path) -> list[str]:
+    """A command line for two vision layers and four text layers. Its parameter: layouts, further flags, and numbers of
+    pictures.
+    """
+    vision, text, more, pictures = request.param
+    data = write_data(tmp_path, 8, seed=4, pictures=pictures)
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
+    return make_flags(vision, text, f"--model.hf_path {model} {more} --train.global_batch_size 4", data=data)
 
 
 @pytest.mark.parametrize(
-    "ranks, vision, text, more, pictures",
+    "ranks, deep_flags",
     [
-        (2, "sp:2", "tp:2", "", (1,)),
-        (4, "dp:4", "tp:2,dp:2", "--optimizer.name adamw", (0, 1)),
-        (4, "dp:2@0-1", "tp:2,dp:2@0-3", "--train.micro_batch_size 2", (0, 2)),
-        (4, "sp:2,dp:2", "pp:2,dp:2", "--schedule.virtual_stages 2", (0, 0, 1)),
-        (3, "dp:1@0", "dp:2@1-2", "--schedule.run_ahead 1", (0, 1)),
+        (2, ("sp:2", "tp:2", "", (1,))),
+        (4, ("dp:4", "tp:2,dp:2", "--optimizer.name adamw", (0, 1))),
+        (4, ("dp:2@0-1", "tp:2,dp:2@0-3", "--train.micro_batch_size 2", (0, 2))),
+        (4, ("sp:2,dp:2", "pp:2,dp:2", "--schedule.virtual_stages 2", (0, 0, 1))),
+        (3, ("dp:1@0", "dp:2@1-2", "--schedule.run_ahead 1", (0, 1))),
     ],
     ids=str,
+    indirect=["deep_flags"],
 )
-def test_sums_over_ranks_begin_within_the_last_backward_pass(
-    ranks: int,
-    vision: str,
-    text: str,
-    more: str,
-    pictures: tuple[int, ...],
-    make_flags: MakeFlags,
-    pools: Pools,
-    tmp_path: Path,
-) -> None:
-    """Bucket by bucket, in one order; behind it where a rank has no image in it, and before anything else; with the
-    same bits as at the end of the step.
+@on_ranks("ranks")
+def test_sums_over_ranks_begin_within_the_last_backward_pass(ranks: int, deep_flags: list[str]) -> None:
+    """Bucket by bucket, in one order; after it if a rank has no image in it, and before anything else; with the same
+    bits as at the end of the step.
     """
-    data = write_data(tmp_path, 8, seed=4, pictures=pictures)
-    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
-    flags = make_flags(vision, text, f"--model.hf_path {model} {more} --train.global_batch_size 4", data=data)
-    found = pools(ranks).run(jobs.sums_and_runs, flags)
-    later = pools(ranks).run(jobs.sums_and_runs, flags, False)
+    order, gradients, norm = _sums_and_runs(deep_flags, overlaps=True)
+    late, expected, norm_later = _sums_and_runs(deep_flags, overlaps=False)
     within = Counter[str]()
-    for (order, gradients, norm), (late, expected, norm_later) in zip(found, later, strict=True):
-        runs = [event for event in order if not event.startswith("+")]
-        assert late[: len(runs)] == runs, "without overlap all sums begin at the end"
-        for module in {event for event in runs if not event.startswith("/")}:
-            sums = [place for place, event in enumerate(order) if event.startswith(f"+{module} ")]
-            assert [order[place] for place in sums] == [f"+{module} {number}" for number in range(len(sums))]
-            end = len(order) - 1 - order[::-1].index(f"/{module}")
-            behind = [next(place for place in range(at, -1, -1) if not order[place].startswith("+")) for at in sums]
-            assert {order[place] for place in behind} <= {module, f"/{module}"}
-            assert all(order[place] == module or place == end for place in behind)
-            within[module] += sum(order[place] == module for place in behind)
-        assert norm == norm_later and all(np.array_equal(gradients[name], expected[name]) for name in expected)
-    assert within["text"] and within["vision"]
+    runs = [event for event in order if not event.startswith("+")]
+    assert late[: len(runs)] == runs, "without overlap all sums begin at the end"
+    for module in {event for event in runs if not event.startswith("/")}:
+        sums = [place for place, event in enumerate(order) if event.startswith(f"+{module} ")]
+        assert [order[place] for place in sums] == [f"+{module} {number}" for number in range(len(sums))]
+        end = len(order) - 1 - order[::-1].index(f"/{module}")
+        behind = [next(place for place in range(at, -1, -1) if not order[place].startswith("+")) for at in sums]
+        assert {order[place] for place in behind} <= {module, f"/{module}"}
+        assert all(order[place] == module or place == end for place in behind)
+        within[module] += sum(order[place] == module for place in behind)
+    assert norm == norm_later and all(np.array_equal(gradients[name], expected[name]) for name in expected)
+    of_ranks: list[Any] = [None] * ranks
+    dist.all_gather_object(of_ranks, within)
+    assert all(any(found[module] for found in of_ranks) for module in ("text", "vision"))
 
 
-def test_a_trace_shows_sums_within_the_backward_pass(make_flags: MakeFlags, pools: Pools) -> None:
-    flags = make_flags("sp:2", "tp:1,dp:2", "--train.global_batch_size 2")
-    for overlaps in (True, False):
-        [found, _] = pools(2).run(jobs.traced_sums, flags, overlaps)
-        assert {name for name, _ in found} == {"text gradient sums", "vision gradient sums"}
-        assert {name for name, around in found if around} == ({name for name, _ in found} if overlaps else set())
+def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict[str, Any], float]:
+    """Run a step with small buckets. Returns where backward passes of modules on this rank begin and end ("text",
+    "/text"), and where sums of buckets begin ("+text 0"); gradients, not scaled, and their norm. `overlaps`: whether
+    sums begin before the end of the step.
+    """
+    with mock.patch.object(gathering, "BUCKET", 1000):
+        run, order = jobs.build(flags), list[str]()
+    if not overlaps:
+        run.runner._optimizer = None
+    real_part, real_start = run.interpreter.watch.part, BucketSums._start
+
+    @contextmanager
+    def part(name: str, label: str = "") -> Iterator[None]:
+        backward = Action.parse(label).kind == "B" and name in run.topology.layouts
+        order.extend([name] * backward)
+        with real_part(name, label):
+            yield
+        order.extend([f"/{name}"] * backward)
+
+    def start(sums: BucketSums, place: int) -> None:
+        order.append(f"+{sums.name} {place}")
+        real_start(sums, place)
+
+    _, batch, _ = next(iter(run.batches()))
+    with mock.patch.object(run.interpreter.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
+        summary = run.gradients(batch)
+    return order, jobs.gradient(run), summary.norm
+
+
+@pytest.mark.parametrize("flags", [("sp:2", "tp:1,dp:2", "--train.global_batch_size 2")], ids=str, indirect=True)
+@pytest.mark.parametrize("overlaps", [True, False])
+@on_ranks(2)
+def test_a_trace_shows_sums_within_the_backward_pass(overlaps: bool, flags: list[str]) -> None:
+    """Inside the nodes of autograd that accumulate gradients."""
+    with mock.patch.object(gathering, "BUCKET", 1000):
+        run = jobs.build(flags)
+    if not overlaps:
+        run.runner._optimizer = None
+    _, batch, _ = next(iter(run.batches()))
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run.gradients(batch)
+    events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
+    found, inside = set[str](), set[str]()
+    for event in (event for event in events if event.name.endswith("gradient sums")):
+        found.add(event.name)
+        around = [e.name for e in events if e.time_range.start <= event.time_range.start < e.time_range.end]
+        if any("AccumulateGrad" in name for name in around):
+            inside.add(event.name)
+    if run.topology.rank == 0:
+        assert found == {"text gradient sums", "vision gradient sums"}
+        assert inside == (found if overlaps else set())
 
 
 # ---------------------------------------------------------------------------------------------- freezing

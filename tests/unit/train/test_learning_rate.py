@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_hetero.step.optimizer import learning_rate
+from megatron_hetero.step.algorithms import learning_rate
 
 
 def rates(schedule: str, warmup: int, total: int, steps: int | None = None) -> list[float]:

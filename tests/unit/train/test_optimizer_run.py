@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_hetero.step.number_formats import upper_half
 from tests.support.pool import Pool
+from tests.support.ranks import on_ranks
 from tests.unit.train import jobs_run as jobs
 from tests.unit.train.jobs_run import MakeFlags
 
@@ -36,23 +41,52 @@ def test_adamw_steps_each_part_by_its_rate(vision: str, text: str, make_flags: M
         assert clear.any() and not step[gradients[name] == 0].any(), name
 
 
-def test_schedules_scale_every_group_equally(make_flags: MakeFlags, pools: Pools) -> None:
-    schedule = "--optimizer.schedule linear --optimizer.min_lr 1e-4 --train.iters 5 --optimizer.warmup_iters 2"
-    flags = make_flags("sp:4", "tp:4", f"--optimizer.name adamw {RATES} {schedule}")
+SCHEDULE = "--optimizer.schedule linear --optimizer.min_lr 1e-4 --train.iters 5 --optimizer.warmup_iters 2"
+
+
+@pytest.fixture
+def flags(request: pytest.FixtureRequest, make_flags: MakeFlags) -> list[str]:
+    """A command line; its parameter are the arguments of `make_flags`."""
+    return make_flags(*request.param)
+
+
+@pytest.mark.parametrize(
+    "flags", [("sp:4", "tp:4", f"--optimizer.name adamw {RATES} {SCHEDULE}")], ids=str, indirect=True
+)
+@on_ranks(4)
+def test_schedules_scale_every_group_equally(flags: list[str]) -> None:
     for step, share in ((1, 0.5), (2, 1.0), (5, 0.1)):
-        of_ranks = pools(4).run(jobs.groups_of_step, flags, step)  # Each has some elements of some parameters.
-        found = {(rate, low) for rates in of_ranks for rate, _, low in rates}
+        run = jobs.build(flags)
+        assert run._update(step) == pytest.approx(1e-3 * share), "the reported rate"
+        last = run.config.train.iters
+        own = {(group["lr"], run._rate(last, group["initial_lr"])) for group in run.optimizer.param_groups}
+        of_ranks: list[Any] = [None] * 4  # Each has some elements of some parameters.
+        dist.all_gather_object(of_ranks, own)
         expected = [(1e-3, 1e-4), (2e-3, 2e-4), (4e-3, 4e-4)]
-        assert sorted(found) == [pytest.approx((peak * share, low)) for peak, low in expected]
-        assert pools(4).run(jobs.reported_rate, flags, step) == [pytest.approx(1e-3 * share)] * 4
+        assert sorted(set().union(*of_ranks)) == [pytest.approx((peak * share, low)) for peak, low in expected]
 
 
-@pytest.mark.parametrize("frozen", ["text", "vision", "projector text", "vision projector"])
-def test_the_rate_that_is_reported_is_that_of_lr(frozen: str, make_flags: MakeFlags, pools: Pools) -> None:
-    own = {"vision": "--optimizer.lr_vision 4e-3", "projector": "--optimizer.lr_projector 2e-3"}
-    rates = " ".join(rate for part, rate in own.items() if part not in frozen.split())
-    flags = make_flags("sp:4", "tp:4", f"--optimizer.name adamw --optimizer.lr 1e-3 {rates} --model.freeze {frozen}")
-    assert pools(4).run(jobs.reported_rate, flags, 1) == [1e-3] * 4
+FROZEN = {
+    "text": "--optimizer.lr_vision 4e-3 --optimizer.lr_projector 2e-3",
+    "vision": "--optimizer.lr_projector 2e-3",
+    "projector text": "--optimizer.lr_vision 4e-3",
+    "vision projector": "",
+}
+"""What is frozen, and the rates of the other parts."""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("sp:4", "tp:4", f"--optimizer.name adamw --optimizer.lr 1e-3 {rates} --model.freeze {frozen}")
+        for frozen, rates in FROZEN.items()
+    ],
+    ids=FROZEN,
+    indirect=True,
+)
+@on_ranks(4)
+def test_the_rate_that_is_reported_is_that_of_lr(flags: list[str]) -> None:
+    assert jobs.build(flags)._update(1) == 1e-3
 
 
 @pytest.mark.parametrize("vision, text", LAYOUTS)
@@ -81,12 +115,27 @@ def test_sgd_is_weight_minus_rate_times_gradient(
         np.testing.assert_array_equal(got["after"][name], exact.astype(np.float32), err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-@pytest.mark.parametrize("vision, text", LAYOUTS)
-def test_bf16_keeps_masters_and_gradients_in_fp32(
-    name: str, vision: str, text: str, make_flags: MakeFlags, pools: Pools
-) -> None:
-    flags = make_flags(vision, text, f"--optimizer.name {name} --optimizer.lr 1e-3 --model.dtype bfloat16")
-    for found in pools(4).run(jobs.precision, flags):
-        assert found["parameters"] == {"torch.bfloat16"} and found["gradients"] == {"torch.float32"}
-        assert found["masters"] == {"torch.float32"} and found["rounded"]
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (*layouts, f"--optimizer.name {name} --optimizer.lr 1e-3 --model.dtype bfloat16")
+        for layouts in LAYOUTS
+        for name in ("adamw", "sgd")
+    ],
+    ids=str,
+    indirect=True,
+)
+@on_ranks(4)
+def test_bf16_has_masters_and_gradients_in_fp32(flags: list[str]) -> None:
+    """Parameters are rounded masters."""
+    run = jobs.build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(1, batch)
+    for optimizer in run.optimizer.sharded.values():
+        for name, shard in optimizer.shards.items():
+            weights = optimizer.module.data_parallel.weights(name)[shard.start : shard.stop]
+            master = shard.master.read(0, shard.stop - shard.start)
+            assert master.dtype == torch.float32
+            assert torch.equal(weights, upper_half(master.view(torch.int32) + (1 << 15)))
+    for parameter in (p for module in run.modules for p in module.parameters.values()):
+        assert parameter.dtype == torch.bfloat16 and vars(parameter)["main_grad"].dtype == torch.float32

@@ -1,12 +1,12 @@
-"""Modules of any kind, as a training program gives them, made `TrainedModule`s: which parameters train, how tensor
-parallelism splits them, and what wrappers have done to their gradients. A wrapper may be around the whole module or
-around any part of it.
+"""Modules of any kind, as a library user passes them, as `TrainedModule`s: which parameters train, how tensor
+parallelism splits them, and what wrappers have done to their gradients. A wrapper may be around the whole module or any
+part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,21 +19,21 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import Facts, require_alike, unlike
 from megatron_hetero.groups.megatron import fsdp_groups, has_reduced
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.hf.weight_map import TensorSlice, held
+from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.layout.axes import AXES
 from megatron_hetero.layout.communicators import ENDS, GRADIENT_AXES
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.step.module import OverTp, TrainedModule
-from megatron_hetero.step.wrapped import Done, Wrapped, is_sharded
+from megatron_hetero.step.wrapped import Remaining, Wrapped, is_sharded, local
 
 Chunks = Any  # What `fully_shard` returns is no `nn.Module` to type checkers.
 """A module, or a list of one for each of its virtual stages."""
 
 
-def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tuple[TrainedModule, ...]:
+def trained_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tuple[TrainedModule, ...]:
     """The modules of this rank, in the order of the topology. Raises `UserError` if the topology has others, or if a
-    wrapper has done what is not known here.
+    wrapper reduces in an unknown way.
     """
     given = {name: _chunks(module) for name, module in modules.items()}
     given = {name: chunks for name, chunks in given.items() if chunks}
@@ -44,12 +44,12 @@ def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tu
             f"modules on rank {topology.rank}",
             found=f"{'no' if missing else 'a'} module `{wrong[0]}`",
             expected=f"those of this rank: {', '.join(expected) or 'none'}",
-            because="ranks of a module reduce its gradients together",
+            because="all ranks of a module reduce its gradients",
             fix="pass the part of each module that this rank holds, and None or nothing for others",
         )
     for chunks in given.values():
         reshard(chunks)
-    found = tuple(_hold(topology, name, given[name]) for name in expected)  # Before ranks wait for each other.
+    found = tuple(_trained_module(topology, name, given[name]) for name in expected)
     owner: dict[int, str] = {}
     for module in found:
         for name, parameter in module.trained.items():
@@ -61,8 +61,8 @@ def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tu
 
 def require_replicas(modules: Sequence[TrainedModule]) -> None:
     """Check that the replicas of each module train the same parameters, that its ranks along `tp` sum the same over
-    `tp`, and that its first and last stage both train a parameter that they share, or neither. The ranks of a module
-    call it; those that differ raise `UserError`, all of them.
+    `tp`, and that its first and last stage both train a parameter that they share, or neither. Collective over the
+    ranks of each module, which all raise `UserError` if they differ.
     """
     gathered: list[tuple[str, list[Facts], list[int]]] = []
     for module in modules:
@@ -78,7 +78,7 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
             numbered = {f"parameter {n}": fact for n, fact in enumerate(facts)}
             if group.size() > 1 and (of_ranks := unlike(group, numbered.copy)):
                 gathered.append((module.name, of_ranks, dist.get_process_group_ranks(group)))
-    fix = "build, freeze and wrap the module alike on all its ranks, whose gradients are summed together"
+    fix = "build, freeze and wrap the module alike on all its ranks, whose gradients are summed"
     for name, of_ranks, ranks in gathered:  # Only now: ranks that raise would leave those of other groups waiting.
         require_alike(f"module `{name}`: trainable parameters", of_ranks, ranks, fix)
 
@@ -93,14 +93,14 @@ def _has_ends(topology: Topology, name: str) -> bool:
 
 def _sums(module: TrainedModule, name: str) -> str:
     over_tp = f", its {module.over_tp[name]} over tp" if name in module.over_tp else ""
-    along = module.data_parallel.done[name].axes if isinstance(module.data_parallel, Wrapped) else ()
+    along = module.data_parallel.remaining[name].axes if isinstance(module.data_parallel, Wrapped) else ()
     return f"`{name}`{over_tp}{f', summed over {chr(183).join(along)}' if along else ''}"
 
 
 def unreduced(module: TrainedModule) -> str:
-    """The wrapper of PyTorch's that has not averaged gradients of the last backward pass, if one has not."""
+    """Return PyTorch's wrapper that did not average gradients in the last backward pass, if any."""
     for part in _wrappers(module.chunks):
-        # DDP's own note of the last forward pass.
+        # DDP sets this attribute in each forward pass.
         if isinstance(part, DistributedDataParallel) and not part.require_forward_param_sync:
             return "DistributedDataParallel"
         if not has_reduced(part):
@@ -109,8 +109,8 @@ def unreduced(module: TrainedModule) -> str:
 
 
 def reshard(chunks: Sequence[nn.Module]) -> None:
-    """Have what FSDP2 shards hold shards again. After a forward pass alone it does not: its parameters are others then,
-    and the next forward pass would take them as they are.
+    """Reshard all modules of FSDP2. After a forward pass alone they have unsharded parameters, which the next forward
+    pass would use as they are.
     """
     for part in _wrappers(chunks):
         if isinstance(part, FSDPModule):
@@ -118,7 +118,7 @@ def reshard(chunks: Sequence[nn.Module]) -> None:
 
 
 def is_megatrons_ddp(module: nn.Module) -> bool:
-    """Whether this is Megatron's `DistributedDataParallel`, which keeps gradients in buffers of its own."""
+    """Whether this is Megatron's `DistributedDataParallel`, which stores gradients in buffers of its own."""
     return hasattr(module, "finish_grad_sync") and hasattr(module, "buffers") and hasattr(module, "ddp_config")
 
 
@@ -129,35 +129,19 @@ def _chunks(module: Chunks | None) -> tuple[nn.Module, ...]:
 
 
 def _wrappers(chunks: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """Each part that FSDP2, PyTorch's or Megatron's `DistributedDataParallel` wraps."""
+    """All parts that are wrapped by FSDP2, PyTorch's or Megatron's `DistributedDataParallel`."""
     parts = (part for chunk in chunks for part in chunk.modules())
     return tuple(p for p in parts if isinstance(p, (DistributedDataParallel, FSDPModule)) or is_megatrons_ddp(p))
 
 
-def _hold(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> TrainedModule:
+def _trained_module(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> TrainedModule:
     layout = topology.layouts[name]
     _require_main_view(name, layout)
     stages = tuple(layout.coordinate(topology.rank).pp + i * layout.pp for i in range(len(chunks)))
-    here, found, known = _Here(topology, name), dict[str, _Found](), set[int]()
-    for stage, chunk in zip(stages, chunks, strict=True):
-        inside = _Inside()
-        inside.add(chunk, _Around())
-        _require_megatron_fits(here, inside)
-        names = global_names(chunk)
-        for path, parameter in chunk.named_parameters():
-            if id(parameter) in known:
-                continue
-            known.add(id(parameter))
-            each = names.get(path, path)
-            if each in found or (layout.pp > 1 and path not in names):
-                each = f"stage {stage}: {path}"
-            found[each] = _Found(path, parameter, inside)
+    here = _Module(topology, name)
+    found = _parameters(here, dict(zip(stages, chunks, strict=True)))
+    parameters = {each: of.parameter for each, of in found.items()}
     trained = {each: of for each, of in found.items() if of.parameter.requires_grad}
-    parameters, done = (
-        {each: of.parameter for each, of in found.items()},
-        {e: here.done(of) for e, of in trained.items()},
-    )
-    replicas, platform = topology.group(name, *GRADIENT_AXES), topology.platform
     in_main_grad = frozenset(each for each, of in trained.items() if of.around.megatrons_ddp is not None)
     if taken := [
         each for each, of in trained.items() if each not in in_main_grad and hasattr(of.parameter, "main_grad")
@@ -169,34 +153,63 @@ def _hold(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> Train
             fix="call `step` or `finish_gradients` of that optimizer, or build the module anew",
         )
     sharing = Wrapped(
-        parameters,
-        replicas,
-        platform.device,
-        done,
-        in_main_grad,
-        tuple(filter(is_megatrons_ddp, _wrappers(chunks))),
-        platform.prefers_all_reduce,
+        parameters=parameters,
+        group=topology.group(name, *GRADIENT_AXES),
+        owned={each: (0, local(of.parameter).numel()) for each, of in trained.items()},
+        sharded=False,
+        sums_shares=False,
+        device=topology.platform.device,
+        remaining={each: here.remaining(of) for each, of in trained.items()},
+        in_main_grad=in_main_grad,
+        ddps=tuple(filter(is_megatrons_ddp, _wrappers(chunks))),
+        prefers_all_reduce=topology.platform.prefers_all_reduce,
     )
     over_tp: dict[str, OverTp] = {
         each: how for each, of in trained.items() if layout.tp > 1 and (how := _over_tp(of)) is not None
     }
     maps = tuple({each: here.slices(each, of, rank) for each, of in found.items()} for rank in range(layout.tp))
-    copies = [e for e, of in found.items() if layout.pp > 1 and getattr(of.parameter, "shared_embedding", False)]
-    tied = copies[0] if copies else None
-    if tied is not None and not _has_ends(topology, name):
-        fix = "name the module in `tied` of `build`, and only the first and the last stage have such a parameter"
-        problem = f"{tied} is a shared embedding, and this rank has no group with the other end of the pipeline"
-        raise UserError.at(f"module `{name}`", problem=problem, fix=fix)
-    counts_elsewhere = tied is not None and getattr(found[tied].parameter, "shared", False)
+    tied = _tied(topology, name, parameters)
+    counts_elsewhere = tied is not None and getattr(parameters[tied], "shared", False)
     return TrainedModule(
-        *(name, topology, stages, chunks, maps, held(maps), parameters, sharing, over_tp, tied),
+        *(name, topology, stages, chunks, maps, sharing, over_tp, tied),
         tied_copy=tied if counts_elsewhere else None,
     )
 
 
+def _parameters(here: _Module, chunks: Mapping[int, nn.Module]) -> dict[str, _Parameter]:
+    """The parameters of the `chunks`, which are by stage, named as in the whole module."""
+    found, known = dict[str, _Parameter](), set[int]()
+    for stage, chunk in chunks.items():
+        around, fsdp = dict[int, _Around](), dict[int, Any]()
+        _walk(chunk, _Around(), around, fsdp)
+        _require_megatron_fits(here, around, fsdp)
+        names = global_names(chunk)
+        for path, parameter in chunk.named_parameters():
+            if id(parameter) in known:
+                continue
+            known.add(id(parameter))
+            each = names.get(path, path)
+            if each in found or (here.layout.pp > 1 and path not in names):
+                each = f"stage {stage}: {path}"
+            found[each] = _Parameter(path, parameter, around[id(parameter)], fsdp.get(id(parameter)))
+    return found
+
+
+def _tied(topology: Topology, name: str, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """The parameter that the other end of the pipeline shares, if any. Raises `UserError` if they have no group."""
+    if topology.layouts[name].pp == 1:
+        return None
+    tied = next((each for each, p in parameters.items() if getattr(p, "shared_embedding", False)), None)
+    if tied is not None and not _has_ends(topology, name):
+        fix = "name the module in `tied` of `build`, and only the first and the last stage have such a parameter"
+        problem = f"{tied} is a shared embedding, and this rank has no group with the other end of the pipeline"
+        raise UserError.at(f"module `{name}`", problem=problem, fix=fix)
+    return tied
+
+
 def global_names(chunk: nn.Module, buffers: Sequence[str] = ()) -> dict[str, str]:
-    """The names in the whole module of the parameters and `buffers` of a stage that has them: by its method
-    `global_name`, or as layers of Megatron-Core are numbered, which count over all stages.
+    """Map names of parameters and `buffers` of a stage to those in the whole module: by its method `global_name`, or by
+    the numbers of Megatron-Core's layers, which count over all stages. Without either the result is empty.
     """
     paths = [*(path for path, _ in chunk.named_parameters()), *buffers]
     own: Any = getattr(chunk, "global_name", None)
@@ -220,7 +233,7 @@ def global_names(chunk: nn.Module, buffers: Sequence[str] = ()) -> dict[str, str
 
 
 class _Around(NamedTuple):
-    """Wrappers around a parameter, and of Megatron's models the outermost module and innermost configuration."""
+    """Wrappers around a parameter, and the outermost module and innermost configuration of Megatron's around it."""
 
     ddp: DistributedDataParallel | None = None
     megatrons_ddp: Any = None
@@ -228,45 +241,33 @@ class _Around(NamedTuple):
     config: Any = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Inside:
-    """What is inside a module, by the identities of its parameters: what is `around` each, and what FSDP2 divides
-    gradients by, None for the number of its ranks.
-    """
-
-    around: dict[int, _Around] = field(default_factory=dict)
-    fsdp: dict[int, float | None] = field(default_factory=dict)
-
-    def add(self, part: nn.Module, outer: _Around) -> None:
-        """Walk through `part`, which has `outer` around it."""
-        for group in fsdp_groups(part):
-            self.fsdp.update(dict.fromkeys((id(each.sharded_param) for each in group.fsdp_params), _divisor_of(group)))
-        if isinstance(part, DistributedDataParallel):
-            outer = outer._replace(ddp=part)
-        elif is_megatrons_ddp(part):
-            outer = outer._replace(megatrons_ddp=part)
-        elif hasattr(config := getattr(part, "config", None), "tensor_model_parallel_size"):
-            outer = outer._replace(model=part if outer.model is None else outer.model, config=config)
-        self.around.update((id(parameter), outer) for parameter in part.parameters(recurse=False))
-        for child in part.children():
-            self.add(child, outer)
-
-
-class _Found(NamedTuple):
-    """A parameter: its path in the chunk that is `inside`."""
+class _Parameter(NamedTuple):
+    """A parameter, its path in its chunk, what is around it, and the group of FSDP2 that shards it, if one does."""
 
     path: str
     parameter: Any
-    inside: _Inside
+    around: _Around
+    fsdp: Any
 
-    @property
-    def around(self) -> _Around:
-        return self.inside.around[id(self.parameter)]
+
+def _walk(part: nn.Module, outer: _Around, around: dict[int, _Around], fsdp: dict[int, Any]) -> None:
+    """Add what is around each parameter inside `part`, which is inside `outer`, by identity, and groups of FSDP2."""
+    for group in fsdp_groups(part):
+        fsdp.update((id(each.sharded_param), group) for each in group.fsdp_params)
+    if isinstance(part, DistributedDataParallel):
+        outer = outer._replace(ddp=part)
+    elif is_megatrons_ddp(part):
+        outer = outer._replace(megatrons_ddp=part)
+    elif hasattr(config := getattr(part, "config", None), "tensor_model_parallel_size"):
+        outer = outer._replace(model=part if outer.model is None else outer.model, config=config)
+    around.update((id(parameter), outer) for parameter in part.parameters(recurse=False))
+    for child in part.children():
+        _walk(child, outer, around, fsdp)
 
 
 @dataclass(frozen=True)
-class _Here:
-    """A module in the topology, as this rank sees it."""
+class _Module:
+    """A module in the topology."""
 
     topology: Topology
     name: str
@@ -275,8 +276,8 @@ class _Here:
     def layout(self) -> Layout:
         return self.topology.layouts[self.name]
 
-    def done(self, of: _Found) -> Done:
-        """What wrappers have done to a gradient. Raises `UserError`."""
+    def remaining(self, of: _Parameter) -> Remaining:
+        """The reductions of a gradient that wrappers leave to do. Raises `UserError`."""
         degrees, (reduced, divisor) = self.layout.degrees, self._reduced(of)
         left = tuple(axis for axis in GRADIENT_AXES if axis not in reduced and degrees[axis] > 1)
         groups = [self.topology.group(self.name, axis) for axis in left]
@@ -286,30 +287,28 @@ class _Here:
         if is_sharded(of.parameter):
             along = self.axes_of(of)
             others, copies = tuple(axis for axis in GRADIENT_AXES if axis not in along), _copies(of.parameter)
-        return Done(left, tuple(groups), divisor, copies * prod(degrees[axis] for axis in others))
+        return Remaining(left, tuple(groups), divisor, copies * prod(degrees[axis] for axis in others))
 
-    def _reduced(self, of: _Found) -> tuple[tuple[str, ...], float]:
-        """The axes along which a wrapper has reduced a gradient, and what it has thereby divided it by."""
+    def _reduced(self, of: _Parameter) -> tuple[tuple[str, ...], float]:
+        """The axes along which a wrapper has reduced a gradient, and what it has divided it by."""
         degrees, around = self.layout.degrees, of.around
         if around.megatrons_ddp is not None:
             sums = around.megatrons_ddp.config.calculate_per_token_loss
             return GRADIENT_AXES, 1.0 if sums else prod(degrees[axis] for axis in GRADIENT_AXES)
-        if (key := id(of.parameter)) in of.inside.fsdp:
+        if of.fsdp is not None:
             axes = tuple(axis for axis in self.axes_of(of) if axis in GRADIENT_AXES)
-            return axes, of.inside.fsdp[key] or prod(degrees[axis] for axis in axes)
+            return axes, of.fsdp.gradient_divide_factor or prod(degrees[axis] for axis in axes)
         if around.ddp is not None:
             ranks = dist.get_process_group_ranks(around.ddp.process_group)
             return _axes_between(self, ranks, of.path, tp=False), len(ranks)
         return (), 1.0
 
-    def axes_of(self, of: _Found) -> tuple[str, ...]:
-        """The axes along which a `DTensor` is. Raises `UserError`."""
+    def axes_of(self, of: _Parameter) -> tuple[str, ...]:
+        """The axes along which the mesh of a `DTensor` is. Raises `UserError`."""
         return _axes_between(self, of.parameter.device_mesh.mesh.flatten().tolist(), of.path, tp=True)
 
-    def slices(self, name: str, of: _Found, rank: int) -> tuple[TensorSlice, ...]:
-        """The parts of the whole parameter that a rank along `tp` has. It is stored under the name of the module and
-        its own.
-        """
+    def slices(self, name: str, of: _Parameter, rank: int) -> tuple[TensorSlice, ...]:
+        """The parts of the whole parameter that a rank along `tp` has, named by module and parameter."""
         parameter, tp, name = of.parameter, self.layout.tp, f"{self.name}.{name}"
         rows = parameter.shape[0] if parameter.dim() else 1
         if is_sharded(parameter) and "tp" in self.axes_of(of):
@@ -320,16 +319,15 @@ class _Here:
             width = parameter.shape[1]
             return (TensorSlice(name, (0, rows), columns=(rank * width, rank * width + width)),)
         # Megatron's MLP has the gate and what it gates of each rank one below the other.
-        parts = 2 if of.path.rpartition(".")[0].endswith("linear_fc1") and _is_gated(of.around.config) else 1
+        gated = getattr(of.around.config, "gated_linear_unit", False)
+        parts = 2 if gated and of.path.rpartition(".")[0].endswith("linear_fc1") else 1
         own = rows // parts
         starts = [part * own * tp + rank * own for part in range(parts)]
         return tuple(TensorSlice(name, (start, start + own), at=part * own) for part, start in enumerate(starts))
 
 
 def _require_main_view(name: str, layout: Layout) -> None:
-    """Check that gradients are summed over the same ranks in all views: a parameter does not say which it belongs to.
-    Raises `UserError`.
-    """
+    """Check that all views sum gradients over the same ranks: parameters do not name theirs. Raises `UserError`."""
     for view in layout.views:
         if layout.groups(*view.sum_axes) != layout.groups(*GRADIENT_AXES):
             raise UserError.at(
@@ -341,19 +339,19 @@ def _require_main_view(name: str, layout: Layout) -> None:
             )
 
 
-def _require_megatron_fits(here: _Here, inside: _Inside) -> None:
-    """Check that models of Megatron have no expert parallelism, which no layout has, and that their parameters still
-    say how they are split: `fully_shard` makes new ones that do not. Raises `UserError`.
+def _require_megatron_fits(here: _Module, around: Mapping[int, _Around], fsdp: Mapping[int, Any]) -> None:
+    """Check that Megatron's models have no expert parallelism, and that their parameters still have the attributes that
+    say how they are split, which `fully_shard` loses. Raises `UserError`.
     """
     layout, where = here.layout, f"module `{here.name}`"
-    if any((size := getattr(each.config, "expert_model_parallel_size", 1)) > 1 for each in inside.around.values()):
+    if any((size := getattr(each.config, "expert_model_parallel_size", 1)) > 1 for each in around.values()):
         because, fix = "layouts have no expert parallelism yet", "set it to 1: experts are split over tp, or not at all"
         found = f"config.expert_model_parallel_size {size}"
         raise UserError.at(where, found=found, expected="1", because=because, fix=fix)
-    models = dict.fromkeys(each.model for key, each in inside.around.items() if key in inside.fsdp)
+    models = dict.fromkeys(each.model for key, each in around.items() if key in fsdp)
     for model in models if layout.tp * layout.pp > 1 else ():
         parts = () if model is None else model.modules()
-        sharded = [(part, p) for part in parts for p in part.parameters(recurse=False) if id(p) in inside.fsdp]
+        sharded = [(part, p) for part in parts for p in part.parameters(recurse=False) if id(p) in fsdp]
         # Weights of layers that are split over tp say so.
         split = [p for part, p in sharded if hasattr(part, "tp_group") and p is getattr(part, "weight", None)]
         if sharded and not all(hasattr(p, "tensor_model_parallel") for p in split or [p for _, p in sharded]):
@@ -366,13 +364,9 @@ def _require_megatron_fits(here: _Here, inside: _Inside) -> None:
             )
 
 
-def _divisor_of(group: Any) -> float | None:
-    return None if group.gradient_divide_factor is None else float(group.gradient_divide_factor)
-
-
-def _axes_between(here: _Here, ranks: Sequence[int], name: str, *, tp: bool) -> tuple[str, ...]:
-    """The axes of the module's layout along which `ranks` lie: those of `GRADIENT_AXES`, and `tp` if that may be one.
-    Raises `UserError` if they are not all ranks along some.
+def _axes_between(here: _Module, ranks: Sequence[int], name: str, *, tp: bool) -> tuple[str, ...]:
+    """The axes of `GRADIENT_AXES`, and `tp` if allowed, along which `ranks` differ in the module's layout. Raises
+    `UserError` if they are not all ranks along these.
     """
     topology, layout = here.topology, here.layout
     mine = layout.coordinate(topology.rank)
@@ -390,19 +384,15 @@ def _axes_between(here: _Here, ranks: Sequence[int], name: str, *, tp: bool) -> 
     return axes
 
 
-def _is_gated(config: Any) -> bool:
-    return bool(getattr(config, "gated_linear_unit", False))
-
-
 def _copies(parameter: Any) -> int:
-    """How many ranks of the mesh of a `DTensor` have the same elements."""
+    """The number of ranks in the mesh of a `DTensor` with the same elements."""
     mesh = parameter.device_mesh
-    # FSDP2 over tensor parallelism has a kind of shards of its own, which says that it is none.
+    # FSDP2 over tensor parallelism has a `_StridedShard`, whose `is_shard()` is false.
     return prod(mesh.size(dim) for dim, placement in enumerate(parameter.placements) if placement.is_replicate())
 
 
-def _over_tp(of: _Found) -> OverTp | None:
-    """As Megatron's `finalize_model_grads`."""
+def _over_tp(of: _Parameter) -> OverTp | None:
+    """The reduction of a gradient over tp, by the rules of Megatron's `finalize_model_grads`."""
     name, parameter = of.path, of.parameter
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         return "mean"

@@ -1,29 +1,28 @@
-"""Optimizers with the settings of Megatron's `OptimizerConfig`: its own for a module in its `DistributedDataParallel`,
-PyTorch's for others.
+"""Megatron-Core in the layouts of a topology: what a program needs to build and run its models, and optimizers with the
+settings of its `OptimizerConfig` (Megatron's own for a module in its `DistributedDataParallel`, PyTorch's for others).
 
-What a program needs to build and run models of Megatron-Core in the layouts of a topology.
-
-prepare_megatron(topology, seed=1)
-model = GPTModel(config, spec, vocabulary, length, pg_collection=topology.collection("text"))
-forward_backward = megatron_schedule(topology, "text", config)
+    prepare_megatron(topology, seed=1)
+    model = GPTModel(config, spec, vocabulary, length, pg_collection=topology.collection("text"))
+    forward_backward = megatron_schedule(topology, "text", config)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.communicators import GRADIENT_AXES
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.torch_optimizer import TorchOptimizer
+from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
+from megatron_hetero.step.torch_optimizer import InnerOptimizer, TorchOptimizer
 from megatron_hetero.step.wrapped import Wrapped, is_sharded
 
 
@@ -32,7 +31,7 @@ def is_megatron_config(config: Any) -> bool:
     return hasattr(config, "clip_grad") and hasattr(config, "lr") and not callable(config)
 
 
-def build_with_megatrons_settings(module: TrainedModule, config: Any) -> MegatronOptimizer | TorchOptimizer:
+def build_with_megatrons_settings(module: TrainedModule, config: Any) -> ModuleOptimizer:
     """The optimizer of a module with something to train. Raises `UserError`."""
     inside = in_megatrons_ddp(module)
     outside = [name for name in module.trained if name not in inside]
@@ -60,7 +59,7 @@ def refuse(module: TrainedModule, found: str, expected: str) -> NoReturn:
 
 
 def _torch_from(module: TrainedModule, config: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """PyTorch's optimizer with Megatron's settings, by its rules: biases and norms have no weight decay."""
+    """PyTorch's optimizer with Megatron's settings and rules: biases and norms have no weight decay."""
     plain = [p for p in module.trained.values() if not is_sharded(p)]
     if config.use_distributed_optimizer and plain:
         refuse(module, "config.use_distributed_optimizer", "Megatron's DistributedDataParallel around it, or FSDP2")
@@ -87,13 +86,13 @@ def _torch_from(module: TrainedModule, config: Any) -> Callable[[list[nn.Paramet
 
 
 def _group(config: Any, parameters: list[nn.Parameter], exempt: bool) -> dict[str, Any]:
-    """With what Megatron's scheduler looks for."""
+    """A group with the keys that Megatron's scheduler reads."""
     decay = 0.0 if exempt else config.weight_decay
     rates = {"max_lr": config.lr, "min_lr": config.min_lr, "lr_mult": 1.0, "wd_mult": 0.0 if exempt else 1.0}
     return {"params": parameters, "weight_decay": decay, **rates}
 
 
-class MegatronOptimizer:
+class MegatronOptimizer(InnerOptimizer):
     """Megatron's optimizer of a module in its `DistributedDataParallel`."""
 
     def __init__(self, module: TrainedModule, config: Any):
@@ -114,7 +113,7 @@ class MegatronOptimizer:
                 pg_collection=topology.collection(module.name),
             )
         for group in self.optimizer.param_groups:
-            # Otherwise only Megatron's own scheduler would exempt what is to be exempt.
+            # Without Megatron's own scheduler nothing else applies the multiplier.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
         self._device = topology.platform.device
         place = topology.layouts[module.name].coordinate(topology.rank)._asdict()
@@ -124,25 +123,19 @@ class MegatronOptimizer:
     def _inner(self) -> Sequence[Any]:
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer."""
-        return self.optimizer.param_groups
-
     @torch.no_grad()
+    @override
     def squares(self) -> Tensor:
-        """What this rank adds to the square of the norm of the module's gradients, fp64 []. Has the optimizer take the
-        gradients over.
-        """
+        """Copy the gradients to the optimizer, too."""
         with self.module.topology.platform.megatron_scope():
             self.optimizer.prepare_grads()
-        # The distributed optimizer holds a share of each gradient, the others hold all of it on all replicas.
+        # The distributed optimizer has a share of each gradient, the others have all of it on all replicas.
         counting = [o for o in self._inner if o.config.use_distributed_optimizer or self._is_first_replica]
         return sum_of_squares([g for o in counting for g in o.get_main_grads_for_grad_norm()], self._device)
 
     @torch.no_grad()
+    @override
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
-        """Update with the gradients, which `squares` took over, times `scale`."""
         name = "decoupled_grad" if self._inner[0].config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
         gradients = [getattr(p, name, None) for o in self._inner for p in o.get_parameters()]
         if found := [g for g in gradients if g is not None]:
@@ -150,25 +143,17 @@ class MegatronOptimizer:
         with self.module.topology.platform.megatron_scope():
             self.optimizer.step_with_ready_grads()
 
+    @override
     def zero(self) -> None:
-        """Forget the gradients that were taken over."""
         self.optimizer.zero_grad()
 
+    @override
     def reload_model_params(self) -> None:
-        """Take the optimizer's own weights from the model's."""
         self.optimizer.reload_model_params()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer."""
-        return {"optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave."""
-        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """fp64 []. Norms are formed tensor by tensor, in fp32 or wider."""
+    """The sum of all squares, fp64 []. Norms are computed tensor by tensor, in fp32 or wider."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -180,8 +165,8 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def prepare_megatron(topology: Topology, seed: int) -> None:
-    """Give Megatron-Core what it needs of this process: its memory buffer and random streams. All ranks call it, before
-    they build models; a second call seeds anew.
+    """Create Megatron-Core's memory buffer and random streams. All ranks call it before they build models; a second
+    call seeds anew.
 
     PyTorch's generators are seeded alike on all ranks. Megatron's stream for tensor-parallel regions differs between
     the ranks along `tp` and `pp`, and is the same on all replicas. A rank with several modules takes the coordinates of
@@ -197,8 +182,8 @@ def prepare_megatron(topology: Topology, seed: int) -> None:
     platform.prepare_megatron()
     platform.enter_megatron_scope()
     torch.manual_seed(seed)
-    held = [layout for layout in topology.layouts.values() if topology.rank in layout]
-    place = max(held, key=lambda layout: layout.tp).coordinate(topology.rank) if held else None
+    own = [layout for layout in topology.layouts.values() if topology.rank in layout]
+    place = max(own, key=lambda layout: layout.tp).coordinate(topology.rank) if own else None
     prepare_layers(seed, place.tp if place else 0, place.pp if place else 0)
 
 
@@ -211,12 +196,12 @@ def megatron_schedule(topology: Topology, module: str, config: Any) -> Callable[
             forward_step_func=..., data_iterator=..., model=..., num_microbatches=8, seq_length=4096, micro_batch_size=1
         )
 
-    Leave `config.finalize_model_grads_func` out: gradients are finished over all modules, after the boundaries have
-    given theirs back.
+    Leave `config.finalize_model_grads_func` out: gradients are finished over all modules, after the gradients of rows
+    have returned.
 
     Args:
-        topology: built with `module` among its `megatron` modules, as it is by default.
-        module: its name.
+        topology: built with `module` among its `megatron` modules, which is the default.
+        module: name of the module.
         config: the model's `TransformerConfig`.
 
     Raises:
@@ -234,7 +219,7 @@ def megatron_schedule(topology: Topology, module: str, config: Any) -> Callable[
 
 
 def _check(where: str, layout: Layout, config: Any) -> None:
-    """Refuse what would be wrong without a word. Raises `UserError`."""
+    """Check a configuration against the layout. Raises `UserError`."""
     for axis, field, degree in (
         ("tp", "tensor_model_parallel_size", layout.tp),
         ("pp", "pipeline_model_parallel_size", layout.pp),
@@ -248,7 +233,7 @@ def _check(where: str, layout: Layout, config: Any) -> None:
         found, fix = "config.calculate_per_token_loss False", "return (sum of losses, tokens, what to log)"
         raise UserError.at(where, found=found, expected="True", because=because, fix=f"set it, and {fix}")
     if config.finalize_model_grads_func is not None:
-        because = "boundaries give gradients back after the loop, and `finish_gradients` sums them over all modules"
+        because = "gradients of rows return after the loop, and `finish_gradients` sums those of all modules"
         problem = "config.finalize_model_grads_func is set"
         raise UserError.at(where, problem=problem, because=because, fix="leave it out")
     if layout.pp == 2 and config.virtual_pipeline_model_parallel_size is not None and not config.overlap_p2p_comm:

@@ -1,0 +1,247 @@
+"""Builds the optimizers of modules that a library user has built."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.collective import on_every, require_equal, together
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.communicators import GRADIENT_AXES
+from megatron_hetero.schedule.semantics import shares_weights
+from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
+from megatron_hetero.step.data_parallel import Replicated
+from megatron_hetero.step.fully_sharded import FullySharded, shard_stage
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.library_modules import Chunks, require_replicas, trained_modules
+from megatron_hetero.step.megatron_training import (
+    build_with_megatrons_settings,
+    in_megatrons_ddp,
+    is_megatron_config,
+    refuse,
+)
+from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
+from megatron_hetero.step.optimizer import ShardOptimizer, build_shard_optimizer
+from megatron_hetero.step.torch_optimizer import TorchOptimizer
+from megatron_hetero.step.wrapped import Wrapped, copy_from_first, is_sharded, local
+
+Config = Any  # A union with a function would hide the fields of the others.
+"""`AdamW` or `SGD`, Megatron's `OptimizerConfig`, or a function from a list of parameters to an optimizer of PyTorch.
+"""
+
+
+def build_optimizers(
+    topology: Topology,
+    modules: Mapping[str, Chunks | None],
+    config: Config | Mapping[str, Config],
+    *,
+    clip_grad: float | None = None,
+    check: bool = True,
+) -> JointOptimizer:
+    """One optimizer for all modules. All ranks call it, after the models are built, wrapped and frozen. Where weights
+    are loaded into them later, see `JointOptimizer.reload_model_params`.
+
+    Replicas of a module get the weights of the first. With `AdamW` or `SGD` of this package, gradients are accumulated
+    in flat buffers (`main_grad`), which a `Runner` that knows the optimizer sums within the last backward pass, and
+    the ranks with the same parameters shard the states. For modules in Megatron's `DistributedDataParallel` the
+    optimizer is Megatron's, also its distributed one. For others it is PyTorch's, with Megatron's settings; weights in
+    bfloat16 then have fp32 copies, which it updates.
+
+    Args:
+        topology: topology of all modules.
+        modules: as for `finish_gradients`. A module whose parameters are all frozen has no optimizer.
+        config: `AdamW` or `SGD`; Megatron's `OptimizerConfig`; or a function from a list of parameters to an optimizer
+            of PyTorch, such as ``partial(torch.optim.AdamW, lr=1e-4)``; or one of these for each module, by name.
+        clip_grad: the largest norm over the gradients of all modules; 0 for any. The default is that of Megatron's
+            `config`, or 0.
+        check: whether ranks share errors of each `step`, and compare its `tokens`: two small messages between hosts.
+            The same on all ranks.
+
+    Raises:
+        UserError: on all ranks. `modules` are not those of the rank, replicas have different parameters, ranks have
+            different settings, or a setting does not fit a module.
+    """
+
+    def read() -> tuple[tuple[TrainedModule, ...], dict[str, Config], float]:
+        own = trained_modules(topology, modules)
+        configs = {name: _config_of(config, name) for name in topology.layouts}
+        return own, configs, _clip_of(configs.values(), clip_grad)
+
+    own, configs, clip = together(topology.host, read)
+    facts = {"check": str(check), "clip_grad": str(clip)}
+    for name, each in configs.items():
+        settings = {setting.name: getattr(each, setting.name, None) for setting in fields(AdamW)}
+        facts |= {f"{key} of `{name}`": "a function" if callable(of) else str(of) for key, of in settings.items()}
+    require_equal(topology.host, "build_optimizers", facts, "call it alike on all ranks")
+    together(topology.host, lambda: require_replicas(own))
+    own = tuple(map(_with_tied_names, own))
+    for module in own:
+        _broadcast_weights(module)
+    streams = topology.platform.side_streams(2) if any(getattr(c, "offload", False) for c in configs.values()) else ()
+    trained = [module for module in own if module.trained]
+    built = together(topology.host, lambda: [_build_one(each, configs[each.name], streams) for each in trained])
+    optimizers = {each.module.key: each for each in built}
+    every = [optimizers[module.key].module if module.trained else module for module in own]
+    return JointOptimizer(topology, every, optimizers, clip, _common_defaults(topology, optimizers), check=check)
+
+
+def _build_one(module: TrainedModule, config: Config, streams: Sequence[torch.cuda.Stream]) -> ModuleOptimizer:
+    """The optimizer of a module of which something trains. Raises `UserError`."""
+    if isinstance(config, AdamW | SGD):
+        return build_shard_optimizer(_shared_by_zero(module, config), config, streams)
+    if is_megatron_config(config):
+        return build_with_megatrons_settings(module, config)
+    if in_megatrons_ddp(module):
+        refuse(module, "Megatron's DistributedDataParallel", "an OptimizerConfig of Megatron for it")
+    return TorchOptimizer(module, config)
+
+
+def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModule:
+    """Move gradients to buffers, and shard the module by its ZeRO stage. Raises `UserError` for one that is wrapped."""
+    _require_plain(module)
+    group, platform = module.replicas, module.topology.platform
+    gradients = getattr(torch, algorithm.gradients)
+    if not shares_weights(algorithm.zero, group.size(), bool(module.trained)):
+        sharing = Replicated.of(
+            *(module.name, module.parameters, module.chunks, group),
+            in_one_bucket=False,
+            prefers_all_reduce=platform.prefers_all_reduce,
+            sharded=algorithm.kind.sharded,
+            gradients=gradients,
+            adds_up=False,
+        )
+        return replace(module, data_parallel=sharing)
+    if len(dtypes := {str(p.dtype) for p in module.trained.values()}) > 1:
+        found = f"{' and '.join(sorted(dtypes))} parameters with zero={algorithm.zero}"
+        refuse(module, found, "one dtype, which FSDP2 requires, or zero=1")
+    trained, names = frozenset(module.trained), {id(p): name for name, p in module.parameters.items()}
+    places = [{path: names[id(p)] for path, p in chunk.named_parameters()} for chunk in module.chunks]
+    stages = [
+        stage
+        for chunk, place in zip(module.chunks, places, strict=True)
+        for stage in shard_stage(
+            *(chunk, place.__getitem__, group, platform.device, _filled, trained),
+            gradients=gradients,
+            zero=algorithm.zero,
+            adds_up=False,
+        )
+    ]
+    for stage in stages:
+        stage.before_run(algorithm.zero == 2)  # For loops without an interpreter.
+    named = {
+        place[path]: p
+        for chunk, place in zip(module.chunks, places, strict=True)
+        for path, p in chunk.named_parameters()
+    }
+    return replace(module, data_parallel=FullySharded.of(named, group, tuple(stages)))
+
+
+def _filled(name: str, _: Tensor) -> None:
+    raise AssertionError(f"{name} has values")
+
+
+def _require_plain(module: TrainedModule) -> None:
+    """Check that no wrapper shards the module already, and that there are masters for the dtype of its weights."""
+    sharing = module.data_parallel
+    assert isinstance(sharing, Wrapped), "a module of a library user"
+    for name, parameter in module.trained.items():
+        expected = "the module itself: this optimizer shards its states, and with `zero` its weights"
+        if name in sharing.in_main_grad:
+            refuse(module, "Megatron's DistributedDataParallel", expected)
+        if is_sharded(parameter):
+            refuse(module, f"a DTensor ({name})", expected)
+        if sharing.remaining[name].factor != 1.0:
+            refuse(module, "PyTorch's DistributedDataParallel", expected)
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            refuse(module, f"{parameter.dtype} parameters ({name})", "float32 or bfloat16")
+
+
+def _with_tied_names(module: TrainedModule) -> TrainedModule:
+    """Give a copy of a tied parameter the stored name of the original."""
+    if module.tied is None:
+        return module
+    names: list[Any] = [None] * module.ends.size()
+    mine = None if module.tied_copy else [slices[0].name for slices in (of[module.tied] for of in module.maps)]
+    dist.all_gather_object(names, mine, group=module.ends)
+    first = next((each for each in names if each is not None), None)
+    if module.tied_copy is None or first is None:
+        return module
+    maps = tuple(
+        {**of, module.tied: tuple(replace(each, name=name) for each in of[module.tied])}
+        for of, name in zip(module.maps, first, strict=True)
+    )
+    return replace(module, maps=maps)
+
+
+@torch.no_grad()
+def _broadcast_weights(module: TrainedModule) -> None:
+    """Give all replicas of a module the weights of the first. Replicas of a `DTensor` differ along axes that its mesh
+    does not have.
+    """
+    every = [p for chunk in module.chunks for p in chunk.parameters()]
+    copy_from_first([p.data for p in every if not is_sharded(p)], module.replicas)
+    for axis in GRADIENT_AXES:
+        group = module.topology.group(module.name, axis)
+        beside = [p for p in every if is_sharded(p) and not _spans(p, group)]
+        copy_from_first([local(p.detach()) for p in beside], group)
+
+
+def _spans(parameter: Any, group: Any) -> bool:
+    """Whether the mesh of a `DTensor` has several ranks of the group."""
+    ranks = parameter.device_mesh.mesh.flatten().tolist()
+    return len(set(ranks).intersection(dist.get_process_group_ranks(group))) > 1
+
+
+def _config_of(config: Any, module: str) -> Config:
+    """The configuration of a module. Raises `UserError` if it has none."""
+    where = f"build_optimizers: config of `{module}`"
+    if isinstance(config, Mapping):
+        if module not in config:
+            found, fix = f"configurations of {', '.join(config) or 'nothing'}", "give one for each module"
+            raise UserError.at(where, found=found, expected=f"one of `{module}`", fix=fix)
+        config = config[module]
+    if not callable(config) and not isinstance(config, AdamW | SGD) and not is_megatron_config(config):
+        expected = "AdamW or SGD of this package, Megatron's OptimizerConfig, or a function of parameters"
+        raise UserError.at(where, found=type(config).__name__, expected=expected, fix="give one of these")
+    return config
+
+
+def _clip_of(configs: Collection[Config], clip_grad: float | None) -> float:
+    """The largest norm of all gradients, 0 for any. Raises `UserError` if configurations differ in it."""
+    if clip_grad is None:
+        found = {float(config.clip_grad) for config in configs if is_megatron_config(config)}
+        if len(found) > 1:
+            shown = " and ".join(map(str, sorted(found)))
+            because, fix = "all modules are clipped by one norm", "give `clip_grad` to build_optimizers"
+            raise UserError.at("clip_grad", found=shown, expected="one value", because=because, fix=fix)
+        clip_grad = found.pop() if found else 0.0
+    if not clip_grad >= 0:
+        raise UserError.at("clip_grad", found=str(clip_grad), expected="0 or more", fix="use 0 not to clip")
+    return float(clip_grad)
+
+
+def _common_defaults(topology: Topology, optimizers: Mapping[str, ModuleOptimizer]) -> dict[str, Any]:
+    """The defaults that all optimizers of all ranks have: schedulers such as `OneCycleLR` read there what they may
+    change, also on ranks that train nothing.
+    """
+    of_ranks = on_every(topology.host, lambda: [_defaults_of(each) for each in optimizers.values()])
+    everyone = [defaults for of_rank in of_ranks for defaults in of_rank if defaults]  # A share may have no elements.
+    common = set[str].intersection(*(set(defaults) for defaults in everyone)) if everyone else set[str]()
+    return {name: everyone[0][name] for name in sorted(common)}
+
+
+def _defaults_of(optimizer: Any) -> dict[str, Any]:
+    """The defaults of PyTorch's optimizer, also inside Megatron's, or the settings of our groups."""
+    if isinstance(optimizer, ShardOptimizer):
+        return {k: v for group in optimizer.param_groups[:1] for k, v in group.items() if k not in ("params", "names")}
+    while optimizer is not None and not isinstance(optimizer, Optimizer):
+        chained = getattr(optimizer, "chained_optimizers", None)
+        optimizer = chained[0] if chained else getattr(optimizer, "optimizer", None)
+    return {} if optimizer is None else dict(optimizer.defaults)
