@@ -68,10 +68,10 @@ def graphs(flags: list[str]) -> tuple[list[int], int]:
 def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float, float]]:
     """Loss and gradient norm of one step under the configured schedule, then under others."""
     run = _build([*flags, "--optimizer.name", "sgd"])
-    layouts, micro_batches = run.topology.layouts, run.schedule.micro_batches
+    layouts, micro_batches = run.topology.layouts, run.job.schedule.micro_batches
     found = []
-    rebuilt = [build_schedule(layouts, micro_batches, settings, edges=run.schedule.edges) for settings in others]
-    for schedule in [run.schedule, *rebuilt]:
+    rebuilt = [build_schedule(layouts, micro_batches, settings, edges=run.job.schedule.edges) for settings in others]
+    for schedule in [run.job.schedule, *rebuilt]:
         batch = run.loader.with_schedule(schedule).load(1, map)
         summary = replace(run, schedule=schedule).gradients(batch)
         found.append((summary.loss_sum / batch.supervised, summary.norm / batch.supervised))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +15,8 @@ import torch
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import damaged, prune, read_manifest, unfinished, verify, whole, without_manifest
-from megatron_hetero.checkpoint.exporting import OpenCheckpoint
-from megatron_hetero.checkpoint.index import INDEX, Chunk, Entry, index_shapes, overlap, read_index
+from megatron_hetero.checkpoint.convert import OpenCheckpoint
+from megatron_hetero.checkpoint.index import INDEX, Entry, index_shapes, read_index
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
 from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.checkpoint.storage import read_entries
@@ -193,21 +190,6 @@ def test_an_index_of_anything_but_tensors_is_refused(changes: dict[str, Any], sa
         read_index(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weights/a": TENSOR}))
     assert index_shapes(read_index(tmp_path)) == {"weights/a": (2, 3)}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_chunks_overlap_where_they_have_an_element_twice(seed: int) -> None:
-    rng, found = random.Random(seed), Counter[bool]()
-    for _ in range(200):
-        chunks = []
-        for _ in range(rng.randint(1, 4)):
-            (top, bottom), (left, right) = (sorted(rng.choices(range(8), k=2)) for _ in range(2))
-            chunks.append(Chunk("x", 0, (top, bottom), (left, right)))
-        elements = [place for c in chunks for place in itertools.product(range(*c.rows), range(*c.columns))]
-        expected = len(elements) > len(set(elements))
-        assert overlap(chunks) == expected, chunks
-        found[expected] += 1
-    assert min(found[True], found[False]) > 20
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "tensors-7-0.safetensors"])

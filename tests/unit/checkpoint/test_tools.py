@@ -25,7 +25,7 @@ from transformers import AutoModelForImageTextToText
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import MANIFEST, MARK, lock_of
 from megatron_hetero.checkpoint import index as tensors_index
-from megatron_hetero.checkpoint.importing import UNTRAINED, require_free
+from megatron_hetero.checkpoint.convert import UNTRAINED, require_free
 from megatron_hetero.checkpoint.index import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.resume import choose

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStep
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import prune, whole
 from megatron_hetero.checkpoint import resume as shared_folder
-from megatron_hetero.checkpoint.modules import load_checkpoint, save_checkpoint
+from megatron_hetero.checkpoint.library import load_checkpoint, save_checkpoint
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.step.joint import JointOptimizer, build_optimizers
 from megatron_hetero.step.optimizer import SGD, AdamW

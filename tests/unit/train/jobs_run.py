@@ -33,7 +33,7 @@ from megatron_hetero.step.buffers import BucketSums
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.number_formats import upper_half
-from megatron_hetero.train.export import Value, assemble, gather_parameters
+from megatron_hetero.train.hf_export import Value, assemble, gather_parameters
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
 from tests.support.items import IMAGE
@@ -310,7 +310,9 @@ def groups_of_step(flags: list[str], number: int) -> list[tuple[float, float, fl
 
 def reported_rate(flags: list[str], number: int) -> float:
     """The learning rate that step `number` reports."""
-    return build(flags)._update(number)
+    run = build(flags)
+    run._update(number)
+    return run._rate(number, run.config.optimizer.lr)
 
 
 def precision(flags: list[str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.optimizer import SGD, AdamW, Algorithm, build_shard_optimizer
-from megatron_hetero.train.export import Value, assemble, export_model, gather_parameters
+from megatron_hetero.train.hf_export import Value, assemble, export_model, gather_parameters
 from tests.support.shapes import shapes_of_folder
 
 Arrays = dict[str, np.ndarray]
