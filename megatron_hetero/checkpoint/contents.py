@@ -89,10 +89,10 @@ def read(
     for module, optimizer in zip(modules, optimizers, strict=True):
         for name, slices in module.own_map.items():
             parameter = module.parameters[name]
-            own = [tensor_slice for tensor_slice in slices if not tensor_slice.empty]
+            held = [tensor_slice for tensor_slice in slices if not tensor_slice.empty]
             flat, width = module.data_parallel.weights(name), width_of(parameter)
             if optimizer is None or not parameter.requires_grad:
-                blocks = cut(own, width, *module.data_parallel.kept(name))
+                blocks = cut(held, width, *module.data_parallel.kept(name))
                 if imported or flat.dtype != torch.bfloat16:
                     yield from entries(WEIGHTS, blocks, flat, shapes)
                 else:  # Of masters, if it was trained before.
@@ -100,7 +100,7 @@ def read(
                     yield list(entries(WEIGHTS, blocks, staged, shapes))
                     write_all(RoundedMaster(Spread((flat,))), staged, flat.device)
             elif name in optimizer.shards:
-                yield from _read_shard(optimizer.shards[name], own, width, shapes, found)
+                yield from _read_shard(optimizer.shards[name], held, width, shapes, found)
 
 
 def _read_shard(

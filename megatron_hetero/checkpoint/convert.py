@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -21,13 +20,11 @@ from megatron_hetero.base.outputs import (
     MANIFEST,
     chosen_in,
     damaged,
-    is_ours,
     lock_of,
     name_of,
     partial_of,
     publish,
     read_manifest,
-    require_own_name,
     verify,
     whole,
     write_synced,
@@ -102,7 +99,6 @@ class OpenCheckpoint:
         if faults:
             raise damaged(folder, faults)
         record = RunRecord.read(folder)
-        require_own_name(folder, record.step, RECORD)
         return cls(folder, record, open_index(folder, manifest))
 
     def require(self, shapes: ModelShapes) -> None:
@@ -145,7 +141,6 @@ def export_checkpoint(
         UserError: the model's folders are missing or of another model, or `target` cannot be written.
     """
     require_apart(target, {"the checkpoint": checkpoint.folder, **sources.folders})
-    _require_no_checkpoints_name(target, checkpoint.folder.parent)
     require_folders(sources, checkpoint.folder)
     require_writable(target)
     folders, shapes = sources.read()
@@ -185,13 +180,6 @@ def require_apart(target: Path, others: Mapping[str, Path]) -> None:
                 because="an export replaces the whole folder",
                 fix="choose another folder",
             )
-
-
-def _require_no_checkpoints_name(target: Path, checkpoints: Path) -> None:
-    """Check that no run would take an export for a checkpoint next to it, or delete it. Raises `UserError`."""
-    if is_ours(target.name) and resolved(target.parent, "the target") == resolved(checkpoints, "the checkpoint"):
-        problem = f"the name {target.name} is reserved in a folder of checkpoints"
-        raise UserError.at(target, problem=problem, fix=f"try {target.with_name('export')}")
 
 
 def require_folders(sources: ModelSources, checkpoint: Path) -> None:
@@ -280,7 +268,8 @@ def import_folders(
         target.parent.mkdir(parents=True, exist_ok=True)
         with file_lock.alone(lock_of(target), target, "import"):
             try:
-                _make(partial)
+                shutil.rmtree(partial, ignore_errors=True)  # left by a killed import
+                partial.mkdir()
                 records = write_entries(partial, entries, None, value)
                 publish(partial, records | {RECORD: write_synced(partial / RECORD, _record(sources, seed).to_json())})
             finally:
@@ -320,40 +309,18 @@ def _record(sources: ModelSources, seed: int) -> RunRecord:
 
 
 def require_free(target: Path) -> None:
-    """Check that a checkpoint can be written to `target`, and that a run would find it there. Raises `UserError` with a
-    path that works.
-    """
-    problem = _why_taken(target)
-    if problem is not None:
-        good = next(place for place in _others(target) if _why_taken(place) is None)
-        raise UserError.at(target, problem=problem, fix=f"try {good}")
-
-
-def _why_taken(target: Path) -> str | None:
+    """Check that a checkpoint can be written to `target`, and that a run would find it there. Raises `UserError`."""
     steps = whole(target.parent)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        return "exists, and is not an empty folder"
-    if target.name.startswith(_STEP) and target.name != UNTRAINED:
-        return f"the name {target.name} is for trained weights; imported ones are {UNTRAINED}"
-    if target.name == UNTRAINED and steps:
+        problem = "exists, and is not an empty folder"
+    elif target.name.startswith(_STEP) and target.name != UNTRAINED:
+        problem = f"the name {target.name} is for trained weights; imported ones are {UNTRAINED}"
+    elif target.name == UNTRAINED and steps:
         newest = next(reversed(steps.values()))
-        return f"{newest.name} in {target.parent} is newer, and a run would resume from that"
-    return None
-
-
-def _others(target: Path) -> Iterator[Path]:
-    """Yield other paths where a run would find the checkpoint, closest to the given one first."""
-    folder = target.parent if target.name.startswith(_STEP) else target
-    if folder.is_dir():
-        yield folder / UNTRAINED
-    for number in itertools.count(1):
-        yield folder.parent / f"{folder.name}-imported{'' if number == 1 else f'-{number}'}" / UNTRAINED
-
-
-def _make(partial: Path) -> None:
-    if partial.exists():
-        shutil.rmtree(partial)  # left by a killed import
-    partial.mkdir(parents=True)
+        problem = f"{newest.name} in {target.parent} is newer, and a run would resume from that"
+    else:
+        return
+    raise UserError.at(target, problem=problem, fix=f"choose {UNTRAINED} in a new folder")
 
 
 def _unwritable(target: Path, error: OSError, complete: bool) -> UserError:

@@ -6,16 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hetero.checkpoint.storage import Block, cut, first_owned
+from megatron_hetero.checkpoint.storage import FlatBlock, cut, first_owned
 from megatron_hetero.hf.weight_map import TensorSlice, load_slices, share, stack
 
 
 def test_a_flat_range_is_at_most_three_rectangles() -> None:
     slices = [TensorSlice("w", (10, 14), columns=(8, 12))]
     assert list(cut(slices, 4, 2, 13)) == [
-        Block("w", (10, 11), (10, 12), 0, 4),
-        Block("w", (11, 13), (8, 12), 2, 4),
-        Block("w", (13, 14), (8, 9), 10, 4),
+        FlatBlock("w", (10, 11), (10, 12), 0, 4),
+        FlatBlock("w", (11, 13), (8, 12), 2, 4),
+        FlatBlock("w", (13, 14), (8, 9), 10, 4),
     ]
 
 

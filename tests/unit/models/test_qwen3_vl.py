@@ -20,8 +20,8 @@ from tests.support.folders import ModelChoice, write_model
 from tests.support.oracle import stored_name
 from tests.support.pool import Pool
 from tests.support.shapes import shapes_of_folder
+from tests.support.stages import Case
 from tests.unit.models import jobs_qwen3_vl as jobs
-from tests.unit.train.jobs_stages import Case
 
 Pools = Callable[[int], Pool]
 CHOICE = ModelChoice(

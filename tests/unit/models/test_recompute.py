@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import ROWS
 from megatron_hetero.models.layers.recompute import Recompute, not_keeping, remake
+from tests.support import stages as jobs_stages
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
+from tests.support.stages import Case
 from tests.unit.models import jobs_qwen3_vl, jobs_recompute
-from tests.unit.train import jobs_stages
-from tests.unit.train.jobs_stages import Case
 
 Pools = Callable[[int], Pool]
 CHOICES = {

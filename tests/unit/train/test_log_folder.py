@@ -20,7 +20,7 @@ from megatron_hetero.base.outputs import unwritable
 from megatron_hetero.checkpoint import resume as shared_folder
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.train.log import LogFolder
-from tests.unit.checkpoint.test_whose_folder import HOLD
+from tests.functional.checkpoint.test_whose_folder import HOLD
 
 A, B, C, D = (f'{{"step": {n}}}\n' for n in (1, 2, 3, 4))
 

@@ -21,7 +21,7 @@ from megatron_hetero.models.families.common import canonical_name
 from tests.support.folders import CORPUS, ModelChoice, randomise, train_tokenizer, write_model
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool
-from tests.unit.train import jobs_held_out as jobs
+from tests.unit.train import test_held_out as jobs
 from tests.unit.train.jobs_run import MakeFlags
 from tests.unit.train.test_held_out import _mean_loss
 
