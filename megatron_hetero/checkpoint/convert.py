@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial as bind
 from math import prod
 from pathlib import Path
 
@@ -253,35 +254,35 @@ def import_folders(
     _require_equal_copies(weights[TEXT], shapes)
     stored = {name: weights[_module_of(name, shapes)] for name in stored_shapes(shapes)}
     dtypes = {name: of_module.dtype(name) for name, of_module in stored.items()}
-    entries = [_entry(name, shape, dtypes[name]) for name, shape in stored_shapes(shapes).items()]
-    total, done = sum(prod(entry.size) * entry.values.dtype.itemsize for entry in entries), 0
+    sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in stored_shapes(shapes).items()}
+    total, done = sum(sizes.values()), 0
 
-    def value(entry: Entry) -> Tensor:
+    def load(name: str, shape: Shape) -> Tensor:
         nonlocal done
-        name = entry.key.removeprefix(f"{WEIGHTS}/")
-        done += entry.values.nbytes
+        done += sizes[name]
         advance("writing", done, total)
-        return stored[name].whole(name).reshape(entry.size)
+        return stored[name].whole(name).reshape(shape)
 
+    entries = []
+    for name, shape in stored_shapes(shapes).items():
+        size = matrix(shape)
+        values = torch.empty(size, dtype=dtypes[name], device="meta")
+        entries.append(Entry(f"{WEIGHTS}/{name}", size, (0,) * len(size), values, bind(load, name, size)))
     partial = partial_of(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.parent.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
         with file_lock.alone(lock_of(target), target, "import"):
             try:
                 shutil.rmtree(partial, ignore_errors=True)  # left by a killed import
                 partial.mkdir()
-                records = write_entries(partial, entries, None, value)
+                records = write_entries(partial, entries, None)
                 publish(partial, records | {RECORD: write_synced(partial / RECORD, _record(sources, seed).to_json())})
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise _unwritable(target, error, complete=(target / MANIFEST).is_file()) from None
     return Copied(len(entries), total, _names_of(dtypes))
-
-
-def _entry(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Entry:
-    values = torch.empty(matrix(shape), dtype=dtype, device="meta")
-    return Entry(f"{WEIGHTS}/{name}", tuple(values.shape), (0,) * values.dim(), values)
 
 
 def _module_of(name: str, shapes: ModelShapes) -> str:

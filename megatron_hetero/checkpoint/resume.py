@@ -31,7 +31,6 @@ from megatron_hetero.checkpoint.state import Resumed, TrainState, load
 from megatron_hetero.config.schema import CheckpointConfig, Config, to_yaml
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.groups.collective import FIRST, Working, on_every, on_first
-from megatron_hetero.groups.topology import Topology
 
 _FREE_S = 15.0
 """Seconds for which a run that has just died may still hold its lock."""
@@ -172,24 +171,21 @@ def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resum
 
 def shared_record(config: Config, state: TrainState, mixture: Mixture) -> RunRecord | None:
     """Return the record of this run before its first step, on every rank; None if it neither reads nor writes
-    checkpoints. Raises `UserError` like `run_record`.
+    checkpoints. Raises `UserError` if annotations, or the model's files other than weights, cannot be read.
     """
     if config.checkpoint.dir is None and config.checkpoint.resume in ("auto", "never"):
         return None
     topology = state.topology
-    return on_first(topology.files, lambda: run_record(config, topology, mixture), state.working)
 
+    def record() -> RunRecord:
+        settings = plain(to_yaml(config))
+        return RunRecord(
+            step=0,
+            world_size=topology.world_size,
+            layouts={name: str(layout) for name, layout in topology.layouts.items()},
+            datasets=dataset_records(mixture),
+            config=settings,
+            model_files=hashes(ModelSources.recorded(settings)),
+        )
 
-def run_record(config: Config, topology: Topology, mixture: Mixture) -> RunRecord:
-    """Return the record of this run before its first step. Reads all annotations, and the model's files other than
-    weights. Raises `UserError` if these cannot be read.
-    """
-    settings = plain(to_yaml(config))
-    return RunRecord(
-        step=0,
-        world_size=topology.world_size,
-        layouts={name: str(layout) for name, layout in topology.layouts.items()},
-        datasets=dataset_records(mixture),
-        config=settings,
-        model_files=hashes(ModelSources.recorded(settings)),
-    )
+    return on_first(topology.files, record, state.working)

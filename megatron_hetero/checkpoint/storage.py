@@ -168,11 +168,9 @@ def write_entries(
     folder: Path,
     entries: Sequence[Entry],
     group: dist.ProcessGroup | None,
-    value: Callable[[Entry], Tensor] = Entry.current,
     working: Working = nullcontext,
 ) -> dict[str, FileRecord]:
-    """Write all ranks' entries, each rank to its own files. Collective over `group`; None for a single process. `value`
-    returns the tensor to write for an entry, just before; the entry's own values may then be on the `meta` device.
+    """Write all ranks' entries, each rank to its own files. Collective over `group`; None for a single process.
 
     Returns size and hash of each file that this process has written, on the first rank including the index. Raises
     `UserError` on every rank if one of them cannot write.
@@ -188,7 +186,7 @@ def write_entries(
 
     def write() -> list[Part]:
         with os_errors_as(refused):
-            return list(_write(folder, rank, entries, value, records))
+            return list(_write(folder, rank, entries, records))
 
     def write_index(parts: list[list[Part]]) -> None:
         try:
@@ -208,7 +206,6 @@ def _write(
     folder: Path,
     rank: int,
     entries: Sequence[Entry],
-    value: Callable[[Entry], Tensor],
     records: dict[str, FileRecord],
 ) -> Iterator[Part]:
     """Write the files of a rank. Raises `OSError`."""
@@ -225,7 +222,7 @@ def _write(
         with open(folder / name, "wb") as file:
             file.write(head)
             for entry in shard:
-                values = value(entry)
+                values = entry.current()
                 assert (values.shape, values.dtype) == (entry.values.shape, entry.values.dtype), "other values"
                 content = _bytes_of(values.detach().cpu().contiguous())
                 file.write(content)

@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
-    """Whether this rank was asked to stop. `seen`: the first signal that asked for it."""
+    """True once this rank was asked to stop. `seen`: the first signal that asked for it."""
 
     def __init__(self) -> None:
         self.seen: signal.Signals | None = None
@@ -54,7 +54,7 @@ class StopRequest:
 
 
 def insists(first: int, then: int) -> bool:
-    """Whether a second signal means to stop at once: a second Ctrl-C, which torchrun forwards as SIGTERM."""
+    """Return whether a second signal means to stop at once: a second Ctrl-C, which torchrun forwards as SIGTERM."""
     return then == signal.SIGINT or (first == signal.SIGINT and then == signal.SIGTERM)
 
 

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -410,7 +411,7 @@ def test_what_may_be_replaced(untouched: Untouched, folders: Path, tmp_path: Pat
     refused(capsys, imported(folders / "plain", thesis / "deep"), "not a directory")
     refused(capsys, imported(folders / "plain", tmp_path / "step-00000300"), "imported ones are step-00000000")
     beside = untouched.folder / "checkpoints/step-00000000"
-    refused(capsys, imported(folders / "plain", beside), "step-00000004 in", "choose step-00000000")
+    refused(capsys, imported(folders / "plain", beside), "step-00000004 in", "Choose step-00000000")
     assert thesis.read_text() == "thesis" and bytes_of(folders / "plain") == before
     assert [path.name for path in tmp_path.iterdir()] == ["precious"] and not beside.exists()
 
@@ -419,7 +420,7 @@ def test_what_may_be_replaced(untouched: Untouched, folders: Path, tmp_path: Pat
 def test_an_import_goes_where_a_run_finds_it(name: str, untouched: Untouched, tmp_path: Path) -> None:
     shutil.copytree(untouched.folder / "checkpoints", tmp_path / "checkpoints")
     (tmp_path / "file").write_text("thesis")
-    with pytest.raises(UserError, match="choose step-00000000 in a new folder"):
+    with pytest.raises(UserError, match="Choose step-00000000 in a new folder"):
         require_free(tmp_path / name)
     require_free(tmp_path / "new/step-00000000")
 
@@ -566,16 +567,19 @@ def test_a_path_must_name_one_checkpoint(untouched: Untouched, tmp_path: Path) -
 def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
-    def value(entry: Entry) -> torch.Tensor:
+    def load(column: int) -> torch.Tensor:
         assert len(alive) <= 1, "nothing is kept until its file is closed"
-        tensor = torch.arange(24.0).view(2, 12)[:, int(entry.key) :]  # not contiguous
+        tensor = torch.arange(24.0).view(2, 12)[:, column:]  # not contiguous
         alive.add(tensor)
         return tensor
 
     sizes = {str(k): (2, 12 - k) for k in range(6)}
-    entries = [Entry(key, size, (0, 0), torch.empty(size, device="meta")) for key, size in sizes.items()]
+    entries = [
+        Entry(key, size, (0, 0), torch.empty(size, device="meta"), partial(load, int(key)))
+        for key, size in sizes.items()
+    ]
     with mock.patch("megatron_hetero.checkpoint.storage.FILE_BYTES", 200):
-        write_entries(tmp_path, entries, None, value)
+        write_entries(tmp_path, entries, None)
     found = jobs.tensors(tmp_path)
     assert all(torch.equal(found[key], torch.arange(24.0).view(2, 12)[:, int(key) :]) for key in sizes)
     # 96 + 88, 80 + 72, 64 + 56 bytes

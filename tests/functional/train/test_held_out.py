@@ -16,10 +16,8 @@ import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.job import BatchShape
-from megatron_hetero.train.held_out import HeldOutEvaluation, evaluates
+from megatron_hetero.train.held_out import HeldOutEvaluation
 from megatron_hetero.train.metrics import EvaluationMetrics
-from megatron_hetero.train.trainer import stretches
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle, TwoTowers
@@ -332,21 +330,3 @@ def test_a_data_set_that_does_not_load_is_refused_first(
     flags = make_flags("sp:2", "tp:2", f"{data} {more.format(folder=tmp_path)}")
     for message, groups in pools(2).run(refused_at_once, flags):
         assert "broken.jsonl" in message and groups == 0
-
-
-def test_when_data_sets_are_evaluated() -> None:
-    assert [step for step in range(1, 9) if evaluates(step, 3, 8)] == [3, 6, 8]
-    assert not any(evaluates(step, 0, 8) for step in range(1, 9))
-    assert list(stretches(1, 8, 3)) == [(1, 3), (4, 6), (7, 8)]
-    assert list(stretches(5, 8, 3)) == [(5, 6), (7, 8)]
-    assert list(stretches(1, 8, 0)) == [(1, 8)]
-    assert list(stretches(9, 8, 3)) == []
-
-
-@pytest.mark.parametrize("samples", [1, 2, 5, 12, 13, 31])
-def test_a_stream_with_an_end_is_read_once(samples: int) -> None:
-    shape = BatchShape(replicas=2, micro_batches=3, samples=2).once(samples)
-    assert shape.micro_batches == min(3, -(-samples // 4))
-    steps = range(1, 1 - (-samples // shape.step_samples))
-    places = [(step, r, m) for step in steps for m in range(shape.micro_batches) for r in range(2)]
-    assert [n for place in places for n in shape.numbers(*place)] == list(range(samples))
