@@ -21,7 +21,7 @@ warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .*\(FSDP(Text|V
 if TYPE_CHECKING:
     from megatron_hetero.base.errors import UserError
     from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch
-    from megatron_hetero.checkpoint.modules import load_checkpoint, save_checkpoint
+    from megatron_hetero.checkpoint.library import load_checkpoint, save_checkpoint
     from megatron_hetero.groups.launch import guarded, process_group
     from megatron_hetero.layout.graph import Graph
     from megatron_hetero.layout.layout import Layout
@@ -58,7 +58,7 @@ __all__ = [
 
 _HOMES = {
     "boundary.boundary": "Boundary Rows micro_batch",
-    "checkpoint.modules": "load_checkpoint save_checkpoint",
+    "checkpoint.library": "load_checkpoint save_checkpoint",
     "groups.launch": "guarded process_group",
     "base.errors": "UserError",
     "layout.graph": "Graph",

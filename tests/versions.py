@@ -62,6 +62,7 @@ SUBSET = (
     "tests/unit/test_topology.py",
     "tests/unit/boundary",
     "tests/unit/checkpoint",
+    "tests/functional/checkpoint",
     "tests/unit/data",
     "tests/unit/models",
     "tests/unit/schedule",

@@ -14,7 +14,7 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.train.export import Value, assemble, gather_parameters
+from megatron_hetero.train.hf_export import Value, assemble, gather_parameters
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
 

@@ -167,7 +167,7 @@ class RankOnDevice:
         start = time.perf_counter()
         with self.watch.part("zero gradients"):
             trainer.optimizer.zero_grad()
-        loss = trainer.interpreter.run(trainer.schedule, self._load).loss
+        loss = trainer.interpreter.run(trainer.job.schedule, self._load).loss
         issued = time.perf_counter() - start
         with self.watch.part("gradient sums"):
             trainer.optimizer.reduce(loss, loss_counts_here=trainer.counts_loss).read()

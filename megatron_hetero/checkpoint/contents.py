@@ -1,4 +1,4 @@
-"""What a checkpoint of a model holds, and the parts of it that each rank writes and reads, by the names in `keys`."""
+"""The tensors of a checkpoint of a model, and the parts of them that each rank writes and reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.checkpoint.index import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
-from megatron_hetero.checkpoint.storage import Block, cut, first_held
+from megatron_hetero.checkpoint.storage import FlatBlock, cut, first_owned
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.step.module import TrainedModule
@@ -20,8 +20,8 @@ from megatron_hetero.step.optimizer_state import OptimizerShard
 
 
 def expected_shapes(shapes: Mapping[str, Shape], frozen: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
-    """Every tensor of a checkpoint of a model with the stored `shapes`, except random states. `frozen`: those that do
-    not train.
+    """Return the shapes of all tensors of a checkpoint, except random states, for a model of the stored `shapes`.
+    `frozen`: tensors that do not train.
     """
     trained = {name: shape for name, shape in shapes.items() if optimizer.moments and name not in frozen}
     expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
@@ -32,9 +32,9 @@ def expected_shapes(shapes: Mapping[str, Shape], frozen: Collection[str], optimi
 def written(
     modules: Sequence[TrainedModule], optimizers: Sequence[ShardOptimizer | None], shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
-    """What this rank writes. Over all ranks, each element of each tensor is written once."""
+    """Yield the entries that this rank writes. Over all ranks, each element of each tensor is written once."""
     for module, optimizer in zip(modules, optimizers, strict=True):
-        for name, slices in first_held(module.maps, module.holders.rank()).items():
+        for name, slices in first_owned(module.maps, module.holders.rank()).items():
             if name == module.tied_copy:
                 continue
             parameter = module.parameters[name]
@@ -54,8 +54,8 @@ def _written_weights(
     stored: Stored,
     shapes: Mapping[str, Shape],
 ) -> Iterator[Entry]:
-    """Of weights that all data- and context-parallel ranks keep, each writes an equal part; else what it keeps."""
-    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.data_parallel.stored(name)
+    """Yield an equal part of weights that all data- and context-parallel ranks have; else the part of this rank."""
+    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.data_parallel.kept(name)
     start, stop = begin, end
     if not module.data_parallel.reduces_early:
         start, stop = (parameter.numel() * (group.rank() + i) // group.size() for i in range(2))
@@ -82,9 +82,9 @@ def read(
     *,
     imported: bool = False,
 ) -> Iterator[Entry | Sequence[Entry]]:
-    """What this rank reads, and into which tensors: of trained weights the masters, from which `renew_weights` makes
-    those of all ranks. State that was not `found` (of a part that was frozen when the checkpoint was written) stays as
-    initialised. `imported`: whether weights are those of a model's folder, and rounded as if read from there.
+    """Yield the entries that this rank reads: of trained weights the masters, from which `renew_weights` computes the
+    weights of all ranks. State that was not `found` (of a part that was frozen when the checkpoint was written) stays
+    as initialised. `imported`: whether weights are those of a model's folder, and rounded as if read from there.
     """
     for module, optimizer in zip(modules, optimizers, strict=True):
         for name, slices in module.own_map.items():
@@ -118,7 +118,7 @@ def _read_shard(
         if stored.values is not None and not (kind == WEIGHTS and stored.values.dtype == torch.bfloat16):
             yield from entries(kind, blocks, stored.values, shapes)
             continue
-        # Kept in another form: read on the host, one parameter at a time. Padding is not stored, and is zero.
+        # Stored in another form: read on the host, one parameter at a time. Padding is not stored, and is zero.
         staged = torch.zeros(shard.stop - shard.start)
         yield list(entries(kind, blocks, staged, shapes))
         write_all(stored, staged, shard.gradient.device)
@@ -128,9 +128,9 @@ def _read_shard(
 
 
 def _stored_entries(
-    kind: str, blocks: Iterable[Block], stored: Stored, start: int, shapes: Mapping[str, Shape]
+    kind: str, blocks: Iterable[FlatBlock], stored: Stored, start: int, shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
-    """As `entries`, of numbers in any form; offsets of blocks count from `start`."""
+    """Yield blocks of numbers in any form as entries; offsets of blocks count from `start`."""
     if stored.values is not None:
         yield from entries(kind, blocks, stored.values[start:], shapes)
         return
@@ -140,12 +140,12 @@ def _stored_entries(
         yield replace(entry, load=partial(_load, stored, block, start + block.offset, len(entry.size)))
 
 
-def _load(stored: Stored, block: Block, start: int, dims: int) -> Tensor:
+def _load(stored: Stored, block: FlatBlock, start: int, dims: int) -> Tensor:
     return replace(block, offset=0).view(unpacked(stored, start, start + block.length), dims)
 
 
-def entries(kind: str, blocks: Iterable[Block], flat: Tensor, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """Blocks of a flat buffer as parts of the tensors of one `kind`."""
+def entries(kind: str, blocks: Iterable[FlatBlock], flat: Tensor, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
+    """Yield blocks of a flat buffer as entries of tensors of one `kind`."""
     for block in blocks:
         size = matrix(shapes[block.name])
         offsets = (block.rows[0], block.columns[0])[: len(size)]
@@ -153,11 +153,11 @@ def entries(kind: str, blocks: Iterable[Block], flat: Tensor, shapes: Mapping[st
 
 
 def random_entries(rank: int, states: Mapping[str, Tensor]) -> Iterator[Entry]:
-    """The random states of a rank, by name, uint8 [bytes]."""
+    """Yield the random states of a rank, by name, uint8 [bytes]."""
     for name, state in states.items():
         yield Entry(f"{RANDOM}/{rank:05d}/{name}", tuple(state.shape), (0,), state)
 
 
 def width_of(parameter: Tensor) -> int:
-    """Elements of one row of a parameter."""
+    """Return the number of elements in one row of a parameter."""
     return max(1, parameter.numel() // max(1, parameter.shape[0])) if parameter.dim() > 1 else 1

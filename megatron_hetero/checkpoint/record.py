@@ -27,7 +27,7 @@ FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
 """Settings that may change only if `checkpoint.allow_changes` names them: they change the data stream."""
 MODEL = "model.hf_path"
-"""The one among them that stands for all files other than weights in the model's folders."""
+"""The overridable setting that stands for all files other than weights in the model's folders."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class RunRecord:
     model_files: Hashes = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The text of the file."""
+        """Return the text of the file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunRecord:
-        """The record of a checkpoint. Raises `UserError`."""
+        """Read the record of a checkpoint. Raises `UserError`."""
         path = checkpoint / FILE_NAME
         try:
             values = json.loads(read_text(path))
@@ -82,17 +82,17 @@ class RunRecord:
             ) from None
 
     def frozen(self, shapes: ModelShapes) -> frozenset[str]:
-        """The stored tensors of the model that did not train. Earlier versions had no `model.train`."""
+        """Return the stored tensors of the model that did not train. Earlier versions had no `model.train`."""
         model = self.config["model"]
         return frozen_tensors(shapes, model["freeze"], model.get("train", ()))
 
     @property
     def optimizer(self) -> str:
-        """`optimizer.name`."""
+        """The setting `optimizer.name`."""
         return self.config["optimizer"]["name"]
 
     def precision(self, module: str, field: str) -> str:
-        """`precision.MODULE.FIELD`."""
+        """Return the setting `precision.MODULE.FIELD`."""
         return self.config.get("precision", {}).get(module, {}).get(field, "float32")
 
     def _setting(self, name: str) -> str:
@@ -116,6 +116,18 @@ class RunRecord:
                     because="the run would not continue as it began",
                     fix=f"restore it{more}",
                 )
+
+    def require_steps(self, new: RunRecord, checkpoint: Path) -> None:
+        """Check that the checkpoint is not past the end of the run `new`. Raises `UserError`."""
+        iters = new.config["train"]["iters"]
+        if self.step > iters:
+            raise UserError.at(
+                "train.iters (--train.iters)",
+                found=str(iters),
+                expected=f"≥ {self.step}, the step of {checkpoint}",
+                fix="raise it, or resume an earlier checkpoint with --checkpoint.resume PATH and another "
+                "checkpoint.dir",
+            )
 
     def require_complete(self, stored: Mapping[str, Shape], shapes: ModelShapes, checkpoint: Path) -> dict[str, Shape]:
         """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model of
@@ -153,12 +165,12 @@ class RunRecord:
 
 
 def dataset_records(mixture: Mixture) -> tuple[DatasetRecord, ...]:
-    """The records of a mixture's data sets."""
+    """Return the records of a mixture's data sets."""
     return tuple(DatasetRecord(str(share), len(data), data.digest) for data, share in mixture.parts)
 
 
 def plain(resolved: str) -> Mapping[str, Any]:
-    """The values of a resolved configuration, given as YAML."""
+    """Return the values of a resolved configuration, given as YAML."""
     return yaml.safe_load(resolved)
 
 

@@ -1,4 +1,4 @@
-"""When a run saves, and what training waits for: the whole save, or only the copy that a thread then writes."""
+"""Saves a run when checkpoints are due, while training waits, or in a thread from a copy in host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_hetero.base.terminal import size_text
 from megatron_hetero.checkpoint.index import Entry
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.state import HISTORY, History, TrainState
+from megatron_hetero.checkpoint.state import HISTORY, TrainState
 from megatron_hetero.checkpoint.storage import Saved, save
 from megatron_hetero.config.schema import Config
 from megatron_hetero.groups.collective import Watched
@@ -30,11 +30,11 @@ SETTLED_S = 600.0
 
 @dataclass(frozen=True, eq=False)
 class _Writing:
-    """A save in progress. `held_s`: seconds that training has waited for it so far."""
+    """A save in progress. `waited_s`: seconds that training has waited for it so far."""
 
     step: int
     outcome: Future[tuple[Saved, float]]
-    held_s: float
+    waited_s: float
 
 
 class Saver:
@@ -53,9 +53,11 @@ class Saver:
         record: RunRecord | None,
         trained: int = 0,
         watched: Watched = lambda _: nullcontext(),
-        history: Callable[[], History] = History,
+        history: Callable[[], str] = str,
     ) -> None:
-        """`watched`: around waits for other ranks, given a description. `history`: returns the metrics so far."""
+        """`watched`: a context for waiting on other ranks, given a description. `history`: returns the text of
+        metrics.jsonl so far.
+        """
         self.config, self.state, self.record, self._watched = config, state, record, watched
         self._history = history
         self.trained = self._tried = trained
@@ -75,12 +77,12 @@ class Saver:
         chosen = self.config.checkpoint
         last = stopping or step == self.config.train.iters
         due = chosen.dir is not None and (last or step % chosen.interval == 0)
-        goes_on = chosen.on_failure == "continue" or step == self.config.train.iters
+        continues = chosen.on_failure == "continue" or step == self.config.train.iters
         with self._watched(lambda: f"the saving of a checkpoint after step {step}, with all other ranks,"):
-            notes = self._ended(waits=due, raises=not goes_on)
+            notes = self._ended(waits=due, raises=not continues)
             if due:
                 self._writing = self._begin(step, in_thread=chosen.async_ and not last)
-                notes += self._ended(waits=not chosen.async_ or last, raises=not goes_on)
+                notes += self._ended(waits=not chosen.async_ or last, raises=not continues)
         if stopping and self.lost is not None:  # A stopped run must not exit as if it had saved.
             raise self.lost
         return notes
@@ -95,7 +97,7 @@ class Saver:
         with self._watched(lambda: "the end of a save that was under way"):
             if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
                 with suppress(Exception):
-                    return self._ended(waits=True, raises=False, goes_on=False)
+                    return self._ended(waits=True, raises=False, continues=False)
         return []
 
     def rescue(self) -> list[str]:
@@ -106,7 +108,7 @@ class Saver:
             return []
         with self._watched(lambda: f"the saving of a checkpoint after step {self.trained}, with all other ranks,"):
             self._writing = self._begin(self.trained, in_thread=False, keeps_all=True)
-            return self._ended(waits=True, raises=False, goes_on=False)
+            return self._ended(waits=True, raises=False, continues=False)
 
     def _begin(self, step: int, in_thread: bool, keeps_all: bool = False) -> _Writing:
         self._tried, keep = step, None if keeps_all else self.config.checkpoint.keep_last
@@ -123,22 +125,22 @@ class Saver:
         return _Writing(step, outcome, time.perf_counter() - start)
 
     def _write(
-        self, step: int, entries: list[Entry], history: History, start: float, keep: int | None
+        self, step: int, entries: list[Entry], history: str, start: float, keep: int | None
     ) -> tuple[Saved, float]:
-        """The checkpoint, and the seconds since `start`."""
+        """Write the checkpoint, and return it with the seconds since `start`."""
         chosen = self.config.checkpoint
         assert chosen.dir is not None and self.record is not None, "saves are due only with checkpoint.dir"
         record, group = replace(self.record, step=step), self.state.topology.files
 
         def texts() -> dict[str, str]:
-            return {RECORD: record.to_json(), HISTORY: history.text()}
+            return {RECORD: record.to_json(), HISTORY: history}
 
         saved = save(entries, chosen.dir, step, texts, keep, group, self.state.working)
         return saved, time.perf_counter() - start
 
-    def _ended(self, waits: bool, raises: bool, goes_on: bool = True) -> list[str]:
-        """Notes on the save in progress if it has ended, which is awaited if `waits`. `goes_on`: whether training
-        continues while steps are left.
+    def _ended(self, waits: bool, raises: bool, continues: bool = True) -> list[str]:
+        """Return notes on the save in progress if it has ended, which is awaited if `waits`. `continues`: whether
+        training does, while steps are left.
         """
         writing, start = self._writing, time.perf_counter()
         if writing is None or not (waits or writing.outcome.done()):
@@ -150,18 +152,18 @@ class Saver:
             self.lost = error
             if raises:
                 raise
-            more = ", training continues" if goes_on and self.trained < self.config.train.iters else ""
+            more = ", training continues" if continues and self.trained < self.config.train.iters else ""
             return [f"warning: no checkpoint after step {writing.step}{more}: {error}"]
-        held = writing.held_s + time.perf_counter() - start
+        waited = writing.waited_s + time.perf_counter() - start
         return [
             f"checkpoint {self.saved.path.name}: {size_text(self.saved.size)} in {seconds:.1f} s; "
-            f"training waited for {min(held, seconds):.2f} s"
+            f"training waited for {min(waited, seconds):.2f} s"
         ]
 
 
 class HostCopies:
-    """Copies of entries in host memory, which is reused, since allocating costs more than copying. On GPUs it is
-    pinned, which makes copies several times faster.
+    """Copies of entries in host memory, which is reused, since allocating costs more than copying. For GPUs it is
+    pinned: copies are several times faster.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -169,7 +171,7 @@ class HostCopies:
         self._copies: list[Tensor] = []
 
     def of(self, entries: Sequence[Entry]) -> list[Entry]:
-        """The entries with copies of their values, valid until the next call. Waits until they are copied."""
+        """Return the entries with copies of their values, valid until the next call. Waits until they are copied."""
         values = [entry.values for entry in entries]
         if list(map(_kind, values)) != list(map(_kind, self._copies)):
             self._copies = []  # Free them first.

@@ -1,7 +1,4 @@
-"""The folders that a model comes from, as recorded by a run or given on a command line.
-
-Hashes of a model's files other than weights, which identify the model.
-"""
+"""Model folders, as recorded by a run or given on a command line, and hashes of their files other than weights."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class ModelSources:
 
     @classmethod
     def recorded(cls, config: Mapping[str, Any]) -> ModelSources:
-        """From a configuration as stored in `run.json`."""
+        """Return the settings of a configuration in `run.json`."""
         model = config["model"]
         vision = model.get("hf_path_vision")
         return cls(
@@ -49,7 +46,7 @@ class ModelSources:
         )
 
     def as_config(self) -> dict[str, Any]:
-        """The settings, as `recorded` reads them."""
+        """Return the settings in the form that `recorded` reads."""
         encoders = {name: {"hf_path": str(path.absolute())} for name, path in self.encoders.items()}
         vision = None if self.vision is None else str(self.vision.absolute())
         return {
@@ -60,7 +57,7 @@ class ModelSources:
         }
 
     def moved(self, model: Path | None, vision: Path | None, encoders: Mapping[str, Path]) -> ModelSources:
-        """The same model with new locations of its folders. Raises `UserError` for a folder that it does not have."""
+        """Return the model with new locations of its folders. Raises `UserError` for a folder that it does not have."""
         if vision is not None and self.vision is None:
             raise UserError.at(
                 "--vision",
@@ -86,18 +83,18 @@ class ModelSources:
 
     @property
     def companions(self) -> dict[str, Path]:
-        """For each encoder the folder of its configuration and processor; see `model_writer`."""
+        """Folder of the configuration and processor of each encoder; see `model_writer`."""
         return {VISION: self.model, **self.encoders}
 
     @property
     def folders(self) -> dict[str, Path]:
-        """All folders by setting."""
+        """Folders by setting."""
         vision = {} if self.vision is None else {VISION_FOLDER: self.vision}
         further = {f"model.encoders.{name}.hf_path": path for name, path in self.encoders.items()}
         return {"model.hf_path": self.model, **vision, **further}
 
     def read(self) -> tuple[ModelFolders, ModelShapes]:
-        """The model's configuration and its shapes, without reading weights.
+        """Read the model's configuration and its shapes, without weights.
 
         Raises `UserError` if a folder lacks configuration, tokenizer or processor.
         """
@@ -119,7 +116,7 @@ _WITHOUT_MEANING = frozenset({"dtype", "torch_dtype", "transformers_version", "_
 
 
 def hashes(sources: ModelSources) -> Hashes:
-    """Hashes of the existing files that define what is trained: configuration, tokenizer and processor; for an
+    """Return hashes of the existing files that define what is trained: configuration, tokenizer and processor; for an
     additional encoder, configuration and processor. Raises `UserError` if one cannot be read.
     """
     whole = (CONFIG, *TOKENIZER_FILES, *PROCESSOR_FILES)
@@ -150,14 +147,14 @@ def _hash(path: Path) -> str:
 
 
 def _meaning(config: Any) -> Any:
-    """A configuration, nested ones included, without the keys that do not change the model."""
+    """Return a configuration, nested ones included, without the keys that do not change the model."""
     if not isinstance(config, dict):
         return config
     return {name: _meaning(value) for name, value in config.items() if name not in _WITHOUT_MEANING}
 
 
 def differences(old: Hashes, new: Hashes) -> Iterator[tuple[str, str, str]]:
-    """Each file that differs: setting, name, and removed, added or changed."""
+    """Yield setting, name, and removed, added or changed, of each file that differs."""
     for setting in sorted(old.keys() | new.keys()):
         before, now = old.get(setting, {}), new.get(setting, {})
         for name in sorted(before.keys() | now.keys()):
@@ -170,5 +167,5 @@ def differences(old: Hashes, new: Hashes) -> Iterator[tuple[str, str, str]]:
 
 
 def alone(found: Hashes, name: str) -> Hashes:
-    """The hashes of files of that `name`."""
+    """Return the hashes of files of that `name`."""
     return {setting: {name: files[name]} for setting, files in found.items() if name in files}

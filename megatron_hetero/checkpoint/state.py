@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
-from megatron_hetero.base.errors import UserError, listed, parts_of
-from megatron_hetero.base.outputs import require_own_name
+from megatron_hetero.base.errors import listed
 from megatron_hetero.checkpoint.contents import random_entries, read, written
 from megatron_hetero.checkpoint.index import INDEX, Entry, index_shapes, open_index
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
@@ -27,15 +24,14 @@ from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.optimizer import ShardOptimizer
 
-T = TypeVar("T")
 HISTORY = "metrics.jsonl"
 """The metrics of all steps up to the checkpoint's."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainState:
-    """The state that training changes, on one rank. `shapes`: of the model. `working`: around
-    reads and writes that other ranks wait for.
+    """The state that training changes, on one rank. `shapes`: of the model. `working`: a context for reads and writes
+    that other ranks wait for.
     """
 
     optimizer: JointOptimizer
@@ -50,11 +46,11 @@ class TrainState:
 
     @property
     def optimizers(self) -> Sequence[ShardOptimizer | None]:
-        """Their optimizers, None where nothing trains."""
+        """Optimizers of the modules, None where nothing trains."""
         return [self.optimizer.sharded.get(module.key) for module in self.modules]
 
     def entries(self) -> list[Entry]:
-        """What this rank writes: views of the live state."""
+        """Return the entries that this rank writes: views of the live state."""
         states = random_states(self.topology.platform)
         return [
             *written(self.modules, self.optimizers, stored_shapes(self.shapes)),
@@ -76,24 +72,6 @@ class Resumed:
     path: Path | None = None
 
 
-@dataclass(frozen=True)
-class History:
-    """The metrics so far: the first `size` bytes of a growing file, and what `waits` to be written to it."""
-
-    path: Path = Path()
-    size: int = 0
-    waits: bytes = b""
-
-    def text(self) -> str:
-        """Return the metrics; what waits alone where the file cannot be read."""
-        written = b""
-        with contextlib.suppress(OSError):
-            if self.size:
-                with open(self.path, "rb") as file:
-                    written = file.read(self.size)
-        return (written + self.waits).decode("utf-8", errors="replace")
-
-
 def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[str]) -> Resumed:
     """Verify a checkpoint, file by file and tensor by tensor, and load it into `state`. `new`: the record of this run,
     used on the first rank; `allowed`: the changes that it may make.
@@ -104,9 +82,8 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     manifest = verified(checkpoint, (INDEX, RECORD), group, working)
     rank, ranks = state.topology.rank, state.topology.world_size
     record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
-    on_first(group, lambda: require_own_name(checkpoint, record.step, RECORD))
     on_first(group, lambda: record.require_resumable(new, allowed, checkpoint))
-    on_first(group, lambda: _require_steps(record, new, checkpoint))
+    on_first(group, lambda: record.require_steps(new, checkpoint))
     index = on_first(group, lambda: open_index(checkpoint, manifest), working)
     stored = index_shapes(index)
     found = on_first(group, lambda: record.require_complete(stored, state.shapes, checkpoint))
@@ -129,23 +106,13 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     if fit:
         set_random_states(states, state.topology.platform)
     notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new, state.shapes))
-    return Resumed(record.step, _history(checkpoint), notes, path=checkpoint)
-
-
-def _require_steps(record: RunRecord, new: RunRecord, checkpoint: Path) -> None:
-    """Check that the checkpoint is not past the end of the run."""
-    iters = new.config["train"]["iters"]
-    if record.step > iters:
-        raise UserError.at(
-            "train.iters (--train.iters)",
-            found=str(iters),
-            expected=f"≥ {record.step}, the step of {checkpoint}",
-            fix="raise it, or resume an earlier checkpoint with --checkpoint.resume PATH and another checkpoint.dir",
-        )
+    metrics = checkpoint / HISTORY
+    history = metrics.read_text(encoding="utf-8", errors="replace") if metrics.is_file() else ""
+    return Resumed(record.step, history, notes, path=checkpoint)
 
 
 def _changes(old: RunRecord, new: RunRecord, shapes: ModelShapes) -> list[str]:
-    """Notes for the user on the differences between two runs of a model."""
+    """Return notes for the user on the differences between two runs of a model."""
     if old.imported_from is not None:
         return [f"weights imported from {old.imported_from}: optimizer moments start at zero"]
     notes = []
@@ -157,30 +124,16 @@ def _changes(old: RunRecord, new: RunRecord, shapes: ModelShapes) -> list[str]:
         notes.append(f"{_named(thawed, shapes)} no longer frozen: its optimizer moments start at zero")
     if frozen := frozen_now - frozen_before:
         notes.append(f"{_named(frozen, shapes)} now frozen: its optimizer state is dropped")
-    parts = [part for part, names in tensors_of_parts(shapes).items() if frozen_before.issuperset(names)]
-    return [*notes, *_roundings(old, new, parts)]
+    for module in new.layouts:
+        for field in ("master", "moments"):
+            before, now = (record.precision(module, field) for record in (old, new))
+            if before != now:
+                notes.append(f"precision.{module}.{field} changed from {before} to {now}: values are converted")
+    return notes
 
 
 def _named(tensors: Collection[str], shapes: ModelShapes) -> str:
-    """Tensors by the parts that they make up, and by name."""
+    """Return the names of the parts that the tensors make up, and of further tensors."""
     whole = {part: names for part, names in tensors_of_parts(shapes).items() if {*names} <= {*tensors}}
     others = {*tensors}.difference(*whole.values())
     return ", ".join([*whole, *([listed(others)] if others else [])])
-
-
-def _roundings(old: RunRecord, new: RunRecord, frozen: Collection[str]) -> Iterator[str]:
-    """Notes on what is kept in fewer bits than before. `frozen`: the parts that did not train."""
-    bits = {"master": {"none": 16}, "moments": {"bfloat16": 16, "8bit": 8}}
-    for module in new.layouts:
-        if set(frozen).issuperset(parts_of(module)):
-            continue  # Its moments start at zero.
-        for field, of_values in bits.items():
-            before, now = (record.precision(module, field) for record in (old, new))
-            if of_values.get(now, 32) < of_values.get(before, 32):
-                what = "master weights" if field == "master" else field
-                yield f"{what} of {module} rounded to {of_values[now]} bits (precision.{module}.{field} {now})"
-
-
-def _history(checkpoint: Path) -> str:
-    path = checkpoint / HISTORY
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

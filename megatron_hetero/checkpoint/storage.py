@@ -1,4 +1,4 @@
-"""Which rectangles of which stored tensors a flat range of a local parameter is. Pure.
+"""Writes and reads the tensors of checkpoints, whole or not at all, in any layout; collective over all ranks.
 
 The distributed optimizer cuts each local parameter into flat ranges over its data- and context-parallel ranks. A flat
 range of a matrix is at most three rectangles, so that each rank can write and read its own range in terms of the stored
@@ -9,13 +9,11 @@ tensors, and nothing is gathered:
     b b b b      whole rows,
     c . . .      the beginning of the last row.
 
-Writes and reads `Entry`s: each rank its own safetensors files, and the first rank the index of all.
+Each rank writes `Entry`s to its own safetensors files, and the first rank the index of all.
 
 Not with Megatron's `dist_checkpointing`: it shards every tensor evenly along its dims, unlike ragged vocabulary shards
 and flat ranges of the distributed optimizer, and pickles. Nor with `torch.distributed.checkpoint`: in safetensors it
 writes one part of a tensor per file (`_write_files_from_queue` of torch 2.13 stores them by the tensor's name alone).
-
-Writes checkpoints whole or not at all, and verifies them; collective over all ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,12 +69,9 @@ from megatron_hetero.hf.weight_map import Interval, TensorSlice, WeightMap
 
 
 @dataclass(frozen=True)
-class Block:
+class FlatBlock:
     """Rows and columns [start, stop) of the stored tensor `name`, and their place in a flat buffer: the first
-    element at `offset`, rows `stride` elements apart.
-
-    Stored tensors count as matrices: of one dim, they have one column; of more than two, all dims but the first are
-    columns.
+    element at `offset`, rows `stride` elements apart. Stored tensors count as matrices, see `matrix`.
     """
 
     name: str
@@ -94,18 +87,18 @@ class Block:
 
     @property
     def length(self) -> int:
-        """From its first element in the buffer to behind its last."""
+        """Number of elements of the buffer from its first element to its last."""
         return (self.rows[1] - self.rows[0] - 1) * self.stride + self.columns[1] - self.columns[0]
 
     def view(self, flat: Tensor, dims: int) -> Tensor:
-        """The block in its flat buffer, of one or two dims."""
+        """Return the block in its flat buffer as a view of one or two dims."""
         rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         size, strides = ((rows,), (self.stride,)) if dims == 1 else ((rows, columns), (self.stride, 1))
         return flat.as_strided(size, strides, int(flat.storage_offset()) + self.offset)
 
 
-def cut(slices: Iterable[TensorSlice], width: int, start: int, stop: int) -> Iterator[Block]:
-    """The blocks of elements [start, stop) of a parameter made of `slices`, with rows of `width` elements. Offsets
+def cut(slices: Iterable[TensorSlice], width: int, start: int, stop: int) -> Iterator[FlatBlock]:
+    """Yield the blocks of elements [start, stop) of a parameter of `slices`, with rows of `width` elements. Offsets
     count from `start`; padding is skipped.
     """
     for tensor_slice in slices:
@@ -116,7 +109,7 @@ def cut(slices: Iterable[TensorSlice], width: int, start: int, stop: int) -> Ite
             (top, bottom), (first, last) = common(rows, lines), common(columns, (0, used))
             if top < bottom and first < last:
                 shift = tensor_slice.rows[0] - tensor_slice.at
-                yield Block(
+                yield FlatBlock(
                     tensor_slice.name,
                     (top + shift, bottom + shift),
                     (first + left, last + left),
@@ -125,9 +118,9 @@ def cut(slices: Iterable[TensorSlice], width: int, start: int, stop: int) -> Ite
                 )
 
 
-def first_held(maps: Sequence[WeightMap], tp_rank: int) -> dict[str, tuple[TensorSlice, ...]]:
-    """The slices that `tp_rank` is the first of its tensor-parallel group to hold, each once. Over the group, they
-    cover every held element exactly once.
+def first_owned(maps: Sequence[WeightMap], tp_rank: int) -> dict[str, tuple[TensorSlice, ...]]:
+    """Return the slices that `tp_rank` is the first of its tensor-parallel group to have, each once. Over the group,
+    they cover every element exactly once.
     """
     seen = {tensor_slice.rectangle for m in maps[:tp_rank] for slices in m.values() for tensor_slice in slices}
     own: dict[str, tuple[TensorSlice, ...]] = {}
@@ -143,7 +136,7 @@ def first_held(maps: Sequence[WeightMap], tp_rank: int) -> dict[str, tuple[Tenso
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Interval, Interval]]:
-    """Rows and columns of the rectangles that a flat range is."""
+    """Yield rows and columns of the rectangles of a flat range."""
     if start >= stop:
         return
     (first, begin), (last, end) = divmod(start, width), divmod(stop, width)
@@ -160,7 +153,7 @@ def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Interval, I
 
 
 def common(a: Interval, b: Interval) -> Interval:
-    """What two intervals have in common; if nothing, it does not begin before it ends."""
+    """Return the intersection of two intervals; if it is empty, it does not begin before it ends."""
     return max(a[0], b[0]), min(a[1], b[1])
 
 
@@ -168,39 +161,16 @@ FILE_BYTES = 5 * 10**9
 """Maximum size of a tensor file, unless one tensor is larger: ranks verify a checkpoint file by file."""
 _REPORT = "report this: it is an error of the program; earlier checkpoints are intact"
 _READ_BYTES = 1 << 22
-"""Read at a time, unless one row is larger."""
-
-
-class HashedFile:
-    """A file that is written in order."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._digest, self._size = file, hashlib.sha256(), 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        """As any file's."""
-        self._digest.update(data)
-        self._size += len(data)
-        self._file.write(data)
-
-    def record(self) -> FileRecord:
-        """Size and hash, once the disk has all of it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return FileRecord(self._size, self._digest.hexdigest())
+"""Bytes read at a time, unless one row is larger."""
 
 
 def write_entries(
     folder: Path,
     entries: Sequence[Entry],
     group: dist.ProcessGroup | None,
-    value: Callable[[Entry], Tensor] = Entry.current,
     working: Working = nullcontext,
 ) -> dict[str, FileRecord]:
     """Write all ranks' entries, each rank to its own files. Collective over `group`; None for a single process.
-
-    `value` returns what to write for an entry, and is called just before; the entry's own values then only need a shape
-    and a dtype (they may be on the `meta` device).
 
     Returns size and hash of each file that this process has written, on the first rank including the index. Raises
     `UserError` on every rank if one of them cannot write.
@@ -216,7 +186,7 @@ def write_entries(
 
     def write() -> list[Part]:
         with os_errors_as(refused):
-            return list(_write(folder, rank, entries, value, records))
+            return list(_write(folder, rank, entries, records))
 
     def write_index(parts: list[list[Part]]) -> None:
         try:
@@ -236,11 +206,10 @@ def _write(
     folder: Path,
     rank: int,
     entries: Sequence[Entry],
-    value: Callable[[Entry], Tensor],
     records: dict[str, FileRecord],
 ) -> Iterator[Part]:
     """Write the files of a rank. Raises `OSError`."""
-    # The first rank makes it. If it does not appear, the ranks do not share the disk, or it was removed.
+    # The first rank creates it. If it does not appear, the ranks do not share the disk, or it was removed.
     if not wait_for(folder.is_dir):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     sizes = {place: chunk_of(entry).size * entry.values.itemsize for place, entry in enumerate(entries)}
@@ -249,22 +218,24 @@ def _write(
         # As safetensors does, to keep tensors aligned: large elements first.
         shard = sorted((entries[place] for place in places), key=lambda entry: -entry.values.itemsize)
         head, chunks = _layout(name, shard)
-        with open(folder / name, "wb") as opened:
-            file = HashedFile(opened)
+        digest, size = hashlib.sha256(head), len(head)
+        with open(folder / name, "wb") as file:
             file.write(head)
             for entry in shard:
-                file.write(_content(entry, value(entry)))
-            records[name] = file.record()
+                values = entry.current()
+                assert (values.shape, values.dtype) == (entry.values.shape, entry.values.dtype), "other values"
+                content = _bytes_of(values.detach().cpu().contiguous())
+                file.write(content)
+                digest.update(content)
+                size += len(content)
+            file.flush()
+            os.fsync(file.fileno())
+        records[name] = FileRecord(size, digest.hexdigest())
         yield from chunks
 
 
-def _content(entry: Entry, values: Tensor) -> memoryview:
-    assert (values.shape, values.dtype) == (entry.values.shape, entry.values.dtype), "other values than announced"
-    return _bytes_of(values.detach().cpu().contiguous())
-
-
 def _layout(name: str, shard: Sequence[Entry]) -> tuple[bytes, list[Part]]:
-    """The header of a safetensors file of these entries, and where it has them."""
+    """Return the header of a safetensors file of these entries, and their chunks."""
     head, chunks, end = {}, [], 0
     for entry in shard:
         chunk = chunk_of(entry, name, end)
@@ -290,9 +261,9 @@ def read_entries(
     group: dist.ProcessGroup | None,
     working: Working = nullcontext,
 ) -> None:
-    """Fill the values of all entries of this rank, regardless of the chunks in which they were written. Entries of a
-    sequence are filled before what comes after them is asked for. Collective over `group`; None for a
-    single process. Raises `UserError` on every rank if one of them cannot read.
+    """Fill the values of all entries of this rank, regardless of the chunks in which they were written. A sequence of
+    entries is filled before the iterator continues. Collective over `group`; None for a single process. Raises
+    `UserError` on every rank if one of them cannot read.
     """
 
     def read() -> None:
@@ -329,7 +300,7 @@ def _read(folder: Path, index: Index, entries: Sequence[Entry]) -> None:
 
 
 def _read_part(file: BufferedReader, chunk: Chunk, entry: Entry, dtype: torch.dtype) -> None:
-    """Fill an entry as far as the chunk goes, some rows of it at a time. Raises `EOFError` and `OSError`."""
+    """Fill the part of an entry that the chunk has, some rows at a time. Raises `EOFError` and `OSError`."""
     wanted, width = chunk_of(entry), chunk.columns[1] - chunk.columns[0]
     rows, columns = common(chunk.rows, wanted.rows), common(chunk.columns, wanted.columns)
     target = entry.values if entry.values.dim() == 2 else entry.values[:, None]
@@ -347,15 +318,12 @@ def _within(outer: Interval, inner: Interval) -> slice:
 
 
 def _bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return values.view(-1).view(torch.uint8).numpy().data
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
     return FIRST if group is None else dist.get_rank(group)
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -381,21 +349,55 @@ def save(
     Raises `UserError` on every rank if it cannot be written; older checkpoints are then intact.
     """
     partial, rank = partial_of(folder / name_of(step)), dist.get_rank(group)
+
+    def create() -> None:
+        with _writing(partial):
+            clean(folder)
+            partial.mkdir()
+
+    def write_texts() -> dict[str, FileRecord]:
+        if rank != FIRST:
+            return tensors
+        with _writing(partial):
+            return tensors | {name: write_synced(partial / name, text) for name, text in texts().items()}
+
+    def finish() -> Saved:
+        with _writing(folder):
+            _require_seen(partial, records)
+            target = publish(partial, records)
+            prune(folder, keep_last, target)
+        return Saved(target, sum(record.size for record in records.values()))
+
     try:
-        on_first(group, lambda: _writing(partial, lambda: _make(partial)), working)
+        on_first(group, create, working)
         tensors = write_entries(partial, entries, group, working=working)
-        own = on_every(
-            group,
-            lambda: _writing(partial, lambda: tensors | (_write_texts(partial, texts()) if rank == FIRST else {})),
-            working,
-        )
-        records = {name: found for of_rank in own for name, found in of_rank.items()}
-        return on_first(group, lambda: _writing(folder, lambda: _finish(partial, records, keep_last)), working)
+        records = dict(itertools.chain(*(own.items() for own in on_every(group, write_texts, working))))
+        return on_first(group, finish, working)
     except UserError:
         # All ranks have stopped writing; the next checkpoint needs the space.
         if rank == FIRST:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _require_seen(partial: Path, records: Mapping[str, FileRecord]) -> None:
+    """Check that the first rank sees all files of all ranks. Raises `UserError`."""
+    for name, record in records.items():
+
+        def is_seen(path: Path = partial / name, size: int = record.size) -> bool:
+            return path.is_file() and path.stat().st_size == size
+
+        if not wait_for(is_seen):
+            raise UserError.at(
+                partial / name,
+                problem=f"missing or truncated on the first rank ({record.size} bytes written by another)",
+                fix="choose a folder on storage that all nodes share (of a run: --checkpoint.dir DIR)",
+            )
+
+
+def _writing(where: Path) -> AbstractContextManager[None]:
+    """Report a full disk and the like as a `UserError`."""
+    return os_errors_as(lambda error: unwritable(where, error))
 
 
 def verified(
@@ -410,39 +412,3 @@ def verified(
     if any(faults):
         raise damaged(checkpoint, sorted(fault for of_rank in faults for fault in of_rank))
     return manifest
-
-
-def _make(partial: Path) -> None:
-    clean(partial.parent)
-    partial.mkdir()
-
-
-def _write_texts(partial: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
-    """Write the files of a checkpoint other than tensors."""
-    return {name: write_synced(partial / name, text) for name, text in texts.items()}
-
-
-def _finish(partial: Path, records: Mapping[str, FileRecord], keep_last: int | None) -> Saved:
-    for name, record in records.items():
-        if not wait_for(lambda: _size(partial / name) == record.size):  # noqa: B023 (called in this turn)
-            raise UserError.at(
-                partial / name,
-                problem=f"missing or truncated on the first rank ({record.size} bytes written by another)",
-                fix="choose a folder on storage that all nodes share (of a run: --checkpoint.dir DIR)",
-            )
-    target = publish(partial, records)
-    prune(target.parent, keep_last, target)
-    return Saved(target, sum(record.size for record in records.values()))
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
-
-
-def _writing(where: Path, work: Callable[[], T]) -> T:
-    """The result of `work`. Raises `UserError` for a full disk and the like."""
-    with os_errors_as(partial(unwritable, where)):
-        return work()

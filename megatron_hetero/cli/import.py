@@ -19,7 +19,7 @@ from megatron_hetero.models.registry import titles
 
 def import_model(options: argparse.Namespace) -> str:
     """Import, and return a summary. Raises `UserError`."""
-    from megatron_hetero.checkpoint.importing import UNTRAINED, import_folders, with_own_encoders
+    from megatron_hetero.checkpoint.convert import UNTRAINED, import_folders, with_own_encoders
     from megatron_hetero.checkpoint.sources import ModelSources
 
     start, target = time.perf_counter(), options.checkpoint.absolute()

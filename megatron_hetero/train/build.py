@@ -1,4 +1,4 @@
-"""Builds what a rank trains steps with: process groups, its parts of modules, their optimizers, and the interpreter."""
+"""Builds the step trainer of a rank: process groups, its parts of modules, their optimizers, and the interpreter."""
 
 from __future__ import annotations
 
@@ -44,52 +44,32 @@ def build_step_trainer(
     watchdog: Watchdog | None = None,
     check: bool = True,
 ) -> StepTrainer:
-    """Make groups, modules and optimizers of this process's rank.
+    """Build groups, modules and optimizers of this process's rank.
 
-    `weights`: where those of each module come from. `watchdog`: the rank's, if it already has one. `check`: whether
-    groups are checked, see `Topology.build`.
+    Args:
+        job: the resolved configuration.
+        platform: device and backend.
+        weights: sources of the weights of each module.
+        watchdog: the rank's, if it already has one.
+        check: whether groups are checked, see `Topology.build`.
 
-    Raises `UserError` where the configuration does not fit the model or the world.
+    Raises:
+        UserError: the configuration does not fit the model or the world.
     """
-    config, schedule = job.config, job.schedule  # A schedule that does not fit is said before groups are made.
+    config = job.config
+    job.schedule  # noqa: B018 (one that does not fit is refused before groups are created)
     torch.manual_seed(config.train.seed)
     platform.prepare_megatron()
     prepare_globals(config.train.seed)
     watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
-    with watchdog.waiting(lambda: "the making of process groups, with all other ranks,"):
-        topology = build(
-            job.graph,
-            job.layouts,
-            platform=platform,
-            tied=job.tied,
-            interleaved=job.interleaved,
-            decoding=config.model.encoder_names,
-            megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
-            planned=False,  # The loader plans them, on each rank alike.
-            check=check,
-        )
-    if check:
-        with watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
-            platform.agree_to_compile(topology.files)
-    platform.leave_headroom()
+    topology = _build_topology(job, platform, watchdog, check)
     parts = partial(_build_parts, job, topology, weights)
     with watchdog.waiting(lambda: "the weights of all other ranks"):
         # A rank may be the only one to find what is wrong: all of them leave, and one says why.
         optimizer = together(topology.files, parts, watchdog.working) if check else parts()
-    partitioner = StepPartitioner(
-        job.shapes.encoders,
-        job.layouts,
-        job.sequence_parallel,
-        topology.rank,
-        job.row_bytes,
-        config.data.balance,
-        job.edges,
-        job.encoder_calls,
-    )
     watch, profiled = Stopwatch(platform), config.train.profile
     return StepTrainer(
         job=job,
-        schedule=schedule,
         topology=topology,
         optimizer=optimizer,
         runner=Runner(
@@ -100,7 +80,16 @@ def build_step_trainer(
             watchdog=watchdog,
             check=False,  # Stages of our own.
         ),
-        partitioner=partitioner,
+        planner=StepPlanner(
+            job.shapes.encoders,
+            job.layouts,
+            job.sequence_parallel,
+            topology.rank,
+            job.row_bytes,
+            config.data.balance,
+            job.edges,
+            job.together,
+        ),
         watch=watch,
         profiler=StepProfiler(
             *(profiled.start, profiled.steps, config.log.dir, topology.rank, platform), optimizer.wait_for_weights
@@ -108,8 +97,28 @@ def build_step_trainer(
     )
 
 
+def _build_topology(job: JobSpec, platform: Platform, watchdog: Watchdog, check: bool) -> Topology:
+    with watchdog.waiting(lambda: "the creation of process groups, with all other ranks,"):
+        topology = build(
+            job.graph,
+            job.layouts,
+            platform=platform,
+            tied=job.tied,
+            interleaved=job.interleaved,
+            decoding=job.config.model.encoder_names,
+            megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
+            planned=False,  # The loader plans them, on each rank alike.
+            check=check,
+        )
+    if check:
+        with watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
+            platform.agree_to_compile(topology.files)
+    platform.leave_headroom()
+    return topology
+
+
 def _build_parts(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> JointOptimizer:
-    """This rank's parts of modules, and their optimizers."""
+    """Build this rank's parts of modules, and their optimizers."""
     modules, platform = _build_modules(job, topology, weights), topology.platform
     streamed = any(job.config.offload_of(module.name).states for module in modules)
     streams = platform.side_streams(2) if streamed else ()
@@ -122,7 +131,7 @@ def _build_parts(job: JobSpec, topology: Topology, weights: Mapping[str, WeightS
 
 
 def _algorithm(config: Config, shapes: ModelShapes, module: TrainedModule) -> Algorithm:
-    """The optimizer of a module with its own rates and numbers."""
+    """Return the optimizer of a module, with its learning rates and number formats."""
     chosen, precision, name = config.optimizer, config.precision_of(module.name), module.name
     encoder, *projector = parts_of(name)
     peaks = dict.fromkeys(projector, chosen.lr_projector)
@@ -132,12 +141,17 @@ def _algorithm(config: Config, shapes: ModelShapes, module: TrainedModule) -> Al
         peak = peaks.get(group_of(name, shapes, parameter))
         return chosen.lr if peak is None else peak
 
-    numbers: dict[str, Any] = {"master": precision.master, "gradients": precision.gradients}
-    offload, seed = config.offload_of(name).states, config.train.seed
+    common: dict[str, Any] = {
+        "lr": lr,
+        "master": precision.master,
+        "gradients": precision.gradients,
+        "offload": config.offload_of(name).states,
+        "seed": config.train.seed,
+    }
     if chosen.name == "sgd":
-        return SGD(lr=lr, offload=offload, seed=seed, **numbers)
-    decay, numbers = chosen.weight_decay, numbers | {"moments": precision.moments}
-    return AdamW(lr=lr, betas=chosen.betas, eps=chosen.eps, weight_decay=decay, offload=offload, seed=seed, **numbers)
+        return SGD(**common)
+    decay = chosen.weight_decay
+    return AdamW(betas=chosen.betas, eps=chosen.eps, weight_decay=decay, moments=precision.moments, **common)
 
 
 def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> tuple[TrainedModule, ...]:
@@ -167,21 +181,15 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
             compile_layers=compile_layers,
         )
     )
-    for module in {module.name: module for module in modules}.values():
-        _overlap_exchanges(module, config.model.tp_overlap.get(module.name, 1))
+    for name, chunks in {module.name: module.chunks for module in modules}.items():
+        if (parts := config.model.tp_overlap.get(name, 1)) > 1:
+            try:
+                for chunk in chunks:
+                    overlap_exchanges(chunk, parts)
+            except TypeError as error:
+                where = f"model.tp_overlap.{name} (--model.tp_overlap.{name})"
+                raise UserError.at(where, problem=str(error), fix="use --model.backend torch, or remove it") from None
     return modules
-
-
-def _overlap_exchanges(module: TrainedModule, parts: int) -> None:
-    """Raises `UserError` for layers that exchange by themselves."""
-    if parts == 1:
-        return
-    try:
-        for chunk in module.chunks:
-            overlap_exchanges(chunk, parts)
-    except TypeError as error:
-        where = f"model.tp_overlap.{module.name} (--model.tp_overlap.{module.name})"
-        raise UserError.at(where, problem=str(error), fix="use --model.backend torch, or remove it") from None
 
 
 def _on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleOnRank]:

@@ -1,5 +1,5 @@
-"""The end of a run: after an error, what was trained is saved; a trained model reaches the disk whatever fails; and
-every rank ends with the same message, which says where it is.
+"""The end of a run. After an error, what was trained is saved; a trained model reaches the disk whatever fails. All
+ranks end with the same message, which says where it is.
 """
 
 from __future__ import annotations
@@ -27,73 +27,66 @@ class Ending:
         self._run = run
         self._problems: list[str] = []
 
-    @property
-    def _is_trained(self) -> bool:
-        return self._run.saver.trained == self._run.config.train.iters
-
-    @property
-    def _command(self) -> str:
-        """What resumes from the newest checkpoint."""
-        return "the same command" if self._run.config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
-
     def failed(self, error: SharedError) -> int | None:
         """Save what was trained before an error on all ranks, unless the weights may have caused it: a run that resumed
         from them would fail again. Returns the step after which it stopped the run; None if training was complete.
         """
-        run, saver = self._run, self._run.saver
+        run, saver, in_doubt = self._run, self._run.saver, isinstance(error, NotFiniteError)
         run.writer.fail()
         notes = saver.settle()
         # A rank whose save is still in progress would not join another one.
         is_free = not run.on_any_rank(saver.is_busy)
-        if is_free and not isinstance(error, NotFiniteError):
+        if is_free and not in_doubt:
             notes += saver.rescue()
         for note in notes:
             run.writer.print(note)
-        if self._is_trained:
-            self._problems.append(str(error))
+        text = str(error)
+        if saver.trained == run.config.train.iters:
+            self._problems.append(text)
             return None
-        saved = self._what_is_saved(in_doubt=isinstance(error, NotFiniteError))
-        self._problems.append(f"{_sentence(error)} {saved}".strip())
+        sentence = text if text.endswith((".", "?", "!")) else f"{text}."
+        self._problems.append(f"{sentence} {self._what_is_saved(in_doubt)}".strip())
         if is_free and saver.lost is not None and self._last_checkpoint() is None:
-            self._write_instead(self._other_places(), f"model after step {saver.trained}")
+            self._write_first(self._other_places(), f"model after step {saver.trained}")
         return saver.trained
 
     def stopped(self, step: int) -> None:
-        """Report that the run stops after `step`, and why, if it did not fail."""
+        """Report that the run stops after `step`, if it did not fail."""
         if not self._problems:
-            self._add_faults()
-            if self._problems:
-                self._run.writer.fail()
-                self._problems[-1] += f" The run has stopped after step {step}. {self._what_is_saved()}"
-            else:
-                self._run.writer.print(f"stopped after step {step}, as requested; {self._command} resumes from there")
+            self._run.writer.print(f"stopped after step {step}, as requested; {self._command} resumes from there")
+        self._add_faults()
 
     def trained(self) -> None:
         """Export the model; if that fails and no checkpoint has it, to another place."""
         saver, target = self._run.saver, self._run.config.export.hf_dir
         if saver.lost is not None and str(saver.lost) not in self._problems:
             self._problems.append(str(saver.lost))
-        held_by = self._last_checkpoint()
-        if target is None and (held_by is not None or saver.lost is None):
-            return self._add_faults()
-        if held_by is None:
-            places = self._other_places() if target is None else itertools.chain([target], self._other_places())
-            self._write_instead(places, "trained model")
+        checkpoint = self._last_checkpoint()
+        if checkpoint is None and (target is not None or saver.lost is not None):
+            own = [] if target is None else [target]
+            self._write_first(itertools.chain(own, self._other_places()), "trained model")
         elif target is not None and not self._written(target):
-            self._problems[-1] += f" {held_by} has the trained model: `{EXPORT} {held_by} HF_DIR` writes it."
+            self._problems[-1] += f" {checkpoint} has the trained model: `{EXPORT} {checkpoint} HF_DIR` writes it."
         self._add_faults()
-        return None
 
     def finish(self) -> None:
         """Raise `SharedError` if anything went wrong."""
         if self._problems:
             raise SharedError("\nerror: ".join(dict.fromkeys(self._problems)))
 
-    def _what_is_saved(self, in_doubt: bool = False) -> str:
-        """`in_doubt`: whether the weights may have caused the failure."""
+    @property
+    def _command(self) -> str:
+        """The command that resumes from the newest checkpoint."""
+        return "the same command" if self._run.config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
+
+    def _what_is_saved(self, in_doubt: bool) -> str:
+        """Describe it for the user. `in_doubt`: whether the weights may have caused the failure."""
         saver, checkpoint = self._run.saver, self._last_checkpoint()
         if in_doubt and checkpoint is not None:
-            return self._what_is_before(checkpoint)
+            return (
+                f"The newest checkpoint is {checkpoint}; if its weights are at fault, resume from an earlier one with "
+                "--checkpoint.resume PATH, or start over, with another checkpoint.dir."
+            )
         if saver.trained == self._run.resumed.step:
             return ""
         if saver.config.checkpoint.dir is None:
@@ -105,51 +98,34 @@ class Ending:
         return f"Step {saver.trained} could not be saved. {self._what_is_resumed()}"
 
     def _what_is_resumed(self) -> str:
-        """What the next run starts from, if the last step has no checkpoint."""
-        if (newest := self._newest_before(self._run.config.checkpoint.dir)) is not None:
-            return f"The newest checkpoint is {newest}; {self._command} resumes from there."
+        """Describe the start of the next run, if the last step has no checkpoint."""
+        folder = self._run.config.checkpoint.dir
+        found = on_first(self._run.topology.files, lambda: list(whole(folder).values()) if folder is not None else [])
+        if found:
+            return f"The newest checkpoint is {found[-1]}; {self._command} resumes from there."
         given = self._run.resumed.path
         start = "at step 1" if given is None else f"from {given}"
         return f"There is no earlier checkpoint; the same command starts over {start}."
 
-    def _what_is_before(self, checkpoint: Path) -> str:
-        """What to resume from, if the newest checkpoint may be at fault."""
-        doubt = f"The newest checkpoint is {checkpoint}; if its weights are at fault, resuming from it fails again."
-        if (older := self._newest_before(checkpoint.parent)) is None:
-            return f"{doubt} There is no earlier one: start over, with another checkpoint.dir."
-        return f"{doubt} Resume from the one before it with --checkpoint.resume {older} and another checkpoint.dir."
-
-    def _newest_before(self, folder: Path | None) -> Path | None:
-        """The newest checkpoint in a folder before the last trained step."""
-
-        def newest() -> Path | None:
-            found = whole(folder) if folder is not None else {}
-            return next((found[step] for step in reversed(found) if step < self._run.saver.trained), None)
-
-        return on_first(self._run.topology.files, newest)
-
     def _last_checkpoint(self) -> Path | None:
-        """The checkpoint after the last trained step, whether this run wrote it or resumed from it."""
+        """Return the checkpoint after the last trained step, whether this run wrote it or resumed from it."""
         saver = self._run.saver
         if saver.saved is not None and saver.saved.path.name == name_of(saver.trained):
             return saver.saved.path
         return self._run.resumed.path if self._run.resumed.step == saver.trained else None
 
     def _other_places(self) -> Iterator[Path]:
-        """Where the model may go instead of its intended place: next to that, and next to the metrics."""
+        """Yield alternatives to the intended place of the model: next to that, and next to the metrics."""
         target, logs = self._run.config.export.hf_dir, self._run.config.log.dir
         for parent in dict.fromkeys([logs] if target is None else [target.parent, logs]):
             yield on_first(self._run.topology.files, partial(_free, parent / LEFT_OVER))
 
-    def _write_instead(self, places: Iterable[Path], model: str) -> None:
-        """Write the model, which no checkpoint has, to the first of the places that works."""
-        for place in places:
-            if self._written(place):
-                if self._problems:
-                    self._problems[-1] += f" The {model} is in {place}."
-                return self._run.writer.print(f"the {model} is in {place}")
-        self._problems[-1] += f" The {model} could not be written anywhere, and is lost."
-        return None
+    def _write_first(self, places: Iterable[Path], model: str) -> None:
+        """Write the model, which no checkpoint has, to the first place that works."""
+        if place := next(filter(self._written, places), None):
+            self._run.writer.print(f"the {model} is in {place}")
+        if self._problems:
+            self._problems[-1] += f" The {model} {f'is in {place}' if place else 'could not be written and is lost'}."
 
     def _written(self, place: Path) -> bool:
         try:
@@ -160,17 +136,12 @@ class Ending:
         return True
 
     def _add_faults(self) -> None:
-        """Add what went wrong outside of training, on any rank."""
-        of_ranks = on_every(self._run.topology.files, lambda: self._run.faults)
+        """Add metrics that could not be written on any rank."""
+        of_ranks = on_every(self._run.topology.files, lambda: list(self._run.writer.faults.values()))
         self._problems += [fault for faults in of_ranks for fault in faults]
 
 
-def _sentence(error: SharedError) -> str:
-    text = str(error)
-    return text if text.endswith((".", "?", "!")) else f"{text}."
-
-
 def _free(place: Path) -> Path:
-    """The path if it is free, else with the first free number appended."""
+    """Return the path if it is free, else with the first free number appended."""
     numbered = (place.with_name(f"{place.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([place], numbered) if not os.path.lexists(path))

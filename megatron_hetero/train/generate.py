@@ -1,16 +1,14 @@
-"""Exact-match rate of a `transformers` folder's greedy answers on a data set.
+"""Exact-match rate of the exported model's greedy answers on a data set.
 
 The model runs in plain `transformers`, not in the layers it was trained with, so the rate also verifies the export.
-Blank pictures give the rate of guessing.
-
-Evaluates the exported model with plain `transformers`, at the end of a run.
+Blank items (grey pictures) give the rate of guessing.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 from rich.table import Table
 from rich.text import Text
+from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_hetero.base.errors import UserError, in_short, listed, os_errors_as, printable
@@ -33,20 +32,20 @@ from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import ItemField, split_at_placeholders
 from megatron_hetero.groups.platform import Platform
+from megatron_hetero.hf.folders import all_finite
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.items.pictures import PixelLimits
 from megatron_hetero.models.items.types import ItemType, Modality, Piece, Size
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import open_modules
 from megatron_hetero.train.log import unwritable
 
-# torch is imported where it is used: that takes seconds, which `--help` need not wait for and Ctrl-C may interrupt.
-
 KINDS: tuple[Modality, ...] = get_args(Modality)
-"""In the order of their numbers in `mm_token_type_ids`, from 1."""
-# Frequent questions get their own lines in the table.
+"""Modalities in the order of their numbers in `mm_token_type_ids`, from 1."""
 MOST_LINES = 12
+"""Maximum number of questions with a line of their own in the table."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,11 @@ class EvaluationResult:
 
     @property
     def rate(self) -> float:
-        """The share of correct answers, 0 to 1."""
+        """Share of correct answers, 0 to 1."""
         return self.correct / self.questions
 
     def by_question(self) -> dict[str, EvaluationResult]:
-        """The answers to each wording of a question, the most frequent wording first."""
+        """Return the answers to each wording of a question, the most frequent wording first."""
         groups: dict[str, list[Answer]] = {}
         for answer in self.answers:
             groups.setdefault(answer.question, []).append(answer)
@@ -129,7 +128,7 @@ def exact_match(
     max_pixels: int | None = None,
     device: str = "cpu",
 ) -> EvaluationResult:
-    """Answers the first question of every record greedily.
+    """Answer the first question of every record greedily.
 
     Args:
         hf_dir: a folder in `transformers` format; nothing is downloaded and no code of the folder runs.
@@ -139,9 +138,9 @@ def exact_match(
         blank: show uniform grey pictures of the same sizes instead.
         max_new_tokens: longest answer.
         batch_size: questions per call of `generate`.
-        min_pixels: as `data.min_pixels` in training; None takes the folder's.
-        max_pixels: as `data.max_pixels` in training; None takes the folder's.
-        device: where the model runs.
+        min_pixels: `data.min_pixels` of the training; None takes the folder's.
+        max_pixels: `data.max_pixels` of the training; None takes the folder's.
+        device: torch device of the model.
 
     Raises:
         UserError: a folder, file, record or picture is missing or broken.
@@ -150,36 +149,21 @@ def exact_match(
     tokenizer = processor.tokenizer
     # Any token will do: padding is masked.
     tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN
-    _require_whole(hf_dir)
+    # transformers would initialise missing weights at random, and read quantised codes as values.
+    folders = ModelFolders.read(hf_dir)
+    open_modules(folders, ModelShapes.of(folders), seed=0)
     family = family_of(processor.model_type)
     model = _load_model(hf_dir, family, tokenizer, device)
     records = islice(Annotations("evaluation", annotations, images, processor.fields), limit)
     prompts = (_prompt(record, processor, blank) for record in records)
     types: dict[Modality, ItemType] = {each.modality: each for each in family.items}
-    answers = [
-        answer
-        for batch in _batches(prompts, batch_size)
-        for answer in _answer(model, processor, types, batch, max_new_tokens)
-    ]
+    answers: list[Answer] = []
+    while batch := list(islice(prompts, batch_size)):
+        answers += _answer(model, processor, types, batch, max_new_tokens)
     return EvaluationResult(tuple(answers), blank)
 
 
-def _require_whole(hf_dir: Path) -> None:
-    """Check that the folder has all weights of its model, unquantised: transformers would initialise missing ones at
-    random, and read quantised codes as values. Raises `UserError`.
-    """
-    from megatron_hetero.models.weights import open_modules
-
-    folders = ModelFolders.read(hf_dir)
-    open_modules(folders, ModelShapes.of(folders), seed=0)
-
-
 def _load_model(hf_dir: Path, family: Family, tokenizer: Any, device: str) -> Any:
-    import torch
-    from transformers import GenerationConfig
-
-    from megatron_hetero.hf.folders import all_finite
-
     # Other settings of the folder's generation_config.json (sampling, beams, penalties, forced tokens) are ignored.
     greedy = GenerationConfig(
         do_sample=False, eos_token_id=_ends(hf_dir, tokenizer), pad_token_id=tokenizer.pad_token_id
@@ -198,8 +182,7 @@ def _load_model(hf_dir: Path, family: Family, tokenizer: Any, device: str) -> An
             expected=f"a {family.title} model with safetensors weights",
             fix="export the model again",
         ) from error
-    strange = [name for name, parameter in model.named_parameters() if not all_finite(parameter.detach())]
-    if strange:
+    if strange := [name for name, parameter in model.named_parameters() if not all_finite(parameter.detach())]:
         raise UserError.at(
             hf_dir,
             problem=f"NaN or infinity in {len(strange)} tensors: {listed(strange)}",
@@ -216,18 +199,13 @@ def _load_model(hf_dir: Path, family: Family, tokenizer: Any, device: str) -> An
 
 
 def _ends(hf_dir: Path, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: those of the folder's generation_config.json and that of the chat template."""
+    """Return the tokens that end an answer, from the folder's generation_config.json and the chat template."""
     file = hf_dir / "generation_config.json"
     named = read_object(file).get("eos_token_id") if file.is_file() else None
     ends = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(end) is int for end in ends):
         raise UserError.at(f"{file}: eos_token_id", found=shown(named), expected="the number of a token", fix=RESTORE)
     return list(dict.fromkeys([*ends, tokenizer.convert_tokens_to_ids(END_OF_TURN)]))
-
-
-def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
-    while batch := list(islice(prompts, size)):
-        yield batch
 
 
 def _prompt(record: Record, processor: Processor, blank: bool) -> _Prompt:
@@ -246,8 +224,6 @@ def _prompt(record: Record, processor: Processor, blank: bool) -> _Prompt:
 def _answer(
     model: Any, processor: Processor, types: Mapping[Modality, ItemType], batch: list[_Prompt], max_new_tokens: int
 ) -> list[Answer]:
-    import torch
-
     # Left padding, so that all answers start at the same position.
     inputs = processor.tokenizer.pad(
         {"input_ids": [prompt.tokens for prompt in batch]}, padding_side="left", return_tensors="pt"
@@ -267,7 +243,7 @@ def _answer(
 
 
 def result_table(result: EvaluationResult) -> Table:
-    """One line per wording of a question, and the total."""
+    """Return a table with a line per wording of a question, and the total."""
     table = Table(title=f"Exact match, pictures {'blanked' if result.blank else 'shown'}")
     table.add_column("question", overflow="fold")
     for name in ("correct", "asked", "rate"):
@@ -297,11 +273,22 @@ def evaluate_export(config: Config, platform: Platform) -> None:
     disable_progress_bar()
     if not platform.is_cuda:
         torch.set_num_threads(os.cpu_count() or 1)
+    assert config.export.hf_dir is not None, "the configuration requires an export where something is evaluated"
     results: dict[str, dict[str, object]] = {}
     for name in config.eval.datasets:
-        results[name] = {}
+        dataset, results[name] = config.data.registry[name], {}
         for blank in (False, True):
-            result = _ask(config, name, platform, blank)
+            result = exact_match(
+                config.export.hf_dir,
+                dataset.annotations,
+                dataset.images,
+                limit=config.eval.limit,
+                blank=blank,
+                max_new_tokens=config.eval.max_new_tokens,
+                min_pixels=config.data.min_pixels,
+                max_pixels=config.data.max_pixels,
+                device=str(platform.device),
+            )
             console().print(result_table(result))
             print(f"{name}: {result}", flush=True)
             results[name]["blanked" if blank else "shown"] = {"rate": result.rate, "questions": result.questions}
@@ -309,19 +296,3 @@ def evaluate_export(config: Config, platform: Platform) -> None:
     with os_errors_as(partial(unwritable, path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-
-
-def _ask(config: Config, name: str, platform: Platform, blank: bool) -> EvaluationResult:
-    assert config.export.hf_dir is not None, "the configuration requires an export where something is evaluated"
-    dataset = config.data.registry[name]
-    return exact_match(
-        config.export.hf_dir,
-        dataset.annotations,
-        dataset.images,
-        limit=config.eval.limit,
-        blank=blank,
-        max_new_tokens=config.eval.max_new_tokens,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
-        device=str(platform.device),
-    )

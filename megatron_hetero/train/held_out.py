@@ -27,7 +27,7 @@ from megatron_hetero.train.trainer import Trainer
 
 
 def supervised_samples(pack: PackedBatch, tokens: np.ndarray) -> np.ndarray:
-    """The sample of the pack, from 0, of each supervised token among `tokens`, in their order: int64 [t].
+    """Return the sample of the pack, from 0, of each supervised token among `tokens`, in their order: int64 [t].
 
     `tokens`: int64 [n], positions in the pack.
     """
@@ -36,7 +36,7 @@ def supervised_samples(pack: PackedBatch, tokens: np.ndarray) -> np.ndarray:
 
 
 def answer_counts(samples: np.ndarray, hits: np.ndarray, number: int) -> np.ndarray:
-    """For each of `number` samples the supervised tokens, and those predicted correctly: int64 [2, number].
+    """Return the numbers of supervised tokens and of correctly predicted ones by sample: int64 [2, number].
 
     `samples`: int64 [t], the sample of each supervised token. `hits`: bool [t], whether it was predicted correctly.
     """
@@ -45,8 +45,8 @@ def answer_counts(samples: np.ndarray, hits: np.ndarray, number: int) -> np.ndar
 
 
 def exact_match(counts: np.ndarray) -> tuple[int, int]:
-    """The number of samples with all supervised tokens correct, and of those with any supervised token. `counts`: those
-    of `answer_counts`, summed over ranks.
+    """Return the number of samples with all supervised tokens correct, and of samples with any supervised token.
+    `counts`: `answer_counts` summed over ranks.
     """
     supervised, hits = counts
     asked = supervised > 0
@@ -62,34 +62,34 @@ class HeldOut:
 
     @classmethod
     def of(cls, name: str, samples: Mixture, run: Trainer) -> HeldOut:
-        """One epoch of `samples`, in batches of at most the training batch size."""
+        """Prepare one epoch of `samples`, in batches of at most the training batch size."""
         dealing = run.loader.dealing.once(len(samples))
         planner = run.loader.planner.with_calls(partial(run.job.encoder_calls, evaluation=True))
         what = f"evaluation of {name}, batch"
         return cls(name, replace(run.loader, mixture=samples, dealing=dealing, partitioner=partitioner, what=what))
 
     def batches(self, workers: int) -> Iterator[StepBatch]:
-        """All samples, each once."""
+        """Yield all samples, each once."""
         steps = -(-len(self.loader.mixture) // self.loader.dealing.step_samples)
         yield from self.loader.steps(1, steps, workers)
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOutEvaluation:
-    """The evaluations of a run, every `eval.interval` steps; none if that is 0. Every rank has one."""
+    """Evaluates held-out data sets every `eval.interval` steps; never if that is 0. Every rank has one."""
 
     run: Trainer
     held_out: tuple[HeldOut, ...]
 
     @classmethod
     def build(cls, run: Trainer) -> HeldOutEvaluation:
-        """For the data sets that the run has opened."""
+        """Prepare the data sets that the run has opened."""
         evaluated = run.held_out.items() if run.config.eval.interval else ()
         return cls(run, tuple(HeldOut.of(name, samples, run) for name, samples in evaluated))
 
     def after(self, step: int) -> Iterator[EvaluationMetrics]:
-        """The metrics of each data set, if an evaluation is due after `step` (from 1). Every rank must exhaust the
-        iterator.
+        """Yield the metrics of each data set, if an evaluation is due after `step` (from 1). Every rank must exhaust
+        the iterator.
 
         Raises `SharedError` for unusable data.
         """
@@ -98,8 +98,8 @@ class HeldOutEvaluation:
                 yield self._evaluate(step, held_out)
 
     def overdue(self) -> Iterator[EvaluationMetrics]:
-        """The metrics, as in `after`, that are due after the step that the run resumes from: a checkpoint is written
-        before its step is evaluated.
+        """Yield the metrics that are due after the step that the run resumes from: a checkpoint is written before its
+        step is evaluated.
         """
         if self.run.resumed.step > 0:
             yield from self.after(self.run.resumed.step)
@@ -137,7 +137,7 @@ class HeldOutEvaluation:
         )
 
     def _watched_batches(self, held_out: HeldOut) -> Iterator[StepBatch]:
-        """All batches of the data set."""
+        """Yield all batches of the data set."""
         batches = iter(held_out.batches(self.run.config.data.workers))
         while True:
             with self.run.watched(f"the data of the evaluation of {held_out.name}"):
@@ -147,8 +147,8 @@ class HeldOutEvaluation:
             yield batch
 
     def _forward(self, schedule: Schedule, batch: StepBatch) -> tuple[float, dict[int, torch.Tensor]]:
-        """This rank's sum of token losses; and by micro-batch, whether each of its supervised tokens is predicted
-        correctly, bool [t], filled on ranks with the last stage of the text module.
+        """Return this rank's sum of token losses; and by micro-batch, whether each of its supervised tokens is
+        predicted correctly, bool [t], filled on ranks with the last stage of the text module.
         """
         platform, dtype, outputs = self.run.platform, self.run.job.dtype, self.run.job.outputs
         hits: dict[int, torch.Tensor] = {}
@@ -164,8 +164,8 @@ class HeldOutEvaluation:
         return float(self.run.runner.run(schedule, load).loss), hits
 
     def _counts(self, held_out: HeldOut, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
-        """This rank's `answer_counts` of the samples of a batch, in the order of the data set: int64 [2, samples of a
-        full batch]. The places of samples that were skipped as too long stay empty.
+        """Return this rank's `answer_counts` of the samples of a batch, in the order of the data set: int64 [2, samples
+        of a full batch]. Samples that were skipped as too long count nothing.
         """
         size = held_out.loader.dealing.step_samples
         counts = np.zeros((2, size), np.int64)
@@ -180,5 +180,5 @@ class HeldOutEvaluation:
 
 
 def evaluates(step: int, interval: int, iters: int) -> bool:
-    """Whether an evaluation is due after `step` of `iters`: every `interval` steps, and after the last one."""
+    """Return whether an evaluation is due after `step` of `iters`: every `interval` steps, and after the last one."""
     return interval > 0 and (step % interval == 0 or step == iters)

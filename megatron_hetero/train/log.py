@@ -1,20 +1,15 @@
-"""The files of `log.dir`: only one run writes there, files of earlier runs are kept, and no line is lost.
+"""Records the metrics of a run: on the terminal, in `log.dir`, and optionally in TensorBoard and Weights & Biases.
 
 runs/
   metrics.jsonl  config.yaml  evaluation.json  events.out.tfevents.*  trace-rank0.json ...      of the last run
   earlier-1/     earlier-2/                                           of earlier runs
   .metrics.lock  held by the run that writes here
 
-Experiment trackers that receive a run's metrics besides metrics.jsonl, each imported only where it is wanted.
-
-The writers of metrics: to the terminal, to metrics.jsonl, and optionally to TensorBoard and Weights & Biases.
-
 One rank gets a `MetricsWriter`, the others a `Writer` that does nothing, so that the training loop has no conditions.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import json
@@ -22,7 +17,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -35,14 +29,15 @@ from megatron_hetero.base import terminal
 from megatron_hetero.base.errors import UserError, in_short, os_errors_as, reason
 from megatron_hetero.base.files import in_the_way
 from megatron_hetero.base.outputs import CONFIG, LOG_LOCK, METRICS, OF_A_RUN, WANDB_ID
-from megatron_hetero.base.outputs import METRICS as FILE_NAME
 from megatron_hetero.checkpoint.resume import lock_folder
-from megatron_hetero.checkpoint.state import History
 from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics, Value
+
+TERMINAL = "terminal"
+"""The fault of a writer after which nothing more is printed."""
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    """The error for something in `log.dir` that cannot be written."""
+    """Return the error for something in `log.dir` that cannot be written."""
     return UserError.at(
         f"log.dir: {path}",
         problem=f"cannot be written ({in_the_way(path, error)})",
@@ -52,9 +47,7 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 class LogFolder:
     """The folder where this run alone writes its configuration and metrics.jsonl, which starts with the lines of
-    `history`.
-
-    `notes`: for the user.
+    `history`. `notes`: for the user.
     """
 
     def __init__(self, folder: Path, history: str, config: str) -> None:
@@ -78,11 +71,13 @@ class LogFolder:
             while self._waiting:
                 self._waiting = self._waiting[file.write(self._waiting) :]
 
-    def history(self) -> History:
-        """All lines so far, also those that could not be written yet; these alone where the file cannot be reached."""
-        with contextlib.suppress(OSError):
-            return History(self._path, _size(self._path), self._waiting)
-        return History(waits=self._waiting)
+    def history(self) -> str:
+        """Return all lines so far, also those that could not be written yet; these alone if the file is unreadable."""
+        written = b""
+        with suppress(OSError):
+            if self._path.is_file():
+                written = self._path.read_bytes()
+        return (written + self._waiting).decode("utf-8", errors="replace")
 
     def close(self) -> None:
         """Release the folder."""
@@ -91,16 +86,16 @@ class LogFolder:
 
 def _begin(path: Path, history: bytes) -> None:
     """Make `path` a file with `history`. Raises `OSError`."""
-    there = _common(path, history)
+    present = _common(path, history)
     if path.is_file():
-        os.truncate(path, there)  # Later steps are trained again.
+        os.truncate(path, present)  # Later steps are trained again.
     with open(path, "ab") as file:
-        file.write(history[there:])
+        file.write(history[present:])
 
 
 def _common(path: Path, history: bytes) -> int:
-    """How many bytes of `history` the file starts with, if it has nothing else before its end: the last lines of a run
-    whose disk was full are only in its checkpoint. Otherwise 0.
+    """Return how many bytes of `history` the file starts with, if it has nothing else before its end: the last lines of
+    a run whose disk was full are only in its checkpoint. Otherwise 0.
     """
     if not path.is_file():
         return 0
@@ -127,32 +122,7 @@ def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
 
 
 def _size(path: Path) -> int:
-    """The size of a file; 0 if there is none."""
     return path.stat().st_size if path.is_file() else 0
-
-
-def open_trackers(
-    folder: Path, *, tensorboard: bool, wandb: str | None, config: str, done: int
-) -> list[TensorBoard | WandB]:
-    """The trackers of a run whose first `done` steps were trained before.
-
-    Args:
-        folder: where trackers write.
-        tensorboard: whether TensorBoard is one of them.
-        wandb: the Weights & Biases project; None: it is not one of them.
-        config: the resolved configuration as YAML.
-        done: number of steps trained before.
-
-    Raises:
-        UserError: a tracker is not installed or cannot be started.
-    """
-    trackers: list[TensorBoard | WandB] = [TensorBoard(folder, done)] if tensorboard else []
-    return trackers if wandb is None else [*trackers, WandB(folder, wandb, config)]
-
-
-def scalars(group: str, values: Mapping[str, object]) -> dict[str, float]:
-    """The numbers among the values of a record, by metric name: `group/name`."""
-    return {f"{group}/{n}": v for n, v in values.items() if n != "step" and isinstance(v, int | float)}
 
 
 def _not_installed(where: str, name: str, package: str, error: ImportError) -> UserError:
@@ -175,12 +145,12 @@ class TensorBoard:
             self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records values by metric name. Raises `OSError`."""
+        """Record values by metric name."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
-        """Finishes; event files do not say how a run ended. Raises `OSError`."""
+        """Close the event file, which does not say how a run ended."""
         self._writer.close()
 
 
@@ -220,23 +190,12 @@ class WandB:
             ) from None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records values by metric name. Raises `OSError`."""
-        try:
-            self._run.log({**values, "step": step})
-        except Exception as error:
-            raise OSError(in_short(error)) from error
+        """Record values by metric name."""
+        self._run.log({**values, "step": step})
 
     def close(self, *, failed: bool) -> None:
-        """Finishes the upload, and marks the run as failed or finished. Raises `OSError`."""
-        try:
-            self._run.finish(exit_code=int(failed))
-        except Exception as error:
-            raise OSError(in_short(error)) from error
-
-
-_TRACKER_FIX = "free space or restore access for the next run; metrics.jsonl has all steps"
-TERMINAL = "terminal"
-"""The fault of a writer after which nothing more is printed."""
+        """Finish the upload, and mark the run as failed or finished."""
+        self._run.finish(exit_code=int(failed))
 
 
 class Writer:
@@ -248,33 +207,28 @@ class Writer:
     def __init__(self) -> None:
         self.faults: dict[str, str] = {}
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether something cannot be written at the moment."""
-        return bool(self.faults)
-
     def write(self, metrics: StepMetrics) -> None:
-        """Records one step."""
+        """Record one step."""
 
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Records the evaluation of one data set."""
+        """Record the evaluation of one data set."""
 
-    def history(self) -> History:
-        """Returns the metrics so far, including those before a resume."""
-        return History()
+    def history(self) -> str:
+        """Return the lines of metrics.jsonl so far, including those before a resume."""
+        return ""
 
     def print(self, renderable: object) -> None:
-        """Prints text or anything that `rich` renders, above the progress bar."""
+        """Print text or anything that `rich` renders, above the progress bar."""
 
     def notes(self) -> tuple[str, ...]:
-        """Notes for the end of training."""
+        """Return notes for the end of training, on the steps of this run."""
         return ()
 
     def fail(self) -> None:
-        """Notes that the run ends with an error, as one that leaves the context does too."""
+        """Record that the run ends with an error, as an exception that leaves the context does too."""
 
     def close(self) -> None:
-        """Finishes; nothing is written afterwards."""
+        """Finish; nothing is written afterwards."""
 
     def __enter__(self) -> Self:
         return self
@@ -287,12 +241,12 @@ class Writer:
 
 class MetricsWriter(Writer):
     """Writes the metrics of a run to a folder and the terminal. A failing write does not end the run: it is reported at
-    once, retried if possible, and kept in `faults` by what failed.
+    once, retried if possible, and recorded in `faults` by what failed.
 
     Args:
         folder: created if necessary; files of an earlier run are moved to a subfolder.
         steps: number of steps of the run.
-        config: the resolved configuration, saved with the metrics.
+        config: the resolved configuration as YAML, saved with the metrics.
         done: number of steps trained before, with the lines of metrics.jsonl in `history`.
         tensorboard: whether TensorBoard's files are written to the folder too.
         wandb: the Weights & Biases project to log to; None: not at all.
@@ -316,17 +270,22 @@ class MetricsWriter(Writer):
         console: Console | None = None,
     ) -> None:
         super().__init__()
-        self._steps = steps
+        self._steps, self._failed = steps, False
         self._console = console or terminal.console()
-        self._failed = False
+        self._skipped: list[StepMetrics] = []
         self._log = LogFolder(folder, history, config)
-        self._skipped = Skipped()
+        self._trackers: list[TensorBoard | WandB] = []
         try:
-            self._trackers = open_trackers(folder, tensorboard=tensorboard, wandb=wandb, config=config, done=done)
+            if tensorboard:
+                self._trackers.append(TensorBoard(folder, done))
+            if wandb is not None:
+                self._trackers.append(WandB(folder, wandb, config))
         except UserError:
             self._log.close()
             raise
-        self._progress = _progress(self._console)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, *times, console=self._console, transient=True)
         self._task = self._progress.add_task("training", total=steps, completed=done)
         # Only a terminal can redraw a bar; elsewhere there are plain lines.
         if self._console.is_terminal:
@@ -335,44 +294,44 @@ class MetricsWriter(Writer):
             self.print(note)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Records one step."""
+        """Record one step."""
         record = metrics.record()
-        self._record(record)
-        self._skipped = self._skipped.and_of(record)
-        self._show("train", metrics.step, record)
+        self._append(json.dumps(record, allow_nan=False) + "\n")
+        self._track("train", metrics.step, record)
+        if metrics.skipped_samples:
+            self._skipped.append(metrics)
         self.print(metrics.line(self._steps))
         self._progress.update(self._task, completed=metrics.step)
 
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Records the evaluation of one data set."""
-        self._record(metrics.record())
-        self._show(f"eval/{metrics.dataset}", metrics.step, metrics.values)
+        """Record the evaluation of one data set."""
+        self._append(json.dumps(metrics.record(), allow_nan=False) + "\n")
+        self._track(f"eval/{metrics.dataset}", metrics.step, metrics.values)
         self.print(metrics.line(self._steps))
 
-    def history(self) -> History:
-        """Returns the metrics so far, including those before a resume."""
+    def history(self) -> str:
+        """Return the lines of metrics.jsonl so far, including those before a resume."""
         return self._log.history()
-
-    def _record(self, record: Mapping[str, Value]) -> None:
-        self._append(json.dumps(record, allow_nan=False) + "\n")
 
     def _append(self, line: str) -> None:
         try:
             self._log.append(line)
         except OSError as error:
-            return self._note(FILE_NAME, str(unwritable(self._log.folder / FILE_NAME, error)))
-        self.faults.pop(FILE_NAME, None)
-        return None
+            self._note(METRICS, str(unwritable(self._log.folder / METRICS, error)))
+        else:
+            self.faults.pop(METRICS, None)
 
-    def _show(self, group: str, step: int, values: Mapping[str, Value]) -> None:
-        """Send the numbers to each tracker, until that fails."""
+    def _track(self, group: str, step: int, values: Mapping[str, Value]) -> None:
+        """Send the numbers to each tracker as `group/name`, until that fails."""
+        numbers = {f"{group}/{n}": v for n, v in values.items() if n != "step" and isinstance(v, int | float)}
         for tracker in tuple(self._trackers):
             try:
-                tracker.log(step, scalars(group, values))
-            except OSError as error:
+                tracker.log(step, numbers)
+            except Exception as error:  # Theirs share no base class.
                 self._trackers.remove(tracker)
-                fault = UserError.at(tracker.name, problem=f"stopped recording ({reason(error)})", fix=_TRACKER_FIX)
-                self._note(tracker.name, str(fault))
+                fix = "free space or restore access for the next run; metrics.jsonl has all steps"
+                problem = f"stopped recording ({in_short(error)})"
+                self._note(tracker.name, str(UserError.at(tracker.name, problem=problem, fix=fix)))
 
     def _note(self, what: str, fault: str) -> None:
         """Report a fault if it is new."""
@@ -382,7 +341,7 @@ class MetricsWriter(Writer):
         self.faults[what] = fault
 
     def print(self, renderable: object) -> None:
-        """Prints text or anything that `rich` renders, above the progress bar."""
+        """Print text or anything that `rich` renders, above the progress bar."""
         if TERMINAL in self.faults:
             return
         try:
@@ -397,52 +356,27 @@ class MetricsWriter(Writer):
             self._note(TERMINAL, f"standard output: cannot be written ({why}).")
 
     def notes(self) -> tuple[str, ...]:
-        """Notes for the end of training, on the steps of this run."""
-        return self._skipped.notes()
+        """Return notes for the end of training, on the steps of this run."""
+        if not self._skipped:
+            return ()
+        samples, idle = sum(each.skipped_samples for each in self._skipped), sum(each.is_idle for each in self._skipped)
+        in_steps = f"{_counted(samples, 'sample')} longer than data.max_seq_length skipped, in "
+        in_steps += _counted(len(self._skipped), "step")
+        return (f"{in_steps}; {_counted(idle, 'step')} had no other samples and trained nothing" if idle else in_steps,)
 
     def fail(self) -> None:
-        """Notes that the run ends with an error, for the trackers to record."""
+        """Record that the run ends with an error, for the trackers."""
         self._failed = True
 
     def close(self) -> None:
-        """Finishes; nothing is written afterwards."""
+        """Finish; nothing is written afterwards."""
         if self._progress.live.is_started:
             self._progress.stop()
         self._append("")  # Lines still waiting for disk space.
         self._log.close()
         for tracker in self._trackers:
-            with suppress(OSError):  # Each step was flushed as it was written, and failures were reported.
+            with suppress(Exception):  # Each step was flushed as it was written, and failures were reported.
                 tracker.close(failed=self._failed)
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """Counts of this run: skipped samples, steps with any, and steps with no other samples."""
-
-    samples: int = 0
-    steps: int = 0
-    idle_steps: int = 0
-
-    def and_of(self, record: Mapping[str, object]) -> Skipped:
-        """With one more step."""
-        samples = record.get("skipped_samples")
-        if not isinstance(samples, int) or samples <= 0:
-            return self
-        idle = record.get("loss") is None
-        return Skipped(self.samples + samples, self.steps + 1, self.idle_steps + idle)
-
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the user; none if nothing was skipped."""
-        if not self.samples:
-            return ()
-        idle = f"; {_counted(self.idle_steps, 'step')} had no other samples and trained nothing" * bool(self.idle_steps)
-        where = _counted(self.steps, "step")
-        return (f"{_counted(self.samples, 'sample')} longer than data.max_seq_length skipped, in {where}{idle}",)
 
 
 def _counted(number: int, what: str) -> str:

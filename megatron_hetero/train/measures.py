@@ -1,7 +1,4 @@
-"""Model FLOPs utilisation of a step, and the peak rates of devices.
-
-Traces of chosen steps, a file per rank, for Perfetto (ui.perfetto.dev) or Chrome (chrome://tracing).
-"""
+"""Model FLOPs utilisation of a step, peak rates of devices, and profiler traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -26,16 +23,14 @@ from megatron_hetero.models.shapes import ModelShapes
 def utilisation(
     shapes: ModelShapes, frozen: Frozen, batch: StepBatch, seconds: float, topology: Topology
 ) -> float | None:
-    """The fraction of all devices' peak FLOPs that a step achieved; None if the device's peak is unknown."""
-    name = topology.platform.device_name
-    if peak_flops(name) is None:
-        return None
-    return mfu(step_flops(shapes, frozen, batch), seconds, topology.world_size, name)
+    """Return the fraction of all devices' peak FLOPs that a step achieved; None if the device's peak is unknown."""
+    peak = peak_flops(topology.platform.device_name)
+    return None if peak is None else step_flops(shapes, frozen, batch) / (seconds * topology.world_size * peak)
 
 
 def step_flops(shapes: ModelShapes, frozen: Frozen, batch: StepBatch) -> int:
-    """Model FLOPs of a step; those of encoders are counted per patch: by the rows that reach the language model most of
-    their work would be missed. A part that is frozen is billed for what the gradients of the others need.
+    """Return the model FLOPs of a step. Encoders count per patch: most of their work would be missed by the rows that
+    reach the language model. A frozen part counts as far as the gradients of others need it.
     """
     encoders_train = len(frozen.modules(shapes.encoders)) < len(shapes.encoders)
     passes = frozen.passes(TEXT, inputs=encoders_train or frozen.trains(TEXT))
@@ -86,9 +81,8 @@ _PEAKS = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak dense bfloat16 operations per second of a device, by the name that its driver reports.
-
-    None where it is not known, as for CPUs and for slices of a device.
+    """Return the peak dense bfloat16 operations per second of a device, by the name that its driver reports; None where
+    it is not known, as for CPUs and for slices of a device.
     """
     words = device_name.replace("-", " ").upper().split()
     if "MIG" in words:
@@ -96,17 +90,10 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for name, peak in _PEAKS if set(name.upper().split()) <= set(words)), None)
 
 
-def mfu(flops: int, seconds: float, devices: int, device_name: str) -> float | None:
-    """Model FLOPs utilisation: the share of all devices' peak that a step achieved; None where no peak is known."""
-    peak = peak_flops(device_name)
-    return None if peak is None or seconds <= 0 else flops / (seconds * devices * peak)
-
-
 class StepProfiler:
-    """Traces `steps` steps starting with step `start`, and writes `trace-rankN.json` to `folder` after the last one.
-
-    Ranges are named after the schedule's actions, such as ``text.0.F3``. A `start` of 0 disables it. `settle` waits for
-    what is in flight behind a step. `fault`: why the trace could not be written, which does not end the run.
+    """Traces `steps` steps starting with step `start`, and writes `trace-rankN.json` to `folder` after the last one,
+    for Perfetto (ui.perfetto.dev). Ranges are named after the schedule's actions, such as ``text.0.F3``. A `start` of 0
+    disables it. `settle` waits for what is in flight behind a step.
     """
 
     def __init__(self, start: int, steps: int, folder: Path, rank: int, platform: Platform, settle: Callable[[], None]):
@@ -115,11 +102,10 @@ class StepProfiler:
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
         self._profile: profile | None = None
         self._settle = settle
-        self.fault: str | None = None
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step `number`."""
+        """Trace inside, if step `number` is one of the chosen steps."""
         if self._first and number == self._first:
             self._profile = profile(activities=self._activities)
             self._profile.start()
@@ -141,5 +127,4 @@ class StepProfiler:
                 problem=f"cannot be written ({reason(error)})",
                 fix="free space or grant access, or choose another folder with --log.dir DIR",
             )
-            self.fault = str(wrong)
             print(f"warning: {wrong}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Value = float | int | str | None
-"""What a metric is in a record."""
+"""A metric in a record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +18,12 @@ class StepMetrics:
         step: counted from 1.
         loss: mean over supervised tokens, in nats; NaN if nothing was trained.
         grad_norm: over all modules, before clipping; NaN if nothing was trained.
-        lr: of the text module.
-        tokens: of all samples, including image tokens, excluding padding.
+        lr: learning rate of the text module.
+        tokens: number in all samples, including image tokens, excluding padding.
         images: number of images.
         skipped_samples: samples skipped as too long; if all were, nothing was trained.
         step_time_s: wall-clock seconds.
-        peak_memory_bytes: of the run before the step's update, maximum over ranks.
+        peak_memory_bytes: maximum over ranks since the start of the run, before the step's update.
         data_time_s: seconds of the step spent waiting for data.
         boundary_time_s: seconds of the step in which this rank packed or awaited rows; transfers overlap with compute.
         mfu: model FLOPs utilisation, None if the device's peak is unknown.
@@ -46,16 +46,13 @@ class StepMetrics:
     stopping: bool = False
     extra: Mapping[str, Value] = field(default_factory=dict)
 
-    def per_second(self, count: int) -> float:
-        """`count` of the step as a rate; 0 where no time passed."""
-        return count / self.step_time_s if self.step_time_s > 0 else 0.0
-
-    def share(self, seconds: float) -> float:
-        """`seconds` as a share of the step's time; 0 where no time passed."""
-        return seconds / self.step_time_s if self.step_time_s > 0 else 0.0
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was trained, since all samples were too long."""
+        return math.isnan(self.loss)
 
     def record(self) -> dict[str, Value]:
-        """The record for metrics.jsonl; numbers that are not finite are None."""
+        """Return the record for metrics.jsonl; numbers that are not finite are None."""
         values = {
             "step": self.step,
             "loss": self.loss,
@@ -65,11 +62,11 @@ class StepMetrics:
             "images": self.images,
             "skipped_samples": self.skipped_samples,
             "step_time_s": self.step_time_s,
-            "tokens_per_s": self.per_second(self.tokens),
-            "images_per_s": self.per_second(self.images),
+            "tokens_per_s": self._per_second(self.tokens),
+            "images_per_s": self._per_second(self.images),
             "peak_memory_bytes": self.peak_memory_bytes,
-            "data_share": self.share(self.data_time_s),
-            "boundary_share": self.share(self.boundary_time_s),
+            "data_share": self._per_second(self.data_time_s),
+            "boundary_share": self._per_second(self.boundary_time_s),
             "mfu": self.mfu,
         }
         taken = values.keys() & self.extra.keys()
@@ -77,21 +74,25 @@ class StepMetrics:
         return {name: _finite(value) for name, value in (values | dict(self.extra)).items()}
 
     def line(self, steps: int) -> str:
-        """The line for the terminal, in a run of so many steps."""
+        """Return the line for the terminal, in a run of `steps` steps."""
         parts = [
             f"step {self.step:>{len(str(steps))}}/{steps}",
-            "nothing trained" if math.isnan(self.loss) else f"loss {self.loss:.4f} | norm {self.grad_norm:.3f}",
+            "nothing trained" if self.is_idle else f"loss {self.loss:.4f} | norm {self.grad_norm:.3f}",
             f"lr {self.lr:.2e}",
-            f"{self.per_second(self.tokens):,.0f} tokens/s",
-            f"{self.per_second(self.images):,.1f} images/s",
+            f"{self._per_second(self.tokens):,.0f} tokens/s",
+            f"{self._per_second(self.images):,.1f} images/s",
             f"{self.step_time_s:.3f} s",
-            f"data {self.share(self.data_time_s):.0%}",
-            f"boundary {self.share(self.boundary_time_s):.0%}",
+            f"data {self._per_second(self.data_time_s):.0%}",
+            f"boundary {self._per_second(self.boundary_time_s):.0%}",
             f"memory {self.peak_memory_bytes / 2**30:.2f} GiB",
         ]
         parts += [] if self.mfu is None else [f"MFU {self.mfu:.1%}"]
         parts += [f"{self.skipped_samples:,} too long"] if self.skipped_samples else []
         return " | ".join(parts)
+
+    def _per_second(self, amount: float) -> float:
+        """Return an amount of the step as a rate, and seconds as a share of its time; 0 where no time passed."""
+        return amount / self.step_time_s if self.step_time_s > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +121,15 @@ class EvaluationMetrics:
 
     @property
     def values(self) -> dict[str, Value]:
-        """The numbers by name; those that are not finite are None."""
+        """Numbers by name; those that are not finite are None."""
         return {name: _finite(value) for name, value in vars(self).items() if name not in ("step", "dataset")}
 
     def record(self) -> dict[str, Value]:
-        """The record for metrics.jsonl, in a line of its own."""
+        """Return the record for metrics.jsonl, which has a line of its own."""
         return {"step": self.step, "eval_dataset": self.dataset} | {f"eval_{n}": v for n, v in self.values.items()}
 
     def line(self, steps: int) -> str:
-        """The line for the terminal, in a run of so many steps."""
+        """Return the line for the terminal, in a run of `steps` steps."""
         return (
             f"step {self.step:>{len(str(steps))}}/{steps} | evaluation of {self.dataset} | loss {self.loss:.4f} | "
             f"exact match {self.exact_match:.1%} of {self.asked:,} | "
@@ -137,5 +138,5 @@ class EvaluationMetrics:
 
 
 def _finite(value: Value) -> Value:
-    """The value, or None for NaN and infinity, which JSON lacks."""
+    """Return the value, or None for NaN and infinity, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

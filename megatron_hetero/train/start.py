@@ -13,8 +13,8 @@ from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.dealing import dealing_of
 from megatron_hetero.data.loader import StepLoader
-from megatron_hetero.data.worker_process import reader_of
-from megatron_hetero.groups.collective import on_first
+from megatron_hetero.data.readers import reader_of
+from megatron_hetero.groups.collective import FIRST, on_first
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Watchdog
@@ -22,7 +22,7 @@ from megatron_hetero.job import JobSpec
 from megatron_hetero.models.layers.backend import backend_notices
 from megatron_hetero.models.weights import projector_shapes
 from megatron_hetero.train.build import build_step_trainer
-from megatron_hetero.train.inputs import REPORTER, open_together
+from megatron_hetero.train.inputs import open_inputs
 from megatron_hetero.train.log import MetricsWriter, Writer, unwritable
 from megatron_hetero.train.trainer import Trainer
 
@@ -37,10 +37,10 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     if platform.is_cuda:  # Before the first collective.
         with os_errors_as(partial(unwritable, config.log.dir)):
             prepare_traces(config.log.dir / "nccl")
-    job, inputs = open_together(config, platform, watchdog)
+    job, inputs = open_inputs(config, platform, watchdog)
     steps = build_step_trainer(job, platform, inputs.weights, watchdog=watchdog)
     topology = steps.topology
-    for notice in backend_notices(config.model.layer_backend, platform) if topology.rank == REPORTER else ():
+    for notice in backend_notices(config.model.layer_backend, platform) if topology.rank == FIRST else ():
         print(notice, flush=True)
     state = TrainState(steps.optimizer, topology, steps.shapes, working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
@@ -50,16 +50,10 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
         writer = _open_writer(config, topology, resumed)
     # Ranks that still read their weights take longer than any step may.
     steps.wait_for_all("the start of all other ranks")
+    reader = reader_of(job, inputs.processor)
     return Trainer(
         **{field.name: getattr(steps, field.name) for field in fields(steps)},
-        loader=StepLoader(
-            inputs.mixture,
-            reader_of(job, inputs.processor),
-            topology,
-            steps.partitioner,
-            dealing_of(job),
-            job.text_work,
-        ),
+        loader=StepLoader(inputs.mixture, reader, topology, steps.planner, dealing_of(job), job.text_work),
         held_out=inputs.held_out,
         writer=writer,
         resumed=resumed,
@@ -83,21 +77,22 @@ def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
 
 
 def _open_writer(config: Config, topology: Topology, resumed: Resumed) -> Writer:
-    """The writer of this rank. Raises `SharedError` if the folder cannot be written, or is in use by another run."""
+    """Return the writer of this rank. Raises `SharedError` if the folder cannot be written, or is in use by another
+    run.
+    """
     opened: list[MetricsWriter] = []
 
     def open_folder() -> None:
-        opened.append(
-            MetricsWriter(
-                config.log.dir,
-                config.train.iters,
-                config=to_yaml(config),
-                done=resumed.step,
-                history=resumed.history,
-                tensorboard=config.log.tensorboard,
-                wandb=config.log.wandb,
-            )
+        writer = MetricsWriter(
+            config.log.dir,
+            config.train.iters,
+            config=to_yaml(config),
+            done=resumed.step,
+            history=resumed.history,
+            tensorboard=config.log.tensorboard,
+            wandb=config.log.wandb,
         )
+        opened.append(writer)
 
     on_first(topology.files, open_folder)
     return opened[0] if opened else Writer()

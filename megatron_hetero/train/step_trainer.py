@@ -1,15 +1,12 @@
-"""Micro-batches from the host to what the modules read on the device.
-
-Training steps on one rank: forward, backward and update, together with all other ranks. Where weights and batches
-come from is not its business.
-"""
+"""Training steps on one rank: forward, backward and update, in step with all other ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +15,7 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import TEXT, NotFiniteError, SharedError
 from megatron_hetero.boundary.loaded import load_plan
+from megatron_hetero.config.schema import Config
 from megatron_hetero.data.balance import idle_share
 from megatron_hetero.data.encoder_shards import EncoderShare
 from megatron_hetero.data.loader import MicroBatch, StepBatch
@@ -28,9 +26,10 @@ from megatron_hetero.groups.collective import on_every
 from megatron_hetero.groups.platform import Platform, on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch
-from megatron_hetero.job import HasJob, JobSpec
-from megatron_hetero.models.layers.attention import AttentionParams
+from megatron_hetero.job import JobSpec
+from megatron_hetero.models.layers.attention import AttentionPlan
 from megatron_hetero.models.layers.segments import PackedSegments
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderInput, TextInput
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.algorithms import learning_rate
@@ -43,15 +42,17 @@ from megatron_hetero.train.measures import StepProfiler, utilisation
 from megatron_hetero.train.metrics import StepMetrics
 
 PADDING_TOKEN = 0
-"""What shards are filled with: any token will do, since nothing attends to it and it predicts nothing."""
+"""Fills shards: any token will do, since nothing attends to it and it predicts nothing."""
 
 
 def to_device(
     batch: MicroBatch, platform: Platform, dtype: torch.dtype, outputs: Mapping[str, Collection[str]]
 ) -> DeviceMicroBatch:
-    """Move one micro-batch; patches arrive in `dtype`. `outputs`: of each encoder, those whose rows enter the text."""
-    own, inputs = batch.share, {}
-    for name, share in own.encoders.items():
+    """Move a micro-batch to the device; patches arrive in `dtype`. `outputs`: by encoder, the outputs whose rows enter
+    the text module.
+    """
+    plan, inputs = batch.plan, {}
+    for name, share in plan.encoders.items():
         patches = _move(batch.patches[name], platform).to(dtype) if name in batch.patches else None
         inputs[name] = _encoder_input(share, patches, platform)
     if own.text is not None and batch.pack is not None:
@@ -73,7 +74,7 @@ def _encoder_input(share: EncoderShare, patches: Tensor | None, platform: Platfo
 def _text_input(
     pack: PackedBatch, share: TokenShare, platform: Platform, outputs: Mapping[str, Collection[str]]
 ) -> TextInput:
-    """The tokens of this rank's shard, with the labels that belong to them."""
+    """Return the tokens of this rank's shard, with their labels."""
     labels = pack.labels[share.tokens]
     supervised = np.flatnonzero(labels != IGNORED)
     padding = share.padded - len(share.tokens)
@@ -92,7 +93,7 @@ def _text_input(
 
 
 def _places(share: TokenShare, outputs: Mapping[str, Collection[str]]) -> dict[str, np.ndarray]:
-    """Where the rows of each output go: encoder by encoder, as they are handed to a stage."""
+    """Return the token positions of the rows of each output, encoder by encoder as stages receive them."""
     names = dict.fromkeys(name for each in outputs.values() for name in each)
     none = np.zeros(0, np.int64)
     return {
@@ -106,30 +107,13 @@ def _move(values: np.ndarray | Tensor, platform: Platform) -> Tensor:
     return on_device(tensor, platform.device)
 
 
-@dataclass(frozen=True)
-class _EndOfStep:
-    """What all ranks know of a step before they update: the most memory of a rank, whether one was asked to stop, the
-    share of the encoder ranks' time in which they wait for the slowest of their encoder, in each forward and backward
-    of each micro-batch, this rank's seconds in boundaries, and the share of padding in the tokens that ranks of the
-    text module compute, and in the patches that those of encoders embed.
-    """
-
-    peak_memory_bytes: int
-    stopping: bool
-    encoder_idle_share: float
-    boundary_time_s: float
-    text_padding_share: float
-    encoder_padding_share: float
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StepTrainer(HasJob):
-    """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`:
-    runs their stages. `partitioner` computes this rank's share of micro-batches.
+class StepTrainer:
+    """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`
+    runs their stages; `planner` plans the micro-batches of a step.
     """
 
     job: JobSpec
-    schedule: Schedule
     topology: Topology
     optimizer: JointOptimizer
     runner: Runner
@@ -138,30 +122,43 @@ class StepTrainer(HasJob):
     profiler: StepProfiler
 
     @property
+    def config(self) -> Config:
+        """The configuration of the run."""
+        return self.job.config
+
+    @property
+    def shapes(self) -> ModelShapes:
+        """Shapes of all modules."""
+        return self.job.shapes
+
+    @property
     def modules(self) -> tuple[TrainedModule, ...]:
         """This rank's parts of modules."""
         return self.optimizer.modules
 
     @property
     def interpreter(self) -> Interpreter:
-        """What executes schedules on this rank."""
+        """Executor of the schedules of this rank."""
         return self.runner.interpreter
 
     @property
     def platform(self) -> Platform:
-        """Where this rank computes."""
+        """Device and backend of this rank."""
         return self.topology.platform
 
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
-        """Forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: true, at the end of
-        the step, where this rank was asked to stop.
+        """Run forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: true, at the end
+        of the step, where this rank was asked to stop.
 
         Where all samples were too long, nothing is updated. Raises `SharedError` before the update where the loss or a
         gradient is NaN or infinite.
         """
-        start = time.perf_counter()
+        start = time.perf_counter() - waited
         if not batch.sample_lengths:
-            return self._train_nothing(step, batch, waited, stop)
+            # Only the learning rate advances.
+            with self.profiler.step(step), self.watched(f"the end of step {step}"):
+                metrics = self._metrics(step, batch, {}, stop)
+            return self._timed(metrics, batch, start, waited)
         if batch.supervised == 0:
             raise SharedError(
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
@@ -176,20 +173,12 @@ class StepTrainer(HasJob):
             factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
             with self.watched(f"the update of step {step}"):
                 # Before weights are gathered: the host would wait for these, and the next step's kernels for the host.
-                end = self._end_of_step(batch, laps, stop)
-                rate = self._update(step, factor)
-        return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited, end)
-
-    def _train_nothing(self, step: int, batch: StepBatch, waited: float, stop: object) -> StepMetrics:
-        """A step whose samples are all too long: only the learning rate advances."""
-        start, nan = time.perf_counter(), float("nan")
-        with self.profiler.step(step), self.watched(f"the end of step {step}"):
-            end = self._end_of_step(batch, {}, stop)
-        rate = self._rate(step, self.config.optimizer.lr)
-        return self._metrics(step, batch, nan, nan, rate, start - waited, waited, end)
+                metrics = self._metrics(step, batch, laps, stop, summary.loss_sum / batch.supervised, norm)
+                self._update(step, factor)
+        return self._timed(metrics, batch, start, waited)
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
-        """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
+        """Run forward and backward of all micro-batches, then sum over ranks; gradients are not scaled by 1/N yet."""
         self.optimizer.zero_grad()
         dtype, outputs = self.job.dtype, self.job.outputs
         result = self.runner.run(
@@ -199,29 +188,26 @@ class StepTrainer(HasJob):
             return self.optimizer.reduce(result.loss, loss_counts_here=self.counts_loss).read()
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around what waits for other ranks between the actions of the schedule."""
+        """Return a context for waiting on other ranks between the actions of the schedule."""
         return self.interpreter.watchdog.doing(lambda: f"{what}, with all other ranks,")
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss is one of those that add up to the whole: once for each tp group that has one."""
+        """Whether this rank's loss counts in the sum over ranks: one rank of each tp group that has a loss."""
         layout, rank = self.topology.layouts[TEXT], self.topology.rank
         if rank not in layout:
             return False
         at = layout.coordinate(rank)
         return at.tp == 0 and at.pp == layout.pp - 1
 
-    def _update(self, step: int, scale: float = 1.0) -> float:
-        """Step all optimizers, with gradients times `scale`. Returns the learning rate of `optimizer.lr` (parts may
-        have rates of their own).
-        """
+    def _update(self, step: int, scale: float = 1.0) -> None:
+        """Step all optimizers, with gradients times `scale`."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(step, group.setdefault("initial_lr", group["lr"]))
         self.optimizer.update(scale, step)
-        return self._rate(step, self.config.optimizer.lr)
 
     def _rate(self, step: int, peak: float) -> float:
-        """The learning rate of a step under the schedule that rises to `peak`; its minimum scales with that."""
+        """Return the learning rate of a step under the schedule that rises to `peak`; its minimum scales with that."""
         config, total = self.config.optimizer, self.config.train.iters
         minimum = config.min_lr if peak == config.lr else config.min_lr * peak / config.lr
         return learning_rate(
@@ -241,40 +227,67 @@ class StepTrainer(HasJob):
         )
 
     def _schedule_of(self, batch: StepBatch) -> Schedule:
-        """For as many micro-batches as a step has."""
-        count = len(batch.micro_batches)
-        return self.schedule if count == self.schedule.micro_batches else self.job.schedule_of(count)
+        return self.job.schedule_of(len(batch.micro_batches))
 
-    def _end_of_step(self, batch: StepBatch, laps: Mapping[str, Sequence[float]], stop: object) -> _EndOfStep:
-        """What all ranks exchange, once, before they update; the host waits for it.
-        `laps`: this rank's seconds of each run of its modules.
+    # ------------------------------------------------------------------------------------------------- metrics
+
+    def _metrics(
+        self,
+        step: int,
+        batch: StepBatch,
+        laps: Mapping[str, Sequence[float]],
+        stop: object,
+        loss: float = math.nan,
+        norm: float = math.nan,
+    ) -> StepMetrics:
+        """Return the metrics of a step but for its time. All ranks exchange their numbers, once, before they update;
+        the host waits for it. `laps`: this rank's seconds of each run of its modules.
         """
         schedule = self._schedule_of(batch)
         runs = {name: self._runs(schedule, name) for name in self.shapes.encoders}
-        mine = [float(self.platform.peak_memory_bytes()), float(bool(stop)), *self._padding(batch)]
+        own = [float(self.platform.peak_memory_bytes()), float(bool(stop)), *self._padding(batch)]
         for name, count in runs.items():
-            own = laps.get(name, [])
-            mine += [*own, *[0.0] * (count - len(own))]
-        (memory, stopping, *padding), rounds = self.all_gather(mine).T.tolist(), []
-        (padded, tokens, added, patches), seconds = map(sum, padding[:4]), padding[4:]
+            seconds = laps.get(name, [])
+            own += [*seconds, *[0.0] * (count - len(seconds))]
+        (memory, stopping, padding, tokens, patch_padding, patches, *seconds) = self.all_gather(own).T.tolist()
+        rounds = []
         for name, count in runs.items():
-            ranks = self.topology.layouts[name].ranks
-            rounds += [[of_run[rank] for rank in ranks] for of_run in seconds[:count]]
+            rounds += [[of_run[rank] for rank in self.topology.layouts[name].ranks] for of_run in seconds[:count]]
             del seconds[:count]
-        return _EndOfStep(
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=self._rate(step, self.config.optimizer.lr),
+            tokens=batch.tokens,
+            images=sum(map(len, batch.sizes.values())),
+            step_time_s=0.0,
             peak_memory_bytes=int(max(memory)),
-            stopping=bool(max(stopping)),
-            encoder_idle_share=idle_share(*rounds),
+            skipped_samples=batch.skipped,
             boundary_time_s=sum(laps.get("boundary", [])),
-            text_padding_share=padded / max(1.0, padded + tokens),
-            encoder_padding_share=added / max(1.0, added + patches),
+            stopping=bool(max(stopping)),
+            extra={
+                "patches": self._patches(batch),
+                "supervised_tokens": batch.supervised,
+                "encoder_idle_share": idle_share(*rounds),
+                "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
+                "encoder_padding_share": _share(sum(patch_padding), sum(patches)),
+                "text_idle_share_predicted": idle_share(*batch.text_loads),
+                "text_padding_share": _share(sum(padding), sum(tokens)),
+                **self._filled(batch),
+            },
         )
 
+    def _timed(self, metrics: StepMetrics, batch: StepBatch, start: float, waited: float) -> StepMetrics:
+        seconds = time.perf_counter() - start
+        used = utilisation(self.shapes, self.job.frozen, batch, seconds, self.topology)
+        return replace(metrics, step_time_s=seconds, data_time_s=waited, mfu=used)
+
     def _padding(self, batch: StepBatch) -> list[float]:
-        """Of this rank in a step: tokens of padding and of samples, patches of padding and of images."""
-        own = [micro_batch.share for micro_batch in batch.micro_batches]
-        shares = [each.text for each in own if each.text is not None]
-        embedded = [(name, patches) for each in own for name, patches in each.patches.items()]
+        """Return this rank's tokens of padding and of samples, and patches of padding and of items, in a step."""
+        plans = [micro_batch.plan for micro_batch in batch.micro_batches]
+        shares = [plan.text for plan in plans if plan.text is not None]
+        embedded = [(name, patches) for plan in plans for name, patches in plan.patches.items()]
         encoders = self.shapes.encoders
         return [
             float(sum(share.padded - len(share.tokens) for share in shares)),
@@ -284,80 +297,47 @@ class StepTrainer(HasJob):
         ]
 
     def _runs(self, schedule: Schedule, encoder: str) -> int:
-        """How often a rank of an encoder runs it in a step, forward and backward."""
+        """Return how often a rank of an encoder runs it in a step, forward and backward."""
         role = schedule.roles[schedule.role_index[self.topology.layouts[encoder].ranks[0]]]
         return sum(action.op == "run" and action.module == encoder for action in role.actions)
 
-    def _metrics(
-        self,
-        step: int,
-        batch: StepBatch,
-        loss: float,
-        norm: float,
-        rate: float,
-        start: float,
-        waited: float,
-        end: _EndOfStep,
-    ) -> StepMetrics:
-        seconds = time.perf_counter() - start
-        return StepMetrics(
-            step=step,
-            loss=loss,
-            grad_norm=norm,
-            lr=rate,
-            tokens=batch.tokens,
-            images=sum(map(len, batch.sizes.values())),
-            step_time_s=seconds,
-            peak_memory_bytes=end.peak_memory_bytes,
-            skipped_samples=batch.skipped,
-            data_time_s=waited,
-            boundary_time_s=end.boundary_time_s,
-            mfu=utilisation(self.shapes, self.job.frozen, batch, seconds, self.topology),
-            stopping=end.stopping,
-            extra={
-                "patches": self._patches(batch),
-                "supervised_tokens": batch.supervised,
-                "encoder_idle_share": end.encoder_idle_share,
-                "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
-                "encoder_padding_share": end.encoder_padding_share,
-                "text_idle_share_predicted": idle_share(*batch.text_loads),
-                "text_padding_share": end.text_padding_share,
-                **self._filled(batch),
-            },
-        )
-
     def _filled(self, batch: StepBatch) -> dict[str, float | int]:
-        """With a token budget, which share of it the step's packs take, and the number of micro-batches."""
+        """Return, with a token budget, the share of it that the step's packs fill, and the number of micro-batches."""
         budget, count = self.job.budget, len(batch.micro_batches)
         if budget is None:
             return {}
-        packs = count * self.batch.replicas
+        packs = count * self.job.batch.replicas
         return {"budget_share": batch.tokens / (packs * budget.tokens), "micro_batches": count}
 
     def _patches(self, batch: StepBatch) -> int:
-        """Patches of all images of a step."""
         encoders = self.shapes.encoders
         return sum(sum(encoders[name].sequences(size)) for name, sizes in batch.sizes.items() for size in sizes)
 
+    # --------------------------------------------------------------------------------------------- all ranks
+
     def on_any_rank(self, flag: object) -> bool:
-        """Whether `flag` is true on at least one rank, the same on each."""
+        """Return whether `flag` is true on at least one rank; the same on each."""
         with self.watched("the question whether any rank was asked to stop"):
             return bool(self.all_gather([float(bool(flag))]).max())
 
     def wait_for_all(self, what: str) -> None:
-        """Wait until all ranks have come here, however long they work. `what` is waited for, in words."""
+        """Wait until all ranks have come here, however long they work. `what` describes the wait."""
         with self.interpreter.watchdog.waiting(lambda: what):
             on_every(self.topology.host, lambda: None)
 
     def all_gather(self, numbers: Sequence[float]) -> torch.Tensor:
-        """All ranks' numbers, fp64 [ranks, numbers] on the host; as many on each rank."""
+        """Return all ranks' numbers, fp64 [ranks, numbers] on the host; each rank passes as many."""
         mine = on_device(torch.tensor(numbers, dtype=torch.float64), self.platform.device)
         everyone = mine.new_empty(self.topology.world_size * len(mine))
         dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
         return everyone.view(self.topology.world_size, -1).cpu()
 
     def all_reduce(self, counts: np.ndarray) -> np.ndarray:
-        """The sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
+        """Return the sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
         total = torch.from_numpy(counts).to(self.platform.device, copy=True)
         dist.all_reduce(total, group=self.topology.world)
         return total.cpu().numpy()
+
+
+def _share(part: float, rest: float) -> float:
+    return part / max(1.0, part + rest)

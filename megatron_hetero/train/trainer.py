@@ -1,7 +1,4 @@
-"""Training from the first step to the export.
-
-Tables that a run prints at its start.
-"""
+"""Training from the first step to the export, and the tables that a run prints at its start."""
 
 from __future__ import annotations
 
@@ -20,30 +17,15 @@ from megatron_hetero.data.loader import StepBatch, StepLoader
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.hf.folders import Companions
 from megatron_hetero.layout.graph import Edge
-from megatron_hetero.train.export import export_model
+from megatron_hetero.train.hf_export import export_model
 from megatron_hetero.train.log import Writer
 from megatron_hetero.train.step_trainer import StepTrainer
 
 
-@dataclass(frozen=True)
-class MustStop:
-    """True if this rank stops the run after the current step: because it was asked to, or because it can no longer
-    report metrics. The latter only if stopping saves what was trained.
-    """
-
-    run: Trainer
-    asked: object
-
-    def __bool__(self) -> bool:
-        saves = self.run.config.checkpoint.dir is not None
-        return bool(self.asked) or (saves and self.run.writer.is_broken)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trainer(StepTrainer):
-    """Trains a run from step to step, on one rank. `held_out`: the data sets of `eval.datasets`; `companions`:
-    on the rank that exports, the files exported with the model, read at the start since the model's folders may be gone
-    at the end.
+    """Trains a run from step to step, on one rank. `held_out`: the data sets of `eval.datasets`; `companions`: on the
+    first rank, the files exported with the model, read at the start since the model's folders may be gone at the end.
     """
 
     loader: StepLoader
@@ -54,11 +36,11 @@ class Trainer(StepTrainer):
     companions: Mapping[str, Companions]
 
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
-        """(step, batch, seconds waited for it) of all remaining steps. Nothing is prefetched across an evaluation.
+        """Yield (step, batch, seconds waited) of all remaining steps. Nothing is prefetched across an evaluation.
 
         Raises `UserError`, on every rank, for unusable data, and if all samples are too long.
         """
-        in_a_row = 0
+        in_a_row, everything = 0, self.config.train.iters * self.loader.dealing.step_samples
         for first, last in stretches(self.resumed.step + 1, self.config.train.iters, self.config.eval.interval):
             batches = iter(self.loader.steps(first, last, self.config.data.workers))
             for step in range(first, last + 1):
@@ -66,21 +48,14 @@ class Trainer(StepTrainer):
                 with self.watched(f"the data of step {step}"):
                     batch = next(batches)
                 in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped
-                self._require_samples(step, in_a_row)
+                if in_a_row >= min(len(self.loader.mixture), everything):  # The whole mixture, or the whole run.
+                    longest = self.config.data.max_seq_length
+                    raise SharedError.at(
+                        f"data.max_seq_length (--data.max_seq_length), step {step}",
+                        problem=f"all of {in_a_row} samples in a row are longer than {longest} tokens and were skipped",
+                        fix="raise it, or lower data.max_pixels",
+                    )
                 yield step, batch, time.perf_counter() - start
-
-    def _require_samples(self, step: int, skipped: int) -> None:
-        """Check that the samples `skipped` in a row up to `step` are not the whole mixture, or the whole run."""
-        longest, everything = (
-            self.config.data.max_seq_length,
-            self.config.train.iters * self.loader.dealing.step_samples,
-        )
-        if skipped >= min(len(self.loader.mixture), everything):
-            raise SharedError.at(
-                f"data.max_seq_length (--data.max_seq_length), step {step}",
-                problem=f"all of {skipped} samples in a row are longer than {longest} tokens and were skipped",
-                fix="raise it, or lower data.max_pixels",
-            )
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format. Raises `SharedError`, as `export_model` does."""
@@ -91,14 +66,9 @@ class Trainer(StepTrainer):
                 working=watchdog.working,
             )
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """What went wrong on this rank outside of training."""
-        return (*self.writer.faults.values(), *filter(None, [self.profiler.fault]))
-
 
 def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:
-    """The steps from `first` to `last` in stretches that end at multiples of `interval`; one stretch if that is 0.
+    """Yield the steps from `first` to `last` in stretches that end at multiples of `interval`; one if that is 0.
 
     An evaluation after a stretch reads through the same process groups as the steps, none of which may be loading
     meanwhile.
@@ -110,7 +80,7 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
 
 
 def describe(run: Trainer) -> Table:
-    """Modules, their layouts, ranks, and the most parameters on a rank. Every rank calls it."""
+    """Return a table of modules, layouts, ranks, and the most parameters on a rank. Collective."""
     table = Table(title=f"{run.config.model.hf_path} in {run.config.model.dtype} on {run.platform.device.type}")
     for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
         table.add_column(column, justify="right" if "per rank" in column else "left")
@@ -129,13 +99,13 @@ def describe(run: Trainer) -> Table:
 
 
 def _parameters(run: Trainer, name: str) -> tuple[int, int]:
-    """The elements of this rank's parameters of a module, and of those that train."""
+    """Return the number of elements of this rank's parameters of a module, and of its trained parameters."""
     own = [p for module in run.modules if module.name == name for p in module.parameters.values()]
     return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
 
 
 def describe_boundaries(run: Trainer, batch: StepBatch) -> Group:
-    """The boundaries in the first step, as this rank sees them."""
+    """Return tables of the boundaries of the first step on this rank."""
     return Group(*(_boundary(edge, run, batch) for edge in run.job.edges))
 
 

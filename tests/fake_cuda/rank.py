@@ -128,7 +128,7 @@ def _report(usage: Usage, trainer: StepTrainer) -> dict[str, Any]:
     return {
         "kernels": kernels | {"all": sum(kernels.values())},
         "layers": {m.name: sum(len(chunk.stage.layers) for chunk in m.chunks) for m in trainer.modules},
-        "micro_batches": trainer.batch.micro_batches,
+        "micro_batches": trainer.job.batch.micro_batches,
         "ops": dict(ops.most_common()),
         "waits": [[*where, times] for where, times in sorted(usage.waits.items())],
         "mixed": dict(usage.mixed),

@@ -31,8 +31,8 @@ CALLS = {
     "update": ("megatron_hetero.train.trainer", "Trainer._update", 2),
     "evaluation": ("megatron_hetero.train.step_trainer", "StepTrainer.all_reduce", 1),
     "save": ("megatron_hetero.checkpoint.storage", "write_entries", 2),
-    "save, written": ("megatron_hetero.checkpoint.storage", "HashedFile.record", 2),
-    "export": ("megatron_hetero.train.export", "gather_parameters", 1),
+    "save, written": ("megatron_hetero.checkpoint.storage", "FileRecord", 2),
+    "export": ("megatron_hetero.train.hf_export", "gather_parameters", 1),
     "export, written": ("megatron_hetero.hf.folders", "FolderWriter.finish", 1),
 }
 """Phases that are the n-th call of a function."""

@@ -20,8 +20,8 @@ from tests.support.folders import ModelChoice, write_data, write_model
 TIMEOUT_S = 3.0
 WAITED_FOR = {
     "comparison": "the comparison of settings and files, with all other ranks, unfinished",
-    "first-rank": "the making of process groups, with all other ranks, unfinished",
-    "groups": "the making of process groups, with all other ranks, unfinished",
+    "first-rank": "the creation of process groups, with all other ranks, unfinished",
+    "groups": "the creation of process groups, with all other ranks, unfinished",
     "evaluation": "the sums over ranks of the evaluation of d after step 1",
     "save": "the saving of a checkpoint after step 2, with all other ranks, unfinished",
     "export": "the export of the model, with all other ranks, unfinished",

@@ -26,10 +26,10 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_hetero.base.outputs import name_of, unfinished
+from tests.functional.checkpoint.runs import tensors
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.torture.kills import Durations, Kill, Killed, draw, newest_whole, phase_of, strike, wait_for_moment
 from tests.torture.watched import Off, Said, Watched
-from tests.unit.checkpoint.jobs_checkpoint import tensors
 
 MODEL = ModelChoice(
     heads=8, kv_heads=4, head_dim=12, vision_heads=4, vision_ffn=152, text_ffn=514, vision_layers=2, text_layers=4

@@ -6,16 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hetero.checkpoint.storage import Block, cut, first_held
+from megatron_hetero.checkpoint.storage import FlatBlock, cut, first_owned
 from megatron_hetero.hf.weight_map import TensorSlice, load_slices, share, stack
 
 
 def test_a_flat_range_is_at_most_three_rectangles() -> None:
     slices = [TensorSlice("w", (10, 14), columns=(8, 12))]
     assert list(cut(slices, 4, 2, 13)) == [
-        Block("w", (10, 11), (10, 12), 0, 4),
-        Block("w", (11, 13), (8, 12), 2, 4),
-        Block("w", (13, 14), (8, 9), 10, 4),
+        FlatBlock("w", (10, 11), (10, 12), 0, 4),
+        FlatBlock("w", (11, 13), (8, 12), 2, 4),
+        FlatBlock("w", (13, 14), (8, 9), 10, 4),
     ]
 
 
@@ -34,7 +34,7 @@ def test_ranges_of_all_ranks_are_every_element_once(rows: int, columns: int, tp:
         flat = parameter.flatten()
         for rank in range(ranks):
             start, stop = (len(flat) * (rank + i) // ranks for i in range(2))
-            for block in cut(first_held(maps, tp_rank)["p"], columns, start, stop):
+            for block in cut(first_owned(maps, tp_rank)["p"], columns, start, stop):
                 place = rebuilt[block.name][slice(*block.rows), slice(*block.columns)]
                 assert (place == -1).all(), "written twice"
                 place.copy_(block.view(flat[start:stop], 2))
@@ -43,8 +43,8 @@ def test_ranges_of_all_ranks_are_every_element_once(rows: int, columns: int, tp:
 
 def test_a_slice_that_one_rank_holds_twice_is_held_once() -> None:
     maps = [{"p": stack(("k", (0, 2)), ("q", (0, 1)), ("k", (0, 2)))}, {"p": stack(("k", (0, 2)), ("q", (1, 2)))}]
-    assert {tensor_slice.rectangle for tensor_slice in first_held(maps, 0)["p"]} == {
+    assert {tensor_slice.rectangle for tensor_slice in first_owned(maps, 0)["p"]} == {
         ("k", (0, 2), None),
         ("q", (0, 1), None),
     }
-    assert [tensor_slice.name for tensor_slice in first_held(maps, 1)["p"]] == ["q"]
+    assert [tensor_slice.name for tensor_slice in first_owned(maps, 1)["p"]] == ["q"]

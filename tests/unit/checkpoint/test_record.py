@@ -16,9 +16,7 @@ import pytest
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord
 from megatron_hetero.checkpoint.sources import ModelSources, hashes
-from tests.support.pool import Pool
-from tests.unit.checkpoint import jobs_checkpoint as jobs
-from tests.unit.checkpoint.conftest import Untouched
+from tests.support.folders import ModelChoice, write_model
 
 RUN: dict[str, Any] = {
     "step": 4,
@@ -86,11 +84,16 @@ def test_other_texts_are_no_records(text: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- the same model
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("record") / "model", ModelChoice(vision_layers=2, text_layers=2))
+
+
 @pytest.fixture
-def sources(folders: Path, tmp_path: Path) -> ModelSources:
+def sources(written: Path, tmp_path: Path) -> ModelSources:
     """A model with a further encoder, without weights."""
     no_weights = shutil.ignore_patterns("*.safetensors")
-    model, detail = (shutil.copytree(folders / "plain", tmp_path / n, ignore=no_weights) for n in ("model", "detail"))
+    model, detail = (shutil.copytree(written, tmp_path / n, ignore=no_weights) for n in ("model", "detail"))
     return ModelSources(model, encoders={"detail": detail})
 
 
@@ -170,16 +173,3 @@ def test_folders_that_come_and_go(sources: ModelSources, tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"detail/config.json: added since"):
         record_of(alone).require_same_model(record_of(sources), (), tmp_path)
     record_of(alone, "/elsewhere").require_same_model(record_of(sources), (), tmp_path)
-
-
-def test_a_run_resumes_with_the_same_model(
-    untouched: Untouched, folders: Path, tmp_path: Path, pools: Callable[[int], Pool]
-) -> None:
-    run, model = shutil.copytree(untouched.folder, tmp_path / "run"), shutil.copytree(folders / "plain", tmp_path / "m")
-    line = jobs.flags(folders, run, "tp:2", "tp:2", model=str(model))
-    assert RunRecord.read(run / "checkpoints/step-00000004").model_files["model.hf_path"].keys() >= {"tokenizer.json"}
-    assert pools(2).run(jobs.error_of, line) == ["no error: it resumes after step 4"] * 2
-    expected = epsilon(ModelSources(model))
-    assert all(expected in said for said in pools(2).run(jobs.error_of, line))
-    allowed = [*line, "--checkpoint.allow_changes", "model.hf_path"]
-    assert pools(2).run(jobs.error_of, allowed) == ["no error: it resumes after step 4"] * 2

@@ -4,7 +4,9 @@ train nothing.
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from megatron_hetero.train.log import Skipped
+from megatron_hetero.train.log import MetricsWriter
 from tests.support.folders import write_data
 from tests.support.pool import Pool
 from tests.unit.train.jobs_run import MakeFlags, build_logged, stored
 from tests.unit.train.test_gradients_run import write_long
+from tests.unit.train.test_metrics import metrics
 
 Pools = Callable[[int], Pool]
 
@@ -67,10 +71,13 @@ def test_steps_are_alike_in_all_layouts_and_after_a_resume(make_flags: MakeFlags
         assert [line["loss"] is None for line in lines] == [False, True, False, False]
 
 
-def test_what_is_said_of_it() -> None:
-    assert Skipped().notes() == Skipped().and_of({"loss": 2.0, "skipped_samples": 0}).notes() == ()
-    one = Skipped().and_of({"loss": 1.0, "skipped_samples": 1})
-    assert one.notes() == ("1 sample longer than data.max_seq_length skipped, in 1 step",)
-    assert one.and_of({"loss": None, "skipped_samples": 1999}) == Skipped(2000, 2, 1)
-    [note] = Skipped(2000, 2, 2).notes()
-    assert note == NOTE.replace("3 samples", "2,000 samples").replace("1 step had", "2 steps had")
+def test_notes_count_samples_and_steps(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, 4, console=Console(file=io.StringIO()))
+    writer.write(metrics(1))
+    assert writer.notes() == ()
+    writer.write(metrics(2, skipped_samples=1))
+    assert writer.notes() == ("1 sample longer than data.max_seq_length skipped, in 1 step",)
+    writer.write(metrics(3, skipped_samples=1999, loss=math.nan))
+    [note] = writer.notes()
+    assert note == NOTE.replace("3 samples", "2,000 samples")
+    writer.close()

@@ -32,7 +32,7 @@ from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionS
 from megatron_hetero.models.families.qwen3_vl import shapes as qwen3_vl
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, parts_of_tensors, projector_shapes, stored_shapes, weight_map
-from megatron_hetero.train.export import assemble
+from megatron_hetero.train.hf_export import assemble
 from tests.support.shapes import parameter_count
 
 KEY_OR_VALUE = re.compile(r"\.[kv]_proj\.")

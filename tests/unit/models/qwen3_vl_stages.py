@@ -20,7 +20,7 @@ from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, TextInput
-from tests.unit.train.jobs_stages import Case, Trainee
+from tests.support.stages import Case, Trainee
 
 Arrays = dict[str, np.ndarray]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.models.stages import EncoderModel, TextModel
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.processor import Processor
+from megatron_hetero.data.records import Record
+from megatron_hetero.models.items.types import Item
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.actions import Action
@@ -26,7 +29,8 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.buffers import BucketSums
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.train.export import Value, assemble, gather_parameters
+from megatron_hetero.step.number_formats import upper_half
+from megatron_hetero.train.hf_export import Value, assemble, gather_parameters
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
 from tests.support.pool import platform
@@ -182,7 +186,9 @@ def groups_of_step(flags: list[str], number: int) -> list[tuple[float, float, fl
 
 def reported_rate(flags: list[str], number: int) -> float:
     """The learning rate that step `number` reports."""
-    return build(flags)._update(number)
+    run = build(flags)
+    run._update(number)
+    return run._rate(number, run.config.optimizer.lr)
 
 
 def precision(flags: list[str]) -> dict[str, Any]:
@@ -233,62 +239,39 @@ class _Saved:
         self.counter.now -= self.tensor.nbytes
 
 
-def encoder_activations(flags: list[str]) -> tuple[int, int]:
-    """The most bytes that the encoder saves for backward at a time in one step, and what is left of them after it."""
-    run, live, forward = build(flags), LiveBytes(), EncoderModel.forward
-
-    def counted(*args: Any) -> Any:
-        with live.saving():
-            return forward(*args)
-
-    _, batch, _ = next(iter(run.batches()))
-    with mock.patch.object(EncoderModel, "forward", counted):
-        run.gradients(batch)
-    return live.peak, live.now
-
-
 # ---------------------------------------------------------------------------------------------- boundary
 
 
-def overlaps(flags: list[str]) -> dict[str, tuple[float, float]]:
-    """Intervals, in microseconds, of a profiled step on rank 0, whose crossings wait for the other ranks.
+# ------------------------------------------------------------------------------------------------ loader
 
-    "forward" and "backward": the all-to-alls of the boundary; "embedding" and "gradient": those of the tokens, made
-    slow, since a thread of gloo takes its time to begin.
-    """
+
+def decoded(flags: list[str]) -> list[dict[str, Any]]:
+    """Per step: which images this rank decoded, those that its encoder replica encodes, and how many there are."""
     run = build(flags)
-    _, batch, _ = next(iter(run.batches()))
-    run.gradients(batch)  # Once before, so that nothing is set up in the step that is watched.
-    start, embed = BoundaryCommunicator._start, TextModel.embed
+    seen: list[tuple[str, str]] = []
+    samples: Any = run.loader.reader
+    reader, results = samples.processor.readers[IMAGE], []
+    real = reader.patches
 
-    def late_start(*args: Any) -> Any:
-        time.sleep(0.0 if run.topology.rank == 0 else 0.4)
-        return start(*args)
+    def spy(item: Item, pieces: Any) -> np.ndarray:
+        seen.append((item.where, item.path.name))
+        return real(item, pieces)
 
-    def slow_embed(*args: Any) -> torch.Tensor:
-        time.sleep(0.1)
-        embedded = embed(*args)
-        embedded.register_hook(lambda _: time.sleep(0.1))  # its gradient takes a while too
-        return embedded
-
-    with (
-        mock.patch.object(BoundaryCommunicator, "_start", late_start),
-        mock.patch.object(TextModel, "embed", slow_embed),
-        profile(activities=[ProfilerActivity.CPU]) as trace,
-    ):
-        run.gradients(batch)
-    events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
-    forward, backward = [e for e in events if e.name == "gloo:all_to_all"]
-    [embedding] = [e for e in events if e.name == "text embedding"]
-    [gradient] = [e for e in events if e.name == "EmbeddingBackward0"]
-    named = {"forward": forward, "backward": backward, "embedding": embedding, "gradient": gradient}
-    return {name: (event.time_range.start, event.time_range.end) for name, event in named.items()}
+    with mock.patch.object(reader, "patches", spy):
+        for _, batch, _ in run.batches():
+            results.append({"decoded": sorted(seen), "images": len(batch.sizes["vision"])})
+            seen.clear()
+    return results
 
 
-def export_of(flags: list[str], target: Path) -> Arrays:
-    """Train one step and export; returns the weights as they were."""
+def batches(flags: list[str]) -> list[list[tuple[list[int], bytes, int]]]:
+    """Tokens, pixels and supervised tokens of every micro-batch of every step."""
     run = build(flags)
-    _, batch, _ = next(iter(run.batches()))
-    run.train_step(1, batch)
-    run.export(target)
-    return stored(run)
+    return [
+        [(m.pack.input_ids.tolist(), _bytes(m.patches), b.supervised) for m in b.micro_batches if m.pack is not None]
+        for _, b, _ in run.batches()
+    ]
+
+
+def _bytes(pixels: Mapping[str, torch.Tensor]) -> bytes:
+    return b"".join(of_encoder.numpy().tobytes() for of_encoder in pixels.values())

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import stages as jobs
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
+from tests.support.stages import Case
 from tests.support.stand_ins import APEX, TRANSFORMER_ENGINE
-from tests.unit.train import jobs_stages as jobs
-from tests.unit.train.jobs_stages import Case
 
 SEEDS = (1, 2, 5)
 TOLERANCE = 1e-5

@@ -7,17 +7,61 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from safetensors.numpy import load_file
 
+from megatron_hetero.hf.weight_map import Share
+from megatron_hetero.hf.weights import StoredWeights
+from megatron_hetero.layout.stages import cut_stages, stages_of_rank
 from megatron_hetero.models.families.common import canonical_name
+from megatron_hetero.models.weights import companions_of, weight_map
+from megatron_hetero.step.family_module import load_parameters
+from megatron_hetero.train.hf_export import export_model, gather_parameters
+from tests.support import stages as jobs
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
-from tests.unit.train import jobs_stages as jobs
-from tests.unit.train.jobs_stages import Case
+from tests.support.stages import Case, Trainee
+
+
+def export(case: Case, target: Path) -> list[str]:
+    """Write what was read. Returns the modules that this rank holds a part of."""
+    trainee = Trainee(case)
+    companions = companions_of({"vision": case.folder})
+    export_model(trainee.modules, trainee.shapes, trainee.topology, target, companions, torch.float32)
+    return [module.name for module in trainee.modules]
+
+
+def gathered(case: Case) -> list[str]:
+    """The stored tensors that the parameters are parts of, as they reach rank 0: one name for each slice."""
+    trainee = Trainee(case)
+    parts = gather_parameters(trainee.modules, trainee.topology)
+    return [tensor_slice.name for slices, _ in parts for tensor_slice in slices]
+
+
+def loading(case: Case, name: str) -> dict[str, Any]:
+    """The numbers of this rank's layers, counted over the whole module; and what is said of a map of another stage."""
+    trainee = Trainee(case)
+    module, layout = trainee.module, trainee.layouts[name]
+    every = cut_stages(trainee.shapes[name].layers, layout.pp, split=case.split, module=name)
+    stage = module.chunks[0].stage
+    assert (stage,) == stages_of_rank(every, layout.coordinate(dist.get_rank()).pp, layout.pp)
+    weights = StoredWeights.open(case.folder, canonical_name)
+    said, (model,) = {}, module.chunks
+    for other in every:
+        try:
+            own_map = weight_map(name, trainee.shapes, Share(0, 1), other)
+            load_parameters(model, own_map, weights, stage, copies={})
+        except AssertionError as error:
+            said[other] = str(error)
+    numbers = [layer.number for layer in model.layers]
+    return {"numbers": numbers, "said": said, "own": stage, "names": sorted(module.parameters)}
+
 
 Pools = Callable[[int], Pool]
 SEEDS = (0, 1, 2, 3, 4, 5)
@@ -180,7 +224,7 @@ def check_vision(whole: Case, case: Case, pools: Pools) -> None:
 def test_stages_load_their_own_weights_only(
     name: str, split: tuple[int, ...], layers: int, tied: bool, models: dict[bool, Path], pools: Pools
 ) -> None:
-    found = pools(3).run(jobs.loading, Case(models[tied], {name: "pp:3"}, split), name)
+    found = pools(3).run(loading, Case(models[tied], {name: "pp:3"}, split), name)
     numbers = [number for of_rank in found for number in of_rank["numbers"]]
     assert numbers == list(range(layers)), "layers are numbered over the whole module"
     for of_rank in found:
@@ -199,7 +243,7 @@ def test_stages_load_their_own_weights_only(
 
 
 def test_a_tied_copy_is_not_sent(models: dict[bool, Path], pools: Pools) -> None:
-    names = pools(4).run(jobs.gathered, Case(models[True], {"text": "tp:2,pp:2"}))
+    names = pools(4).run(gathered, Case(models[True], {"text": "tp:2,pp:2"}))
     assert names[0].count("model.embed_tokens.weight") == 2, "once by each tp rank of the first stage"
     assert names[1:] == [[], [], []]
 
@@ -225,7 +269,7 @@ def test_what_is_written_is_what_was_read(
 ) -> None:
     (vision, text), holders = layouts, HOLDERS[layouts]
     case = Case(models[tied], {"vision": vision, "text": text})
-    found = pools(4).run(jobs.export, case, tmp_path / "out")
+    found = pools(4).run(export, case, tmp_path / "out")
     assert {rank: found[rank] for rank in holders} == holders
     read, written = stored(models[tied]), stored(tmp_path / "out")
     assert written.keys() == read.keys()

@@ -18,12 +18,12 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.processor import open_processor
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.families.common import canonical_name
+from tests.functional.train import test_held_out as jobs
+from tests.functional.train.test_held_out import _mean_loss
 from tests.support.folders import CORPUS, ModelChoice, randomise, train_tokenizer, write_model
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool
-from tests.unit.train import jobs_held_out as jobs
 from tests.unit.train.jobs_run import MakeFlags
-from tests.unit.train.test_held_out import _mean_loss
 
 Pools = Callable[[int], Pool]
 PLAIN_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hetero.base.outputs import whole
+from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.conftest import Untouched
+from tests.functional.checkpoint.runs import flags
+from tests.functional.checkpoint.test_across_layouts import same
 from tests.support.pool import Pool
-from tests.unit.checkpoint import jobs_checkpoint as jobs
-from tests.unit.checkpoint.conftest import Untouched
-from tests.unit.checkpoint.jobs_checkpoint import flags
-from tests.unit.checkpoint.test_across_layouts import same
 
 Pools = Callable[[int], Pool]
 

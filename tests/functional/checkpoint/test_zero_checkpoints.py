@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.runs import flags
+from tests.functional.checkpoint.test_across_layouts import same
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
-from tests.unit.checkpoint import jobs_checkpoint as jobs
-from tests.unit.checkpoint.jobs_checkpoint import flags
-from tests.unit.checkpoint.test_across_layouts import same
 
 Pools = Callable[[int], Pool]
 BF16 = "--model.dtype bfloat16 --data.workers 0"

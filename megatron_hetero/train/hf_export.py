@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -26,12 +27,12 @@ from megatron_hetero.step.module import TrainedModule
 
 WRITER = 0
 
-HeldSlices = tuple[tuple[TensorSlice, ...], Tensor]
-"""One rank's values of a parameter, and the slices of stored tensors that they are."""
+OwnedSlices = tuple[tuple[TensorSlice, ...], Tensor]
+"""A rank's values of a parameter, behind their slices of stored tensors."""
 Value = Callable[[TrainedModule, str], Tensor]
-"""Of a module, a number for each element of a parameter, shaped as that. Collective."""
+"""Returns a tensor in the shape of a parameter of a module. Collective."""
 Header = tuple[tuple[TensorSlice, ...], tuple[int, ...], torch.dtype]
-"""What a rank sends before the values of a parameter: its slices, and shape and dtype of the values."""
+"""Message before the values of a parameter: its slices, and shape and dtype of the values."""
 
 
 def export_model(
@@ -44,8 +45,8 @@ def export_model(
     working: Working = contextlib.nullcontext,
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Collective; each rank passes its own
-    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `working`: around writes that others
-    wait for.
+    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `working`: a context for writes that
+    others wait for.
 
     Raises `SharedError` if the folder cannot be written; nothing of it is left then, and the export can be retried
     elsewhere.
@@ -64,18 +65,17 @@ def export_model(
                     writing.close()
         except Exception as error:
             _exhaust(parts)  # Others send regardless.
-            raise error if isinstance(error, UserError) else _unexpected(target) from error
+            if isinstance(error, UserError):
+                raise
+            problem = f"internal error, the model was not written:\n{traceback.format_exc()}"
+            raise UserError(f"{target}: {problem}") from error
 
     if topology.rank != WRITER:
         _exhaust(parts)
     on_first(topology.files, write)
 
 
-def _unexpected(target: Path) -> UserError:
-    return UserError(f"{target}: internal error, the model was not written:\n{traceback.format_exc()}")
-
-
-def _exhaust(parts: Iterable[HeldSlices]) -> None:
+def _exhaust(parts: Iterable[OwnedSlices]) -> None:
     for _ in parts:
         pass
 
@@ -84,9 +84,9 @@ def gather_parameters(
     modules: Sequence[TrainedModule],
     topology: Topology,
     value: Value = TrainedModule.whole_weight,
-) -> Iterator[HeldSlices]:
-    """Every parameter of each stage of the first replicas, view by view, from the ranks that hold parts of it: on the
-    writer; empty elsewhere. Collective: every rank passes its own modules and exhausts the iterator.
+) -> Iterator[OwnedSlices]:
+    """Yield on the writer every parameter of each stage of the first replicas, view by view, from the ranks that have
+    parts of it. Collective: every rank passes its own modules and exhausts the iterator.
 
     `value` maps a parameter, by its name in a module of this rank, to the tensor to gather, of the same shape. All
     ranks of a data- and context-parallel group call it together.
@@ -98,58 +98,54 @@ def gather_parameters(
             if topology.rank == WRITER:
                 yield from _in_turns([_from(holder, own.get((name, view)), value, topology) for holder in holders])
             elif topology.rank in holders:
-                _send(_held_parts(own[name, view], value), topology)
+                _send(_own_parts(own[name, view], value), topology)
             elif topology.rank in stage:
-                _exhaust(_held_parts(own[name, view], value))
+                _exhaust(_own_parts(own[name, view], value))
 
 
-def _in_turns(streams: Sequence[Iterator[HeldSlices]]) -> Iterator[HeldSlices]:
+def _in_turns(streams: Sequence[Iterator[OwnedSlices]]) -> Iterator[OwnedSlices]:
     # These ranks hold parts of the same stored tensors in the same order.
     for parts in zip(*streams, strict=True):
         yield from parts
 
 
-def _from(holder: int, own: TrainedModule | None, value: Value, topology: Topology) -> Iterator[HeldSlices]:
-    """The parameters of `holder`, on the writer's CPU."""
+def _from(holder: int, own: TrainedModule | None, value: Value, topology: Topology) -> Iterator[OwnedSlices]:
+    """Return the parameters of `holder`, on the writer's CPU."""
     if holder != WRITER:
         return _received(holder, topology)
     assert own is not None, "the writer holds a part of the module"
-    return ((slices, values.cpu()) for slices, values in _held_parts(own, value))
+    return ((slices, values.cpu()) for slices, values in _own_parts(own, value))
 
 
-def _held_parts(module: TrainedModule, value: Value) -> Iterator[HeldSlices]:
-    """This rank's parameters, except a tied copy that another stage sends."""
+def _own_parts(module: TrainedModule, value: Value) -> Iterator[OwnedSlices]:
+    """Yield this rank's parameters, except a tied copy that another stage sends."""
     for name, slices in module.own_map.items():
         if name != module.tied_copy:
             yield slices, value(module, name).detach()
 
 
-def _send(parts: Iterable[HeldSlices], topology: Topology) -> None:
+def _send(parts: Iterable[OwnedSlices], topology: Topology) -> None:
+    send_header = partial(dist.send_object_list, dst=WRITER, group=topology.world, device=topology.platform.device)
     for slices, values in parts:
-        _send_object((slices, tuple(values.shape), values.dtype), topology)
+        send_header([(slices, tuple(values.shape), values.dtype)])
         dist.send(values.contiguous(), WRITER, group=topology.world)
-    _send_object(None, topology)
+    send_header([None])
 
 
-def _received(holder: int, topology: Topology) -> Iterator[HeldSlices]:
-    while (header := _recv_object(holder, topology)) is not None:
-        slices, shape, dtype = header
-        values = torch.empty(shape, dtype=dtype, device=topology.platform.device)
-        dist.recv(values, holder, group=topology.world)
+def _received(holder: int, topology: Topology) -> Iterator[OwnedSlices]:
+    world, device = topology.world, topology.platform.device
+    while True:
+        header: list[Header | None] = [None]
+        dist.recv_object_list(header, holder, group=world, device=device)
+        if header[0] is None:
+            return
+        slices, shape, dtype = header[0]
+        values = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(values, holder, group=world)
         yield slices, values.cpu()
 
 
-def _send_object(what: Header | None, topology: Topology) -> None:
-    dist.send_object_list([what], WRITER, group=topology.world, device=topology.platform.device)
-
-
-def _recv_object(holder: int, topology: Topology) -> Header | None:
-    received: list[Header | None] = [None]
-    dist.recv_object_list(received, holder, group=topology.world, device=topology.platform.device)
-    return received[0]
-
-
-def assemble(parts: Iterable[HeldSlices], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+def assemble(parts: Iterable[OwnedSlices], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """Assemble slices into whole stored tensors, and yield each once it is complete."""
     growing: dict[str, Tensor] = {}
     missing: dict[str, int] = {}

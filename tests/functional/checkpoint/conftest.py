@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.runs import flags
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.pool import Pool
-from tests.unit.checkpoint import jobs_checkpoint as jobs
-from tests.unit.checkpoint.jobs_checkpoint import flags
 
 
 @dataclass(frozen=True)
 class Untouched:
-    """A run that nothing interrupted: its folder, and what `jobs_checkpoint.train` says of it."""
+    """A run that nothing interrupted: its folder, and the result of `runs.train`."""
 
     folder: Path
     found: dict[str, Any]

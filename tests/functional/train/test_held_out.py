@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
-from megatron_hetero.job import BatchShape
-from megatron_hetero.train.held_out import evaluates
-from megatron_hetero.train.trainer import stretches
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.train.held_out import HeldOutEvaluation
+from megatron_hetero.train.metrics import EvaluationMetrics
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle, TwoTowers
 from tests.support.pool import Pool
-from tests.unit.train import jobs_held_out as jobs
-from tests.unit.train.jobs_run import MakeFlags
+from tests.unit.train.jobs_run import Arrays, LiveBytes, MakeFlags, build, stored
 
 Pools = Callable[[int], Pool]
 SAMPLES = {"many": 7, "one": 1}
@@ -115,6 +115,63 @@ def _mean_loss(oracle: Oracle) -> tuple[float, int]:
     return sum(losses) / sum(counts), sum(counts)
 
 
+def evaluated(flags: list[str]) -> tuple[list[EvaluationMetrics], int]:
+    """The evaluation after the last step, of weights that were not trained, and the bytes that it saved for a backward
+    pass.
+    """
+    run, live = build(flags), LiveBytes()
+    with live.saving():
+        found = list(HeldOutEvaluation.build(run).after(run.config.train.iters))
+    return found, live.peak
+
+
+def trained(flags: list[str]) -> dict[str, Any]:
+    """Losses, weights, random state and evaluations of a run as the program does it."""
+    run = build(flags)
+    evaluation, losses, found, idle = HeldOutEvaluation.build(run), [], [], []
+    for step, batch, waited in run.batches():
+        metrics = run.train_step(step, batch, waited)
+        losses.append(metrics.loss)
+        idle.append(metrics.extra["encoder_idle_share"])
+        found += evaluation.after(step)
+    weights, state = stored(run), torch.get_rng_state().numpy().tobytes()
+    return {"losses": losses, "weights": weights, "state": state, "found": found, "idle": idle}
+
+
+def weights(flags: list[str]) -> Arrays:
+    """The weights that training would start from."""
+    return stored(build(flags))
+
+
+def trained_and_exported(flags: list[str], target: Path) -> tuple[float, Arrays]:
+    """Train one step and export; returns the loss of the first held-out data set then, and the weights."""
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(1, batch)
+    [found] = HeldOutEvaluation.build(run).after(1)
+    run.export(target)
+    return found.loss, stored(run)
+
+
+def refused(flags: list[str]) -> str:
+    """The message with which the evaluation stops."""
+    try:
+        evaluated(flags)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def refused_at_once(flags: list[str]) -> tuple[str, int]:
+    """The message with which the building of a run stops, and the process groups that it has made by then."""
+    before = dist.get_pg_count()
+    try:
+        build(flags)
+    except UserError as error:
+        return str(error), dist.get_pg_count() - before
+    return "", -1
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     return Material(tmp_path_factory.mktemp("one-tower"), two_towers=False)
@@ -150,7 +207,7 @@ def qwen3_two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
 def test_numbers_equal_transformers(
     vision: str, text: str, ranks: int, more: str, material: Material, make_flags: MakeFlags, pools: Pools
 ) -> None:
-    check(material, pools(ranks).run(jobs.evaluated, make_flags(vision, text, material.flags(more))))
+    check(material, pools(ranks).run(evaluated, make_flags(vision, text, material.flags(more))))
 
 
 SPLIT = "--parallel_layers.text 1 3"
@@ -168,7 +225,7 @@ SPLIT = "--parallel_layers.text 1 3"
 def test_numbers_of_qwen3_vl_equal_transformers(
     vision: str, text: str, ranks: int, more: str, qwen3: Material, make_flags: MakeFlags, pools: Pools
 ) -> None:
-    check(qwen3, pools(ranks).run(jobs.evaluated, make_flags(vision, text, qwen3.flags(more))))
+    check(qwen3, pools(ranks).run(evaluated, make_flags(vision, text, qwen3.flags(more))))
 
 
 @pytest.mark.parametrize("vision, detail, text, ranks", thinned([
@@ -187,7 +244,7 @@ def test_numbers_of_two_encoders(
 ) -> None:
     more = f"--model.encoders.detail.hf_path {two_towers.folder}/detail --detail-parallel {detail}"
     flags = two_towers.flags(f"{more} --model.encoders.detail.token <|video_pad|>")
-    check(two_towers, pools(ranks).run(jobs.evaluated, make_flags(vision, text, flags)))
+    check(two_towers, pools(ranks).run(evaluated, make_flags(vision, text, flags)))
 
 
 @pytest.mark.parametrize("vision, text, ranks", [("dp:4", "cp:2,dp:2", 4), ("dp:2", "dp:2", 2)])
@@ -196,7 +253,7 @@ def test_samples_that_are_too_long_are_not_asked(
 ) -> None:
     longest = sorted(sample.tokens for sample in material.samples["many"])[-3]
     more = f"--data.max_seq_length {longest} --data.too_long skip --train.micro_batch_size 2 --eval.datasets many"
-    results = pools(ranks).run(jobs.evaluated, make_flags(vision, text, material.flags(more)))
+    results = pools(ranks).run(evaluated, make_flags(vision, text, material.flags(more)))
     check(material, results, longest, ["many"])
 
 
@@ -226,7 +283,7 @@ def test_an_export_says_the_same_in_transformers(
     more = f"{more} --optimizer.name adamw --optimizer.lr 1e-3 --eval.datasets many --eval.interval 1"
     target, before = tmp_path / "out", Oracle.load(qwen3.folder / "model", qwen3.folder / "many/data.jsonl")
     line = make_flags(vision, text, qwen3.flags(more))
-    loss, weights = pools(ranks).run(jobs.trained_and_exported, line, target)[0]
+    loss, weights = pools(ranks).run(trained_and_exported, line, target)[0]
     after = Oracle.load(target, qwen3.folder / "many/data.jsonl")
     assert loss == pytest.approx(_mean_loss(after)[0], rel=1e-5)
     assert abs(loss - _mean_loss(before)[0]) > 1e-3 * loss, "nothing was learnt, so that equal losses say little"
@@ -243,7 +300,7 @@ def test_training_does_not_notice(
 ) -> None:
     more = "--optimizer.name adamw --optimizer.lr 1e-3 --data.shuffle true --data.workers 2 --train.iters 3"
     off, on = (
-        pools(ranks).run(jobs.trained, make_flags(vision, text, material.flags(f"{more} --eval.interval {interval}")))
+        pools(ranks).run(trained, make_flags(vision, text, material.flags(f"{more} --eval.interval {interval}")))
         for interval in (100, 1)
     )
     for a, b in zip(off, on, strict=True):
@@ -258,10 +315,10 @@ def test_training_does_not_notice(
 def test_nothing_to_measure_is_refused(material: Material, make_flags: MakeFlags, pools: Pools) -> None:
     """Samples that are too long are not counted; where none is left every rank says so."""
     short = "--data.max_seq_length 1 --data.too_long"
-    for refused in pools(2).run(jobs.refused, make_flags("dp:2", "tp:2", material.flags(f"{short} skip"))):
-        assert "eval.datasets: many: no supervised token" in refused
-    for refused in pools(2).run(jobs.refused, make_flags("dp:2", "tp:2", material.flags(f"{short} error"))):
-        assert "evaluation of many, batch 1, data of rank 0" in refused and "at most data.max_seq_length" in refused
+    for message in pools(2).run(refused, make_flags("dp:2", "tp:2", material.flags(f"{short} skip"))):
+        assert "eval.datasets: many: no supervised token" in message
+    for message in pools(2).run(refused, make_flags("dp:2", "tp:2", material.flags(f"{short} error"))):
+        assert "evaluation of many, batch 1, data of rank 0" in message and "at most data.max_seq_length" in message
 
 
 @pytest.mark.parametrize("more", ["--eval.interval 2", "--eval.interval 0 --export.hf_dir {folder}/exported"])
@@ -271,23 +328,5 @@ def test_a_data_set_that_does_not_load_is_refused_first(
     (tmp_path / "broken.jsonl").write_text("{")
     data = f"--data.registry.held.annotations {tmp_path}/broken.jsonl --eval.datasets held"
     flags = make_flags("sp:2", "tp:2", f"{data} {more.format(folder=tmp_path)}")
-    for message, groups in pools(2).run(jobs.refused_at_once, flags):
+    for message, groups in pools(2).run(refused_at_once, flags):
         assert "broken.jsonl" in message and groups == 0
-
-
-def test_when_data_sets_are_evaluated() -> None:
-    assert [step for step in range(1, 9) if evaluates(step, 3, 8)] == [3, 6, 8]
-    assert not any(evaluates(step, 0, 8) for step in range(1, 9))
-    assert list(stretches(1, 8, 3)) == [(1, 3), (4, 6), (7, 8)]
-    assert list(stretches(5, 8, 3)) == [(5, 6), (7, 8)]
-    assert list(stretches(1, 8, 0)) == [(1, 8)]
-    assert list(stretches(9, 8, 3)) == []
-
-
-@pytest.mark.parametrize("samples", [1, 2, 5, 12, 13, 31])
-def test_a_stream_with_an_end_is_read_once(samples: int) -> None:
-    shape = BatchShape(replicas=2, micro_batches=3, samples=2).once(samples)
-    assert shape.micro_batches == min(3, -(-samples // 4))
-    steps = range(1, 1 - (-samples // shape.step_samples))
-    places = [(step, r, m) for step in steps for m in range(shape.micro_batches) for r in range(2)]
-    assert [n for place in places for n in shape.numbers(*place)] == list(range(samples))

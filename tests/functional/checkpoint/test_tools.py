@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from transformers import AutoModelForImageTextToText
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import MANIFEST, MARK, lock_of
 from megatron_hetero.checkpoint import index as tensors_index
-from megatron_hetero.checkpoint.importing import UNTRAINED, require_free
+from megatron_hetero.checkpoint.convert import UNTRAINED, require_free
 from megatron_hetero.checkpoint.index import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.resume import choose
@@ -37,16 +38,29 @@ from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.step.number_formats import nearest_bfloat16
+from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.conftest import Untouched
+from tests.functional.checkpoint.runs import flags, seal
+from tests.functional.checkpoint.test_across_layouts import same
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.shapes import shapes_of_folder
-from tests.unit.checkpoint import jobs_checkpoint as jobs
-from tests.unit.checkpoint.conftest import Untouched
-from tests.unit.checkpoint.jobs_checkpoint import flags, seal
-from tests.unit.checkpoint.test_across_layouts import same
-from tests.unit.hf.test_folder_writer import HOLD
+from tests.unit.models.test_folder_writer import HOLD
+from tests.unit.train.jobs_run import build_logged
 from tests.unit.train.test_two_folders import write_language_model
+
+
+def train_and_export(flags: list[str], target: Path) -> list[float]:
+    """Train as the program does, with checkpoints, and export at the end. Returns the losses."""
+    run, losses = build_logged(flags), []
+    with run.writer:
+        for step, batch, _ in run.batches():
+            losses.append(run.train_step(step, batch).loss)
+            run.saver.after(step)
+    run.export(target)
+    return losses
+
 
 Pools = Callable[[int], Pool]
 Capture = pytest.CaptureFixture[str]
@@ -127,7 +141,7 @@ def test_an_export_has_the_bytes_of_the_runs_own(
 ) -> None:
     line = flags(more_folders, tmp_path, vision, text, f"{more} --train.iters 2", model)
     line = jobs.once([word.replace("FOLDERS", str(more_folders)) for word in line])
-    pools(2).run(jobs.train_and_export, line, tmp_path / "own")
+    pools(2).run(train_and_export, line, tmp_path / "own")
     assert exported(tmp_path / "checkpoints", tmp_path / "export") == 0
     assert bytes_of(tmp_path / "export") == bytes_of(tmp_path / "own")
     assert (tmp_path / "export/encoders/detail/config.json").is_file() == (DETAIL in more)
@@ -363,19 +377,6 @@ def test_a_recorded_optimizer_is_one_of_ours(untouched: Untouched, tmp_path: Pat
     refused(capsys, exported(checkpoint, tmp_path / "export"), "optimizer.name cannot be 'twice'")
 
 
-@pytest.mark.parametrize("name", ["step-00000099", ".step-00000001.partial", "latest"])
-def test_an_export_is_not_named_as_a_checkpoint(
-    name: str, untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    checkpoints = shutil.copytree(untouched.folder / "checkpoints", tmp_path / "checkpoints")
-    before = bytes_of(checkpoints)
-    if not (checkpoints / name).exists():
-        assert exported(checkpoints, checkpoints / name) == 1
-        assert f"the name {name} is reserved" in capsys.readouterr().err
-    assert bytes_of(checkpoints) == before
-    assert exported(checkpoints, checkpoints / "export") == 0
-
-
 def test_two_imports_do_not_mix(folders: Path, tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "imported" / UNTRAINED
     target.parent.mkdir()
@@ -410,23 +411,18 @@ def test_what_may_be_replaced(untouched: Untouched, folders: Path, tmp_path: Pat
     refused(capsys, imported(folders / "plain", thesis / "deep"), "not a directory")
     refused(capsys, imported(folders / "plain", tmp_path / "step-00000300"), "imported ones are step-00000000")
     beside = untouched.folder / "checkpoints/step-00000000"
-    refused(capsys, imported(folders / "plain", beside), "step-00000004 in", "checkpoints-imported/step-00000000")
+    refused(capsys, imported(folders / "plain", beside), "step-00000004 in", "Choose step-00000000")
     assert thesis.read_text() == "thesis" and bytes_of(folders / "plain") == before
     assert [path.name for path in tmp_path.iterdir()] == ["precious"] and not beside.exists()
 
 
-@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-00000000", "step-00000007", "file", "file/x"])
-def test_an_import_goes_where_the_flags_say(name: str, untouched: Untouched, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-00000000", "step-00000007", "file"])
+def test_an_import_goes_where_a_run_finds_it(name: str, untouched: Untouched, tmp_path: Path) -> None:
     shutil.copytree(untouched.folder / "checkpoints", tmp_path / "checkpoints")
     (tmp_path / "file").write_text("thesis")
-    (tmp_path / "checkpoints-imported").mkdir()
-    put = tmp_path / name
-    if name != "file/x":
-        with pytest.raises(UserError) as error:
-            require_free(put)
-        put = Path(str(error.value).partition("Try ")[2].removesuffix("."))
-        assert put.is_relative_to(tmp_path.parent) and put.name == "step-00000000"
-    require_free(put)
+    with pytest.raises(UserError, match="Choose step-00000000 in a new folder"):
+        require_free(tmp_path / name)
+    require_free(tmp_path / "new/step-00000000")
 
 
 def truncated(model: Path) -> str:
@@ -571,16 +567,19 @@ def test_a_path_must_name_one_checkpoint(untouched: Untouched, tmp_path: Path) -
 def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
-    def value(entry: Entry) -> torch.Tensor:
+    def load(column: int) -> torch.Tensor:
         assert len(alive) <= 1, "nothing is kept until its file is closed"
-        tensor = torch.arange(24.0).view(2, 12)[:, int(entry.key) :]  # not contiguous
+        tensor = torch.arange(24.0).view(2, 12)[:, column:]  # not contiguous
         alive.add(tensor)
         return tensor
 
     sizes = {str(k): (2, 12 - k) for k in range(6)}
-    entries = [Entry(key, size, (0, 0), torch.empty(size, device="meta")) for key, size in sizes.items()]
+    entries = [
+        Entry(key, size, (0, 0), torch.empty(size, device="meta"), partial(load, int(key)))
+        for key, size in sizes.items()
+    ]
     with mock.patch("megatron_hetero.checkpoint.storage.FILE_BYTES", 200):
-        write_entries(tmp_path, entries, None, value)
+        write_entries(tmp_path, entries, None)
     found = jobs.tensors(tmp_path)
     assert all(torch.equal(found[key], torch.arange(24.0).view(2, 12)[:, int(key) :]) for key in sizes)
     # 96 + 88, 80 + 72, 64 + 56 bytes

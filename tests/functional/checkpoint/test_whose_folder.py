@@ -2,23 +2,90 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_hetero.base import outputs as folder_module
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import partial_of, prune, publish, unfinished, whole
+from megatron_hetero.checkpoint import resume as shared_folder
+from megatron_hetero.checkpoint import storage
+from megatron_hetero.checkpoint import storage as writing
 from megatron_hetero.checkpoint.resume import choose, started_again
-from megatron_hetero.config.sections import CheckpointConfig
+from megatron_hetero.config.schema import CheckpointConfig
+from megatron_hetero.groups.platform import Platform
+from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.runs import error_in, error_of, flags, full_disk
+from tests.functional.checkpoint.test_damage import flip
 from tests.support.pool import Pool
-from tests.unit.checkpoint import jobs_checkpoint as jobs
-from tests.unit.checkpoint.jobs_checkpoint import flags
-from tests.unit.checkpoint.test_damage import flip
+from tests.unit.train.jobs_run import build, build_logged
+
+
+def error_at_once(flags: list[str], folder: Path | None = None) -> str:
+    """What stops a run from being built that waits for nothing. In `folder` each rank works in one of its own."""
+    own = Path.cwd() if folder is None else folder / str(dist.get_rank())
+    own.mkdir(exist_ok=True)
+    with (
+        contextlib.chdir(own),
+        mock.patch.object(folder_module, "SEEN_S", 0.3),
+        mock.patch.object(shared_folder, "_FREE_S", 0.3),
+    ):
+        return error_of(flags)
+
+
+def saves_apart(flags: list[str], folder: Path, where: str) -> str:
+    """What a save says where the second rank writes elsewhere: it sees another folder, or nobody sees its file."""
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(1, batch)
+    if run.topology.rank == 1 and where == "the folder":
+        config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=folder / "elsewhere"))
+        run.saver.config = config
+    lost = [] if where == "the folder" or run.topology.rank == 0 else ["tensors-1-0.safetensors"]
+    real = storage.write_entries
+
+    def write(partial: Path, *args: Any, **options: Any) -> Any:
+        records = real(partial, *args, **options)
+        for name in lost:
+            (partial / name).unlink()
+        return records
+
+    with mock.patch.object(folder_module, "SEEN_S", 0.3), mock.patch.object(writing, "write_entries", write):
+        return error_in(lambda: run.saver.after(2))
+
+
+def resumes_with_other_generators(flags: list[str]) -> int:
+    """The step that a run resumes after which has generators of other kinds, as on a GPU."""
+    real = Platform.random_states
+    with mock.patch.object(
+        Platform, "random_states", lambda self: real(self) | {"other": torch.zeros(3, dtype=torch.uint8)}
+    ):
+        return build(flags).resumed.step
+
+
+def loses_the_last(flags: list[str]) -> tuple[list[str], str]:
+    """What is said after each step by a run whose disk is full from the third on, and the error in the end."""
+    run, said = build_logged(flags), []
+    with run.writer, ExitStack() as stack:
+        for step, batch, _ in run.batches():
+            run.writer.write(run.train_step(step, batch))
+            said.append(" ".join(run.saver.after(step)))
+            if step == 3:
+                stack.enter_context(full_disk(run.topology.rank == 1))
+    return said, str(run.saver.lost)
+
 
 Pools = Callable[[int], Pool]
 
@@ -45,9 +112,10 @@ def test_a_damaged_newest_checkpoint_is_no_dead_end(run: Path, folders: Path, po
     [message, _] = pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))
     advice = re.search("--checkpoint.resume [^ ]*step-00000002", message)
     assert advice
-    found = pools(2).run(jobs.train, flags(folders, run, "tp:2", "tp:2", advice[0].rstrip(".")))[0]
-    assert found["from"] == 2 and list(whole(folder)) == [2, 4] and (folder / ".step-00000004.aside").is_dir()
-    assert any("step-00000004 is damaged, renamed to .step-00000004.aside" in note for note in found["notes"])
+    line = flags(folders, run, "tp:2", "tp:2", advice[0].rstrip("."))
+    assert "or move it away if it is damaged" in pools(2).run(jobs.error_of, line)[0]
+    (folder / "step-00000004").rename(folder / "damaged")
+    assert pools(2).run(jobs.error_of, line)[0] == "no error: it resumes after step 2"
 
 
 def test_a_run_that_is_started_again_resumes_wherever_it_began(run: Path) -> None:
@@ -69,7 +137,7 @@ def test_one_run_alone_writes_into_a_folder(run: Path, folders: Path, pools: Poo
         [sys.executable, "-c", HOLD, str(run / "checkpoints/.lock")], stdout=subprocess.PIPE
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        messages = pools(2).run(jobs.error_at_once, flags(folders, run, "tp:2", "tp:2"))
+        messages = pools(2).run(error_at_once, flags(folders, run, "tp:2", "tp:2"))
         other.kill()
     assert messages[0] == messages[1] and "in use by another run (the other one)" in messages[0]
     assert pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))[0].startswith("no error")
@@ -88,7 +156,7 @@ time.sleep(60)
 def test_ranks_must_share_the_folder(folders: Path, tmp_path: Path, pools: Pools) -> None:
     """Each sees another one behind the same path, as on disks of their own."""
     line = flags(folders, Path("/proc/self/cwd"), "tp:2", "tp:2")
-    messages = pools(2).run(jobs.error_at_once, line, tmp_path)
+    messages = pools(2).run(error_at_once, line, tmp_path)
     assert messages[0] == messages[1]
     assert "sees another folder than the first rank" in messages[0] and "storage that all nodes share" in messages[0]
 
@@ -98,7 +166,7 @@ def test_a_checkpoint_of_which_a_part_is_elsewhere_is_none(
     where: str, folders: Path, tmp_path: Path, pools: Pools
 ) -> None:
     line = flags(folders, tmp_path, "tp:2", "tp:2")
-    [message, other] = pools(2).run(jobs.saves_apart, line, tmp_path, where)
+    [message, other] = pools(2).run(saves_apart, line, tmp_path, where)
     assert message == other and list(whole(tmp_path / "checkpoints")) == []
     lost = "tensors-1-0.safetensors: missing or truncated"
     found = "no such file or directory on rank 1" if where == "the folder" else lost
@@ -107,7 +175,7 @@ def test_a_checkpoint_of_which_a_part_is_elsewhere_is_none(
 
 def test_random_states_of_another_kind_of_device_are_left_out(run: Path, folders: Path, pools: Pools) -> None:
     line = flags(folders, run, "tp:2", "tp:2")
-    assert pools(2).run(jobs.resumes_with_other_generators, line) == [4, 4]
+    assert pools(2).run(resumes_with_other_generators, line) == [4, 4]
 
 
 def test_less_steps_than_have_been_trained(run: Path, folders: Path, pools: Pools) -> None:
@@ -120,6 +188,6 @@ def test_less_steps_than_have_been_trained(run: Path, folders: Path, pools: Pool
 
 def test_a_last_checkpoint_that_is_lost_is_an_error_in_the_end(folders: Path, tmp_path: Path, pools: Pools) -> None:
     line = flags(folders, tmp_path, "tp:2", "tp:2", "--checkpoint.on_failure continue")
-    for said, error in pools(2).run(jobs.loses_the_last, line):
+    for said, error in pools(2).run(loses_the_last, line):
         assert said[3].startswith("warning: no checkpoint after step 4") and "checkpoint.dir" in error
     assert list(whole(tmp_path / "checkpoints")) == [2] and unfinished(tmp_path / "checkpoints") == ()

@@ -2,61 +2,86 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.profiler import ProfilerActivity, profile
 
-from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.schema import load_config
-from megatron_hetero.job import JobSpec
+from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.models.families.common import canonical_name
+from megatron_hetero.models.stages import EncoderModel, TextModel
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.pool import Pool
 from tests.unit.train import jobs_run as jobs
-from tests.unit.train.jobs_run import MakeFlags
+from tests.unit.train.jobs_run import Arrays, LiveBytes, MakeFlags, build, stored
+
+
+def encoder_activations(flags: list[str]) -> tuple[int, int]:
+    """The most bytes that the encoder saves for backward at a time in one step, and what is left of them after it."""
+    run, live, forward = build(flags), LiveBytes(), EncoderModel.forward
+
+    def counted(*args: Any) -> Any:
+        with live.saving():
+            return forward(*args)
+
+    _, batch, _ = next(iter(run.batches()))
+    with mock.patch.object(EncoderModel, "forward", counted):
+        run.gradients(batch)
+    return live.peak, live.now
+
+
+def overlaps(flags: list[str]) -> dict[str, tuple[float, float]]:
+    """Intervals, in microseconds, of a profiled step on rank 0, whose crossings wait for the other ranks.
+
+    "forward" and "backward": the all-to-alls of the boundary; "embedding" and "gradient": those of the tokens, made
+    slow, since a thread of gloo takes its time to begin.
+    """
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.gradients(batch)  # Once before, so that nothing is set up in the step that is watched.
+    start, embed = BoundaryCommunicator._start, TextModel.embed
+
+    def late_start(*args: Any) -> Any:
+        time.sleep(0.0 if run.topology.rank == 0 else 0.4)
+        return start(*args)
+
+    def slow_embed(*args: Any) -> torch.Tensor:
+        time.sleep(0.1)
+        embedded = embed(*args)
+        embedded.register_hook(lambda _: time.sleep(0.1))  # its gradient takes a while too
+        return embedded
+
+    with (
+        mock.patch.object(BoundaryCommunicator, "_start", late_start),
+        mock.patch.object(TextModel, "embed", slow_embed),
+        profile(activities=[ProfilerActivity.CPU]) as trace,
+    ):
+        run.gradients(batch)
+    events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
+    forward, backward = [e for e in events if e.name == "gloo:all_to_all"]
+    [embedding] = [e for e in events if e.name == "text embedding"]
+    [gradient] = [e for e in events if e.name == "EmbeddingBackward0"]
+    named = {"forward": forward, "backward": backward, "embedding": embedding, "gradient": gradient}
+    return {name: (event.time_range.start, event.time_range.end) for name, event in named.items()}
+
+
+def export_of(flags: list[str], target: Path) -> Arrays:
+    """Train one step and export; returns the weights as they were."""
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(1, batch)
+    run.export(target)
+    return stored(run)
+
 
 Pools = Callable[[int], Pool]
-
-
-@pytest.mark.parametrize("batch, text, micro, message", [
-    (6, "dp:4", 1, r"found 6, expected a multiple of 4, .*4 replicas .*of 1\. Try --train\.global_batch_size 8"),
-    (6, "tp:2,dp:2", 2, r"found 6, expected a multiple of 4, .*2 replicas .*of 2\. Try --train\.global_batch_size 8"),
-    (2, "dp:4", 2, r"Try --train\.global_batch_size 8"),
-])  # fmt: skip
-def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: str, make_flags: MakeFlags) -> None:
-    flags = make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=batch)
-    with pytest.raises(UserError, match=message):
-        JobSpec.of(load_config(flags), 4)
-    job = JobSpec.of(load_config(make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=8)), 4)
-    assert job.batch.step_samples == 8 and job.batch.replicas == job.layouts["text"].dp
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--vision-parallel pp:4", "2 layers and pp:4"),
-    ("--text-parallel tp:2@0-1 --vision-parallel dp:1@0", "ranks 2-3"),
-    ("--schedule.kind ahead", "schedule.kind"),
-    ("--schedule.run_ahead 2", "schedule.run_ahead"),
-    ("--schedule.waves 2", "schedule.waves .*at most 1, .*Lower it to 1"),
-    ("--vision-parallel dp:2@0-1 --text-parallel dp:2@2-3 --schedule.run_ahead 3", "schedule.run_ahead .*at most 2"),
-    ("--schedule.virtual_stages 2", "schedule.virtual_stages"),
-    ("--parallel_layers.text 1 1", "parallel_layers"),
-    ("--parallel_layers.audio 1 1", "audio"),
-    ("--text-parallel sp:8", "sp"),
-    ("--text-parallel tp:3", "tp"),
-    ("--data.balance even", "data.balance"),
-    ("--boundary.transport fp8", "boundary.transport"),
-    ("--parallel.audio dp:4", "audio"),
-    ("--model.recompute.visoin full", "vision"),
-    ("--model.tp_overlap.visoin 2", "vision"),
-    ("--model.tp_overlap.text 2", "exchanges no tokens"),
-])  # fmt: skip
-def test_what_cannot_run_is_refused_before_any_group_is_made(flags: str, message: str, make_flags: MakeFlags) -> None:
-    with pytest.raises(UserError, match=message):
-        JobSpec.of(load_config(make_flags("dp:4", "dp:4", flags)), 4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -65,7 +90,7 @@ def test_what_is_exported_is_what_was_trained(
     dtype: str, vision: str, text: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
 ) -> None:
     flags = make_flags(vision, text, f"--optimizer.name adamw --optimizer.lr 1e-3 --model.dtype {dtype}")
-    weights = pools(4).run(jobs.export_of, flags, tmp_path / "export")[0]
+    weights = pools(4).run(export_of, flags, tmp_path / "export")[0]
     exported = {canonical_name(n): t for n, t in load_file(tmp_path / "export" / "model.safetensors").items()}
     assert exported.keys() == weights.keys()
     for name, tensor in exported.items():
@@ -76,7 +101,7 @@ def test_what_is_exported_is_what_was_trained(
 def test_an_export_can_be_trained_again_in_another_layout(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
     more = "--optimizer.name adamw --optimizer.lr 1e-3 --train.micro_batch_size 2"
     straight = pools(4).run(jobs.losses, make_flags("sp:4", "tp:4", f"{more} --train.iters 2", batch=8))[0]
-    pools(4).run(jobs.export_of, make_flags("sp:4", "tp:4", more, batch=8), tmp_path / "export")
+    pools(4).run(export_of, make_flags("sp:4", "tp:4", more, batch=8), tmp_path / "export")
     again = make_flags("dp:4", "tp:2,dp:2", f"{more} --model.hf_path {tmp_path / 'export'}", batch=8)
     assert pools(4).run(jobs.losses, again)[0] == [pytest.approx(straight[1], rel=1e-5)]
     assert straight[1] < straight[0]
@@ -98,7 +123,7 @@ def test_two_encoders_go_out_as_two_folders(make_flags: MakeFlags, pools: Pools,
     straight = pools(4).run(jobs.losses, flags(f"--model.encoders.detail.hf_path {detail}", 2))[0]
     target = tmp_path / "export"
     first = flags(f"--model.encoders.detail.hf_path {detail}", 1)
-    weights = pools(4).run(jobs.export_of, first, target)[0]
+    weights = pools(4).run(export_of, first, target)[0]
     before = load_file(detail / "model.safetensors")
     written = {canonical_name(n): t for n, t in load_file(target / "encoders" / "detail" / "model.safetensors").items()}
     assert {f"detail.{name}" for name in written} == {name for name in weights if name.startswith("detail.")}
@@ -112,25 +137,12 @@ def test_two_encoders_go_out_as_two_folders(make_flags: MakeFlags, pools: Pools,
     assert straight[1] < straight[0]
 
 
-@pytest.mark.parametrize("choice, message", [
-    (ModelChoice(heads=2), "out_hidden_size = 24, expected 48"),
-    (None, "model.encoders.detail.hf_path: found no"),
-])  # fmt: skip
-def test_encoders_that_do_not_fit(
-    choice: ModelChoice | None, message: str, make_flags: MakeFlags, tmp_path: Path
-) -> None:
-    folder = write_model(tmp_path / "detail", choice) if choice is not None else tmp_path / "nowhere"
-    more = f"--model.encoders.detail.hf_path {folder} --model.encoders.detail.token <|video_pad|>"
-    with pytest.raises(UserError, match=message):
-        JobSpec.of(load_config(make_flags("dp:4", "dp:4", more)), 4)
-
-
 def test_crossings_overlap_the_embedding(make_flags: MakeFlags, pools: Pools) -> None:
     """In a profiler's trace rows travel while tokens are embedded, and their gradients while the embedding's own are
     computed.
     """
     flags = make_flags("dp:2", "dp:2", "--train.micro_batch_size 2")
-    found = pools(2).run(jobs.overlaps, flags)[0]
+    found = pools(2).run(overlaps, flags)[0]
     assert found["forward"][0] < found["embedding"][1] < found["forward"][1]
     assert found["backward"][0] < found["gradient"][0] < found["gradient"][1] < found["backward"][1]
 
@@ -147,7 +159,7 @@ def test_encoder_activations_do_not_grow_with_the_number_of_micro_batches(
 
     def peak(batch: int, vision: str, text: str, more: str = "") -> int:
         flags = make_flags(vision, text, f"--model.hf_path {model} {more}", data=data, batch=batch)
-        [(most, left), _] = pools(2).run(jobs.encoder_activations, flags)
+        [(most, left), _] = pools(2).run(encoder_activations, flags)
         assert left == 0, "activations are kept after the step"
         return most
 

@@ -1,4 +1,4 @@
-"""What the workers of the pool run for the tests of pipeline stages: the stages one after the other, by hand."""
+"""Pipeline stages run by hand, one after the other, on the workers of the pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.megatron import prepare_globals
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.stages import PipelineStage, cut_stages, stages_of_rank
@@ -317,37 +316,3 @@ def vision(case: Case) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------- loading and writing
-
-
-def export(case: Case, target: Path) -> list[str]:
-    """Write what was read. Returns the modules that this rank holds a part of."""
-    trainee = Trainee(case)
-    companions = companions_of({"vision": case.folder})
-    export_model(trainee.modules, trainee.shapes, trainee.topology, target, companions, torch.float32)
-    return [module.name for module in trainee.modules]
-
-
-def gathered(case: Case) -> list[str]:
-    """The stored tensors that the parameters are parts of, as they reach rank 0: one name for each slice."""
-    trainee = Trainee(case)
-    parts = gather_parameters(trainee.modules, trainee.topology)
-    return [tensor_slice.name for slices, _ in parts for tensor_slice in slices]
-
-
-def loading(case: Case, name: str) -> dict[str, Any]:
-    """The numbers of this rank's layers, counted over the whole module; and what is said of a map of another stage."""
-    trainee = Trainee(case)
-    module, layout = trainee.module, trainee.layouts[name]
-    every = cut_stages(trainee.shapes[name].layers, layout.pp, split=case.split, module=name)
-    stage = module.chunks[0].stage
-    assert (stage,) == stages_of_rank(every, layout.coordinate(dist.get_rank()).pp, layout.pp)
-    weights = StoredWeights.open(case.folder, canonical_name)
-    said, (model,) = {}, module.chunks
-    for other in every:
-        try:
-            own_map = weight_map(name, trainee.shapes, Share(0, 1), other)
-            load_parameters(model, own_map, weights, stage, copies={})
-        except AssertionError as error:
-            said[other] = str(error)
-    numbers = [layer.number for layer in model.layers]
-    return {"numbers": numbers, "said": said, "own": stage, "names": sorted(module.parameters)}

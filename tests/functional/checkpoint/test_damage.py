@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
+import os
 import re
 import shutil
-from collections import Counter
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +15,94 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.base.outputs import damaged, prune, read_manifest, unfinished, verify, whole, without_manifest
-from megatron_hetero.checkpoint.exporting import OpenCheckpoint
-from megatron_hetero.checkpoint.index import INDEX, Chunk, Entry, index_shapes, overlap, read_index
+from megatron_hetero.base.outputs import damaged, prune, read_manifest, unfinished, verify, whole
+from megatron_hetero.checkpoint.convert import OpenCheckpoint
+from megatron_hetero.checkpoint.index import INDEX, Entry, index_shapes, read_index
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
 from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.checkpoint.storage import read_entries
-from megatron_hetero.config.sections import CheckpointConfig
+from megatron_hetero.config.schema import CheckpointConfig
+from megatron_hetero.train.stopping import stop_requests
+from megatron_hetero.train.trainer import Trainer
+from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.conftest import Untouched
+from tests.functional.checkpoint.runs import calling, error_in, flags, full_disk
 from tests.support.pool import Pool
-from tests.unit.checkpoint import jobs_checkpoint as jobs
-from tests.unit.checkpoint.conftest import Untouched
-from tests.unit.checkpoint.jobs_checkpoint import flags
+from tests.unit.train.jobs_run import build, build_logged
+
+
+def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
+    """One rank gets a signal in the midst of step `at`. Returns the step after which this rank stopped, and whether the
+    handlers are as before.
+    """
+    run, step, before = build_logged(flags), 0, signal.getsignal(signal.SIGUSR1)
+
+    def signalled(in_step: int, *_: object) -> None:
+        if in_step == at and run.topology.rank == rank:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with stop_requests() as request, run.writer, calling(Trainer, "_refuse_faults", signalled):
+        for step, batch, _ in run.batches():
+            metrics = run.train_step(step, batch, stop=request)
+            run.saver.after(step, metrics.stopping)
+            if metrics.stopping:
+                break
+    return step, signal.getsignal(signal.SIGUSR1) == before
+
+
+def cannot_save(flags: list[str], folder: Path) -> tuple[str, str]:
+    """What a save says where one rank's disk is full (a limit on the size of its files stands in for that), and where
+    the folder has vanished.
+    """
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(run.resumed.step + 1, batch)
+    with full_disk(run.topology.rank == 1):
+        full = error_in(lambda: run.saver.after(run.resumed.step + 1, stopping=True))
+    dist.barrier()
+    if run.topology.rank == 0:
+        folder.rename(folder.with_name("elsewhere"))
+    dist.barrier()
+    return full, error_in(lambda: run.saver.after(run.resumed.step + 1, stopping=True))
+
+
+def cannot_save_beside(flags: list[str]) -> tuple[list[str], str]:
+    """What is said after each step, by a run that saves after each second one while it trains, and whose disk is full
+    until the third; and the error that ends it, if one does.
+    """
+    run, said = build_logged(flags), []
+    try:
+        with run.writer, full_disk(run.topology.rank == 1) as disk:
+            for step, batch, _ in run.batches():
+                run.writer.write(run.train_step(step, batch))
+                said.append(" ".join(run.saver.after(step)))
+                if step == 3:
+                    # However slow the disk: it fails before the end of this step.
+                    while not said[2]:
+                        time.sleep(0.01)
+                        said[2] = " ".join(run.saver.after(step))
+                    disk.close()
+    except UserError as error:
+        return said, str(error)
+    return said, ""
+
+
+def ended_by_an_error(flags: list[str], folder: Path) -> tuple[list[int], list[str]]:
+    """The whole checkpoints, and what is said of them, once an error has ended a run that has just begun to save beside
+    training.
+    """
+    run = build(flags)
+    for step, batch, _ in run.batches():
+        run.train_step(step, batch)
+        run.saver.after(step)
+        if step == 2:
+            break
+    said = run.saver.settle()
+    return list(whole(folder)), said
+
 
 Pools = Callable[[int], Pool]
 
@@ -97,27 +172,15 @@ def test_damage_stops_every_rank(run: Path, folders: Path, pools: Pools) -> None
     assert messages[0] == messages[1] and expected in messages[0]
 
 
-def test_a_checkpoint_goes_by_the_name_of_its_step(run: Path, folders: Path, pools: Pools) -> None:
-    renamed = (run / "checkpoints/step-00000002").rename(run / "checkpoints/step-00000009")
-    message = f"{renamed}: found step 9 in the name, expected step-00000002"
-    for said in pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2")):
-        assert message in said
-    with pytest.raises(UserError, match=re.escape(message)):
-        OpenCheckpoint.open(run / "checkpoints")
-    assert OpenCheckpoint.open(renamed.rename(run / "best")).record.step == 2
-
-
 def test_what_was_never_finished_is_reported_and_skipped(run: Path, folders: Path, pools: Pools) -> None:
     folder = run / "checkpoints"
     (folder / "step-00000004/manifest.json").unlink()
     shutil.copytree(folder / "step-00000002", folder / ".step-00000007.partial")
     assert [path.name for path in unfinished(folder)] == [".step-00000007.partial"]
-    assert [path.name for path in without_manifest(folder)] == ["step-00000004"]
     resumed = pools(2).run(jobs.train, flags(folders, run, "tp:2", "tp:2"))[0]
     assert resumed["from"] == 2 and len(resumed["losses"]) == 2
     assert sum("is unfinished" in note for note in resumed["notes"]) == 1
-    assert sum("has no manifest, ignored" in note for note in resumed["notes"]) == 1
-    assert list(whole(folder)) == [2, 4] and unfinished(folder) == without_manifest(folder) == ()
+    assert list(whole(folder)) == [2, 4] and unfinished(folder) == ()
     # What was in the way may be of value to somebody.
     assert (folder / ".step-00000004.aside/run.json").is_file()
     assert (folder / "latest").read_text() == "step-00000004\n"
@@ -195,21 +258,6 @@ def test_an_index_of_anything_but_tensors_is_refused(changes: dict[str, Any], sa
     assert index_shapes(read_index(tmp_path)) == {"weights/a": (2, 3)}
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_chunks_overlap_where_they_have_an_element_twice(seed: int) -> None:
-    rng, found = random.Random(seed), Counter[bool]()
-    for _ in range(200):
-        chunks = []
-        for _ in range(rng.randint(1, 4)):
-            (top, bottom), (left, right) = (sorted(rng.choices(range(8), k=2)) for _ in range(2))
-            chunks.append(Chunk("x", 0, (top, bottom), (left, right)))
-        elements = [place for c in chunks for place in itertools.product(range(*c.rows), range(*c.columns))]
-        expected = len(elements) > len(set(elements))
-        assert overlap(chunks) == expected, chunks
-        found[expected] += 1
-    assert min(found[True], found[False]) > 20
-
-
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "tensors-7-0.safetensors"])
 def test_an_index_names_no_files_next_to_those_of_the_manifest(
     name: str, run: Path, folders: Path, pools: Pools, tmp_path: Path
@@ -255,7 +303,7 @@ def test_older_checkpoints_go_once_newer_ones_are_whole(run: Path) -> None:
 def test_what_cannot_be_written_is_reported_on_every_rank(run: Path, folders: Path, pools: Pools) -> None:
     folder = run / "checkpoints"
     shutil.rmtree(folder / "step-00000004")
-    [(full, gone), *others] = pools(2).run(jobs.cannot_save, flags(folders, run, "tp:2", "tp:2"), folder)
+    [(full, gone), *others] = pools(2).run(cannot_save, flags(folders, run, "tp:2", "tp:2"), folder)
     assert others == [(full, gone)]
     assert f"{folder}/.step-00000003.partial" in full and "file too large on rank 1" in full
     assert gone.startswith(f"{folder}/.step-00000003.partial: cannot write a checkpoint (no such file or directory)")
@@ -270,9 +318,7 @@ def test_what_fails_in_the_background_is_reported_in_a_later_step(
     on_failure: str, folders: Path, tmp_path: Path, pools: Pools
 ) -> None:
     more = f"--checkpoint.async true --checkpoint.on_failure {on_failure}"
-    [(said, error), (quiet, other)] = pools(2).run(
-        jobs.cannot_save_beside, flags(folders, tmp_path, "tp:2", "tp:2", more)
-    )
+    [(said, error), (quiet, other)] = pools(2).run(cannot_save_beside, flags(folders, tmp_path, "tp:2", "tp:2", more))
     full = f"{tmp_path}/checkpoints/.step-00000002.partial"
     if on_failure == "stop":
         assert full in error and "file too large on rank 1" in error and error == other
@@ -286,10 +332,26 @@ def test_what_fails_in_the_background_is_reported_in_a_later_step(
 
 def test_an_error_loses_no_save_that_is_under_way(folders: Path, tmp_path: Path, pools: Pools) -> None:
     line = flags(folders, tmp_path, "tp:2", "tp:2", "--checkpoint.async true")
-    steps, [said] = pools(2).run(jobs.ended_by_an_error, line, tmp_path / "checkpoints")[0]
+    steps, [said] = pools(2).run(ended_by_an_error, line, tmp_path / "checkpoints")[0]
     assert steps == [2] and said.startswith("checkpoint step-00000002: ")
 
 
 def test_ranks_agree_on_the_step_to_stop_at(folders: Path, tmp_path: Path, pools: Pools) -> None:
-    stopped = pools(2).run(jobs.asked_to_stop, flags(folders, tmp_path, "tp:2", "tp:2"), 1, 1)
+    stopped = pools(2).run(asked_to_stop, flags(folders, tmp_path, "tp:2", "tp:2"), 1, 1)
     assert stopped == [(1, True)] * 2 and list(whole(tmp_path / "checkpoints")) == [1]
+
+
+def test_a_run_resumes_with_the_same_model(
+    untouched: Untouched, folders: Path, tmp_path: Path, pools: Callable[[int], Pool]
+) -> None:
+    run, model = shutil.copytree(untouched.folder, tmp_path / "run"), shutil.copytree(folders / "plain", tmp_path / "m")
+    line = jobs.flags(folders, run, "tp:2", "tp:2", model=str(model))
+    assert RunRecord.read(run / "checkpoints/step-00000004").model_files["model.hf_path"].keys() >= {"tokenizer.json"}
+    assert pools(2).run(jobs.error_of, line) == ["no error: it resumes after step 4"] * 2
+    content = json.loads((model / "config.json").read_text())
+    content["text_config"]["rms_norm_eps"] = 0.5
+    (model / "config.json").write_text(json.dumps(content))
+    expected = f"{model}/config.json: changed since"
+    assert all(expected in said for said in pools(2).run(jobs.error_of, line))
+    allowed = [*line, "--checkpoint.allow_changes", "model.hf_path"]
+    assert pools(2).run(jobs.error_of, allowed) == ["no error: it resumes after step 4"] * 2

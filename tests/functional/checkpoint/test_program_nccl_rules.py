@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.runs import flags
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
-from tests.unit.checkpoint import jobs_checkpoint as jobs
-from tests.unit.checkpoint.jobs_checkpoint import flags
 
 Pools = Callable[[int], Pool]
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from megatron_hetero.step.number_formats import nearest_bfloat16
+from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.conftest import Untouched
+from tests.functional.checkpoint.runs import flags
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
-from tests.unit.checkpoint import jobs_checkpoint as jobs
-from tests.unit.checkpoint.conftest import Untouched
-from tests.unit.checkpoint.jobs_checkpoint import flags
 
 DTYPES = {"": torch.float32, "--model.dtype bfloat16": torch.bfloat16}
 Pools = Callable[[int], Pool]

@@ -1,8 +1,7 @@
 """Checkpoints of modules that a library user has built, which other layouts can resume from.
 
-Weights, masters and moments are stored as whole tensors, `MODULE.PARAMETER`, that each rank writes and reads its own
-part of, in the format of the program's checkpoints: safetensors and JSON, hashes of all files, complete or not there.
-Persistent buffers are stored once, from the first replica. `modules.json` has the settings of each parameter.
+Weights, masters and moments are stored as whole tensors, `MODULE.PARAMETER`, in the format of the program's
+checkpoints; persistent buffers once, from the first replica. `modules.json` has the settings of each parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.base.files import read_text
 from megatron_hetero.base.lock import Lock
-from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, require_own_name, unwritable, whole
+from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, unwritable, whole
 from megatron_hetero.checkpoint.contents import read, written
 from megatron_hetero.checkpoint.index import (
     BUFFERS,
@@ -51,7 +50,7 @@ _BUILD = "build the modules that it was saved from, or load another checkpoint"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds besides tensors: the last step, and what `save_checkpoint` was given as `extra`."""
+    """The last step of a checkpoint, and the `extra` of `save_checkpoint`."""
 
     step: int
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -71,10 +70,10 @@ def save_checkpoint(
     parameters, persistent buffers, states and settings (`param_groups`) of optimizers, but no random states.
 
     Args:
-        folder: of checkpoints, on a disk that all ranks share.
-        optimizer: made by `build_optimizers`, of modules that it gave `AdamW` or `SGD`, or that are frozen.
+        folder: folder of checkpoints, on a disk that all ranks share.
+        optimizer: result of `build_optimizers`, of modules with `AdamW` or `SGD`, or frozen ones.
         step: number of the last step, greater than those of all checkpoints in `folder`.
-        extra: what the program needs to go on, as JSON has it; of the first rank.
+        extra: further state of the program as JSON values, from the first rank.
         keep_last: number of newest checkpoints to keep; None keeps all.
 
     Returns:
@@ -84,17 +83,17 @@ def save_checkpoint(
         UserError: on all ranks. It cannot be written, a module has another optimizer, `folder` has a later checkpoint,
             or another run is writing there.
     """
-    group, folder, held = optimizer.topology.files, Path(folder).absolute(), list[Lock]()
+    group, folder, locks = optimizer.topology.files, Path(folder).absolute(), list[Lock]()
     on_every(group, lambda: _require_own(optimizer, keep_last))
     text, writers = on_first_of_all(group, lambda: _described(optimizer), lambda every: _joined(every, step, extra))
     optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     buffers = {n: _entry(n, b) for n, b in _buffers(optimizer.modules) if writers.get(n) == optimizer.topology.rank}
     entries = [*written(optimizer.modules, optimizers, _shapes(optimizer.modules)), *buffers.values()]
     try:
-        on_first(group, lambda: _take(folder, step, held))
+        on_first(group, lambda: _lock(folder, step, locks))
         return save(entries, folder, step, lambda: {RECORD: text}, keep_last, group).path
     finally:
-        for lock in held:
+        for lock in locks:
             lock.release(remove=True)
 
 
@@ -103,11 +102,11 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
 
     Args:
         folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
-        optimizer: as for `save_checkpoint`; its modules have the same parameters.
+        optimizer: like that of `save_checkpoint`; its modules have the same parameters.
 
     Returns:
-        The step and what was saved with it; None where `folder`, which is not named as a checkpoint, is not there or
-        has none.
+        The step and the `extra` values; None where `folder`, if it is not named like a checkpoint, is missing or has
+        none.
 
     Raises:
         UserError: on all ranks. The checkpoint is missing, damaged, or of other modules or optimizers.
@@ -120,7 +119,6 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     manifest = verified(chosen, (INDEX, RECORD), group)
     index = on_first(group, lambda: open_index(chosen, manifest))
     record = on_first(group, lambda: json.loads(read_text(chosen / RECORD)))
-    on_first(group, lambda: require_own_name(chosen, record["step"], RECORD))
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
     own = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
     own |= {(entry := _entry(*each)).key: entry.size for each in buffers}
@@ -159,31 +157,31 @@ def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> Non
                 raise UserError.at(where, found=f"{found} ({name})", expected=expected, fix=_ELSEWHERE)
 
 
-def _take(folder: Path, step: int, held: list[Lock]) -> None:
+def _lock(folder: Path, step: int, locks: list[Lock]) -> None:
     """Lock the folder, and check that a checkpoint after `step` would be its newest. Raises `UserError`."""
-    held.append(lock_folder(folder, "folder of checkpoints", LOCK, "their checkpoints", unwritable))
-    if held[0].note:
-        warnings.warn(held[0].note, stacklevel=2)
+    locks.append(lock_folder(folder, "folder of checkpoints", LOCK, "their checkpoints", unwritable))
+    if locks[0].note:
+        warnings.warn(locks[0].note, stacklevel=2)
     if later := [name_of(each) for each in whole(folder) if each >= step]:
         because, fix = "the newest is resumed from", f"save to another folder, or remove {listed(later)} first"
         raise UserError.at(folder / name_of(step), problem=f"not after {later[-1]}", because=because, fix=fix)
 
 
 def _chosen(path: Path) -> Path | None:
-    """The checkpoint to load, None where a folder has none. One that is named but missing is refused as it is read."""
+    """Return the checkpoint to load, None where a folder has none. Reading refuses one that is named but missing."""
     chosen = chosen_in(path)
     named = (chosen / MANIFEST).is_file() or path.is_file() or re.fullmatch(r"step-\d+", path.name)
     return chosen if named else None
 
 
-# ---------------------------------------------------------------------------------------- besides tensors
+# ---------------------------------------------------------------------------------------- modules.json
 
 _Described = tuple[dict[str, str], dict[str, Any], list[tuple[str, str]]]
 
 
 def _described(optimizer: JointOptimizer) -> _Described:
-    """Of this rank: optimizers by module, settings by parameter, and hashes of buffers in first replicas.
-    Raises `UserError`.
+    """Return this rank's optimizers by module, settings by parameter, and hashes of buffers in first replicas. Raises
+    `UserError`.
     """
     kinds, settings = {key: each.algorithm.kind.name for key, each in optimizer.sharded.items()}, dict[str, Any]()
     for group, names in _groups(optimizer):
@@ -193,7 +191,7 @@ def _described(optimizer: JointOptimizer) -> _Described:
 
 
 def _joined(every: Sequence[_Described], step: int, extra: Mapping[str, Any] | None) -> tuple[str, dict[str, int]]:
-    """The text of the record, from what all ranks have, and by buffer the rank that writes it. Raises `UserError`."""
+    """Return the text of the record of all ranks, and by buffer the rank that writes it. Raises `UserError`."""
     optimizers, settings, buffers = dict[str, str](), dict[str, Any](), dict[str, tuple[int, str]]()
     for rank, (own_optimizers, own_settings, hashes) in enumerate(every):
         optimizers |= own_optimizers
@@ -209,7 +207,7 @@ def _joined(every: Sequence[_Described], step: int, extra: Mapping[str, Any] | N
 
 
 def _settings(optimizer: JointOptimizer, record: Any, checkpoint: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Groups of parameters with the settings that they had. Raises `UserError`, also if another optimizer was saved."""
+    """Yield groups of parameters with their saved settings. Raises `UserError`, also if another optimizer was saved."""
     for key, each in optimizer.sharded.items():
         if (kind := each.algorithm.kind.name) != (found := record["optimizers"].get(key, kind)):
             fix = "build the optimizer that was saved, or load another checkpoint"
@@ -223,7 +221,7 @@ def _settings(optimizer: JointOptimizer, record: Any, checkpoint: Path) -> Itera
 
 
 def _groups(optimizer: JointOptimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Groups of parameters, and the names of their tensors."""
+    """Yield groups of parameters with the names of their tensors."""
     for each in optimizer.sharded.values():
         for group in each.param_groups:
             yield group, [each.module.own_map[name][0].name for name in group["names"]]
@@ -240,7 +238,7 @@ def _json(value: Any, what: str, default: Any = None) -> str:
 
 
 def _has_text_keys(value: Any) -> bool:
-    """Whether JSON keeps the keys of all dicts."""
+    """Return whether JSON preserves the keys of all dicts."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) for key in value) and _has_text_keys(list(value.values()))
     return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
@@ -250,7 +248,7 @@ def _has_text_keys(value: Any) -> bool:
 
 
 def _buffers(modules: Iterable[TrainedModule]) -> list[tuple[str, Tensor]]:
-    """Persistent buffers of this rank, with names as parameters have them; several have one name where stages do."""
+    """Return the persistent buffers of this rank, named like parameters; stages of one name share buffers' names."""
     found = list[tuple[str, Tensor]]()
     for module in modules:
         for stage, chunk in zip(module.stages, module.chunks, strict=True):
@@ -269,7 +267,7 @@ def _hash(values: Tensor) -> str:
 
 
 def _entry(name: str, values: Tensor) -> Entry:
-    """A whole buffer."""
+    """Return the entry of a whole buffer."""
     size = matrix(tuple(values.shape)) or (1,)
     return Entry(f"{BUFFERS}/{name}", size, (0,) * len(size), values.reshape(size))
 
@@ -282,7 +280,7 @@ def _read_buffers(buffers: Iterable[tuple[str, Tensor]]) -> Iterator[Sequence[En
 
 
 def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
-    """Shapes of the whole tensors that parameters of this rank are parts of."""
+    """Return the shapes of the whole tensors of this rank's parameters."""
     found: dict[str, Shape] = {}
     for module in modules:
         for name, parameter in module.parameters.items():
@@ -298,7 +296,7 @@ def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
 
 
 def _require_same(own: Mapping[str, Shape], stored: Mapping[str, Shape], checkpoint: Path) -> list[str]:
-    """The tensors of this rank, which the checkpoint has in their shapes. Raises `UserError`."""
+    """Return the tensors of this rank, after checking their shapes in the checkpoint. Raises `UserError`."""
     wrong = [key for key, shape in own.items() if stored.get(key) != shape]
     if wrong:
         first = stored.get(wrong[0])

@@ -4,18 +4,97 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+import pretrain_vlm
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import MARK, unfinished, whole
-from tests.support.pool import Pool
-from tests.unit.checkpoint import jobs_endings as jobs
-from tests.unit.checkpoint.jobs_checkpoint import flags, once
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.groups import collective
+from megatron_hetero.step.gradients import GradientSummary
+from megatron_hetero.train.stopping import StopRequest
+from megatron_hetero.train.trainer import Trainer
+from tests.functional.checkpoint.runs import flags, once
+from tests.support.pool import Pool, platform
 
 Pools = Callable[[int], Pool]
+Harm = Callable[[int, Path], object]
+"""Is done by each rank, given with a folder."""
+
+
+def program_harmed(flags: list[str], step: int, harm: Harm, folder: Path) -> tuple[bool, str]:
+    """What the program does, from its start to the export, where something is harmed in the midst of `step`: whether it
+    was finished, and the error that ended it.
+    """
+    original = Trainer._refuse_faults
+
+    def before_update(self: Trainer, number: int, summary: GradientSummary) -> None:
+        if number == step:
+            harm(dist.get_rank(), folder)
+            collective.on_every(self.topology.files, lambda: None)  # done everywhere
+        original(self, number, summary)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with mock.patch.object(Trainer, "_refuse_faults", before_update):
+        try:
+            return pretrain_vlm.train_and_export(load_config(flags), platform(), StopRequest()), ""
+        except UserError as error:
+            return False, str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def exit_codes(flags: list[str], folder: Path) -> list[int]:
+    """What Weights & Biases is told when the program has done all that."""
+    package = mock.MagicMock()
+    with mock.patch.dict(sys.modules, wandb=package):
+        program_harmed([*flags, "--log.wandb", "mine"], 1, nothing, folder)
+    return [call.kwargs["exit_code"] for call in package.init.return_value.finish.call_args_list]
+
+
+def nothing(rank: int, folder: Path) -> None:
+    """Harms nothing."""
+
+
+def folders_vanish(rank: int, folder: Path) -> None:
+    """Somebody removes what is in a list of the folder."""
+    if rank == 0:
+        for path in (folder / "vanish").read_text().split():
+            shutil.rmtree(path)
+
+
+def place_is_taken(rank: int, folder: Path) -> None:
+    """Somebody puts something where the model is to go."""
+    if rank == 0:
+        (folder / "out").mkdir()
+        (folder / "out/thesis.txt").write_text("thesis")
+
+
+def vanish_and_taken(rank: int, folder: Path) -> None:
+    """Both."""
+    folders_vanish(rank, folder)
+    place_is_taken(rank, folder)
+
+
+def disk_of_second_rank_is_full(rank: int, folder: Path) -> None:
+    """A limit on the size of its files stands in for that."""
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def all_disks_are_full(rank: int, folder: Path) -> None:
+    """The same on every rank."""
+    disk_of_second_rank_is_full(1, folder)
 
 
 def steps_of(run: Path) -> list[int]:
@@ -38,7 +117,7 @@ def without_checkpoints(line: list[str]) -> list[str]:
 def test_a_trained_model_goes_elsewhere_where_its_place_is_taken(line: list[str], tmp_path: Path, pools: Pools) -> None:
     """There is no checkpoint; the model's folder and that of the metrics have been removed besides."""
     (tmp_path / "vanish").write_text(f"{tmp_path}/model {tmp_path}/log")
-    run = pools(2).run(jobs.program, without_checkpoints(line), 3, jobs.vanish_and_taken, tmp_path)
+    run = pools(2).run(program_harmed, without_checkpoints(line), 3, vanish_and_taken, tmp_path)
     (finished, message), other = run
     assert not finished and other == (finished, message)
     place = tmp_path / "trained-model"
@@ -50,7 +129,7 @@ def test_a_trained_model_goes_elsewhere_where_its_place_is_taken(line: list[str]
 
 
 def test_a_checkpoint_has_the_model_where_its_place_is_taken(line: list[str], tmp_path: Path, pools: Pools) -> None:
-    message = pools(2).run(jobs.program, line, 3, jobs.place_is_taken, tmp_path)[0][1]
+    message = pools(2).run(program_harmed, line, 3, place_is_taken, tmp_path)[0][1]
     last = tmp_path / "checkpoints/step-00000004"
     assert f"{last} has the trained model: `python -m megatron_hetero.cli.export {last} HF_DIR`" in message
     assert not (tmp_path / "trained-model").exists() and list(whole(last.parent)) == [4]
@@ -58,7 +137,7 @@ def test_a_checkpoint_has_the_model_where_its_place_is_taken(line: list[str], tm
 
 def test_a_last_checkpoint_that_is_lost_does_not_lose_the_model(line: list[str], tmp_path: Path, pools: Pools) -> None:
     """Though `checkpoint.on_failure` is `stop`."""
-    runs = pools(2).run(jobs.program, line, 4, jobs.disk_of_second_rank_is_full, tmp_path)
+    runs = pools(2).run(program_harmed, line, 4, disk_of_second_rank_is_full, tmp_path)
     assert runs[0] == runs[1] and not runs[0][0]
     assert "file too large on rank 1" in runs[0][1] and f"The trained model is in {tmp_path}/out." in runs[0][1]
     assert (tmp_path / "out" / MARK).is_file() and not whole(tmp_path / "checkpoints")
@@ -67,7 +146,7 @@ def test_a_last_checkpoint_that_is_lost_does_not_lose_the_model(line: list[str],
 def test_a_lost_checkpoint_midway_does_not_lose_the_model(line: list[str], tmp_path: Path, pools: Pools) -> None:
     (tmp_path / "vanish").write_text(f"{tmp_path}/checkpoints")
     often = once([*line, "--checkpoint.interval", "2"])
-    runs = pools(2).run(jobs.program, often, 2, jobs.folders_vanish, tmp_path)
+    runs = pools(2).run(program_harmed, often, 2, folders_vanish, tmp_path)
     (finished, message), other = runs
     assert not finished and other == (finished, message) and "see who removes the folder" in message.lower()
     assert re.search(rf"Step \d could not be saved\. There is no earlier .*step 1\. The model after step \d is in "
@@ -77,9 +156,9 @@ def test_a_lost_checkpoint_midway_does_not_lose_the_model(line: list[str], tmp_p
 
 def test_a_model_that_is_lost_is_reported(line: list[str], tmp_path: Path, pools: Pools) -> None:
     short = once([*without_checkpoints(line), "--train.iters", "1"])
-    runs = pools(2).run(jobs.program, short, 1, jobs.all_disks_are_full, tmp_path)
+    runs = pools(2).run(program_harmed, short, 1, all_disks_are_full, tmp_path)
     assert runs[0] == runs[1] and runs[0][1].count("cannot be written (") == 3
-    assert runs[0][1].endswith("The trained model could not be written anywhere, and is lost.")
+    assert runs[0][1].endswith("The trained model could not be written and is lost.")
 
 
 def test_weights_that_may_be_at_fault_do_not_become_the_newest_checkpoint(
@@ -88,42 +167,37 @@ def test_weights_that_may_be_at_fault_do_not_become_the_newest_checkpoint(
     """The same command would fail with them again and again."""
     folder = tmp_path / "checkpoints"
     blown_up = once([*line, "--optimizer.lr", "1e30", "--optimizer.clip_grad", "0"])
-    runs = pools(2).run(jobs.program, blown_up, 1, jobs.nothing, tmp_path)
+    runs = pools(2).run(program_harmed, blown_up, 1, nothing, tmp_path)
     assert runs[0] == runs[1] and "in this step. Step 1 was not saved, since its weights may be at fault." in runs[0][1]
     assert runs[0][1].endswith("There is no earlier checkpoint; the same command starts over at step 1.")
     assert not whole(folder)
-    pools(2).run(jobs.program, once([*line, "--train.iters", "2"]), 1, jobs.nothing, tmp_path)
+    pools(2).run(program_harmed, once([*line, "--train.iters", "2"]), 1, nothing, tmp_path)
     shutil.rmtree(tmp_path / "out")
-    message = pools(2).run(jobs.program, blown_up, 1, jobs.nothing, tmp_path)[0][1]
-    assert f"The newest checkpoint is {folder}/step-00000002; the same command resumes from there." in message
+    message = pools(2).run(program_harmed, blown_up, 1, nothing, tmp_path)[0][1]
+    assert f"The newest checkpoint is {folder}/step-00000002; " in message
     assert list(whole(folder)) == [2] and not unfinished(folder)
 
 
 def test_trackers_are_told_whether_the_run_has_failed(line: list[str], tmp_path: Path, pools: Pools) -> None:
     """On the rank that has them."""
     short = once([*without_checkpoints(line), "--train.iters", "2"])
-    assert pools(2).run(jobs.exit_codes, short, tmp_path) == [[0], []]
+    assert pools(2).run(exit_codes, short, tmp_path) == [[0], []]
     blown_up = [*short, "--optimizer.lr", "1e30", "--optimizer.clip_grad", "0"]
-    assert pools(2).run(jobs.exit_codes, once(blown_up), tmp_path) == [[1], []]
+    assert pools(2).run(exit_codes, once(blown_up), tmp_path) == [[1], []]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_log_folder_ends_a_run_that_can_save(line: list[str], tmp_path: Path, pools: Pools) -> None:
-    """After the step in which all ranks hear of it. Where nothing can be saved, it goes on, and fails in the end."""
+def test_a_full_log_folder_fails_a_run_in_the_end(line: list[str], tmp_path: Path, pools: Pools) -> None:
     (tmp_path / "log").mkdir()
     (tmp_path / "log/metrics.jsonl").symlink_to("/dev/full")
-    saved = pools(2).run(jobs.program, line, 1, jobs.nothing, tmp_path)
     full = f"log.dir: {tmp_path}/log/metrics.jsonl: cannot be written (no space left on device)"
-    assert saved[0] == saved[1] and full in saved[0][1] and "The run has stopped after step 2." in saved[0][1]
-    assert f"What was trained is saved in {tmp_path}/checkpoints/step-00000002; the same" in saved[0][1]
-    assert list(whole(tmp_path / "checkpoints")) == [2] and not (tmp_path / "out").exists()
-
-    went_on = pools(2).run(jobs.program, without_checkpoints(line), 1, jobs.nothing, tmp_path)
-    assert went_on[0] == went_on[1] and not went_on[0][0] and full in went_on[0][1]
-    assert (tmp_path / "out" / MARK).is_file()
+    runs = pools(2).run(program_harmed, once([*line, "--train.iters", "2"]), 1, nothing, tmp_path)
+    assert runs[0] == runs[1] and not runs[0][0] and full in runs[0][1]
+    assert (tmp_path / "out" / MARK).is_file() and list(whole(tmp_path / "checkpoints")) == [2]
 
     (tmp_path / "log/metrics.jsonl").unlink()  # There is space again, and no line is lost.
-    assert pools(2).run(jobs.program, line, 4, jobs.nothing, tmp_path)[0][0]
+    shutil.rmtree(tmp_path / "out")
+    assert pools(2).run(program_harmed, line, 4, nothing, tmp_path)[0][0]
     assert steps_of(tmp_path) == [1, 2, 3, 4]
     last = (tmp_path / "checkpoints/step-00000004/metrics.jsonl").read_text()
     assert last == (tmp_path / "log/metrics.jsonl").read_text()
@@ -137,7 +211,7 @@ def test_pictures_that_vanish_lose_no_step(line: list[str], folders: Path, tmp_p
         word.replace(f"{folders}/a/", f"{tmp_path}/a/").replace(f"{folders}/b/", f"{tmp_path}/b/") for word in line
     ]
     moved = once([*moved, "--train.iters", "8"])
-    runs = pools(2).run(jobs.program, moved, 2, jobs.folders_vanish, tmp_path)
+    runs = pools(2).run(program_harmed, moved, 2, folders_vanish, tmp_path)
     assert runs[0] == runs[1] and "no such file" in runs[0][1]
     step = re.match(r"step (\d+), data of rank", runs[0][1])
     assert step is not None and list(whole(tmp_path / "checkpoints")) == [int(step[1]) - 1]
@@ -153,8 +227,6 @@ def test_an_evaluation_that_fails_in_the_end_does_not_lose_the_model(
     held = f"--data.registry.held.annotations {tmp_path}/held/data.jsonl "
     held += f"--data.registry.held.images {tmp_path}/held/images"
     more = f"{held} --eval.datasets held --eval.interval 100 --train.iters 2"
-    runs = pools(2).run(
-        jobs.program, once([*without_checkpoints(line), *more.split()]), 1, jobs.folders_vanish, tmp_path
-    )
+    runs = pools(2).run(program_harmed, once([*without_checkpoints(line), *more.split()]), 1, folders_vanish, tmp_path)
     assert runs[0] == runs[1] and "evaluation of held" in runs[0][1]
     assert f"The trained model is in {tmp_path}/out." in runs[0][1] and (tmp_path / "out" / MARK).is_file()

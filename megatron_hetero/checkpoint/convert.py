@@ -1,0 +1,333 @@
+"""Converts a checkpoint to a `transformers` folder and back, in one process: tensors stream from file to file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial as bind
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_hetero.base import lock as file_lock
+from megatron_hetero.base.errors import TEXT, UserError, reason
+from megatron_hetero.base.files import resolved
+from megatron_hetero.base.outputs import (
+    LATEST,
+    MANIFEST,
+    chosen_in,
+    damaged,
+    lock_of,
+    name_of,
+    partial_of,
+    publish,
+    read_manifest,
+    verify,
+    whole,
+    write_synced,
+)
+from megatron_hetero.checkpoint.index import (
+    INDEX,
+    WEIGHTS,
+    Entry,
+    Index,
+    Shape,
+    index_dtypes,
+    index_shapes,
+    matrix,
+    open_index,
+)
+from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
+from megatron_hetero.checkpoint.record import RunRecord
+from megatron_hetero.checkpoint.sources import ModelSources, alone, differences, hashes
+from megatron_hetero.checkpoint.storage import read_entries, write_entries
+from megatron_hetero.data.processor import export_changes
+from megatron_hetero.hf.folders import CONFIG, ENCODERS, ROWS, SHARD_BYTES, require_writable
+from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.hf.weights import StoredWeights
+from megatron_hetero.job import DTYPES
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import (
+    companions_of,
+    drawn_tensors,
+    model_writer,
+    open_encoders,
+    open_modules,
+    prefix_of,
+    stored_shapes,
+)
+from megatron_hetero.step.number_formats import nearest_bfloat16
+
+STORED = "stored"
+UNTRAINED = name_of(0)
+"""The name of imported weights in a `checkpoint.dir`, from which a run starts at step 1."""
+_STEP = "step-"
+Advance = Callable[[str, int, int], None]
+"""Receives progress: the activity, bytes done, bytes in total."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Number of tensors that were converted, bytes, and names of dtypes."""
+
+    tensors: int
+    size: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class OpenCheckpoint:
+    """A complete, verified checkpoint."""
+
+    folder: Path
+    record: RunRecord
+    index: Index
+
+    @classmethod
+    def open(cls, path: Path, advance: Advance = lambda *_: None) -> OpenCheckpoint:
+        """Verify every file of the checkpoint `path`, or of the newest in it. Raises `UserError` with all faults."""
+        folder = chosen_in(path)
+        manifest = read_manifest(folder, (INDEX, RECORD))
+        faults, total, done = [], sum(record.size for record in manifest.values()), 0
+        for name in sorted(manifest):
+            faults += verify(folder, manifest, [name])
+            done += manifest[name].size
+            advance("checking", done, total)
+        if faults:
+            raise damaged(folder, faults)
+        record = RunRecord.read(folder)
+        return cls(folder, record, open_index(folder, manifest))
+
+    def require(self, shapes: ModelShapes) -> None:
+        """Check that it holds exactly the tensors of a model of `shapes`. Raises `UserError`."""
+        self.record.require_complete(index_shapes(self.index), shapes, self.folder)
+
+    def dtypes(self, shapes: Mapping[str, Shape]) -> dict[str, torch.dtype]:
+        """Return the dtypes of the model's weights, by stored name."""
+        found = index_dtypes(self.index)
+        return {name: found[f"{WEIGHTS}/{name}"] for name in shapes}
+
+    def weight(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Read one tensor of the model, in its stored dtype."""
+        values = torch.empty(matrix(shape), dtype=dtype)
+        entry = Entry(f"{WEIGHTS}/{name}", tuple(values.shape), (0,) * values.dim(), values)
+        read_entries(self.folder, self.index, [entry], None)
+        return values.view(shape)
+
+
+def export_checkpoint(
+    checkpoint: OpenCheckpoint,
+    target: Path,
+    sources: ModelSources,
+    dtype: str | None = None,
+    limit: int = SHARD_BYTES,
+    advance: Advance = lambda *_: None,
+) -> Copied:
+    """Write the model of a checkpoint to `target`, bit-identical to an export by the run that wrote the checkpoint.
+
+    Args:
+        checkpoint: provides the weights.
+        target: a new or empty folder, or an earlier export, which is replaced.
+        sources: provide configuration, tokenizer and processor.
+        dtype: of the weights: float32, bfloat16, or "stored" for the checkpoint's own (master weights are float32).
+            None: `model.dtype` of the run; "stored" for imported weights.
+        limit: maximum bytes of a weight file, and in memory.
+        advance: receives progress.
+
+    Raises:
+        UserError: the model's folders are missing or of another model, or `target` cannot be written.
+    """
+    require_apart(target, {"the checkpoint": checkpoint.folder, **sources.folders})
+    require_folders(sources, checkpoint.folder)
+    require_writable(target)
+    folders, shapes = sources.read()
+    stored = stored_shapes(shapes)
+    checkpoint.require(shapes)
+    require_configurations(sources, checkpoint)
+    dtypes, imported = checkpoint.dtypes(stored), checkpoint.record.imported_from is not None
+    chosen = dtype or (STORED if imported else checkpoint.record.config["model"]["dtype"])
+    targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
+    sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}
+    total, done = sum(sizes.values()), 0
+    companions = companions_of(sources.companions, export_changes(folders))
+    with model_writer(target, shapes, targets, companions, limit) as put:
+        for name, shape in stored.items():
+            values = checkpoint.weight(name, shape, dtypes[name])
+            if not imported and (values.dtype, targets[name]) == (torch.float32, torch.bfloat16):
+                values = nearest_bfloat16(values)  # The run rounds its master weights in this way.
+            put(name, values)
+            done += sizes[name]
+            advance("writing", done, total)
+    return Copied(len(stored), total, _names_of(targets))
+
+
+def _names_of(dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:
+    return tuple(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
+
+
+def require_apart(target: Path, others: Mapping[str, Path]) -> None:
+    """Check that replacing `target` replaces none of the folders `others`, by description. Raises `UserError`."""
+    place = resolved(target, "the target")
+    for what, folder in others.items():
+        source = resolved(folder, what)
+        if place == source or place in source.parents or source in place.parents:
+            raise UserError.at(
+                target,
+                problem=f"overlaps {what} ({folder})",
+                because="an export replaces the whole folder",
+                fix="choose another folder",
+            )
+
+
+def require_folders(sources: ModelSources, checkpoint: Path) -> None:
+    """Check that the model folders of a checkpoint exist. Raises `UserError` with the flag for a new location."""
+    for setting, folder in sources.folders.items():
+        if not os.path.isfile(folder / CONFIG):  # noqa: PTH113 (the method it raises for a name that no file can have)
+            raise UserError.at(
+                f"{setting} of {checkpoint / RECORD}",
+                problem=f"no {folder / CONFIG}",
+                because="the export needs the model's configuration, tokenizer and processor (not its weights)",
+                fix=f"give the folder's new location with {_flag(setting)}",
+            )
+
+
+def require_configurations(sources: ModelSources, checkpoint: OpenCheckpoint) -> None:
+    """Check that the `config.json` of a checkpoint's model folders is unchanged. Raises `UserError`."""
+    before = alone(checkpoint.record.model_files, CONFIG)
+    for setting, name, change in differences(before, alone(hashes(sources), CONFIG)) if before else ():
+        raise UserError.at(
+            f"{setting}: {sources.folders[setting] / name}",
+            problem=f"{change} since {checkpoint.folder / RECORD} was written",
+            because="the same weights would be another model",
+            fix=f"give the folder that the model was trained from: {_flag(setting)}",
+        )
+
+
+def _flag(setting: str) -> str:
+    """Return the flag for the new location of a setting's folder."""
+    flags = {"model.hf_path": "--model DIR", "model.hf_path_vision": "--vision DIR"}
+    name = setting.removeprefix("model.encoders.").removesuffix(".hf_path")
+    return flags.get(setting, f"--encoder {name}=DIR")
+
+
+# ------------------------------------------------------------------------------------------------- import
+
+
+def with_own_encoders(sources: ModelSources) -> ModelSources:
+    """Add the encoders that an export of ours contains; the encoders of `sources` take precedence."""
+    own = sorted((sources.model / ENCODERS).glob(f"*/{CONFIG}"))
+    found = {file.parent.name: file.parent for file in own if not file.parent.name.startswith(".")}
+    return replace(sources, encoders={**found, **sources.encoders})
+
+
+def import_folders(
+    sources: ModelSources, target: Path, seed: int | None = None, advance: Advance = lambda *_: None
+) -> Copied:
+    """Write the weights of a model, in their stored dtype, as the checkpoint `target`.
+
+    Args:
+        sources: the model's folders.
+        target: a new or empty folder. Named `step-00000000`, in a folder without checkpoints, it is what a run with
+            that `checkpoint.dir` starts from.
+        seed: of a fresh projector, as `train.seed` (0).
+        advance: receives progress.
+
+    Raises:
+        UserError: a folder is damaged, incomplete or of another model, or `target` is taken or cannot be written.
+    """
+    require_free(target)
+    folders, shapes = sources.read()
+    if seed is not None and not folders.fresh_projector and not any(drawn_tensors(m, shapes) for m in shapes.modules):
+        raise UserError.at(
+            "--seed",
+            found=str(seed),
+            expected="none",
+            because="nothing of this model is random, as a fresh projector would be",
+            fix="add --fresh-projector, or remove it",
+        )
+    seed = seed or 0
+    weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes, seed)
+    _require_equal_copies(weights[TEXT], shapes)
+    stored = {name: weights[_module_of(name, shapes)] for name in stored_shapes(shapes)}
+    dtypes = {name: of_module.dtype(name) for name, of_module in stored.items()}
+    sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in stored_shapes(shapes).items()}
+    total, done = sum(sizes.values()), 0
+
+    def load(name: str, shape: Shape) -> Tensor:
+        nonlocal done
+        done += sizes[name]
+        advance("writing", done, total)
+        return stored[name].whole(name).reshape(shape)
+
+    entries = []
+    for name, shape in stored_shapes(shapes).items():
+        size = matrix(shape)
+        values = torch.empty(size, dtype=dtypes[name], device="meta")
+        entries.append(Entry(f"{WEIGHTS}/{name}", size, (0,) * len(size), values, bind(load, name, size)))
+    partial = partial_of(target)
+    try:
+        if not target.parent.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock.alone(lock_of(target), target, "import"):
+            try:
+                shutil.rmtree(partial, ignore_errors=True)  # left by a killed import
+                partial.mkdir()
+                records = write_entries(partial, entries, None)
+                publish(partial, records | {RECORD: write_synced(partial / RECORD, _record(sources, seed).to_json())})
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise _unwritable(target, error, complete=(target / MANIFEST).is_file()) from None
+    return Copied(len(entries), total, _names_of(dtypes))
+
+
+def _module_of(name: str, shapes: ModelShapes) -> str:
+    """Return the module of a stored tensor."""
+    return next((encoder for encoder in shapes.encoders if name.startswith(prefix_of(encoder, shapes))), TEXT)
+
+
+def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
+    """Check that tied weights stored twice are equal, since only one is imported. Raises `UserError`."""
+    for copy, original in shapes.text.architecture.stored_twice.items():
+        if copy in weights.shapes:
+            rows = weights.shapes[original][0]
+            slices = [TensorSlice(original, (start, min(rows, start + ROWS))) for start in range(0, rows, ROWS)]
+            weights.require_copy(copy, original, slices)
+
+
+def _record(sources: ModelSources, seed: int) -> RunRecord:
+    config = {
+        "model": {**sources.as_config(), "freeze": []},
+        "train": {"seed": seed},
+        "optimizer": {"name": "none"},
+    }
+    origin = str(sources.model.absolute())
+    return RunRecord(0, 0, {}, (), config, imported_from=origin, model_files=hashes(sources))
+
+
+def require_free(target: Path) -> None:
+    """Check that a checkpoint can be written to `target`, and that a run would find it there. Raises `UserError`."""
+    steps = whole(target.parent)
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        problem = "exists, and is not an empty folder"
+    elif target.name.startswith(_STEP) and target.name != UNTRAINED:
+        problem = f"the name {target.name} is for trained weights; imported ones are {UNTRAINED}"
+    elif target.name == UNTRAINED and steps:
+        newest = next(reversed(steps.values()))
+        problem = f"{newest.name} in {target.parent} is newer, and a run would resume from that"
+    else:
+        return
+    raise UserError.at(target, problem=problem, fix=f"choose {UNTRAINED} in a new folder")
+
+
+def _unwritable(target: Path, error: OSError, complete: bool) -> UserError:
+    left = f"{target} is complete, but {LATEST} may not name it" if complete else "nothing was left behind"
+    return UserError.at(
+        error.filename or target,
+        problem=f"cannot be written ({reason(error)}); {left}",
+        fix="free space or grant access, or choose another folder",
+    )

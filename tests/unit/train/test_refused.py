@@ -1,0 +1,63 @@
+"""Configurations that a job refuses before any process group is created."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.job import JobSpec
+from tests.support.folders import ModelChoice, write_model
+from tests.unit.train.jobs_run import MakeFlags
+
+
+@pytest.mark.parametrize("batch, text, micro, message", [
+    (6, "dp:4", 1, r"found 6, expected a multiple of 4, .*4 replicas .*of 1\. Try --train\.global_batch_size 8"),
+    (6, "tp:2,dp:2", 2, r"found 6, expected a multiple of 4, .*2 replicas .*of 2\. Try --train\.global_batch_size 8"),
+    (2, "dp:4", 2, r"Try --train\.global_batch_size 8"),
+])  # fmt: skip
+def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: str, make_flags: MakeFlags) -> None:
+    flags = make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=batch)
+    with pytest.raises(UserError, match=message):
+        JobSpec.of(load_config(flags), 4)
+    job = JobSpec.of(load_config(make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=8)), 4)
+    assert job.batch.step_samples == 8 and job.batch.replicas == job.layouts["text"].dp
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--vision-parallel pp:4", "2 layers and pp:4"),
+    ("--text-parallel tp:2@0-1 --vision-parallel dp:1@0", "ranks 2-3"),
+    ("--schedule.kind ahead", "schedule.kind"),
+    ("--schedule.run_ahead 2", "schedule.run_ahead"),
+    ("--schedule.waves 2", "schedule.waves .*at most 1, .*Lower it to 1"),
+    ("--vision-parallel dp:2@0-1 --text-parallel dp:2@2-3 --schedule.run_ahead 3", "schedule.run_ahead .*at most 2"),
+    ("--schedule.virtual_stages 2", "schedule.virtual_stages"),
+    ("--parallel_layers.text 1 1", "parallel_layers"),
+    ("--parallel_layers.audio 1 1", "audio"),
+    ("--text-parallel sp:8", "sp"),
+    ("--text-parallel tp:3", "tp"),
+    ("--data.balance even", "data.balance"),
+    ("--boundary.transport fp8", "boundary.transport"),
+    ("--parallel.audio dp:4", "audio"),
+    ("--model.recompute.visoin full", "vision"),
+    ("--model.tp_overlap.visoin 2", "vision"),
+    ("--model.tp_overlap.text 2", "exchanges no tokens"),
+])  # fmt: skip
+def test_what_cannot_run_is_refused_before_any_group_is_made(flags: str, message: str, make_flags: MakeFlags) -> None:
+    with pytest.raises(UserError, match=message):
+        JobSpec.of(load_config(make_flags("dp:4", "dp:4", flags)), 4)
+
+
+@pytest.mark.parametrize("choice, message", [
+    (ModelChoice(heads=2), "out_hidden_size = 24, expected 48"),
+    (None, "model.encoders.detail.hf_path: found no"),
+])  # fmt: skip
+def test_encoders_that_do_not_fit(
+    choice: ModelChoice | None, message: str, make_flags: MakeFlags, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "detail", choice) if choice is not None else tmp_path / "nowhere"
+    more = f"--model.encoders.detail.hf_path {folder} --model.encoders.detail.token <|video_pad|>"
+    with pytest.raises(UserError, match=message):
+        JobSpec.of(load_config(make_flags("dp:4", "dp:4", more)), 4)
