@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.base.terminal import Parser, guarded_output
-from tests.unit.test_launch import program
+from tests.functional.test_launch import program
 
 TABLE = """
 from rich.table import Table

@@ -17,7 +17,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.layout.modules import resolve
 from tests.support.shapes import shapes_of_folder
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPTS = ("disjoint.sbatch", "many_nodes.sbatch", "one_node.sbatch", "requeue.sbatch")
 NODES = {"disjoint.sbatch": 3, "many_nodes.sbatch": 2, "one_node.sbatch": 1, "requeue.sbatch": 2}
 MEETING = "--master-addr 10.0.0.0 --master-port 20007"
