@@ -38,7 +38,7 @@ from megatron_hetero.checkpoint.index import (
 )
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.checkpoint.storage import read_entries, save, verified
-from megatron_hetero.groups.collective import on_every, on_first, on_first_of_all, together
+from megatron_hetero.groups.collective import all_or_none, on_every, on_first, on_first_of_all
 from megatron_hetero.step.held import global_names
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
@@ -127,7 +127,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     on_first_of_all(
         group, lambda: _require_same(own, stored, chosen), lambda every: _require_all(chain(*every), stored, chosen)
     )
-    settings = together(group, lambda: list(_settings(optimizer, record, chosen)))
+    settings = all_or_none(group, lambda: list(_settings(optimizer, record, chosen)))
     optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     optimizer.wait_for_weights()
     entries = chain(read(optimizer.modules, optimizers, shapes, stored), _read_buffers(buffers))

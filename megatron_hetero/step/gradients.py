@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import require_equal, together
+from megatron_hetero.groups.collective import all_or_none, require_equal
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Held, TensorSlice
@@ -347,7 +347,7 @@ def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], t
         require_ready(held, finished=False)
         return held, factor_of(tokens, topology.platform.device)
 
-    held, factor = together(topology.host, check)
+    held, factor = all_or_none(topology.host, check)
     require_equal_tokens(topology, tokens)
     finish(held, factor)
 

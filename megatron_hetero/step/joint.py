@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import on_every, require_equal, together
+from megatron_hetero.groups.collective import all_or_none, on_every, require_equal
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.communicators import GRADIENT_AXES
 from megatron_hetero.schedule.semantics import shares_weights
@@ -267,7 +267,7 @@ class JointOptimizer(Optimizer):
         for module in self.modules:
             reshard(module.chunks)
         if self._check:
-            together(self.topology.host, lambda: require_ready(self.modules, finished=tokens is None))
+            all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=tokens is None))
             require_equal_tokens(self.topology, tokens)
         nothing, ones = torch.zeros((), device=device), torch.ones((), device=device)
         finite = {each.module.name: ones for each in self.optimizers.values()}
@@ -291,7 +291,7 @@ class JointOptimizer(Optimizer):
     def finish_gradients(self, tokens: Tokens) -> None:
         """What the function of that name does, for the modules of this optimizer; `step(tokens=None)` applies them."""
         if self._check:
-            together(self.topology.host, lambda: require_ready(self.modules, finished=False))
+            all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=False))
             require_equal_tokens(self.topology, tokens)
         finish(self.modules, factor_of(tokens, self.topology.platform.device))
 
@@ -381,13 +381,13 @@ def build_optimizers(
         configs = {name: _config_of(config, name) for name in topology.layouts}
         return held, configs, _clip_of(configs.values(), clip_grad)
 
-    held, configs, clip = together(topology.host, read)
+    held, configs, clip = all_or_none(topology.host, read)
     facts = {"check": str(check), "clip_grad": str(clip)}
     for name, each in configs.items():
         own = {setting.name: getattr(each, setting.name, None) for setting in fields(AdamW)}
         facts |= {f"{setting} of `{name}`": "a function" if callable(of) else str(of) for setting, of in own.items()}
     require_equal(topology.host, "build_optimizers", facts, "call it alike on all ranks")
-    together(topology.host, lambda: require_replicas(held))
+    all_or_none(topology.host, lambda: require_replicas(held))
     held = tuple(map(_with_tied_names, held))
     for module in held:
         _equal_replicas(module)
@@ -402,7 +402,7 @@ def build_optimizers(
                 optimizers[own.key] = optimizer
         return found, optimizers
 
-    found, optimizers = together(topology.host, build)
+    found, optimizers = all_or_none(topology.host, build)
     return JointOptimizer(topology, found, optimizers, clip, _common_defaults(topology, optimizers), check=check)
 
 

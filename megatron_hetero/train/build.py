@@ -11,7 +11,7 @@ import torch
 from megatron_hetero.base.errors import TEXT, UserError, parts_of
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.step_plan import StepPlanner
-from megatron_hetero.groups.collective import together
+from megatron_hetero.groups.collective import all_or_none
 from megatron_hetero.groups.megatron import prepare_globals
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
@@ -74,7 +74,7 @@ def build_step_trainer(
     parts = partial(_build_parts, job, topology, weights)
     with watchdog.waiting(lambda: "the weights of all other ranks"):
         # A rank may be the only one to find what is wrong: all of them leave, and one says why.
-        optimizer = together(topology.files, parts, watchdog.working) if check else parts()
+        optimizer = all_or_none(topology.files, parts, watchdog.working) if check else parts()
     planner = StepPlanner(
         job.shapes.encoders,
         job.layouts,

@@ -194,7 +194,7 @@ def oldest_on_the_device() -> list[str]:
         held = {"decoder": ModuleOnRank({rank - 2: stage})}
     graph = Graph([EDGE], width=1, dtype=torch.float32)
     interpreter, device = Interpreter.build(topology, held, graph, timeout_s=0), Device()
-    interpreter.watchdog = Watchdog(600.0, rank, device)
+    interpreter.watchdog = Watchdog(600.0, rank, device.mark)
     interpreter.run(build_schedule(STAGED, 1, text="decoder"), crossing_rows)
     named = []
     for mark in device.marks:
@@ -212,7 +212,7 @@ class Mark:
 
     ended = False
 
-    def done(self) -> bool:
+    def __call__(self) -> bool:
         return self.ended
 
 

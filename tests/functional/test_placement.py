@@ -143,6 +143,6 @@ def test_ranks_without_an_agent_name_what_they_wait_for(how: str, folder: Path, 
     telling = {rank: told for rank, told in said.items() if f"rank {rank}" in told}
     assert len(telling) == (2 if how == "SIGKILL" else 1), said
     for told in telling.values():
-        assert how == "SIGKILL" or "rank 1 did not say to wait too" in told
+        assert how == "SIGKILL" or "rank 1 did not report to wait too" in told
         found = re.search(r"action (\S+) of micro-batch (\d), with ranks? ([\d, -]+) over \S", told)
         assert found is not None and "1" in found[3], told

@@ -102,7 +102,10 @@ WRONG: dict[str, tuple[str, str]] = {
     "no ranks": ("--nproc-per-node 0", "--nproc-per-node: found 0"),
     "a time-out": ("--nnodes 2 --rdzv-conf timeout=abc", "could not convert string to float: 'abc'"),
     "no name": ("--master-addr a..b --rdzv-conf timeout=0", "no store at a..b:29500 (whose name does not resolve)"),
-    "no host 0": ("--nnodes 2 --node-rank 1 --master-port 9 --rdzv-conf timeout=0", "no store at 127.0.0.1:9 after 0 s"),
+    "no host 0": (
+        "--nnodes 2 --node-rank 1 --master-port 9 --rdzv-conf timeout=0",
+        "no store at 127.0.0.1:9 after 0 s",
+    ),
 }
 
 
