@@ -165,8 +165,8 @@ def own_parameter_groups() -> Iterator[None]:
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
     """FSDP2's parameter groups of `module`, without those of submodules that are sharded separately."""
-    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # pyright:
-    ignore[reportCallIssue]  # PyTorch 2.12 and earlier have one group in each module.
+    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # pyright: ignore[reportCallIssue]
+    # PyTorch 2.12 and earlier have one group in each module.
     found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in found if group is not None]
 
