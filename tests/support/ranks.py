@@ -60,7 +60,7 @@ def _module(name: str) -> ModuleType:
     if name not in sys.modules:
         found = importlib.util.find_spec(name)
         assert found is not None and found.origin is not None, name
-        spec = importlib.util.spec_from_loader(name, _Explaining(name, found.origin), origin=found.origin)
+        spec = importlib.util.spec_from_file_location(name, loader=_Explaining(name, found.origin))
         assert spec is not None and spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
