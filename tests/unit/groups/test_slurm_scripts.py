@@ -296,6 +296,7 @@ def test_a_preempted_job_is_queued_again(task: dict[str, str], name: str, cluste
 SAVED = "echo step-00000005 >runs/first/latest; "
 ENDS = {
     "a stop": (SAVED + "exit 75", 0, "stopped at step-00000005; queued again"),
+    "a stop before a checkpoint": ("exit 75", 75, "status 75; the newest checkpoint is none; not queued again"),
     "a killed rank": (SAVED + "exit 137", 0, "failed with status 137 at step-00000005; queued again"),
     "an exception, seen on both nodes": (SAVED + "exit 70", 0, "failed with status 70 at step-00000005; queued again"),
     "an exception before a checkpoint": ("exit 70", 70, "status 70; the newest checkpoint is none; not queued again"),
