@@ -125,7 +125,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     on_first_of_all(
         group, lambda: _require_same(own, stored, chosen), lambda every: _require_all(chain(*every), stored, chosen)
     )
-    settings = together(group, lambda: list(_settings(optimizer, record, chosen)))
+    settings = all_or_none(group, lambda: list(_settings(optimizer, record, chosen)))
     optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     optimizer.wait_for_weights()
     entries = chain(read(optimizer.modules, optimizers, shapes, stored), _read_buffers(buffers))

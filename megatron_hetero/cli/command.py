@@ -1,4 +1,4 @@
-"""Shared by the command-line tools: argument types, `--encoder`, and a progress bar."""
+"""Argument types, `--encoder` and the progress bar of the command-line tools."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def a_path(text: str) -> Path:
     if why := unusable(text) if text else "empty":
         raise argparse.ArgumentTypeError(f"found {quoted(text)}, {why}, expected a valid path")
     return Path(text)
+
+
+def at_least(least: int, text: str) -> int:
+    """An integer of at least `least`, for `argparse`."""
+    number = int(text)
+    if number < least:
+        raise argparse.ArgumentTypeError(f"found {text}, expected ≥ {least}")
+    return number
 
 
 def add_encoders(parser: argparse.ArgumentParser, text: str) -> None:

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.terminal import Parser, console
-from megatron_hetero.cli.command import a_path
+from megatron_hetero.cli.command import a_path, at_least
 from megatron_hetero.groups.launch import ended
 from megatron_hetero.models.registry import titles
 
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"found {text}, expected ≥ 1")
-    return number
+_positive = partial(at_least, 1)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from megatron_hetero.base.errors import printable
 from megatron_hetero.base.terminal import Parser, console
+from megatron_hetero.cli.command import at_least
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.groups.launch import ended
@@ -71,17 +73,10 @@ def show(config: Config, count: int, console: Console) -> None:
 
     processor = open_processor(config)
     mixture = open_mixture(config, processor.fields)
-    for i in range(count):
-        show_sample(console, processor, processor.tokenize(mixture[i]), config.data.max_seq_length)
+    for k in range(count):
+        show_sample(console, processor, processor.tokenize(mixture[k]), config.data.max_seq_length)
     sources = ", ".join(f"{share} ({len(annotations)} records)" for annotations, share in mixture.parts)
     console.print(escape(f"{len(mixture)} samples per epoch from {sources}"), highlight=False, soft_wrap=True)
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"found {text}, expected ≥ 0")
-    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Print training samples with supervised tokens marked. All training flags are accepted.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", type=_count, default=5, metavar="COUNT", help="number of samples to print (default 5)")
+    parser.add_argument(
+        "-n", type=partial(at_least, 0), default=5, metavar="COUNT", help="number of samples to print (default 5)"
+    )
     return parser
 
 

@@ -1,7 +1,6 @@
 """Creates everything for a first training run: a small model, drawn pictures with questions, a configuration.
 
-python -m megatron_hetero.cli.make_demo DIR [--model FAMILY] [--seed N] [--train-pictures N] [--heldout-questions N]
-    [--force]
+    python -m megatron_hetero.cli.make_demo DIR [--model FAMILY] [--seed N] [--force]
 
 DIR/model/               a model in `transformers` format: random weights, tokenizer and image processor
 DIR/data/train.jsonl     questions about pictures, LLaVA-style
@@ -19,24 +18,25 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.terminal import Parser
-from megatron_hetero.cli.command import a_path
-from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, DemoSizes, flag_of, write_model
+from megatron_hetero.cli.command import a_path, at_least
+from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, DemoSizes, write_model
 from megatron_hetero.cli.demo.records import Sample, draw, held_out_samples, training_samples
 from megatron_hetero.groups.launch import ended
 from megatron_hetero.models.registry import titles
 
-# Moved into place in this order: the marker comes last, so a folder that has it is complete.
+# Moved into place in this order: a folder with the marker is complete.
 MARKER = "demo.json"
 PARTS = ("model", "data", "config.yaml", MARKER)
 # Increment when the same options produce other bytes.
 FORMAT = 1
 WORK = ".making-"
 FAMILIES = tuple(SYSTEM_PROMPTS)
-"""The families that there are demos of."""
+"""Families with a demo."""
 
 # Positions are learned last, abruptly, between steps 150 and 300 depending on the seed; the other steps are margin.
 # With half of the pictures, the same steps fit the training pictures but generalize less.
@@ -81,11 +81,6 @@ class DemoOptions:
     shape: DemoSizes = field(default_factory=DemoSizes)
     model: str = FAMILIES[0]
 
-    def __post_init__(self) -> None:
-        for name, least in {"seed": 0, "train_pictures": 1, "heldout_questions": 1}.items():
-            if (value := getattr(self, name)) < least:
-                raise UserError.at(flag_of(name), found=str(value), expected=f"≥ {least}", fix=f"raise {flag_of(name)}")
-
 
 def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool = False) -> None:
     """Write the demo into `folder`, all of it or nothing.
@@ -118,12 +113,12 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
 def _write_all(folder: Path, options: DemoOptions) -> None:
     """Write to a temporary folder, then move: an interrupted run leaves no partial demo."""
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
-        made = Path(name)
-        _write_parts(made, options)
+        new = Path(name)
+        _write_parts(new, options)
         (folder / MARKER).unlink(missing_ok=True)
         for part in PARTS:
             _remove(folder / part)
-            (made / part).rename(folder / part)
+            (new / part).rename(folder / part)
 
 
 def _remove(path: Path) -> None:
@@ -162,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         description=f"Create a small {titles()} with random weights, drawn pictures with questions, and a "
         "configuration.",
     )
-    default, shape = DemoOptions(), DemoSizes()
+    default = DemoOptions()
     parser.add_argument("folder", type=a_path, metavar="DIR", help="output folder: new or empty")
     parser.add_argument(
         "--model",
@@ -170,16 +165,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=FAMILIES,
         help=f"model family (default {default.model})",
     )
-    for flag, value, text in (
-        ("--seed", default.seed, "seed of weights, pictures and questions"),
-        ("--train-pictures", default.train_pictures, "number of training pictures"),
-        ("--heldout-questions", default.heldout_questions, "number of held-out questions"),
+    for flag, least, value, text in (
+        ("--seed", 0, default.seed, "seed of weights, pictures and questions"),
+        ("--train-pictures", 1, default.train_pictures, "number of training pictures"),
+        ("--heldout-questions", 1, default.heldout_questions, "number of held-out questions"),
+        ("--text-layers", 1, default.shape.text_layers, "number of layers of the language model"),
     ):
-        parser.add_argument(flag, type=int, default=value, help=f"{text} (default {value})")
-    for name, value in asdict(shape).items():
-        if isinstance(value, int):
-            help_text = f"{name.replace('_', ' ')} (default {value})"
-            parser.add_argument(flag_of(name), type=int, default=value, help=help_text)
+        parser.add_argument(flag, type=partial(at_least, least), default=value, help=f"{text} (default {value})")
     parser.add_argument(
         "--force", action="store_true", help=f"replace {', '.join(PARTS)} in DIR, whole, and nothing else"
     )
@@ -192,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make(given: argparse.Namespace) -> str:
-    sizes = DemoSizes(**{name: size for name, size in vars(given).items() if name in asdict(DemoSizes())})
+    sizes = DemoSizes(text_layers=given.text_layers)
     options = DemoOptions(given.seed, given.train_pictures, given.heldout_questions, sizes, given.model)
     make_demo(given.folder, options, force=given.force)
     return f"wrote {given.folder}; next: --config {given.folder / 'config.yaml'}"

@@ -1,4 +1,4 @@
-"""Work whose outcome all ranks must know, and facts that must be the same on all of them."""
+"""Runs work whose outcome all ranks must know, and compares facts that must be the same on all of them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from megatron_hetero.base.errors import SharedError, UserError
 T = TypeVar("T")
 R = TypeVar("R")
 FIRST = 0
-"""The rank that decides where one must."""
+"""The rank that decides for all."""
 Working = Callable[[], AbstractContextManager[None]]
-"""Around what a rank does by itself, for which others wait: see `Watchdog.working`."""
+"""A context for work of one rank that others wait for: see `Watchdog.working`."""
 Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
 """A context for waiting on other ranks, given a description of the wait: see `Watchdog.waiting`."""
 Facts = Mapping[str, str | None]
-"""What must be the same on all ranks, by name; None where a rank cannot say."""
+"""Values that must be the same on all ranks, by name; None on a rank that does not know one."""
 _MOST_SHOWN = 120
 """Characters of a fact in a message."""
 
 
 def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> list[T]:
-    """What `work` gives on each rank, by rank. The first rank's `UserError` is raised on every rank, as a
-    `SharedError`. Without a group, this process is the only rank."""
+    """The results of `work` on all ranks, by rank. The first `UserError` is raised on every rank, as a `SharedError`.
+    Without a group, this process is the only rank.
+    """
     if group is None:
         return [work()]
     mine, problem = _attempt(work, working)
@@ -41,8 +42,9 @@ def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Wo
 
 
 def on_first(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> T:
-    """What `work` gives on the first rank, which alone does it. Its `UserError` is raised on every rank, as a
-    `SharedError`. Without a group, this process is the only rank."""
+    """The result of `work` on the first rank, which alone does it. Its `UserError` is raised on every rank, as a
+    `SharedError`. Without a group, this process is the only rank.
+    """
     if group is None:
         return work()
     outcome: list[Any] = [_attempt(work, working) if dist.get_rank(group) == FIRST else None]
@@ -56,8 +58,8 @@ def on_first(group: dist.ProcessGroup | None, work: Callable[[], T], working: Wo
 def on_first_of_all(
     group: dist.ProcessGroup | None, work: Callable[[], T], then: Callable[[list[T]], R], working: Working = nullcontext
 ) -> R:
-    """What `then` gives on the first rank for what `work` gives on each, by rank; only the first rank receives that.
-    The first `UserError` is raised on every rank, as a `SharedError`. Without a group, this process is the only rank.
+    """The result of `then` on the first rank, which alone receives the results of `work` on all ranks, by rank. The
+    first `UserError` is raised on every rank, as a `SharedError`. Without a group, this process is the only rank.
     """
     if group is None:
         return then([work()])
@@ -72,10 +74,9 @@ def on_first_of_all(
     return on_first(group, finish, working)
 
 
-def together(group: dist.ProcessGroup, work: Callable[[], T], working: Working = nullcontext) -> T:
-    """What `work` gives on this rank, once it is done on all. The first rank's `UserError` is raised on every rank, at
-    the price of one small all-reduce where there is none. `work` may communicate, if all ranks that take part then
-    raise or none.
+def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], working: Working = nullcontext) -> T:
+    """The result of `work` on this rank, once it has succeeded on all. The first `UserError` is raised on every rank;
+    success costs one small all-reduce. `work` may communicate, if all ranks that take part then raise or none.
     """
     mine: Any
     mine, problem = _attempt(work, working)
@@ -87,7 +88,7 @@ def together(group: dist.ProcessGroup, work: Callable[[], T], working: Working =
 
 
 def raise_first(group: dist.ProcessGroup, problem: str | None) -> None:
-    """Raise the first rank's problem on every rank, as a `SharedError`. All ranks call it, with their own."""
+    """Raise the first `problem` on every rank, as a `SharedError`. All ranks call it, with their own or None."""
     if group.size() > 1:  # The only rank may have a `LocalGroup`.
         on_every(group, lambda: _raise(problem))
     elif problem is not None:
@@ -95,8 +96,8 @@ def raise_first(group: dist.ProcessGroup, problem: str | None) -> None:
 
 
 def require_equal(group: dist.ProcessGroup, where: str, facts: Facts, fix: str) -> None:
-    """Check that each fact is the same on all ranks of a host group that have it. All of them call it, with the same
-    names: one small all-reduce where they agree. Raises `SharedError`.
+    """Check that each fact is the same on all ranks of a host group that know it. All of them call it, with the same
+    names; equal facts cost one small all-reduce. Raises `SharedError`.
     """
     lowest = torch.iinfo(torch.int64).min
     digests = [None if fact is None else zlib.crc32(fact.encode()) for fact in facts.values()]
@@ -115,16 +116,16 @@ def require_same(
     because: str = "",
     working: Working = nullcontext,
 ) -> None:
-    """Check that `state` gives the same facts, all of the same names, on all ranks of a group of any device. A
-    `UserError` of `state` is raised on every rank, as a `SharedError`.
+    """Check that `state` returns the same facts on all ranks of a group of any device. A `UserError` of `state` is
+    raised on every rank, as a `SharedError`.
     """
     if of_ranks := unlike(group, state, working):
         require_alike(where, of_ranks, dist.get_process_group_ranks(group), fix, because)
 
 
 def unlike(group: dist.ProcessGroup | None, state: Callable[[], Facts], working: Working = nullcontext) -> list[Facts]:
-    """What `state` gives on each rank, by rank; empty where it is the same on all. Facts are exchanged only where
-    their digests differ. A `UserError` of `state` is raised on every rank, as a `SharedError`.
+    """The results of `state` on all ranks, by rank; empty if they are equal. Facts are exchanged only if their digests
+    differ. A `UserError` of `state` is raised on every rank, as a `SharedError`.
     """
     mine: list[Facts] = []
 
@@ -143,10 +144,10 @@ def require_alike(
     because: str = "",
     absent: str | None = "nothing",
 ) -> None:
-    """Check that each fact is the same on all `ranks`, of which `of_ranks` are the facts; `absent` stands for one that
-    a rank does not name. Raises `SharedError` naming the first that is not, with two values.
+    """Check that each fact is the same on all `ranks`, whose facts are `of_ranks`; `absent` stands for a missing one.
+    Raises `SharedError` naming the first fact that differs, with two values.
     """
-    kinds: dict[tuple[tuple[str, str | None], ...], int] = {}  # The first rank of those with the same facts.
+    kinds: dict[tuple[tuple[str, str | None], ...], int] = {}  # The first rank with these facts.
     for rank, facts in zip(ranks, of_ranks, strict=True):
         kinds.setdefault(tuple(facts.items()), rank)
     distinct = [(rank, dict(facts)) for facts, rank in kinds.items()]

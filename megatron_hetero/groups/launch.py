@@ -1,9 +1,7 @@
-"""How the hosts of a run, and then its ranks, find each other: in a store that the first host serves.
+"""Start and end of a process under torchrun (or alone): the default process group, and errors reported once.
 
-Each enters its number; the first waits for all of them and says so. Whoever waits reports for whom, and gives up after
-a time-out.
-
-Start and end of a process under torchrun (or alone): the default process group, and errors reported once.
+Ranks find each other in a store that the first of them, or torchrun, serves. The first rank waits for all others and
+reports who is missing.
 
 However a run ends, one rank says why and all ranks go: a rank that fails exits without waiting for anyone, and
 torchrun stops the others.
@@ -22,15 +20,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
-
-import torch.distributed as dist
 
 from megatron_hetero.base.environment import (
     group_timeout,
@@ -52,146 +47,22 @@ from megatron_hetero.base.terminal import prepare_outputs
 from megatron_hetero.layout.grammar import format_ranks
 
 # torch is imported where it is needed: until a program has set its signal handlers, any signal ends it.
-
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from megatron_hetero.groups.platform import Platform
-
-T = TypeVar("T")
-MOST_SILENT_S = 15.0
-"""Longest silent wait for others."""
-AGENT_S = 60.0
-"""Longest wait for torchrun's store, which exists before the ranks do."""
-_SLOWEST_POLL_S = 0.25
-_STORE_S = 1800.0
-
-
-class Patience:
-    """Waits for others: reports who is missing, at growing intervals, and gives up after `timeout_s`."""
-
-    def __init__(self, timeout_s: float, *, reports: bool):
-        self._start = time.monotonic()
-        self._timeout_s, self._reports = timeout_s, reports
-        self._next_word_s = min(MOST_SILENT_S, timeout_s / 4)
-        self._poll_s = 0.01
-
-    def wait(self, missing: Callable[[], str]) -> None:
-        """Wait a little for what `missing` names. Raises `UserError` after the time-out."""
-        waited = time.monotonic() - self._start
-        if waited > self._timeout_s:
-            raise UserError.at(
-                "start of the run",
-                found=f"no {missing()} after {waited:.0f} s",
-                expected="all hosts and ranks to come",
-                because="training begins with all of them",
-                fix="check the output of the missing ones, and whether the network lets them through",
-            )
-        if self._reports and waited > self._next_word_s:
-            self._next_word_s = 2 * waited
-            print(f"waiting for {missing()} since {waited:.0f} s", file=sys.stderr, flush=True)
-        time.sleep(self._poll_s)
-        self._poll_s = min(_SLOWEST_POLL_S, 1.5 * self._poll_s)
-
-
-def meet(timeout_s: float) -> dist.Store:
-    """The store of the ranks, once all have come. Raises `UserError` if one does not within `timeout_s`, or if the
-    environment does not say where to meet.
-    """
-    require_meeting_place()
-    address, port = meeting_address()
-    where = f"MASTER_ADDR and MASTER_PORT, {address}:{port}"
-    who, patience_s = ("torchrun", min(timeout_s, AGENT_S)) if has_agent_store() else ("rank 0", timeout_s)
-    # One rank of each host reports.
-    place = Place(address, port, where, who, patience_s, reports=local_rank() == 0 or rank() == 1)
-    # As torch does: plain torchrun keeps its store if it starts the ranks again.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", place.connect(serves=rank() == 0 and not has_agent_store()))
-    gather(store, "rank", rank(), world_size(), timeout_s)
-    return store
-
-
-def gather(store: dist.Store, what: str, number: int, size: int, timeout_s: float) -> None:
-    """Wait until all `size` hosts or ranks have called this. Raises `UserError` naming those that have not."""
-    room = dist.PrefixStore("meeting", store)
-    room.set(f"{what} {number}", "here")
-    if number == 0:
-        missing, patience = set(range(1, size)), Patience(timeout_s, reports=True)
-        while missing := {other for other in missing if not room.check([f"{what} {other}"])}:
-            patience.wait(lambda: _named(what, missing))
-        room.set("all", "here")
-    patience = Patience(timeout_s + 5.0, reports=False)  # Number 0 reports first.
-    while not room.check(["all"]):
-        patience.wait(lambda: f"confirmation from {what} 0 that all have joined")
-
-
-def _named(what: str, numbers: Collection[int]) -> str:
-    return f"{what}{'s' if len(numbers) > 1 else ''} {format_ranks(sorted(numbers))}"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Address of a store. `where`: the settings that name it; `who` serves it; `reports`: whether to report waiting."""
-
-    address: str
-    port: int
-    where: str
-    who: str
-    timeout_s: float
-    reports: bool = True
-
-    def connect(self, *, serves: bool) -> dist.TCPStore:
-        """The store there; `serves`: of this process. Raises `UserError`."""
-        there = partial(resolves, self.address) if serves else self.listens
-        patience = Patience(self.timeout_s, reports=self.reports or serves)
-        while not there():
-            patience.wait(lambda: f"{self.who} at {named_place(self.address, self.port)}")
-        # On a thread: torch asks whatever listens there whether it is a store, and another service may never answer.
-        connected = in_background(lambda: self._store(serves), "connects to the store")
-        patience = Patience(self.timeout_s, reports=True)
-        while not connected.done():
-            patience.wait(lambda: f"TCPStore at {self.address}:{self.port}, where another service may listen,")
-        try:
-            return connected.result()
-        except (RuntimeError, ValueError) as error:
-            raise UserError.at(
-                self.where,
-                found=str(error).splitlines()[0],
-                expected="to open a port there" if serves else "a store there",
-                because="the run meets in it",
-                fix="choose another port" if "EADDRINUSE" in str(error) else "correct them, or choose another port",
-            ) from None
-
-    def listens(self) -> bool:
-        """Whether anybody listens there."""
-        with contextlib.suppress(OSError), socket.create_connection((self.address, self.port), timeout=5.0):
-            return True
-        return False
-
-    def _store(self, serves: bool) -> dist.TCPStore:
-        timeout = timedelta(seconds=_STORE_S)
-        return dist.TCPStore(self.address, self.port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
-
-
-def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """The result of `work`, computed on a thread that the process does not wait for at exit."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:  # Whoever asks for the result gets it.
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return outcome
-
 
 __all__ = ["FINAL", "INTERRUPTED", "STOPPED_FILE", "ended", "guarded", "leave", "process_group", "rank", "world_size"]
 
+T = TypeVar("T")
 INTERRUPTED = 130
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
 """The environment variable with which our launcher asks to be informed that the ranks stopped on request."""
 FINAL = "final"
 """In the error file of a rank: that the next start would fail in the same way."""
+_MOST_SILENT_S = 15.0
+"""Longest silent wait for others."""
+_SLOWEST_POLL_S = 0.25
 _PR_SET_PDEATHSIG = 1
 _DROPPED_S = 0.2
 _LOST_PEER = (
@@ -207,16 +78,18 @@ _LOST_PEER = (
 )
 
 
+# ------------------------------------------------------------------------------------------------------- the start
+
+
 @contextlib.contextmanager
 def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator[Platform]:
     """The platform of this process, with the default process group inside the context.
 
-    `timeout_s`: what the interpreter is given, seconds after which its watchdog ends a process. The process groups' own
-    time-out is longer (`group_timeout`). `start_s`: seconds within which all ranks must come; who is missing is said
-    before.
+    `timeout_s`: seconds after which the watchdog ends a process; the process groups' own time-out is longer
+    (`group_timeout`). `start_s`: seconds within which all ranks must join; missing ones are reported earlier.
 
-    Raises `UserError` where ranks do not come, where the environment does not say how to find them, or where this rank
-    has no device.
+    Raises `UserError` if ranks are missing, if the environment does not say how to find them, or if this rank has no
+    device.
     """
     alone = "RANK" not in os.environ
     require_numbers() if alone else require_meeting_place()
@@ -225,7 +98,6 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     prepare_environment()
     import torch.distributed as dist
 
-    # MERGED
     from megatron_hetero.groups.platform import Platform
 
     timeout = group_timeout(timeout_s)
@@ -240,10 +112,90 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     time.sleep(_DROPPED_S)
 
 
-def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    """Run `main`, and end the process. Whatever goes wrong is reported on one rank and ends it at once.
+def meet(timeout_s: float) -> dist.Store:
+    """The store of the ranks, once all have joined. Raises `UserError` if one does not within `timeout_s`."""
+    import torch.distributed as dist
 
-    Exit status: 0 where `main` returns, 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on
+    address, port = meeting_address()
+    serves = rank() == 0 and not has_agent_store()
+    store = connect(address, port, "MASTER_ADDR and MASTER_PORT", serves=serves, timeout_s=timeout_s)
+    # As torch does: plain torchrun keeps its store if it starts the ranks again.
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    join(store, "rank", rank(), world_size(), timeout_s)
+    return store
+
+
+def connect(address: str, port: int, setting: str, *, serves: bool, timeout_s: float) -> dist.TCPStore:
+    """The store at an address that `setting` names, served by this process or another. Raises `UserError`."""
+    from torch.distributed import TCPStore
+
+    # Here, since torch would print the stack trace of each attempt.
+    ready = (lambda: resolves(address)) if serves else (lambda: _listens(address, port))
+    _wait(ready, lambda: f"store at {named_place(address, port)}", timeout_s)
+    try:
+        timeout = timedelta(seconds=timeout_s)
+        return TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
+    except (RuntimeError, ValueError) as error:
+        raise UserError.at(
+            f"{setting}, {address}:{port}",
+            found=str(error).splitlines()[0],
+            expected="to open a port there" if serves else "a store there",
+            because="the run meets in it",
+            fix="correct them, or choose another port",
+        ) from None
+
+
+def join(store: dist.Store, what: str, number: int, size: int, timeout_s: float) -> None:
+    """Wait until all `size` hosts or ranks have called this. Raises `UserError`; number 0 names the missing ones."""
+    store.set(f"{what} {number} joined", "")
+    if number == 0:
+        missing = set(range(1, size))
+
+        def all_joined() -> bool:
+            missing.difference_update([other for other in missing if store.check([f"{what} {other} joined"])])
+            return not missing
+
+        _wait(all_joined, lambda: f"{what}{'s' * (len(missing) > 1)} {format_ranks(sorted(missing))}", timeout_s)
+        store.set(f"all {what}s joined", "")
+    else:
+        confirmed = f"confirmation from {what} 0 that all have joined"
+        _wait(lambda: store.check([f"all {what}s joined"]), lambda: confirmed, timeout_s + 5.0, reports=False)
+
+
+def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout_s: float, *, reports: bool = True) -> None:
+    """Wait until `done`. Reports what is `missing` at growing intervals. Raises `UserError` after the time-out."""
+    start, next_report_s, pause_s = time.monotonic(), min(_MOST_SILENT_S, timeout_s / 4), 0.01
+    while not done():
+        waited = time.monotonic() - start
+        if waited > timeout_s:
+            raise UserError.at(
+                "start of the run",
+                found=f"no {missing()} after {waited:.0f} s",
+                expected="all hosts and ranks to join",
+                because="training begins with all of them",
+                fix="check the output of the missing ones, and whether the network lets them through",
+            )
+        if reports and waited > next_report_s:
+            next_report_s = 2 * waited
+            print(f"waiting for {missing()} since {waited:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(pause_s)
+        pause_s = min(_SLOWEST_POLL_S, 1.5 * pause_s)
+
+
+def _listens(address: str, port: int) -> bool:
+    """Whether anybody listens there."""
+    with contextlib.suppress(OSError, UnicodeError), socket.create_connection((address, port), timeout=5.0):
+        return True
+    return False
+
+
+# --------------------------------------------------------------------------------------------------------- the end
+
+
+def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
+    """Run `main`, and end the process. Any error is reported on one rank and ends the process at once.
+
+    Exit status: 0 if `main` returns, 1 for an error, 130 for Ctrl-C. If torchrun is killed, its ranks end too (on
     Linux).
     """
     _end_with_torchrun()
@@ -258,7 +210,7 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
 
 
 def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    """Run `main`, and leave where it fails."""
+    """Run `main`; end the process if it fails."""
     try:
         require_numbers()
         with (
@@ -268,12 +220,12 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
             main(argv)
     except SystemExit as end:
         if end.code:
-            _leave_word(f"exit status {end.code}", final=True)
+            _write_error_file(f"exit status {end.code}", final=True)
         raise
     except KeyboardInterrupt:
         raise
     except UserError as error:
-        # What one rank found, the others usually found too: they leave the first one time to report it.
+        # An error of one rank is usually an error of all: the others leave the first one time to report it.
         if rank() > 0:
             _wait_for_torchrun(2.0)
         leave(f"error: {error}", 1, final=True)
@@ -281,19 +233,20 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         if not is_lost_peer(error):
             leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
         _wait_for_torchrun(10.0)
-        leave(f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}", 1)
+        short = "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
+        leave(f"rank {rank()} lost another rank, whose error is the cause: {short}", 1)
 
 
 def hide_stack_traces() -> None:
-    """Have torch's C++ code report errors alone, not warnings with a stack trace for each connection that closes. For
+    """Have torch's C++ code report errors only, not warnings with a stack trace for each connection that closes. For
     this process and its children, before torch is imported; `TORCH_CPP_LOG_LEVEL=WARNING` shows them.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def ended(work: Callable[[], str | None]) -> int:
-    """The exit status of a command that is no rank, and the one message that it ends with: what `work` returns, if
-    anything; 1 for an error, 130 for Ctrl-C.
+    """Run the work of a command that is no rank, and print the text it returns. Returns the exit status: 1 for an
+    error, 130 for Ctrl-C.
     """
     prepare_outputs()
     try:
@@ -313,20 +266,15 @@ def _wait_for_torchrun(patience_s: float) -> None:
     time.sleep(patience_s + 0.5 * (rank() % 16))
 
 
-def _in_short(error: BaseException) -> str:
-    """Its first line, and what was noted of where it came."""
-    return "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
-
-
 def _end_with_torchrun() -> None:
     """Have the kernel kill this rank when the torchrun that started it dies: nobody else would, and the rank would
-    keep running next to that of the next start. SIGTERM is not enough: it may be deferred to the end of a step.
+    keep running next to those of the next start. SIGTERM is not enough: it may be deferred to the end of a step.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != parent:  # It died before the kernel was asked.
+    if os.getppid() != parent:  # It died before the call.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -357,10 +305,10 @@ def _leave_well() -> NoReturn:
 
 
 def leave(message: str, status: int, *, final: bool = False) -> NoReturn:
-    """Say `message` and exit without waiting for threads or for other ranks. `final`: the next start would fail too."""
+    """Print `message` and exit without waiting for threads or other ranks. `final`: the next start would fail too."""
     if status:
-        _leave_word(message, final)
-    with contextlib.suppress(OSError, ValueError):  # Where they cannot be written, the status says so.
+        _write_error_file(message, final)
+    with contextlib.suppress(OSError, ValueError):  # If they cannot be written, the status tells.
         if message:
             print(message, file=sys.stderr)
         sys.stderr.flush()
@@ -368,13 +316,27 @@ def leave(message: str, status: int, *, final: bool = False) -> NoReturn:
     os._exit(status)
 
 
-def _leave_word(message: str, final: bool) -> None:
-    """Leave what was said where torchrun looks for it (torch.distributed.elastic.multiprocessing.errors): it then knows
-    that this rank has reported why it ends.
+def _write_error_file(message: str, final: bool) -> None:
+    """Write the message to torchrun's error file (torch.distributed.elastic.multiprocessing.errors), which shows that
+    this rank has reported why it ends.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # What torchrun prints itself in the place of a traceback; the message has been printed.
-        callstack, now = "see above what this rank has said", str(int(time.time()))
+        # torchrun prints `py_callstack` in place of a traceback; the message has been printed.
+        callstack, now = "see this rank's message above", str(int(time.time()))
         extra = {"py_callstack": callstack, "timestamp": now, FINAL: final}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+
+
+def in_background(work: Callable[[], T], name: str) -> Future[T]:
+    """The result of `work`, computed on a thread that the process does not wait for at exit."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # Raised to whoever asks for the result.
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

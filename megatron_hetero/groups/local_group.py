@@ -1,4 +1,4 @@
-"""A process group that no rank communicates in: what Megatron-Core asks for its size and rank, and groups of one."""
+"""Process groups without a communicator: groups of one rank, and those used for their size and rank only."""
 
 # PyTorch's stubs declare overloads that its own Python groups do not have either.
 # pyright: reportIncompatibleMethodOverride=false
@@ -14,14 +14,14 @@ from torch import Tensor
 class LocalGroup(dist.ProcessGroup):
     """The `ranks` of a group, ascending, as `rank` sees them, without a communicator.
 
-    Of one rank, its collectives copy what has to be copied. Of several, they raise `RuntimeError`.
-    Tensors of any device. PyTorch 2.12 and earlier know some of the methods by their second name.
+    Collectives of one rank copy their input to their output; those of several ranks raise `RuntimeError`. Tensors may
+    be on any device. PyTorch 2.12 and earlier know some of the methods by their second name.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, what: str):
         super().__init__(ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]
         self._ranks, self._what = ranks, what
-        # What `dist.get_rank(group)`, `dist.get_process_group_ranks(group)` and `dist.get_backend(group)` look into.
+        # `dist.get_rank(group)`, `dist.get_process_group_ranks(group)` and `dist.get_backend(group)` read these.
         registry = dist.distributed_c10d._world
         registry.pg_group_ranks[self] = {member: at for at, member in enumerate(ranks)}
         registry.pg_map[self] = self.getBackendName(), None  # pyright: ignore[reportArgumentType]
@@ -29,18 +29,18 @@ class LocalGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """What PyTorch finds the group by, once it is registered. Groups of the same ranks have the same name."""
+        """The name by which PyTorch finds the group once it is registered; equal for equal ranks."""
         return f"local:{','.join(map(str, self._ranks))}"
 
     def register(self) -> None:
         """Make PyTorch find the group by its name."""
         dist.distributed_c10d._world.pg_names[self] = self.group_name
-        # Another one of the same ranks may be there: any of them will do.
+        # One of the same ranks may be registered: any of them will do.
         with contextlib.suppress(RuntimeError):
             dist.distributed_c10d._register_process_group(self.group_name, self)
 
     def getBackendName(self) -> str:
-        """What `torch.distributed` calls it."""
+        """The name of the backend."""
         return "local"
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -93,7 +93,7 @@ class LocalGroup(dist.ProcessGroup):
         if len(self._ranks) > 1:
             raise RuntimeError(
                 f"{self._what}: found a collective over ranks {self._ranks}, expected none, because no communicator is "
-                "made for that group: ask it for its size and ranks only, or communicate along an axis by itself"
+                "created for that group: ask it for its size and ranks only, or communicate along an axis by itself"
             )
         for output, tensor in zip(outputs, tensors, strict=True):
             if not _same_memory(output, tensor):
@@ -107,12 +107,12 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class SilentGroup(LocalGroup):
-    """A group of `size` ranks, this one the first, whose collectives leave outputs as they are: for tensors without
+    """A group of `size` ranks, this one the first, whose collectives leave outputs unchanged: for tensors without
     values.
     """
 
     def __init__(self, size: int):
-        super().__init__(tuple(range(size)), 0, "a group that is measured")
+        super().__init__(tuple(range(size)), 0, "measured group")
 
     def _copied(self, outputs: list[Tensor], tensors: list[Tensor]) -> dist.Work:
         return _Done()

@@ -1,12 +1,11 @@
-"""The only file that touches Megatron-Core's global state.
+"""The only file that uses Megatron-Core's global state and the internals of PyTorch's FSDP2 (`fully_shard`).
 
-Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the
-buffer that sequence-parallel linears gather into, and the tracker of random states that a
-`TransformerBlock` forks. Neither holds a process group, so modules of different layouts can share them. A third place
-uses the default process group: making an optimizer. A fourth takes the tensor-parallel group of `parallel_state`: the
-loss of a `LanguageModule`.
+Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the buffer that
+sequence-parallel linears gather into, and the tracker of random states that a `TransformerBlock` forks. Neither
+contains a process group, so modules of different layouts can share them. The construction of an optimizer uses the
+default process group, and the loss of a `LanguageModule` the tensor-parallel group of `parallel_state`.
 
-What PyTorch's FSDP2 (`fully_shard`) knows of the parameters that it shards, which it has no public name for.
+FSDP2 has no public names for the parameters that it shards and for its pending gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MODEL_PARALLEL_STREAM = "model-parallel-rng"
 
 
 def prepare_globals(seed: int) -> None:
-    """Fill Megatron's globals for this process. To be called once the platform has been prepared; idempotent."""
+    """Fill Megatron's globals for this process, after `Platform.prepare_megatron`. Idempotent."""
     _prepare_buffer()
     megatron_random.initialize_rng_tracker()
     tracker = megatron_random.get_cuda_rng_tracker()
@@ -43,16 +42,17 @@ def prepare_globals(seed: int) -> None:
 
 
 def prepare_layers(seed: int, tp: int, pp: int) -> None:
-    """Fill Megatron's globals for models that are not ours, and let layers take their groups from their collections.
+    """Fill Megatron's globals for Megatron's own models, after `Platform.prepare_megatron`, and let their layers take
+    groups from their collections.
 
-    Random streams are seeded as `model_parallel_cuda_manual_seed` does it, for a process at these coordinates. Those
-    that a program with `parallel_state` has seeded already stay. To be called once the platform has been prepared.
+    Random streams are seeded as by `model_parallel_cuda_manual_seed` for a process at these coordinates. Streams that a
+    program with `parallel_state` has seeded stay.
     """
     _prepare_buffer()
     _patch(LanguageModule, "compute_language_model_loss", _loss_in_own_group)
     _patch(WrappedTorchNorm, "__new__", _norm_on_shards)
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # A router asks for it also where Transformer Engine is not installed.
+        moe_utils.te_general_gemm = None  # A router reads it even without Transformer Engine.
     megatron_random.initialize_rng_tracker()
     tracker: Any = megatron_random.get_cuda_rng_tracker()
     if not (parallel_state.model_parallel_is_initialized() and tracker.get_states()):
@@ -79,7 +79,7 @@ def _patch(owner: type, name: str, wrapper: Any) -> None:
 
 
 def _loss_in_own_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The loss over the model's own tensor-parallel group. The unfused one asks for that of `parallel_state`."""
+    """The loss over the model's own tensor-parallel group; the unfused loss would use the group of `parallel_state`."""
     group = model.pg_collection.tp
     own = {
         "get_tensor_model_parallel_group": lambda *_, **__: group,
@@ -97,8 +97,8 @@ def _loss_in_own_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> T
 
 
 def _norm_on_shards(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """A norm of PyTorch on activations that are sharded over `tp`, which Megatron refuses: its parameters are marked as
-    those of other norms are, so that their gradients are summed over `tp`.
+    """A PyTorch norm on activations that are sharded over `tp`, which Megatron refuses. Its parameters are marked like
+    those of other norms, so that their gradients are summed over `tp`.
     """
     if not config.sequence_parallel:
         return make(cls, config, *args, **kwargs)
@@ -117,7 +117,7 @@ def random_states(platform: Platform) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor], platform: Platform) -> None:
-    """Put back what `random_states` gave."""
+    """Restore the states that `random_states` returned."""
     of_tracker = {name.removeprefix("megatron-"): s for name, s in states.items() if name.startswith("megatron-")}
     tracker: Any = megatron_random.get_cuda_rng_tracker()
     tracker.set_states(of_tracker)
@@ -126,9 +126,7 @@ def set_random_states(states: Mapping[str, Tensor], platform: Platform) -> None:
 
 @contextlib.contextmanager
 def without_processes(device: torch.device) -> Iterator[None]:
-    """Inside, Megatron's layers are built and run on `device`, with groups that know their sizes, and without a default
-    process group and random streams: nothing is drawn.
-    """
+    """Inside, Megatron's layers are built and run on `device` without a default process group and random streams."""
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (torch.cuda, "current_device", lambda: device),
         (dist, "is_initialized", lambda: True),
@@ -147,11 +145,11 @@ def without_processes(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_parameter_groups() -> Iterator[None]:
-    """Inside, Megatron makes optimizers without communication.
+    """Inside, Megatron builds optimizers without communication. For use before threads that communicate are started.
 
     It would gather the kinds of parameter groups over the whole world, so that all ranks have the same ones, empty or
-    not. But ranks hold different modules, and those of a frozen stage make no optimizer: the others would wait for
-    them forever. To be used before threads that communicate are started.
+    not. But ranks have different modules, and ranks of a frozen stage build no optimizer: the others would wait for
+    them forever.
     """
 
     def gather(gathered: list[Any], mine: Any, *_: Any, **__: Any) -> None:
@@ -166,7 +164,7 @@ def own_parameter_groups() -> Iterator[None]:
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's groups of the parameters of `module`, without those of parts that it shards by themselves."""
+    """FSDP2's parameter groups of `module`, without those of submodules that are sharded separately."""
     state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # pyright: ignore[reportCallIssue]
     # PyTorch 2.12 and earlier have one group in each module.
     found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -174,7 +172,7 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
 
 
 def has_reduced(module: nn.Module) -> bool:
-    """Whether FSDP2 keeps no gradients that it has not reduced."""
+    """Whether FSDP2 has reduced all gradients of `module`."""
     groups = fsdp_groups(module)
     own = [each for group in groups for each in group.fsdp_params]
     left = [each.unsharded_accumulated_grad for each in own] + [group._partial_reduce_output for group in groups]
@@ -183,14 +181,14 @@ def has_reduced(module: nn.Module) -> bool:
 
 
 def forget_order(modules: Sequence[nn.Module]) -> None:
-    """Drop FSDP2's record of the order in which modules ran, which it keeps until a backward pass, where none comes."""
+    """Clear FSDP2's record of the order in which modules ran, which it expects a backward pass to do."""
     for group in (group for module in modules for group in fsdp_groups(module)):
         group._post_forward_indices.clear()
         group.comm_ctx.post_forward_order.clear()
 
 
 def reduce_unused(module: Any) -> None:
-    """Have a backward pass reduce zeros for parameters of `module` that train and get no gradient in it."""
+    """Have the backward pass reduce zeros for trained parameters of `module` that get no gradient."""
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
         return
@@ -207,5 +205,5 @@ def _with_zeros(group: Any, post_backward: Callable[..., None], *args: Any) -> N
 
 
 def fsdp_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Their parameters, in the order in which their gradients are communicated."""
+    """FSDP2's parameters of `module`, in the order in which their gradients are communicated."""
     return [each.sharded_param for group in fsdp_groups(module) for each in group.fsdp_params]

@@ -1,7 +1,7 @@
-"""CUDA with NCCL, or a CPU with gloo: the only file that knows which.
+"""CUDA with NCCL, or a CPU with gloo: the only file that distinguishes them.
 
-A `Platform` is a value that is passed on. On a CPU, Megatron-Core needs help in a few places where
-it takes CUDA for granted; `Platform.prepare_megatron` and `Platform.megatron_scope` give it.
+Megatron-Core takes CUDA for granted in a few places; `Platform.prepare_megatron` and `Platform.megatron_scope` make
+them work on a CPU.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from megatron_hetero.layout.communicators import group_of
 CPU = torch.device("cpu")
 
 MOST_GRAPHS = 64
-"""Of one function: modules, widths that tp leaves, number formats, padding or none, each with and without gradients.
-Beyond them PyTorch computes it in single operations, each of which takes memory.
+"""The most graphs of one compiled function: for each module, local width, number format and padding, with and without
+gradients. Beyond them PyTorch runs it as single operations, each of which takes memory.
 """
 HEADROOM = 512 << 20
-"""Bytes of a GPU that tensors leave to kernels that CUDA loads, and buffers that NCCL makes, at first use."""
+"""Bytes of a GPU that tensors leave to kernels that CUDA loads, and buffers that NCCL allocates, at first use."""
 
 
 @dataclass
 class _Compiler:
-    """Whether `torch.compile` makes kernels for this process's GPU, as all ranks have agreed; None: not tried yet."""
+    """Whether `torch.compile` makes kernels for the GPUs of all ranks; None: not tried yet."""
 
     works: bool | None = None
     instead: Callable[..., Any] | None = None
-    """What runs functions on tensors without values, in place of compiled ones, as `instead(function, *inputs)`."""
+    """Runs functions on tensors without values, in place of compiled ones, as `instead(function, *inputs)`."""
 
 
 _COMPILER = _Compiler()
 
 
 def _gpus_compile() -> bool:
-    """As agreed, or else as this rank finds."""
+    """Whether `torch.compile` makes kernels for GPUs: on all ranks if they have agreed, else on this one."""
     if _COMPILER.works is None:
         problem = compile_problem(torch.device("cuda", torch.cuda.current_device()))
         _COMPILER.works = problem is None
@@ -59,13 +59,13 @@ def _gpus_compile() -> bool:
 
 
 def compile_problem(device: torch.device) -> str | None:
-    """Why `torch.compile` makes no kernel for the device, found by making and running one; None where it does.
+    """Compile and run a kernel on the device. Returns the problem; None if it works.
 
-    That Triton and compilers are there is not enough: what launches kernels is built with Python's headers.
+    Triton and a compiler are not enough: the code that launches kernels is built with Python's headers.
     """
     try:
         compiled(_one_more)(torch.ones(2, device=device)).sum().item()
-    except Exception as problem:  # Of the compiler's own, of tools that it starts, of files that it writes.
+    except Exception as problem:  # From the compiler, the tools it starts, or the files it writes.
         return str(problem).strip().partition("\n")[0] or type(problem).__name__
     return None
 
@@ -82,13 +82,13 @@ def _without_compiler(problem: str) -> str:
 
 
 def compiles_for(tensor: torch.Tensor) -> bool:
-    """Whether `torch.compile` makes kernels for the device of `tensor` that are worth the wait: those of a GPU."""
+    """Whether `torch.compile` makes kernels for the device of `tensor`, which must be a GPU."""
     return _COMPILER.instead is not None if tensor.is_meta else tensor.is_cuda and _gpus_compile()
 
 
 @contextlib.contextmanager
 def instead_of_compiled(run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `run(function, *inputs)` runs what a GPU compiles, on tensors without values (those on `meta`)."""
+    """Inside, `run(function, *inputs)` replaces compiled functions for tensors without values (on `meta`)."""
     before, _COMPILER.instead = _COMPILER.instead, run
     try:
         yield
@@ -98,15 +98,15 @@ def instead_of_compiled(run: Callable[..., Any]) -> Iterator[None]:
 
 @cache
 def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[..., Any]:
-    """`function` by `torch.compile`, once for tensors of any length. Without `dynamic`: of any length of dims that are
-    marked so, as one graph; other sizes are known, which makes better kernels.
+    """`function` by `torch.compile`, once for tensors of any length. Without `dynamic`, one graph with fixed sizes of
+    all dims but those marked as dynamic, which makes better kernels.
     """
     make = cache(partial(torch.compile, function, dynamic=dynamic, fullgraph=not dynamic))
 
     def run(*inputs: Any) -> Any:
         if _COMPILER.instead is not None and any(isinstance(x, torch.Tensor) and x.is_meta for x in inputs):
             return _COMPILER.instead(function, *inputs)
-        # Here, as settings are those of a thread, and backward passes run in threads of their own.
+        # Here, as settings belong to a thread, and backward passes run in other threads.
         if torch._dynamo.config.recompile_limit < MOST_GRAPHS:
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
         return make()(*inputs)
@@ -115,7 +115,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device, without waiting for it: through pinned memory, or as it is on a CPU."""
+    """A copy of a host tensor on the device, through pinned memory and without waiting; the tensor itself on a CPU."""
     if device.type != "cuda":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
@@ -123,9 +123,9 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Platform:
-    """The device of this process, and the backends that collectives use: of the device's tensors, and of the host's.
+    """The device of this process, and the backends of collectives on its tensors and on those of the host.
 
-    `timeout`: of collectives; None leaves it to PyTorch.
+    `timeout`: time-out of collectives; None leaves it to PyTorch.
     """
 
     device: torch.device
@@ -135,7 +135,7 @@ class Platform:
 
     @classmethod
     def detect(cls, local_rank: int = 0) -> Platform:
-        """CUDA where a GPU is visible, the CPU elsewhere. Raises `UserError` where this rank of the host has no GPU."""
+        """CUDA if a GPU is visible, else the CPU. Raises `UserError` if this rank of the host has no GPU."""
         if not torch.cuda.is_available():
             return cls(CPU, "gloo")
         if local_rank >= (devices := torch.cuda.device_count()):
@@ -154,12 +154,12 @@ class Platform:
 
     @property
     def compiles(self) -> bool:
-        """As `compiles_for` tensors of the device."""
+        """Whether `torch.compile` makes kernels for the device, which must be a GPU."""
         return self.is_cuda and _gpus_compile()
 
     def agree_to_compile(self, group: dist.ProcessGroup) -> None:
-        """Compile a kernel on each rank of a host `group`, so that all compute alike: where one cannot, none does, and
-        the first rank warns. Nothing on a CPU.
+        """Compile a kernel on each rank of a host `group`. If one cannot, none compiles, so that all compute alike, and
+        the first rank warns. Does nothing on a CPU.
         """
         if self.is_cuda:
             problems = on_every(group, lambda: compile_problem(self.device))
@@ -169,8 +169,8 @@ class Platform:
                 warnings.warn(_without_compiler(found[0]), stacklevel=2)
 
     def leave_headroom(self) -> None:
-        """Limit PyTorch's allocator to what the process groups made so far leave of the GPU, less `HEADROOM`: it raises
-        "out of memory" before CUDA and NCCL, which allocate beside it, find nothing. A lower limit stays.
+        """Limit PyTorch's allocator to the memory that process groups leave of the GPU, less `HEADROOM`: it raises "out
+        of memory" before CUDA and NCCL, which allocate beside it, run out. A lower limit stays.
         """
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info(self.device)
@@ -185,8 +185,8 @@ class Platform:
 
     @property
     def connects_late(self) -> bool:
-        """Whether ranks connect in the first call of each kind on a process group, where their hosts wait for each
-        other, as they do with NCCL. gloo connects when it makes the group.
+        """Whether ranks connect in the first call of each kind on a process group, as with NCCL, and their hosts wait
+        for each other then. gloo connects when it creates the group.
         """
         return self.backend != "gloo"
 
@@ -200,63 +200,63 @@ class Platform:
         if self.is_cuda:
             torch.cuda.set_device(self.device)
             # Eager, so that groups are splits. The wrapper of debug level DETAIL cannot be split (PyTorch 2.11): with
-            # it, communicators are made one by one, at first use.
+            # it, communicators are created one by one, at first use.
             if dist.get_debug_level() != dist.DebugLevel.DETAIL:
                 options["device_id"] = self.device
-            # That of a module whose `tp` spans all ranks.
+            # It serves modules whose `tp` spans all ranks.
             options["pg_options"] = self._options(None, urgent=True)
         dist.init_process_group(self.backend, **options)
 
     def split(
         self, groups: Sequence[tuple[int, ...]], what: str, *, max_ctas: int | None = None, urgent: bool = False
     ) -> dist.ProcessGroup | None:
-        """Make the process groups of `groups`, which have no rank in common, for tensors of the device.
+        """Create process groups with disjoint ranks for tensors of the device.
 
         Every rank of the world calls it, with the same groups. Returns the one that this rank is in, or None.
-        `what` names them in traces and debuggers. `max_ctas`: of their kernels on a GPU, if not NCCL's choice.
-        `urgent`: they run beside products, on streams of high priority.
+        `what` names them in traces and debuggers. `max_ctas`: limit of their kernels on a GPU, if not NCCL's choice.
+        `urgent`: they run beside matrix products, on streams of high priority.
         """
         options = self._options(max_ctas, urgent)
         if dist.group.WORLD.bound_device_id is not None:  # pyright: ignore[reportOptionalMemberAccess]
-            # One `ncclCommSplit` of all ranks. `new_group` would make one for each group, on all ranks too.
+            # One `ncclCommSplit` of all ranks. `new_group` would call it for each group, on all ranks too.
             ranks = list(map(list, groups))
             return dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=what)
         return self._own_group(groups, self.backend, what, options)
 
     def _options(self, max_ctas: int | None, urgent: bool) -> Any:
-        """What NCCL is asked for; None for other backends. A split has a configuration of its own (`ncclCommSplit`)."""
+        """Options of NCCL; None for other backends. A split does not inherit those of its parent."""
         if self.backend != "nccl":
             return None
         nccl: Any = dist.ProcessGroupNCCL  # Builds of PyTorch for CPUs have none.
         options = nccl.Options(is_high_priority_stream=urgent)
-        if self.timeout is not None:  # PyTorch warns where it differs from that of the group.
+        if self.timeout is not None:  # PyTorch warns if it differs from the group's.
             options._timeout = self.timeout
         if max_ctas is not None:
             options.config.max_ctas = max_ctas
         return options
 
     def split_hosts(self, groups: Sequence[tuple[int, ...]], what: str) -> dist.ProcessGroup | None:
-        """The same for tensors in the memory of the host."""
+        """Create process groups like `split`, for tensors in host memory."""
         return self._own_group(groups, self.host_backend, what)
 
     def host_group(self, what: str) -> dist.ProcessGroup:
-        """A process group of all ranks for tensors in the memory of the host. Every rank calls it."""
-        made = dist.new_group(backend=self.host_backend, timeout=self.timeout, group_desc=what)
-        return cast("dist.ProcessGroup", made)  # of all ranks, so this one is in it
+        """Create a process group of all ranks for tensors in host memory. Every rank calls it."""
+        group = dist.new_group(backend=self.host_backend, timeout=self.timeout, group_desc=what)
+        return cast("dist.ProcessGroup", group)  # This rank is in it.
 
     def _own_group(
         self, groups: Sequence[tuple[int, ...]], backend: str, what: str, options: Any = None
     ) -> dist.ProcessGroup | None:
-        """Make only this rank's group, with its other members.
+        """Create only this rank's group, with its other members.
 
-        Where other ranks must take part in making a group (without `use_local_synchronization`), those outside split
-        the communicator of the world if that is NCCL's, and those inside do not if the group is gloo's: a hang.
+        If other ranks had to take part (without `use_local_synchronization`), those outside would split the
+        communicator of the world if that is NCCL's, and those inside would not if the group is gloo's: a hang.
         """
         rank = dist.get_rank()
         own = group_of(groups, rank)
-        # Members name their group by its ranks and the number of groups that they have, so that all ranks must have as
-        # many: those without one make one by themselves.
-        made = dist.new_group(
+        # Members name their group by its ranks and the number of their groups, which must be equal on all ranks: those
+        # outside create one by themselves.
+        group = dist.new_group(
             list(own or (rank,)),
             backend=backend,
             timeout=self.timeout,
@@ -264,10 +264,10 @@ class Platform:
             use_local_synchronization=True,
             group_desc=what,
         )
-        return None if own is None else cast("dist.ProcessGroup", made)
+        return None if own is None else cast("dist.ProcessGroup", group)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was asked."""
+        """Wait until the device has finished its work."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -278,24 +278,24 @@ class Platform:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def host_zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in host memory, [count], that a GPU reads and writes while it computes."""
+        """Zeros in host memory, [count], that a GPU can read and write while it computes."""
         if not self.is_cuda or not count:
             return torch.zeros(count, dtype=dtype)
-        # Pages of its own, registered with CUDA: PyTorch's pinned memory is rounded up to powers of two.
+        # Separate pages, registered with CUDA: PyTorch rounds pinned memory up to powers of two.
         size = count * dtype.itemsize
         with os_errors_as(partial(_no_host_memory, size)):
             pages = mmap.mmap(-1, size)
         view = memoryview(pages)
-        kept = torch.frombuffer(view, dtype=dtype, count=count)
+        zeros = torch.frombuffer(view, dtype=dtype, count=count)
         cuda: Any = torch.cuda.cudart()
-        address = kept.data_ptr()
-        code = int(cuda.cudaHostRegister(address, kept.nbytes, 1))
+        address = zeros.data_ptr()
+        code = int(cuda.cudaHostRegister(address, zeros.nbytes, 1))
         if code:
             raise _no_host_memory(size, f"CUDA error {code}")
-        # The last tensor takes the view along. The pages, which would unmap themselves before their own finaliser runs,
-        # are the finaliser's until it has ended. At exit the driver may be gone.
+        # The view ends with the last tensor. The finaliser owns the pages, which would otherwise unmap themselves
+        # before it runs. At exit the driver may be gone.
         finalize(view, lambda _: cuda.cudaHostUnregister(address), pages).atexit = False
-        return kept
+        return zeros
 
     def side_streams(self, number: int) -> tuple[torch.cuda.Stream, ...]:
         """Streams of the device beside the current one; none on a CPU."""
@@ -307,14 +307,14 @@ class Platform:
         return states | {"cuda": torch.cuda.get_rng_state(self.device)} if self.is_cuda else states
 
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `random_states` gave."""
+        """Restore the states that `random_states` returned."""
         torch.set_rng_state(states["torch"])
         if self.is_cuda:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
     def prepare_megatron(self) -> None:
         """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""
-        prepare_environment()  # A no-op where the process group is ours.
+        prepare_environment()  # Does nothing if `process_group` has done it.
         from megatron.core.tensor_parallel import layers
 
         # It would advise one hardware queue; collectives of high priority begin in time with several.
@@ -331,16 +331,16 @@ class Platform:
         megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
 
     def enter_megatron_scope(self) -> None:
-        """For the rest of the process, code with a literal `device="cuda"`, and `Tensor.cuda()`, use this platform's
-        device, as after `torch.set_default_device`. Nothing where that is a GPU; idempotent.
+        """For the rest of the process, have a literal `device="cuda"` and `Tensor.cuda()` mean this platform's device.
+        Does nothing if that is a GPU. Idempotent.
         """
         modes = torch.overrides._get_current_function_mode_stack()
         if not self.is_cuda and not any(isinstance(mode, _CudaMeansCpu) for mode in modes):
             _CudaMeansCpu().__enter__()
 
     def megatron_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, Megatron code with a literal `device="cuda"` runs on this platform's device, also that which makes
-        optimizers.
+        """Inside, Megatron code with a literal `device="cuda"` runs on this platform's device, and its optimizers
+        accept tensors of a CPU.
         """
         return contextlib.nullcontext() if self.is_cuda else _CudaTypeMeansCpu()
 
@@ -380,7 +380,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _CudaTypeMeansCpu(_CudaMeansCpu):
-    """Lets `Tensor.type()` say what Megatron's optimizers check for, too."""
+    """Also has `Tensor.type()` return the CUDA types that Megatron's optimizers check for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:

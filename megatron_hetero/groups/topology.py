@@ -1,10 +1,8 @@
-"""The process groups of a module as Megatron-Core's layers take them.
+"""All modules' layouts bound to a world of ranks, with the process groups that they need.
 
-All modules' layouts bound to a world of ranks, with the process groups that they need.
-
-Which groups there are, and which of them are made together, is in `communicators`. They are made eagerly, by every
-rank, in one order, and each is checked once: by a sum of known values, or a known value that is sent. Then all
-collectives are used once, since on NCCL hosts wait in first uses.
+`layout.communicators` says which groups there are, and which share one split. Every rank creates them eagerly, in one
+order, and checks each: by a sum of known values, or a known value that is sent. Then all collectives are used once,
+since on NCCL hosts wait for each other at first use.
 """
 
 from __future__ import annotations
@@ -51,12 +49,12 @@ from megatron_hetero.layout.layout import Layout
 
 @dataclass(init=False, repr=False)
 class ModuleGroups(ProcessGroupCollection):
-    """Megatron's collection of process groups, with the two axes of its context-parallel group `cp` by themselves.
+    """Megatron's collection of process groups, with groups for the two axes of its context-parallel group `cp`.
 
     `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
     i mod sp of its `sp` group and member i // sp of its `context` group.
 
-    `along` gives the group along axes of any view of the module's layout.
+    `along` returns the group along axes of any view of the module's layout.
     """
 
     sp: dist.ProcessGroup = field(init=False)
@@ -65,13 +63,15 @@ class ModuleGroups(ProcessGroupCollection):
 
 
 EXPERTS = "experts"
-"""The view that tells how Megatron's layers of experts are split; without it they are split as dense layers are."""
+"""The view that says how Megatron's layers of experts are split; without it they are split like dense layers."""
 
 
 def module_groups(
     group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None, views: Iterable[View] = ()
 ) -> ModuleGroups:
-    """From a module's groups along axes; `ends`: of its first and last stage; `views`: further ones of its layout."""
+    """The collection for a module, given its groups along axes. `ends`: the group of its first and last stage; `views`:
+    further views of its layout.
+    """
     # There is one instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is
     # needed.
     samples = group(*GRADIENT_AXES)
@@ -99,15 +99,15 @@ def module_groups(
         intra_dist_opt=group(*AXES),
         inter_dist_opt=None,
         embd=ends,
-        pos_embd=None,  # of positions that several stages embed, of which Megatron's decoders have none
+        pos_embd=None,  # for positions that several stages embed, which Megatron's decoders do not
     )
 
 
 CONNECTING_BYTES = (2**10, 2**20, 2**26)
-"""Of what `_connect` communicates on a GPU; elsewhere size makes no difference."""
+"""Sizes that `_connect` communicates on a GPU; elsewhere size makes no difference."""
 
 Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
-"""Of a pipeline, for one rank: by direction and the pipeline coordinate that sends, the group of the two ranks."""
+"""Groups of this rank and a neighbour in a pipeline, by direction and the sending pipeline coordinate."""
 
 
 class BoundaryGroups(NamedTuple):
@@ -121,15 +121,15 @@ class BoundaryGroups(NamedTuple):
 class Topology:
     """Layouts, this process's rank and its process groups.
 
-    `layouts` maps module to layout; `world` spans all ranks on the device's backend, `host` spans them on the hosts for
-    integers and messages that never leave the host, and is not `world`, so that another thread can use it meanwhile.
-    `files` is one more such group, for what writes and reads checkpoints.
-    `host_replicas`: for each module that decodes data, host groups of its replicas' ranks, for that other thread too.
-    `boundaries`: for each edge of the graph of modules the ranks of both its ends. `planned`: host groups of the same
-    ranks, for edges whose ranks plan together.
-    Where this rank has no part in a group, it is missing.
-    `pipelines`: for each of this rank's modules with stages its links to the neighbouring stages.
-    `graph`: of the modules, where the topology was made for one.
+    `layouts` maps module to layout; `world` spans all ranks on the device's backend; `host` spans them for tensors in
+    host memory. It is never `world`, so that another thread can use it meanwhile. `files` is one more host
+    group, for writing and reading checkpoints.
+    `host_replicas`: for each module that decodes data, a host group of its replica's ranks, for that other thread too.
+    `boundaries`: for each edge of the graph of modules, groups of the ranks of both its ends. `planned`: host groups of
+    the same ranks, for edges that are planned from what each rank knows.
+    `pipelines`: for each of this rank's modules with stages, its links to the neighbouring stages.
+    Groups that this rank has no part in are missing.
+    `graph`: graph of the modules, if the topology was built for one.
     """
 
     platform: Platform
@@ -170,10 +170,10 @@ class Topology:
             planned: those of them that are planned from what each rank knows, see `Boundary.plan`.
             tied: modules whose first and last stage hold copies of one parameter.
             interleaved: modules with virtual stages.
-            megatron: modules that Megatron's own schedules or optimizers run, which communicate along more axes. All,
-                where left out.
+            megatron: modules that Megatron's own schedules or optimizers run, which communicate along more axes. All by
+                default.
             check: whether each group is checked, which also connects its ranks: on NCCL schedules rest on that. Not
-                possible where the backend does not communicate.
+                possible if the backend does not communicate.
 
         Raises:
             UserError: on all ranks. Layouts, modules or edges do not fit each other or the world.
@@ -182,38 +182,28 @@ class Topology:
         _require_layouts(layouts, dist.get_world_size())
         _require_modules(layouts, decoding=decoding, tied=tied, interleaved=interleaved)
         _require_order(edges=edges, planned=planned)
-        declared = {as_edge(edge, layouts) for edge in edges}
-        for edge in (as_edge(edge, layouts) for edge in planned):
-            if edge not in declared:
-                expected = f"one of `edges`, {', '.join(map(str, declared)) or 'none'}"
-                raise UserError.at("Topology.build: planned", found=str(edge), expected=expected, fix="give it in both")
+        declared, planned = (tuple(as_edge(edge, layouts) for edge in given) for given in (edges, planned))
+        _require_declared(planned, declared)
         rank, world = dist.get_rank(), dist.group.WORLD
         assert world is not None, "the default process group is initialised"
         everybody = tuple(range(dist.get_world_size()))
         # Hosts first: the groups of some of them are named by how many groups a rank has.
         host, files = platform.host_group("host"), platform.host_group("files")
         replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
-        planning = {edge: (edge_ranks(layouts, edge),) for edge in (as_edge(each, layouts) for each in planned)}
+        planning = {edge: (edge_ranks(layouts, edge),) for edge in planned}
         hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
         own = layouts if megatron is None else megatron
         kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved, megatron=own)
         if platform.backend == "nccl":
             require_streams(kinds, everybody)
-        groups = {kind: _make(kind, everybody, platform) for kind in kinds}
+        groups = {kind: _create(kind, everybody, platform) for kind in kinds}
         mine = {kind: group for kind, group in groups.items() if group is not None}
         if check:
-            _check_sum(files, everybody, rank, CPU)
-            _check_sum(world, everybody, rank, platform.device)
-            for ranks, group in hosts.items():
+            _check(mine, layouts, world, platform)
+            for ranks, group in (*hosts.items(), ((everybody,), files)):
                 if group is not None and (members := group_of(ranks, rank)):
                     _check_sum(group, members, rank, CPU)
-            for kind, group in mine.items():
-                _check_kind(kind, group, layouts, rank, platform.device)
-            if platform.connects_late:
-                for group in dict.fromkeys([world, *(group for kind, group in mine.items() if kind.collects)]):
-                    _connect(group, platform.device)
         by_use = {use: group for kind, group in mine.items() for use in kind.uses_of(rank)}
-        held = {name for name, layout in layouts.items() if rank in layout}
         return cls(
             platform,
             rank,
@@ -223,14 +213,14 @@ class Topology:
             host,
             files,
             {name: group for name, groups in replicas.items() if (group := hosts[groups]) is not None},
-            _boundaries(by_use, layouts, edges, rank),
+            _boundaries(by_use, layouts, declared, rank),
             {edge: group for edge, groups in planning.items() if (group := hosts[groups]) is not None},
-            {name: _links(by_use, name) for name in layouts if name in held and layouts[name].pp > 1},
+            {name: _links(by_use, name) for name, layout in layouts.items() if rank in layout and layout.pp > 1},
             MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
         )
 
     def has(self, module: str) -> bool:
-        """Whether this rank has a part of `module`. `KeyError` where there is no such module."""
+        """Whether this rank has a part of `module`. Raises `KeyError` if there is no such module."""
         if module not in self.layouts:
             raise KeyError(f"no module `{module}`; there are {', '.join(self.layouts)}")
         return self.rank in self.layouts[module]
@@ -238,20 +228,27 @@ class Topology:
     def mesh(self, module: str, view: str = MAIN.name) -> DeviceMesh:
         """The ranks of `module` as PyTorch's mesh, with the groups of this topology.
 
-        Its dimensions are named as the axes of a view of its layout, `pp`, `dp`, `cp`, `sp` and `tp` in the main one;
-        those of size 1 are there too: ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. `KeyError` as
-        `group`, `UserError` where there is no such view.
+        Its dimensions are the axes of a view of its layout, `pp`, `dp`, `cp`, `sp` and `tp` in the main one, including
+        those of size 1: ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. Raises `KeyError` as `group`, and
+        `UserError` if there is no such view.
         """
         self._require(module)
-        return mesh_of(self.layouts[module], self.platform.device, partial(self.group, module), view)
+        layout = self.layouts[module]
+        degrees = layout.degrees_in(layout.view(view))
+        names = tuple(degrees)[::-1]  # From the slowest among ranks to the fastest.
+        groups = [self.group(module, axis) for axis in names]
+        for group in groups:
+            if isinstance(group, LocalGroup):
+                group.register()  # A mesh knows its groups by name.
+        ranks = torch.tensor(layout.ranks, dtype=torch.int).view([degrees[axis] for axis in names])
+        return DeviceMesh.from_group(groups, self.platform.device.type, ranks, mesh_dim_names=names)
 
     def group(self, module: str, *axes: str) -> dist.ProcessGroup:
         """The group of this rank along `axes` of one view of `module`'s layout, or between `ENDS`.
 
-        It has a communicator where these are the ranks along one of the axes, along `sp`, `cp` and `dp` together, along
-        those of a further view that hold its parts or sum its gradients, or along what Megatron communicates
-        (`communicators.MEGATRON_AXES`); other groups know their ranks only, as do those that Megatron alone would use
-        where `build` was told that it does not. The order of axes does not matter.
+        It has a communicator for the ranks along one axis, along all of `sp`, `cp` and `dp`, along the axes of another
+        view that hold its parts or sum its gradients, and along `communicators.MEGATRON_AXES` for modules in `megatron`
+        of `build`. Other groups know their ranks only. The order of axes does not matter.
 
         Raises:
             KeyError: there is no such module, or the rank is not in it.
@@ -275,10 +272,7 @@ class Topology:
             raise KeyError(f"rank {self.rank} has no part of `{module}`, whose ranks are {ranks}")
 
     def collection(self, module: str) -> ModuleGroups:
-        """The process groups of `module`, as this rank sees them and as Megatron wants them. `KeyError` as `group`."""
-        # Here, since it imports Megatron, which other users of a topology need not wait for.
-        # MERGED
-
+        """The process groups of `module` for Megatron-Core's layers on this rank. Raises `KeyError` as `group`."""
         self._require(module)
         return module_groups(
             partial(self.group, module), self._groups.get(Axes(module, ENDS)), self.layouts[module].views
@@ -309,11 +303,19 @@ def _require_modules(layouts: Mapping[str, Layout], **collections: Collection[st
 
 
 def _require_order(**collections: Collection[object]) -> None:
-    """Check that all ranks make groups in one order: sets of edges have one of their own in each process."""
+    """Check that all ranks create groups in one order: a set has another order in each process."""
     for name, found in collections.items():
         if isinstance(found, set | frozenset):
-            because, fix = "all ranks make groups in the order of the edges", "sort it"
+            because, fix = "all ranks create groups in the order of the edges", "sort it"
             raise UserError.at(f"Topology.build: {name}", found="a set", expected="a list", because=because, fix=fix)
+
+
+def _require_declared(planned: Collection[Edge], declared: Collection[Edge]) -> None:
+    """Check that planned edges are edges."""
+    for edge in planned:
+        if edge not in declared:
+            expected = f"one of `edges`, {', '.join(map(str, declared)) or 'none'}"
+            raise UserError.at("Topology.build: planned", found=str(edge), expected=expected, fix="give it in both")
 
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:
@@ -323,18 +325,18 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
 def _host_groups(
     wanted: Mapping[str | Edge, tuple[Ranks, ...]], everybody: Ranks, host: dist.ProcessGroup, platform: Platform
 ) -> dict[tuple[Ranks, ...], dist.ProcessGroup | None]:
-    """By groups of ranks, the host group of this rank in them: of all ranks, of modules' replicas, and of edges."""
+    """The host group of this rank in each partition of ranks: of all ranks, of modules' replicas, and of edges."""
     _level(host, platform)
     found: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {(everybody,): host}
     for name, groups in wanted.items():
-        if groups not in found:  # Asked by all ranks alike, those outside the module too.
+        if groups not in found:  # All ranks call it, including those outside the module.
             found[groups] = platform.split_hosts(groups, f"hosts of {name}")
     return found
 
 
 def _level(host: dist.ProcessGroup, platform: Platform) -> None:
-    """Give all ranks as many process groups, counted from what they have: members of a group that is made without the
-    other ranks name it by how many they have. A program may have made others before.
+    """Fill up all ranks to the same number of process groups: members of a group that is created without other ranks
+    name it by how many they have. A program may have created others before.
     """
     counts: list[Any] = [None] * host.size()
     dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=host)
@@ -342,8 +344,8 @@ def _level(host: dist.ProcessGroup, platform: Platform) -> None:
         platform.split_hosts((), "filler")
 
 
-def _make(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup | None:
-    """The communicator of this rank, None where it has none of that kind."""
+def _create(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup | None:
+    """Create the communicator of this rank; None if it has none of that kind."""
     if kind.is_worlds(everybody):
         return dist.group.WORLD
     return platform.split(kind.groups, str(kind), max_ctas=max_ctas(kind.uses[0]), urgent=kind.is_urgent)
@@ -352,11 +354,11 @@ def _make(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.
 def _boundaries(
     by_use: Mapping[Use, dist.ProcessGroup],
     layouts: Mapping[str, Layout],
-    edges: Collection[Edge | tuple[str, str]],
+    edges: Collection[Edge],
     rank: int,
 ) -> dict[Edge, BoundaryGroups]:
     found = {}
-    for edge in (as_edge(each, layouts) for each in edges):
+    for edge in edges:
         ranks = edge_ranks(layouts, edge)
         if rank in ranks:
             alone = None if len(ranks) > 1 else LocalGroup(ranks, rank, f"boundary {edge}")
@@ -372,14 +374,30 @@ def _links(by_use: Mapping[Use, dist.ProcessGroup], module: str) -> Links:
 # ---------------------------------------------------------------------------------------- the self-check
 
 
+def _check(
+    mine: Mapping[CommunicatorKind, dist.ProcessGroup],
+    layouts: Mapping[str, Layout],
+    world: dist.ProcessGroup,
+    platform: Platform,
+) -> None:
+    """Check all communicators of this rank, and connect their ranks."""
+    rank = dist.get_rank()
+    _check_sum(world, _ranks(world), rank, platform.device)
+    for kind, group in mine.items():
+        _check_kind(kind, group, layouts, rank, platform.device)
+    if platform.connects_late:
+        for group in dict.fromkeys([world, *(group for kind, group in mine.items() if kind.collects)]):
+            _connect(group, platform.device)
+
+
 def _check_kind(
     kind: CommunicatorKind, group: dist.ProcessGroup, layouts: Mapping[str, Layout], rank: int, device: torch.device
 ) -> None:
-    """Check a communicator by what it is for.
+    """Check a communicator in the ways it is used.
 
-    NCCL connects two ranks when they first send each other something, and their hosts wait for each other meanwhile: it
-    would hang where one of them has other things to do first. So all that may ever exchange messages do so here, and
-    `_connect` does the same for collectives.
+    NCCL connects two ranks at their first message, and their hosts wait for each other meanwhile: that would hang if
+    one of them first has other things to do. So all pairs that may ever exchange messages do so here, and `_connect`
+    does the same for collectives.
     """
     for use in kind.uses_of(rank):
         if isinstance(use, Link):
@@ -395,12 +413,12 @@ def _check_kind(
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Use all collectives of NCCL that a run uses, in its types and in sizes from small to large.
+    """Call all collectives that a run uses, in its dtypes and in sizes from small to large.
 
     NCCL chooses among algorithms (ring, tree, NVLS, PAT) by size and type. In the first use of each the hosts wait for
     each other and allocate buffers (NCCL_RUNTIME_CONNECT): in a step that would be amid a backward pass, with the
-    memory already taken by PyTorch. To connect them without use, NCCL_RUNTIME_CONNECT=0, would take those of all
-    communicators, and hung for PAT where nodes have different numbers of ranks (NVIDIA/nccl issue 2385).
+    memory already taken by PyTorch. NCCL_RUNTIME_CONNECT=0 would allocate buffers for all communicators, and hung for
+    PAT on nodes with different numbers of ranks (NVIDIA/nccl issue 2385).
     """
     for size in CONNECTING_BYTES if device.type == "cuda" else CONNECTING_BYTES[:1]:
         for dtype in (torch.bfloat16, torch.float32):
@@ -419,7 +437,7 @@ def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.
 
 
 def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: torch.device) -> None:
-    """Send a known value one way, by the call that a pipeline makes: PyTorch may keep a communicator for that alone."""
+    """Send a known value one way, by the call that a pipeline uses: PyTorch may have a communicator for that alone."""
     ranks = _ranks(group)
     (peer,) = (r for r in ranks if r != rank)
     value = torch.tensor([rank if sends else -1], dtype=torch.int64, device=device)
@@ -433,7 +451,7 @@ def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: tor
 def _check_messages(
     group: dist.ProcessGroup, ranks: Ranks, rank: int, to: Ranks, back: Ranks, device: torch.device
 ) -> None:
-    """Send a known value `to` ranks, and receive one of each that comes `back`."""
+    """Send a known value `to` ranks, and receive one from each in `back`."""
     _require(ranks, rank, f"ranks {_ranks(group)}", f"ranks {ranks}", group)
     mine = torch.full((len(to),), rank, dtype=torch.int64, device=device)
     values = torch.full((len(back),), -1, dtype=torch.int64, device=device)
@@ -449,17 +467,3 @@ def _require(ranks: Ranks, rank: int, found: str, expected: str, group: dist.Pro
             f"expected {expected} and {ranks.index(rank)} on rank {rank}; the groups were created in different "
             "orders, or the ranks run different versions of the program"
         )
-
-
-def mesh_of(
-    layout: Layout, device: torch.device, group: Callable[..., dist.ProcessGroup], view: str = MAIN.name
-) -> DeviceMesh:
-    """The mesh of a view of a layout. `group`: of this rank, by axis."""
-    degrees = layout.degrees_in(layout.view(view))
-    names = tuple(degrees)[::-1]  # From the slowest among ranks to the fastest.
-    groups = [group(axis) for axis in names]
-    for each in groups:
-        if isinstance(each, LocalGroup):
-            each.register()  # A mesh knows its groups by name.
-    ranks = torch.tensor(layout.ranks, dtype=torch.int).view([degrees[axis] for axis in names])
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)

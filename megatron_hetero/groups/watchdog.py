@@ -1,6 +1,5 @@
-"""Times the parts of a step.
-
-Ends a process whose rank waits for others forever, and says what it waits for.
+"""The stopwatch times the parts of a step; the watchdog ends a process whose rank waits for others forever, and reports
+what it waits for.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,23 @@ from megatron_hetero.layout.grammar import format_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+Mark = Callable[[], bool]
+"""Whether all work that was issued to a device before the mark has ended. Does not block; called by one thread at a
+time, and not again after it has returned True.
+"""
+Clock = Callable[[], Mark]
+"""Marks the work that the calling thread has issued to a device so far."""
+MAX_ISSUED = 1024
+"""The most actions tracked on the device. Its launch queue holds no more, so the host is rarely further ahead."""
+EXIT_TIMEOUT_S = 30.0
+"""Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
+_PREFIX = "watchdog"
+_UNWATCHED = "nothing that is watched"
+_MOST_LINES = 32
+_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
+_ROLL_CALL_S = 5.0
+"""The most seconds in which other ranks can answer that they wait, too."""
 
 
 class Stopwatch:
@@ -70,14 +86,33 @@ class Stopwatch:
         return event
 
 
-T = TypeVar("T")
-_PREFIX = "watchdog"
+def clock_of(device: torch.device) -> Clock | None:
+    """The clock of a device: events on the current stream of a GPU, reused once completed. None for a CPU, whose work
+    is synchronous.
+    """
+    if device.type != "cuda":
+        return None
+    free: deque[torch.cuda.Event] = deque()
+
+    def has_ended(event: torch.cuda.Event) -> bool:
+        # A new thread is on device 0, where a query would create a context.
+        torch.cuda.set_device(device)
+        ended = event.query()
+        if ended:
+            free.append(event)
+        return ended
+
+    def mark() -> Mark:
+        event = free.pop() if free else torch.cuda.Event()
+        event.record()
+        return partial(has_ended, event)
+
+    return mark
 
 
-@dataclass(frozen=True)
-class RollCall:
+class RollCall(NamedTuple):
     """The answers when a rank gives up. `first`: whether it was the first to give up, and reports for all. `doing`: by
-    rank, what those that answered wait in. `absent`: those that did not.
+    rank, what those that answered wait in. `absent`: the ranks that did not answer.
     """
 
     first: bool
@@ -133,68 +168,32 @@ class Peers:
         return f"{_PREFIX}/{rank} waits"
 
 
-def within(seconds: float, work: Callable[[], T]) -> T | None:
-    """The result of `work`; None if it fails or takes longer: a store may be on a host that has stopped."""
-    try:
-        return in_background(work, "watchdog-roll-call").result(seconds)
-    except Exception:
-        return None
-
-
-MAX_ISSUED = 1024
-"""The most actions tracked on the device. Its launch queue holds no more, so the host is rarely further ahead."""
-EXIT_TIMEOUT_S = 30.0
-"""Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
-_UNWATCHED = "nothing that is watched"
-_MOST_LINES = 32
-_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
-_ROLL_CALL_S = 5.0
-"""The most seconds in which other ranks can answer that they wait, too."""
-
-
-class _Current(NamedTuple):
-    """The rank's current activity. `patient`: it may last while any rank works."""
+class _Activity(NamedTuple):
+    """What the rank does. `patient`: it may last while any rank works."""
 
     described: Callable[[], str]
     began: float
     patient: bool = False
 
 
-@dataclass(frozen=True)
-class _Issued:
+class _Issued(NamedTuple):
     """An action whose work has been issued to the device."""
 
     described: Callable[[], str]
     began: float
-    mark: Mark
+    has_ended: Mark
 
 
 @dataclass
-class _PeerReports:
-    """What the other ranks and this one have reported: `beats`, of all ranks when this one `asked` last, and
-    `reported`, the work of this rank.
+class _Exchange:
+    """State of the exchange of reports: `beats` of all ranks at the last time (`exchanged`), and how much work of this
+    rank had been `reported` then.
     """
 
     peers: Peers
+    exchanged: float
     beats: int | None = None
     reported: int = 0
-    asked: float = field(default_factory=time.monotonic)
-
-
-def _start(name: str, watchdog: Watchdog, look: Callable[[Watchdog], float | None]) -> None:
-    """Call `look`, which returns seconds until the next time or None to end, in a thread as long as `watchdog` exists.
-    The thread keeps neither it nor what it knows of alive: an interpreter, and through that process groups.
-    """
-    existing = weakref.ref(watchdog)
-
-    def repeat() -> None:
-        pause: float | None = 0.0
-        while pause is not None and (watchdog := existing()) is not None:
-            pause = look(watchdog)
-            del watchdog
-            time.sleep(pause or 0.0)
-
-    threading.Thread(target=repeat, name=name, daemon=True).start()
 
 
 class Watchdog:
@@ -216,7 +215,7 @@ class Watchdog:
         self,
         timeout_s: float,
         rank: int,
-        clock: DeviceClock | None = None,
+        clock: Clock | None = None,
         on_exit: Callable[[], str] = lambda: "",
         peers: Peers | None = None,
         setting: str = "timeout_s",
@@ -224,18 +223,18 @@ class Watchdog:
         self.timeout_s, self.rank, self._setting = timeout_s, rank, setting
         self._clock = clock if timeout_s > 0 else None
         self._on_exit, self._peers = on_exit, peers
-        self._current: _Current | None = None
+        self._current: _Activity | None = None
         # One thread appends, another pops from the front.
         self._issued: deque[_Issued] = deque()
         self._device_idle_since = self._heard = self._resumed = time.monotonic()
         self._lock, self._at_work, self._work_done = threading.Lock(), 0, 0
-        self._asks_peers = False
+        self._exchanges = False
         if timeout_s <= 0:
             return
-        _start("schedule-watchdog", self, Watchdog._guard)
+        _repeat("schedule-watchdog", self, Watchdog._guard)
         if clock is not None:
             # A thread of its own: the guard would be late if the device is slow to answer.
-            _start("schedule-device-clock", self, Watchdog._follow_device)
+            _repeat("schedule-device-clock", self, Watchdog._follow_device)
 
     @classmethod
     def of_world(cls, timeout_s: float, platform: Platform, setting: str = "timeout_s") -> Watchdog:
@@ -247,7 +246,7 @@ class Watchdog:
     def doing(self, described: Callable[[], str]) -> Iterator[None]:
         """Watch an action. `described` returns its description if it takes too long."""
         outer, began = self._current, time.monotonic()
-        self._current = _Current(described, began)
+        self._current = _Activity(described, began)
         try:
             yield
         finally:
@@ -255,13 +254,13 @@ class Watchdog:
         # If the queue is full, the time of the action counts towards the next one that fits.
         clock = self._clock
         if clock is not None and len(self._issued) < MAX_ISSUED:
-            self._issued.append(_Issued(described, began, clock.mark()))
+            self._issued.append(_Issued(described, began, clock()))
 
     @contextlib.contextmanager
     def waiting(self, described: Callable[[], str]) -> Iterator[None]:
         """Watch a wait for other ranks, which may last as long as any rank is `working`."""
         outer = self._current
-        self._current = _Current(described, time.monotonic(), patient=True)
+        self._current = _Activity(described, time.monotonic(), patient=True)
         try:
             yield
         finally:
@@ -280,7 +279,7 @@ class Watchdog:
                 self._work_done += 1
 
     def oldest(self) -> tuple[Callable[[], str], float] | None:
-        """The first action that has not ended, and the time since which nothing before it holds it up; None if idle."""
+        """The first action that has not ended, and the time since which nothing before it delays it; None if idle."""
         current = self._current
         with contextlib.suppress(IndexError):
             first = self._issued[0]
@@ -291,7 +290,7 @@ class Watchdog:
         heard = self._heard if current.patient else current.began
         return current.described, max(current.began, self._device_idle_since, heard)
 
-    def _resume(self, outer: _Current | None) -> None:
+    def _resume(self, outer: _Activity | None) -> None:
         # The inner activity counts as progress of the outer one.
         self._resumed = time.monotonic()
         self._current = outer and outer._replace(began=self._resumed)
@@ -303,15 +302,16 @@ class Watchdog:
         return f"{what}{_place()}", since
 
     def _guard(self) -> float:
-        """Look whether an action takes too long. Returns the seconds until the next look."""
+        """Check whether an action takes too long. Returns the seconds until the next check."""
         oldest = self.oldest()
         age = time.monotonic() - (oldest[1] if oldest else self._resumed)
-        # Work that comes in short pieces may be over whenever this looks.
+        # Work that comes in short pieces may be over at each check.
         works = self._at_work or self._work_done
-        if self._peers is not None and not self._asks_peers and (works or age > self.timeout_s / 8):
+        if self._peers is not None and not self._exchanges and (works or age > self.timeout_s / 8):
             # From now on, and in another thread: a store may not answer.
-            _start("peers", self, partial(Watchdog._exchange_reports, state=_PeerReports(self._peers)))
-            self._asks_peers = True
+            exchange = _Exchange(self._peers, time.monotonic())
+            _repeat("peers", self, partial(Watchdog._exchange_reports, exchange=exchange))
+            self._exchanges = True
         if oldest is not None and age > self.timeout_s:
             self._give_up(*oldest)
         return min(1.0, self.timeout_s / 4)
@@ -319,7 +319,7 @@ class Watchdog:
     def _follow_device(self) -> float | None:
         """Pop the actions that the device has finished, as long as it can be queried."""
         try:
-            while self._issued and self._issued[0].mark.done():
+            while self._issued and self._issued[0].has_ended():
                 self._device_idle_since = time.monotonic()
                 self._issued.popleft()
         except RuntimeError:  # A device error, which is raised to the next caller, too.
@@ -328,20 +328,20 @@ class Watchdog:
             return None
         return min(0.2, self.timeout_s / 20)
 
-    def _exchange_reports(self, state: _PeerReports) -> float | None:
+    def _exchange_reports(self, exchange: _Exchange) -> float | None:
         """Exchange reports of work and of waits with the other ranks, as long as the store answers."""
-        now, current, peers = time.monotonic(), self._current, state.peers
+        now, current, peers = time.monotonic(), self._current, exchange.peers
         with contextlib.suppress(Exception):  # The store is gone: no more reports.
             doing, since = self._doing()
             if now - since > self.timeout_s / 2 and peers.given_up():
                 peers.answer(doing)
             patient, done = current is not None and current.patient, self._work_done
-            works = self._at_work > 0 or done != state.reported
-            if (patient or works) and now - state.asked >= self.timeout_s / 8:
-                heard = peers.beat(works)
-                if state.beats is not None and heard != state.beats:
+            works = self._at_work > 0 or done != exchange.reported
+            if (patient or works) and now - exchange.exchanged >= self.timeout_s / 8:
+                beats = peers.beat(works)
+                if exchange.beats is not None and beats != exchange.beats:
                     self._heard = now
-                state.beats, state.reported, state.asked = heard, done, now
+                exchange.beats, exchange.reported, exchange.exchanged = beats, done, now
             return min(1.0, self.timeout_s / 16)
         return None
 
@@ -366,23 +366,42 @@ class Watchdog:
         leave("", 1)
 
     def _roll_call(self) -> RollCall | None:
-        """The answers of the other ranks; None if there are none, so that each rank reports for itself."""
+        """The answers of the other ranks; None without any, so that each rank reports for itself."""
         if self._peers is None:
             return None
         peers = Peers(self._peers.store, self.rank, self._peers.ranks)
         doing, _ = self._doing()
-        return within(2 * self._roll_call_s, lambda: peers.roll_call(self._roll_call_s, doing))
+        answers = in_background(lambda: peers.roll_call(self._roll_call_s, doing), "watchdog-roll-call")
+        with contextlib.suppress(Exception):  # The store may be on a host that has stopped.
+            return answers.result(2 * self._roll_call_s)
+        return None
 
     @property
     def _roll_call_s(self) -> float:
         return min(_ROLL_CALL_S, self.timeout_s / 2)
 
 
+def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | None]) -> None:
+    """Call `check`, which returns seconds until the next call or None to end, in a thread as long as `watchdog` exists.
+    The thread keeps neither it nor what it refers to alive: an interpreter, and through that process groups.
+    """
+    existing = weakref.ref(watchdog)
+
+    def run() -> None:
+        pause: float | None = 0.0
+        while pause is not None and (watchdog := existing()) is not None:
+            pause = check(watchdog)
+            del watchdog
+            time.sleep(pause or 0.0)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
 def _suspected(called: RollCall | None) -> str:
     if called is None:
         return "a rank that it waits for is gone or does something else"
     if called.absent:
-        return f"{_named(called.absent)} did not say to wait too, and may be stopped, gone or busy with something else"
+        return f"{_named(called.absent)} did not report to wait too, and may be stopped, gone or busy"
     if elsewhere := [rank for rank, doing in called.doing.items() if doing.startswith(_UNWATCHED)]:
         return f"{_named(elsewhere)} did not come"
     return "all ranks wait for each other"
@@ -413,63 +432,6 @@ def _place() -> str:
 
 
 def _traced(rank: int) -> str:
-    """Writes the last NCCL operations of this rank to a file. Returns a note with its path; empty without NCCL."""
+    """Write the last NCCL operations of this rank to a file. Returns a note with its path; empty without NCCL."""
     path = write_trace(rank)
     return "" if path is None else f"rank {rank}: wrote its last NCCL operations to {path}"
-
-
-class Mark(Protocol):
-    """A point in the work of a device."""
-
-    def done(self) -> bool:
-        """Whether all work issued before the mark has ended. Does not block. Called by one thread at a time, and not
-        again after it has returned True.
-        """
-        ...
-
-
-class DeviceClock(Protocol):
-    """Records marks in the work of a device."""
-
-    def mark(self) -> Mark:
-        """A mark after the work that this thread has issued so far."""
-        ...
-
-
-@dataclass(frozen=True)
-class CudaClock:
-    """Marks of a GPU: events on the current stream, reused once completed."""
-
-    device: torch.device
-    _free: deque[torch.cuda.Event] = field(default_factory=deque, init=False, repr=False)
-
-    def mark(self) -> Mark:
-        """An event after the work of the current stream."""
-        try:
-            event = self._free.pop()
-        except IndexError:
-            event = torch.cuda.Event()
-        event.record()
-        return _CudaMark(event, self)
-
-    def _has_completed(self, event: torch.cuda.Event) -> bool:
-        # A new thread is on device 0, where a query would create a context.
-        torch.cuda.set_device(self.device)
-        done = event.query()
-        if done:
-            self._free.append(event)
-        return done
-
-
-@dataclass(frozen=True)
-class _CudaMark:
-    event: torch.cuda.Event
-    clock: CudaClock
-
-    def done(self) -> bool:
-        return self.clock._has_completed(self.event)
-
-
-def clock_of(device: torch.device) -> DeviceClock | None:
-    """The clock of a device; None for a CPU, whose work is synchronous."""
-    return CudaClock(device) if device.type == "cuda" else None

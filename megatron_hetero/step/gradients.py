@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import require_equal, together
+from megatron_hetero.groups.collective import all_or_none, require_equal
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Held, TensorSlice

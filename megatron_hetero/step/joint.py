@@ -153,7 +153,7 @@ class JointOptimizer(Optimizer):
         for module in self.modules:
             reshard(module.chunks)
         if self._check:
-            together(self.topology.host, lambda: require_ready(self.modules, finished=tokens is None))
+            all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=tokens is None))
             require_equal_tokens(self.topology, tokens)
         no_loss = torch.zeros((), device=device)
         if tokens is None:
@@ -177,7 +177,7 @@ class JointOptimizer(Optimizer):
     def finish_gradients(self, tokens: Tokens) -> None:
         """Finish the gradients of the modules of this optimizer; `step(tokens=None)` applies them."""
         if self._check:
-            together(self.topology.host, lambda: require_ready(self.modules, finished=False))
+            all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=False))
             require_equal_tokens(self.topology, tokens)
         finish(self.modules, factor_of(tokens, self.topology.platform.device))
 

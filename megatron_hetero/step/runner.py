@@ -16,7 +16,7 @@ from torch import nn
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.boundary import Boundary, Rows
 from megatron_hetero.boundary.loaded import LoadedPlan
-from megatron_hetero.groups.collective import require_equal, require_same, together
+from megatron_hetero.groups.collective import all_or_none, require_equal, require_same
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
@@ -243,7 +243,7 @@ class Runner:
         """
         forward_only = not torch.is_grad_enabled() if forward_only is None else forward_only
         if self._check:
-            together(self.topology.host, lambda: self._require_known(micro_batches, trains=not forward_only))
+            all_or_none(self.topology.host, lambda: self._require_known(micro_batches, trains=not forward_only))
             facts = {"micro-batches": str(len(micro_batches)), "forward_only": str(forward_only)}
             facts |= {
                 f"micro-batches with an input of `{name}`": self._with_input(name, micro_batches)
@@ -304,7 +304,7 @@ class Runner:
                 raise problems[0]
 
         if self._check:
-            together(self.topology.host, require)
+            all_or_none(self.topology.host, require)
         else:
             require()
         return plans

@@ -1,5 +1,4 @@
 """`pretrain_vlm.py` on a rank that is killed in a chosen phase: `-m tests.functional.dying FILE RANK PHASE FLAGS...`.
-`PHASE/SIGSTOP` stops it there instead.
 
 The rank leaves FILE behind as it dies; where FILE is there already, it lives: this is the next start.
 """
@@ -22,13 +21,9 @@ from megatron_hetero.groups.launch import guarded, rank
 from megatron_hetero.groups.watchdog import Stopwatch
 
 CALLS = {
-    "start-up": ("megatron_hetero.groups.platform", "Platform.init_process_group", 1),
     "open": ("megatron_hetero.train.inputs", "open_mixture", 1),
     "comparison": ("megatron_hetero.train.inputs", "on_every", 1),
     "groups": ("torch.distributed", "new_group", 3),
-    "data": ("megatron_hetero.data.loader", "StepLoader.load", 2),
-    "gradient sums": ("megatron_hetero.train.step_trainer", "reduce_gradients", 2),
-    "update": ("megatron_hetero.train.trainer", "Trainer._update", 2),
     "evaluation": ("megatron_hetero.train.step_trainer", "StepTrainer.all_reduce", 1),
     "save": ("megatron_hetero.checkpoint.storage", "write_entries", 2),
     "save, written": ("megatron_hetero.checkpoint.storage", "FileRecord", 2),
@@ -37,9 +32,6 @@ CALLS = {
 }
 """Phases that are the n-th call of a function."""
 ACTIONS = {
-    "forward": r"\w+\.\d\.F1",
-    "boundary": r"\w+>\w+\.F1",
-    "boundary, waiting": r"\w+>\w+\.F1!",
     "pipeline": r"\w+\.\d[<>]\d\.[FB]1!?",
     "backward": r"\w+\.\d\.B1",
     "boundary back": r"\w+>\w+\.B1",
@@ -88,11 +80,10 @@ def _dying_part(part: Callable[..., Any], pattern: str, die: Callable[[], None])
 
 def main(file: str, victim: str, phase: str, *flags: str) -> None:
     """Run the program; die in it where this is the victim."""
-    phase, _, how = phase.partition("/")
 
     def die() -> None:
         Path(file).touch()
-        os.kill(os.getpid(), signal.Signals[how or "SIGKILL"])
+        os.kill(os.getpid(), signal.SIGKILL)
 
     if rank() == int(victim) and not Path(file).exists():
         arm(phase, die)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.functional import jobs
+from tests.functional.refusals import flags, refusal
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.pool import Pool
+from tests.support.ranks import on_ranks
 
 Damage = Callable[[Path], list[str]]
 """Damages a copy of a good folder; returns more flags."""
@@ -33,14 +33,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(good: Path, tmp_path: Path) -> Path:
     shutil.copytree(good, tmp_path / "run")
     return tmp_path / "run"
-
-
-def flags(folder: Path) -> list[str]:
-    text = f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
-    text += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false "
-    text += f"--train.global_batch_size 4 --train.micro_batch_size 2 --train.iters 2 --log.dir {folder}/log "
-    text += "--vision-parallel sp:2 --text-parallel tp:2"
-    return text.split()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -188,25 +180,24 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     ),
     "Transformer Engine without CUDA": (also("--model.backend", "te"), ("model.backend", "--model.backend torch")),
 }
-REPLACED = ("--text-parallel", "--vision-parallel", "--train.global_batch_size", "--train.iters")
 
 
-def merged(base: list[str], more: list[str]) -> list[str]:
-    """`base` with the flags in `more` given once only."""
-    pairs = dict(zip(base[::2], base[1::2], strict=True)) | dict(zip(more[::2], more[1::2], strict=True))
-    return [part for pair in pairs.items() for part in pair]
+@pytest.fixture
+def damaged(name: str, copy: Path) -> list[str]:
+    """The flags of a run on a damaged copy."""
+    damage, _ = CASES[name]
+    return flags(copy, *damage(copy))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input(name: str, copy: Path, pools: Callable[[int], Pool]) -> None:
-    damage, parts = CASES[name]
-    more = damage(copy)
-    messages = pools(2).run(jobs.refusal, merged(flags(copy), more), timeout_s=30)
-    assert messages[0] is not None, "the run trained to its end"
-    assert messages[0] == messages[1]
-    for part in parts:
-        assert part in messages[0]
+@on_ranks(2, timeout_s=30)
+def test_bad_input(name: str, damaged: list[str]) -> None:
+    message = refusal(damaged)
+    assert message is not None, "the run trained to its end"
+    for part in CASES[name][1]:
+        assert part in message
 
 
-def test_good_input_trains(copy: Path, pools: Callable[[int], Pool]) -> None:
-    assert pools(2).run(jobs.refusal, flags(copy)) == [None, None]
+@on_ranks(2)
+def test_good_input_trains(good: Path) -> None:
+    assert refusal(flags(good)) is None

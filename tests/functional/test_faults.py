@@ -1,26 +1,16 @@
-"""A rank that is killed takes all others along, whatever they are doing.
-
-Every phase of every layout: `python -m tests.functional.test_faults`.
-"""
+"""A rank that is killed takes all others along, whatever they are doing."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_hetero.base.outputs import unfinished, whole
-from megatron_hetero.layout.layout import ModuleShape
-from megatron_hetero.layout.modules import resolve
-from megatron_hetero.schedule.builders import build_schedule
-from tests.functional.dying import ACTIONS, CALLS
 from tests.functional.test_torchrun import CONFIG, started
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
@@ -30,20 +20,12 @@ LAYOUTS = {
     "mixed": ("sp:2@0-1", "pp:2@1-2", 3),
     "colocated": ("sp:2", "pp:2", 2),
 }
-SHAPES = {
-    "vision": ModuleShape("vision", 4, 4, 32, 2, "encoder"),
-    "text": ModuleShape("text", 4, 2, 48, 2, "text"),
-}
-MICRO_BATCHES = 4
 LIMIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _write(tmp_path_factory.mktemp("faults"))
-
-
-def _write(folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
     write_model(folder / "model", ModelChoice(vision_layers=2, text_layers=2))
     write_data(folder, 8)
     (folder / "config.yaml").write_text(CONFIG.replace("micro_batch_size: 2", "micro_batch_size: 1"))
@@ -98,8 +80,6 @@ def seconds_until_all_are_gone(folder: Path, layout: str, phase: str, victim: in
     died = folder / "died"
     died.unlink(missing_ok=True)
     flags = ["--vision-parallel", vision, "--text-parallel", text]
-    if phase.startswith("save"):
-        flags += ["--checkpoint.dir", tempfile.mkdtemp(dir=folder), "--checkpoint.interval", "1"]
     program = "-m", "tests.functional.dying", str(died), str(victim), phase
     with started(folder, *flags, ranks=ranks, program=program) as agent:
         family = {psutil.Process(agent.pid)}
@@ -126,41 +106,3 @@ def _descendants(family: set[psutil.Process]) -> set[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return found
-
-
-# ------------------------------------------------------------------------------------- the whole matrix
-
-
-def _victims(layout: str, phase: str) -> list[int]:
-    """The ranks that come to the phase."""
-    vision, text, ranks = LAYOUTS[layout]
-    if phase in CALLS:
-        return list(range(ranks))
-    schedule = build_schedule(resolve({"vision": vision, "text": text}, SHAPES, ranks), MICRO_BATCHES)
-    pattern = re.compile(ACTIONS[phase])
-    return [rank for rank in range(ranks) if any(pattern.fullmatch(str(a)) for a in schedule.actions_of(rank))]
-
-
-def _every_fault() -> Iterator[tuple[str, str, int]]:
-    """Each phase of each layout, with ranks in turn as victims."""
-    for layout in LAYOUTS:
-        for turn, phase in enumerate((*CALLS, *ACTIONS)):
-            victims = _victims(layout, phase)
-            yield layout, phase, victims[turn % len(victims)]
-
-
-def main() -> None:
-    """Kill a rank in each phase of each layout; say how long it took until nothing was left."""
-    seconds: dict[tuple[str, str, int], float] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = _write(Path(name))
-        for fault in _every_fault():
-            seconds[fault] = seconds_until_all_are_gone(folder, *fault)
-            print(f"{fault[0]}, rank {fault[2]} in {fault[1]}: {seconds[fault]:.1f} s", flush=True)
-    late = [fault for fault, took in seconds.items() if took >= LIMIT_S]
-    print(f"{len(seconds)} kills; longest {max(seconds.values()):.1f} s; later than {LIMIT_S:.0f} s: {late or 'none'}")
-    raise SystemExit(1 if late else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,7 @@ from megatron_hetero.groups.topology import Topology
 from tests.support.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
+PLATFORM = Platform(CPU, "gloo")
 # Encoder, decoder.
 PLACEMENTS = [
     ("dp:4", "sp:2,dp:2"),  # colocated, gradients of rows in parts

@@ -1,10 +1,11 @@
-"""Modules on ranks of their own under torchrun: one agent, two agents, and ranks started by hand that lose a peer."""
+"""Modules on ranks of their own: under two agents, and on ranks without an agent that lose a peer."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.functional.dying import arm
 from tests.functional.forked import Forked, pretrain
-from tests.functional.test_torchrun import CONFIG, PROGRAM, run
+from tests.functional.test_torchrun import CONFIG, PROGRAM
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 
@@ -42,8 +44,8 @@ def expected(folder: Path) -> list[float]:
     return losses(folder / "log of one")
 
 
-def _environment(**more: str) -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"} | more
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
 
 
 def _free_port() -> str:
@@ -65,13 +67,6 @@ def require_trained(log: Path, expected: list[float]) -> None:
     for rank, action in enumerate(("vision.0.F1", "text.0>1.F3", "text.1.B0")):
         trace = json.loads((log / f"trace-rank{rank}.json").read_text())
         assert action in {event.get("name") for event in trace["traceEvents"]}
-
-
-@pytest.mark.long  # `make test` has two agents, and one with the same layout in `test_faults`.
-def test_disjoint_modules_train_as_one_rank_does(folder: Path, expected: list[float], tmp_path: Path) -> None:
-    status, output = run(folder, *DISJOINT, *PROFILED, *outputs(tmp_path), ranks=3)
-    assert status == 0, output
-    require_trained(tmp_path / "log", expected)
 
 
 def test_two_agents_train_a_disjoint_layout(folder: Path, expected: list[float], tmp_path: Path) -> None:
@@ -115,34 +110,30 @@ def test_two_agents_train_a_disjoint_layout(folder: Path, expected: list[float],
     require_trained(tmp_path / "log", expected)
 
 
-@pytest.mark.parametrize("how", thinned(["SIGSTOP", "SIGKILL"], 2))
-def test_ranks_without_an_agent_name_what_they_wait_for(how: str, folder: Path, tmp_path: Path) -> None:
-    """Nobody watches over ranks that srun started: they end by themselves, and say in which action of which micro-batch
-    they waited for whom; the first one says it for all, where the time is over.
+def _fails(number: signal.Signals | None, *flags: str) -> None:
+    """The program on a rank that gets a signal amid a pipeline, or none."""
+    if number is not None:
+        arm("pipeline", lambda: os.kill(os.getpid(), number))
+    pretrain(*flags)
+
+
+@pytest.mark.parametrize("number", thinned([signal.SIGSTOP, signal.SIGKILL], 2))
+def test_ranks_without_an_agent_name_what_they_wait_for(number: signal.Signals, folder: Path, tmp_path: Path) -> None:
+    """Nobody watches ranks that srun started: they end by themselves, and report in which action of which micro-batch
+    they waited for whom; at the time-out the first one reports for all.
     """
-    settings = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
-    flags = [*DISJOINT, "--train.iters", "10000", "--schedule.timeout_s", "6", *outputs(tmp_path)]
-    program = ["-m", "tests.functional.dying", str(tmp_path / "died"), "1", f"pipeline/{how}"]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *program, "--config", str(folder / "config.yaml"), *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=_environment(RANK=str(rank), LOCAL_RANK=str(rank), **settings),
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = {rank: ranks[rank].communicate(timeout=150)[0] for rank in (0, 2)}
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    assert ranks[0].returncode == ranks[2].returncode == 1, said
-    telling = {rank: told for rank, told in said.items() if f"rank {rank}" in told}
-    assert len(telling) == (2 if how == "SIGKILL" else 1), said
-    for told in telling.values():
-        assert how == "SIGKILL" or "rank 1 did not say to wait too" in told
-        found = re.search(r"action (\S+) of micro-batch (\d), with ranks? ([\d, -]+) over \S", told)
-        assert found is not None and "1" in found[3], told
+    flags = ["--config", str(folder / "config.yaml"), *DISJOINT, *outputs(tmp_path)]
+    flags += ["--train.iters", "10000", "--schedule.timeout_s", "4"]
+    arguments = [[number if rank == 1 else None, *flags] for rank in range(3)]
+    with Forked(tmp_path / "ranks", _fails, arguments) as run:
+        for rank in (0, 2):
+            run.ranks[rank].join(90)
+        said = {rank: run.said(rank) for rank in (0, 2)}
+        assert [run.ranks[rank].exitcode for rank in (0, 2)] == [1, 1], said
+    killed = number == signal.SIGKILL
+    reports = [text for rank, text in said.items() if f"rank {rank}" in text]
+    assert len(reports) == (2 if killed else 1), said
+    for text in reports:
+        assert killed or "rank 1 did not report to wait too" in text
+        found = re.search(r"action (\S+) of micro-batch (\d), with ranks? ([\d, -]+) over \S", text)
+        assert found is not None and "1" in found[3], text

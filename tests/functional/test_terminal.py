@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-HEAD = """
-import os, sys
-from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.launch import guarded
-"""
+from megatron_hetero.base.terminal import Parser, guarded_output
+from tests.functional.test_launch import program
+
 TABLE = """
 from rich.table import Table
 from megatron_hetero.base.terminal import console

@@ -140,22 +140,6 @@ def test_an_error_is_reported_once(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
-@pytest.mark.long  # In `make test` there is one that is killed in the midst of a pipeline: see `test_faults`.
-def test_a_killed_rank_takes_the_others_along(folder: Path) -> None:
-    with started(folder, "--train.iters", "100000") as process:
-        wait_for_step(process, "step      3/100000")
-        ranks = [
-            c for c in psutil.Process(process.pid).children(recursive=True) if "pretrain_vlm" in " ".join(c.cmdline())
-        ]
-        assert len(ranks) == 2
-        ranks[1].kill()
-        start = time.monotonic()
-        process.communicate(timeout=60)
-        assert process.returncode != 0
-        assert time.monotonic() - start < 30
-        assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
-
-
 def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
     with started(folder, "--train.iters", "100000") as process:
         wait_for_step(process, "step      3/100000")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_hetero.train.inputs import fingerprint
-from tests.functional import jobs
-from tests.functional.test_bad_input import flags, merged
+from tests.functional.refusals import flags, refusal
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.pool import Pool
+from tests.support.ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -50,38 +50,46 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_with_different_flags(name: str, folder: Path, pools: Callable[[int], Pool]) -> None:
-    more, said = CASES[name]
-    other = merged(flags(folder), more.replace("DIR", str(folder)).split())
-    messages = pools(2).run(jobs.refusal_of_each, [flags(folder), other], timeout_s=30)
-    if said is None:
-        assert messages == [None, None]
+@on_ranks(2, timeout_s=30)
+def test_ranks_with_different_flags(name: str, folder: Path) -> None:
+    more, found = CASES[name]
+    own = more.replace("DIR", str(folder)).split() if dist.get_rank() else []
+    message = refusal(flags(folder, *own))
+    if found is None:
+        assert message is None
     else:
-        assert messages[0] == messages[1] and said.replace("DIR", str(folder)) in messages[0]
+        assert message is not None and found.replace("DIR", str(folder)) in message
 
 
-def test_files_that_differ_under_one_path(folder: Path, pools: Callable[[int], Pool], tmp_path: Path) -> None:
-    """As on nodes with disks of their own: what is below `/proc/self/cwd` is another folder for each rank."""
+NODES = {
+    "alike": ({}, None),
+    "another model": ({"model": "other"}, "/proc/self/cwd/model/model.safetensors: found "),
+    "other data": ({"data.jsonl": "other.jsonl"}, "/proc/self/cwd/data.jsonl (data set d): found 8 records, "),
+    "no data": ({"data.jsonl": None}, "on rank 1: /proc/self/cwd/data.jsonl: no such file"),
+}
+
+
+@pytest.fixture
+def nodes(name: str, folder: Path, tmp_path: Path) -> Path:
+    """A folder for each rank, of which the second one has other files, or lacks them."""
+    changed, _ = NODES[name]
     for node in ("0", "1"):
         (tmp_path / node).mkdir()
-        for name in ("model", "data.jsonl", "images"):
-            (tmp_path / node / name).symlink_to(folder / name)
-    ours = merged(flags(Path("/proc/self/cwd")), ["--log.dir", str(tmp_path / "log")])
-    nodes = [str(tmp_path / node) for node in ("0", "1")]
-    assert pools(2).run(jobs.refusal_in, nodes, ours) == [None, None]
-    for name, other in (("model", "other"), ("data.jsonl", "other.jsonl")):
-        (tmp_path / "1" / name).unlink()
-        (tmp_path / "1" / name).symlink_to(folder / other)
-    message, same = pools(2).run(jobs.refusal_in, nodes, ours)
-    assert message == same and "/proc/self/cwd/model/model.safetensors: found " in message
-    (tmp_path / "1" / "model").unlink()
-    (tmp_path / "1" / "model").symlink_to(folder / "model")
-    message, same = pools(2).run(jobs.refusal_in, nodes, ours)
-    assert message == same and "/proc/self/cwd/data.jsonl (data set d): found 8 records, " in message
-    assert " and 7 records, " in message
-    (tmp_path / "1" / "data.jsonl").unlink()
-    message, same = pools(2).run(jobs.refusal_in, nodes, ours)
-    assert message == same and message.startswith("on rank 1: /proc/self/cwd/data.jsonl: no such file")
+        for link in ("model", "data.jsonl", "images"):
+            if target := changed.get(link, link) if node == "1" else link:
+                (tmp_path / node / link).symlink_to(folder / target)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", NODES)
+@on_ranks(2)
+def test_files_that_differ_under_one_path(name: str, nodes: Path) -> None:
+    """As on nodes with disks of their own: what is below `/proc/self/cwd` is another folder for each rank."""
+    with contextlib.chdir(nodes / str(dist.get_rank())):
+        message = refusal(flags(Path("/proc/self/cwd"), "--log.dir", str(nodes / "log")))
+    _, found = NODES[name]
+    assert message is None if found is None else message is not None and found in message
+    assert name != "other data" or " and 7 records, " in str(message)
 
 
 def test_the_hash_of_weights_distinguishes_them(tmp_path: Path) -> None:

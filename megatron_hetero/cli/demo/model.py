@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.base.errors import UserError
 from megatron_hetero.models.families.qwen2_5_vl.family import mrope_section
 from megatron_hetero.models.families.qwen3_vl.family import rope_settings
 from megatron_hetero.models.items.pictures import IMAGE_TOKENS
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import Qwen2Tokenizer
 
 SYSTEM_PROMPTS = {"qwen2_5_vl": "You are a helpful assistant.", "qwen3_vl": ""}
-"""The prompt before conversations that have none, by the families that there are demos of; empty for none."""
+"""System prompt of conversations without one, for each family that has a demo; may be empty."""
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _SYSTEM_TURN = """\
 {%- if loop.first and message['role'] != 'system' -%}
@@ -53,7 +52,7 @@ SYSTEM_TURN{{- '<|im_start|>' + message['role'] + '\\n' -}}
 
 @dataclass(frozen=True)
 class DemoSizes:
-    """Sizes of the demo model. Heads on both sides divide by 4, so `sp:4` and `tp:4` are legal."""
+    """Sizes of the demo model. Numbers of heads are multiples of 4, so that `sp:4` and `tp:4` are valid."""
 
     vision_layers: int = 4
     vision_hidden: int = 64
@@ -62,44 +61,21 @@ class DemoSizes:
     text_hidden: int = 96
     text_heads: int = 4
     text_kv_heads: int = 2
-    # Small models learn in fewer steps from larger weights than the real ones' 0.02, and in pictures of a few tokens
-    # they need faster rotations to distinguish positions than the real ones', which serve thousands.
+    # Small models learn in fewer steps from larger weights than the 0.02 of real ones. Pictures of a few tokens need
+    # faster rotations to distinguish positions than those of thousands.
     initializer_range: float = 0.1
     rope_theta: float = 8.0
 
-    def __post_init__(self) -> None:
-        for name, size in asdict(self).items():
-            if size <= 0:
-                raise UserError.at(flag_of(name), found=str(size), expected="> 0", fix="raise it")
-        for name, divisor, what in (
-            ("vision_hidden", 4 * self.vision_heads, "4 x vision_heads"),
-            ("text_hidden", 2 * self.text_heads, "2 x text_heads"),
-            ("text_heads", self.text_kv_heads, "text_kv_heads"),
-        ):
-            if (size := getattr(self, name)) % divisor:
-                raise UserError.at(
-                    flag_of(name),
-                    found=str(size),
-                    expected=f"a multiple of {what} = {divisor}",
-                    because="heads have equal sizes",
-                    fix=f"try {flag_of(name)} {-(-size // divisor) * divisor}",
-                )
-
-
-def flag_of(name: str) -> str:
-    """The flag of a field."""
-    return "--" + name.replace("_", "-")
-
 
 def chat_template(system_prompt: str = "") -> str:
-    """A chat template as published ones, with this prompt before conversations that have none, if it is not empty."""
+    """A chat template like published ones. A system prompt, if not empty, precedes conversations without one."""
     turn = _SYSTEM_TURN.replace("SYSTEM_PROMPT", system_prompt) if system_prompt else ""
     return _TEMPLATE.replace("SYSTEM_TURN", turn)
 
 
 def write_model(folder: Path, model_type: str, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
-    """Write config, weights, tokenizer and processors into `folder` as `save_pretrained` does. `corpus`: all text that
-    the tokenizer will meet in addition to what the template writes. The caller's random state is unchanged.
+    """Write config, weights, tokenizer and processors into `folder` with `save_pretrained`. `corpus`: the text of the
+    data, without that of the template. The caller's random state is unchanged.
     """
     import torch
     from transformers import GenerationConfig
@@ -174,7 +150,7 @@ def model_config(model_type: str, sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -
         "pad_token_id": ids[END_OF_TEXT],
     }
     if model_type == "qwen3_vl":
-        # As many as the language model has layers for, three at most, as in published models.
+        # One for each layer of the language model, three at most, as in published models.
         deeper = list(range(min(3, sizes.vision_layers - 1, sizes.text_layers)))
         vision |= {"patch_size": 16, "num_position_embeddings": 16**2, "deepstack_visual_indexes": deeper}
         text |= {"head_dim": head, "rope_parameters": rope | rope_settings(head)}
@@ -189,9 +165,8 @@ def model_config(model_type: str, sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -
 
 
 def write_processor(folder: Path, model_type: str) -> None:
-    """Write the settings of the processors into `folder`, with the classes that published folders name. A newer family
-    has patches of 16 pixels and values from -1 to 1, and a processor of videos: they are not trained on, but
-    `AutoProcessor` asks for the file.
+    """Write the settings of the processors into `folder`, with the classes that published folders name. qwen3_vl has
+    patches of 16 pixels, values from -1 to 1 and a video processor, whose file `AutoProcessor` requires.
     """
     from transformers import Qwen2VLImageProcessorPil
 

@@ -1,4 +1,4 @@
-"""The demo's LLaVA-style records: questions about drawn pictures, one property per question.
+"""LLaVA-style records of the demo: questions about drawn pictures, one property per question.
 
 A scene has a colour and a position. One (colour, position) pair in four is held out: training shows every colour and
 every position, but never these pairs. A model that answers questions about them has learned the two properties, not the
@@ -68,7 +68,7 @@ def held_out_pairs() -> tuple[Pair, ...]:
 
 
 def training_pairs() -> tuple[Pair, ...]:
-    """All pairs but the held-out ones."""
+    """All pairs except the held-out ones."""
     held_out = set(held_out_pairs())
     return tuple((c, p) for c in COLOURS for p in POSITIONS if (c, p) not in held_out)
 

@@ -16,7 +16,7 @@ from megatron_hetero.config.schema import load_command
 from megatron_hetero.layout.modules import resolve
 from tests.support.shapes import shapes_of_folder
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What watches a step: the stopwatch and the watchdog."""
+"""The stopwatch and the watchdog."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_hetero.groups.platform import CPU, Platform
-from megatron_hetero.groups.watchdog import MAX_ISSUED, CudaClock, Stopwatch, Watchdog, clock_of
+from megatron_hetero.groups.watchdog import MAX_ISSUED, Stopwatch, Watchdog, clock_of
 
 
 def test_the_stopwatch_keeps_laps_and_starts_again() -> None:
@@ -62,7 +62,7 @@ class Device:
         def __init__(self) -> None:
             self.ended = self.reported = False
 
-        def done(self) -> bool:
+        def __call__(self) -> bool:
             assert not self.reported, "asked again"
             self.reported = self.ended
             return self.ended
@@ -92,7 +92,7 @@ def soon(condition: Callable[[], bool]) -> bool:
 
 def test_what_the_device_has_not_ended_is_older_than_what_the_host_does() -> None:
     device = Device()
-    watchdog = Watchdog(1000.0, rank=0, clock=device)
+    watchdog = Watchdog(1000.0, rank=0, clock=device.mark)
     assert oldest(watchdog) is None
     issue(watchdog, "a", "b", "c")
     with watchdog.doing(lambda: "d"):
@@ -111,7 +111,7 @@ def test_what_the_device_has_not_ended_is_older_than_what_the_host_does() -> Non
 
 def test_time_counts_from_the_end_of_the_action_before() -> None:
     device = Device()
-    watchdog = Watchdog(1000.0, rank=0, clock=device)
+    watchdog = Watchdog(1000.0, rank=0, clock=device.mark)
     before = time.monotonic()
     issue(watchdog, "a", "b")
     first = watchdog.oldest()
@@ -132,7 +132,7 @@ def test_time_counts_from_the_end_of_the_action_before() -> None:
 
 def test_the_queue_is_bounded() -> None:
     device = Device()
-    watchdog = Watchdog(1000.0, rank=0, clock=device)
+    watchdog = Watchdog(1000.0, rank=0, clock=device.mark)
     issue(watchdog, *map(str, range(MAX_ISSUED + 10)))
     assert len(device.marks) == MAX_ISSUED and oldest(watchdog) == "0"
     for mark in device.marks:
@@ -148,7 +148,7 @@ from megatron_hetero.groups.watchdog import Watchdog
 class Mark:
     def __init__(self, end):
         self.end = end
-    def done(self):
+    def __call__(self):
         return time.monotonic() >= self.end
 class Device:
     # Each action takes 0.4 s on the device, the sixth for ever.
@@ -157,7 +157,7 @@ class Device:
         self.marks += 1
         self.end = max(self.end, time.monotonic()) + (0.4 if self.marks < 6 else 60)
         return Mark(self.end)
-watchdog = Watchdog(1.2, 3, Device(), lambda: "and more")
+watchdog = Watchdog(1.2, 3, Device().mark, lambda: "and more")
 for action in range(20):
     with watchdog.doing(lambda: f"action {action}"):
         pass
@@ -178,13 +178,13 @@ def test_a_device_that_fails_leaves_the_rest_to_who_issues_the_next_work() -> No
 
     class Failing(Device):
         class Mark(Device.Mark):
-            def done(self) -> bool:
+            def __call__(self) -> bool:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         def mark(self) -> Device.Mark:
             return self.Mark()
 
-    watchdog = Watchdog(1000.0, rank=0, clock=Failing())
+    watchdog = Watchdog(1000.0, rank=0, clock=Failing().mark)
     issue(watchdog, "a")
     time.sleep(0.5)
     issue(watchdog, "b")
@@ -211,11 +211,12 @@ def test_events_of_a_gpu_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     clock = clock_of(torch.device("cuda", 2))
-    assert isinstance(clock, CudaClock) and clock_of(CPU) is None
-    first, second = clock.mark(), clock.mark()
-    assert not first.done() and not second.done() and len(made) == 2
+    assert clock is not None and clock_of(CPU) is None
+    first, second = clock(), clock()
+    assert not first() and not second() and len(made) == 2
     made[0].ended = True
-    assert first.done() and clock.mark() is not first
+    assert first()
+    clock()
     assert len(made) == 2 and [event.recorded for event in made] == [2, 1]
     assert set(devices) == {torch.device("cuda", 2)}, "a thread begins on device 0"
 
@@ -302,7 +303,7 @@ def test_one_rank_speaks_for_all_and_names_the_one_that_is_stopped(scenes: dict[
     status, said = scenes["one is stopped"]
     assert status == [1, 1, 1] and said.count("found") == 1
     assert re.match(r"rank [023]: found (the others|an action) unfinished after [12] s, expected it within", said)
-    assert "because rank 1 did not say to wait too, and may be stopped" in said
+    assert "because rank 1 did not report to wait too, and may be stopped" in said
     assert re.search(r"\n  ranks 0,3: the others, at <string>:\d+\n  rank 2: an action, at <string>:\d+\n", said)
 
 
@@ -323,7 +324,7 @@ def test_nothing_is_watched_once_nobody_refers_to_it() -> None:
         return sorted(each.name for each in set(threading.enumerate()) - before)
 
     before = set(threading.enumerate())
-    watchdog = Watchdog(0.4, rank=0, clock=Device())
+    watchdog = Watchdog(0.4, rank=0, clock=Device().mark)
     assert threads() == ["schedule-device-clock", "schedule-watchdog"]
     del watchdog
     assert soon(lambda: not threads())

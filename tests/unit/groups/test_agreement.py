@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hetero.base.errors import SharedError, UserError
-from megatron_hetero.groups.collective import Facts, on_first_of_all, require_alike, require_equal, together
+from megatron_hetero.groups.collective import Facts, all_or_none, on_first_of_all, require_alike, require_equal
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
 
@@ -56,8 +56,8 @@ def test_a_problem_of_one_rank_is_everybody_s() -> None:
         return dist.get_rank()
 
     with pytest.raises(SharedError, match="no file on rank 2"):
-        together(world(), work)
-    assert together(world(), dist.get_rank) == dist.get_rank()
+        all_or_none(world(), work)
+    assert all_or_none(world(), dist.get_rank) == dist.get_rank()
 
 
 @on_ranks(4)

@@ -17,7 +17,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.layout.modules import resolve
 from tests.support.shapes import shapes_of_folder
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPTS = ("disjoint.sbatch", "many_nodes.sbatch", "one_node.sbatch", "requeue.sbatch")
 NODES = {"disjoint.sbatch": 3, "many_nodes.sbatch": 2, "one_node.sbatch": 1, "requeue.sbatch": 2}
 MEETING = "--master-addr 10.0.0.0 --master-port 20007"
@@ -296,6 +296,7 @@ def test_a_preempted_job_is_queued_again(task: dict[str, str], name: str, cluste
 SAVED = "echo step-00000005 >runs/first/latest; "
 ENDS = {
     "a stop": (SAVED + "exit 75", 0, "stopped at step-00000005; queued again"),
+    "a stop before a checkpoint": ("exit 75", 75, "status 75; the newest checkpoint is none; not queued again"),
     "a killed rank": (SAVED + "exit 137", 0, "failed with status 137 at step-00000005; queued again"),
     "an exception, seen on both nodes": (SAVED + "exit 70", 0, "failed with status 70 at step-00000005; queued again"),
     "an exception before a checkpoint": ("exit 70", 70, "status 70; the newest checkpoint is none; not queued again"),

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,40 +97,24 @@ def test_a_program_that_is_not_ours_is_reported_in_a_line(tmp_path: Path, capfd:
     assert err.count("\n") == 1 and "exited with status 3" in err
 
 
-WRONG: dict[str, tuple[Sequence[str], str]] = {
-    "no program": (["nowhere.py"], "nowhere.py: no such file"),
-    "nodes": (["--nnodes", "two", __file__], "two"),
-    "ranks": (["--nproc-per-node", "many", __file__], "many"),
-    "GPUs": (["--nproc-per-node", "tpu", __file__], "tpu"),
-    "no ranks": (["--nproc-per-node", "0", __file__], "--nproc-per-node: found 0"),
-    "fewer than none": (["--nproc-per-node", "-1", __file__], "--nproc-per-node: found -1"),
-    "alone and not": (["--standalone", "--nnodes", "2", __file__], "--standalone: found --nnodes 2, expected one host"),
-    "no such host": (["--nnodes", "2", "--node-rank", "5", __file__], "--node-rank: found 5, expected 0 to 1"),
-    "rendezvous": (
-        ["--rdzv-backend", "c10d", "--rdzv-endpoint", "x:1", __file__],
-        "found c10d and 1:1, expected static",
+WRONG: dict[str, tuple[str, str]] = {
+    "nodes": ("--nnodes two", "two"),
+    "no ranks": ("--nproc-per-node 0", "--nproc-per-node: found 0"),
+    "a time-out": ("--nnodes 2 --rdzv-conf timeout=abc", "could not convert string to float: 'abc'"),
+    "no name": ("--master-addr a..b --rdzv-conf timeout=0", "no store at a..b:29500 (whose name does not resolve)"),
+    "no host 0": (
+        "--nnodes 2 --node-rank 1 --master-port 9 --rdzv-conf timeout=0",
+        "no store at 127.0.0.1:9 after 0 s",
     ),
-    "elastic": (["--nnodes", "1:2", __file__], "found static and 1:2, expected static"),
-    "restarts": (["--max-restarts", "3", __file__], "--max-restarts: found 3, expected none"),
-    "no such address": (["--master-addr", "no.such.invalid", __file__], "no.such.invalid:0: cannot be opened"),
-    "another's address": (
-        ["--master-addr", "192.0.2.1", __file__],
-        "cannot be opened (cannot assign requested address)",
-    ),
-    "no such port": (["--master-port", "70000", __file__], "--master-port: found 70000"),
-    "no port for all": (["--nnodes", "2", "--master-port", "0", __file__], "found port 0, expected one that all hosts"),
-    "no name": (["--master-addr", "a..b", __file__], "a..b:0: cannot be opened"),
-    "a long name": (["--master-addr", "a" * 64, __file__], "aaa:0: cannot be opened"),
-    "a time-out": (["--nnodes", "2", "--rdzv-conf", "timeout=abc", __file__], "timeout: could not convert"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_bad_options_are_refused_in_a_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, told = WRONG[name]
-    assert main(arguments) == 1
+    arguments, message = WRONG[name]
+    assert main([*arguments.split(), __file__]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and told in err and err.count("\n") == 1
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
 def free_port() -> int:
@@ -144,7 +128,7 @@ def test_a_port_that_is_taken_is_named_at_once(flag: str, capsys: pytest.Capture
     with socket.create_server(("127.0.0.1", 0)) as mute:
         assert main([*flag.format(port := mute.getsockname()[1]).split(), __file__]) == 1
     err = capsys.readouterr().err
-    assert f"127.0.0.1:{port}: cannot be opened (address already in use). Choose another port" in err
+    assert f"127.0.0.1:{port}: found" in err and "address already in use" in err
 
 
 LISTENING = """import psutil
@@ -165,17 +149,10 @@ def hosts(number: int, *flags: str) -> list[str]:
     return ["--nnodes", "2", "--node-rank", str(number), *flags]
 
 
-def test_hosts_that_do_not_come_are_waited_for_with_a_word_and_an_end(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    text = program(tmp_path, "pass")
-    assert main([*hosts(0, "--master-port", str(free_port()), "--rdzv-conf", "timeout=1"), text]) == 1
+def test_a_missing_host_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*hosts(0, "--master-port", str(free_port()), "--rdzv-conf", "timeout=1"), __file__]) == 1
     waiting, *_, last = capfd.readouterr().err.splitlines()
     assert waiting.startswith("waiting for host 1 since") and "found no host 1 after 1 s" in last
-    assert main([*hosts(1, "--rdzv-endpoint", "no.such.invalid:80", "--rdzv-conf", "timeout=1"), text]) == 1
-    waiting, *_, last = capfd.readouterr().err.splitlines()
-    assert waiting.startswith("waiting for host 0 at no.such.invalid:80 (whose name does not resolve) since")
-    assert last.startswith("error: ") and "found no host 0 at no.such.invalid:80" in last
 
 
 EVENTS = {
@@ -200,7 +177,7 @@ ON_BOTH = [
 ]
 
 
-@pytest.mark.parametrize("event, where, statuses, told", thinned(ON_BOTH, 3))
+@pytest.mark.parametrize("event, where, statuses, told", thinned(ON_BOTH, 4))
 def test_what_ends_one_host_ends_both(
     event: str, where: str, statuses: tuple[int, int], told: tuple[str, str], tmp_path: Path
 ) -> None:
