@@ -59,7 +59,7 @@ Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.glob
 class EncoderConfig:
     """One entry of `model.encoders`: an encoder in addition to that of `model.hf_path`."""
 
-    hf_path: Path = required("Folder of a vision-language model whose encoder becomes the additional encoder NAME.")
+    hf_path: Path = required("Vision-language model folder whose encoder becomes the additional encoder NAME.")
     token: str = required("Placeholder token of its rows, such as `<|video_pad|>`.")
     min_pixels: int | None = option(None, "Minimum image area in pixels; smaller images are upscaled.", "its folder's")
     max_pixels: int | None = option(None, "Maximum image area in pixels; larger images are downscaled.", "its folder's")
@@ -72,54 +72,48 @@ class ModelConfig:
     hf_path: Path = required("Qwen2.5-VL or Qwen3-VL folder in `transformers` format to start training from.")
     hf_path_vision: Path | None = option(
         None,
-        "Folder of the same family whose vision encoder replaces that of `model.hf_path`, which may then be a plain "
-        "language model: Qwen2 or Qwen2.5 for Qwen2.5-VL, Qwen3 for Qwen3-VL.",
+        "Folder of the same family to take the vision encoder from; `model.hf_path` may then be a language model.",
     )
     fresh_projector: bool = option(
-        False, "Reinitialize the vision projector; one whose width does not match always is."
+        False, "Reinitialize the vision projector, as is always done if its width does not match."
     )
-    dtype: Literal["float32", "bfloat16"] = option(
-        "bfloat16", "Dtype of weights and activations; with bfloat16, see `precision` for gradients and master weights."
-    )
+    dtype: Literal["float32", "bfloat16"] = option("bfloat16", "Dtype of weights and activations.")
     encoders: Mapping[str, EncoderConfig] = option(
         {}, "Additional encoders by name; `<NAME>` in a human turn stands for an image from the record's field NAME."
     )
     freeze: tuple[str, ...] = option(
         (),
-        "Parts to freeze: vision, projector, text; NAME and NAME_projector for an additional encoder. And patterns of "
-        "the folder's tensors, such as `model.layers.*.mlp.*`.",
+        "Parts to freeze (vision, projector, text; NAME and NAME_projector of an additional encoder), or patterns of "
+        "tensor names, such as `model.layers.*.mlp.*`.",
     )
-    train: tuple[str, ...] = option((), "Parts and patterns as in model.freeze: only these train. Empty: all.")
+    train: tuple[str, ...] = option((), "Parts and patterns that train, all others being frozen. Empty: all.")
     recompute: Mapping[str, Literal["none", "selective", "full"] | int] = option(
         {},
-        "Activation recomputation of a module: selective (norms, MLP activation, attention inputs; no matrix product), "
-        "full (whole layers), or the number N of whole layers, the first of each pipeline stage.",
+        "Activation recomputation: selective (no matrix product), full (all layers), or the number of layers to "
+        "recompute at the start of each pipeline stage.",
         "none",
     )
     chunk: Mapping[str, int] = option(
         {},
-        "Tokens of a rank that pass through the MLP of a module at a time; the backward pass recomputes its first "
-        "matrix product. 0: all at once.",
+        "Tokens of a rank per MLP call; the backward pass recomputes the first matrix product. 0: all at once.",
         "0",
     )
     tp_overlap: Mapping[str, int] = option(
         {},
-        "Parts in which the layers of a module exchange sequence-parallel activations over tp: that of one part runs "
-        "beside the matrix product of another. 1: all at once.",
+        "Parts in which layers exchange activations over tp, overlapped with matrix products. 1: no overlap.",
         "1",
     )
     sequence_parallel: Mapping[str, bool] = option(
-        {}, "Megatron sequence parallelism of a module: activations split along the sequence over its tp ranks.", "true"
+        {}, "Megatron sequence parallelism: split activations along the sequence over tp.", "true"
     )
     backend: Literal["auto", "torch", "te"] = option(
         "auto",
-        "Layer implementation: PyTorch, Transformer Engine, or auto (Transformer Engine if installed, and neither "
-        "model.compile nor model.tp_overlap is set).",
+        "Layers: PyTorch, Transformer Engine, or auto (Transformer Engine if installed, without model.compile and "
+        "model.tp_overlap).",
     )
     compile: Literal["none", "layers"] = option(
         "none",
-        "Compile what layers compute between matrix products, attention and communication (torch.compile), for any "
-        "number of tokens.",
+        "Compile (torch.compile) what layers compute between matrix products, attention and communication.",
     )
 
     @property
@@ -154,15 +148,13 @@ class PrecisionConfig:
 
     master: Literal["float32", "split", "none"] = option(
         "float32",
-        "Master weights: float32, split (the bfloat16 weight and a 16-bit remainder: equal results, 2 bytes less), or "
-        "none (bfloat16 weights with stochastic rounding).",
+        "Master weights: float32, split (equal results, 2 bytes less), or none (bfloat16 weights with stochastic "
+        "rounding).",
     )
     moments: Literal["float32", "bfloat16", "8bit"] = option(
         "float32", "Moments: float32, bfloat16 with stochastic rounding, or 8 bits with a scale per 256 elements."
     )
-    gradients: Literal["float32", "bfloat16"] = option(
-        "float32", "Dtype in which gradients are accumulated over micro-batches and summed over ranks."
-    )
+    gradients: Literal["float32", "bfloat16"] = option("float32", "Dtype of accumulated and reduced gradients.")
 
 
 FP32 = PrecisionConfig()
@@ -176,8 +168,7 @@ class OffloadConfig:
     states: bool = option(False, "Keep master weights and moments in host memory; updates stream them.")
     activations: bool = option(
         False,
-        "Keep the activations of layers in host memory between their forward and backward passes; copies overlap with "
-        "the neighboring layers.",
+        "Keep activations in host memory between forward and backward pass; copies overlap with neighboring layers.",
     )
 
 
@@ -206,12 +197,10 @@ class DataConfig:
         "replica",
         "Assignment of images to encoder replicas: in order (off), or balanced by predicted compute (replica).",
     )
-    workers: int = option(
-        2, "Background workers per rank that tokenize and decode the next step; 0 loads between steps."
-    )
+    workers: int = option(2, "Background workers per rank that load the next step; 0 loads between steps.")
     worker_type: Literal["thread", "process"] = option(
         "thread",
-        "What workers are: threads, which share Python's lock with training, or processes, with memory of their own.",
+        "Workers are threads of the rank, or processes.",
     )
 
 
@@ -230,8 +219,8 @@ class ScheduleConfig:
 
     kind: Literal["auto", "waves", "recompute", "ahead"] = option(
         "auto",
-        "Encoder schedule. On ranks shared with the text module: waves, or recompute (store only the rows, repeat the "
-        "forward pass before the backward pass). On separate ranks: ahead.",
+        "Encoder schedule: waves or recompute (repeat each forward pass before its backward pass) on ranks shared with "
+        "the text module, ahead on separate ranks.",
     )
     waves: int | None = option(
         None, "Micro-batches per wave of an encoder on shared ranks.", "1; near 3*pp with text stages"
@@ -242,8 +231,7 @@ class ScheduleConfig:
     virtual_stages: int = option(1, "Virtual pipeline stages per pp rank of the text module (interleaved 1F1B).")
     timeout_s: float = option(
         1800.0,
-        "Watchdog timeout per action, seconds; 0 disables. Also ends a start, save or export without progress on any "
-        "rank.",
+        "Timeout in seconds of an action, and of a start, save or export without progress; 0 disables.",
     )
 
 
@@ -264,12 +252,11 @@ class TrainConfig:
     micro_batch_size: int = option(1, "Samples packed into one sequence, per text replica and micro-batch.")
     tokens_per_micro_batch: int | None = option(
         None,
-        "Maximum tokens packed into one sequence, instead of a number of samples: the samples of a step are dealt to "
-        "text replicas and as few micro-batches as that allows, with even tokens and encoder compute.",
+        "Maximum tokens packed into one sequence, in place of micro_batch_size; micro-batches are balanced.",
         "micro_batch_size samples",
     )
     patches_per_micro_batch: int | None = option(
-        None, "Maximum image patches of one sequence for each encoder, with train.tokens_per_micro_batch.", "unlimited"
+        None, "Maximum patches per encoder and sequence, with train.tokens_per_micro_batch.", "unlimited"
     )
     seed: int = option(0, "Random seed.")
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -298,13 +285,10 @@ class LogConfig:
 
     dir: Path = option(
         Path("runs"),
-        "Folder for metrics.jsonl, the resolved configuration and TensorBoard events; files of an earlier run move to "
-        "a subfolder.",
+        "Folder for metrics and the resolved configuration; files of an earlier run move to a subfolder.",
     )
     tensorboard: bool = option(False, "Also write metrics for TensorBoard.")
-    wandb: str | None = option(
-        None, "Weights & Biases project to log metrics to as well; with WANDB_MODE=offline, only to log.dir."
-    )
+    wandb: str | None = option(None, "Weights & Biases project to log metrics to as well.")
 
     def __post_init__(self) -> None:
         # The default is relative to the current directory, as paths in flags are.
@@ -323,13 +307,12 @@ class CheckpointConfig:
         "stop", "Action if a checkpoint cannot be written: stop, or warn and continue."
     )
     resume: Literal["auto", "never"] | Path = option(
-        "auto", "Resume from the newest checkpoint in dir if any (auto), from a given checkpoint (its path), or never."
+        "auto", "Resume from the newest checkpoint in dir (auto), from the checkpoint at a path, or never."
     )
     allow_changes: tuple[Overridable, ...] = option(
         (),
-        "Settings allowed to differ from the checkpoint's although they change the data stream: data.datasets, "
-        "data.shuffle, train.seed, train.global_batch_size. model.hf_path allows changed configuration, tokenizer and "
-        "processor files in any model folder.",
+        "Settings that may differ from the checkpoint's; model.hf_path allows changed configuration, tokenizer and "
+        "processor files.",
     )
 
 
@@ -364,11 +347,10 @@ class PlanConfig:
     images: int = option(1, "Assumed images per sample and encoder.")
     image_side: int = option(896, "Assumed image width and height in pixels, as encoded.")
     tokens: int = option(512, "Assumed tokens per sample, image tokens excluded.")
-    supervised: float = option(0.5, "Assumed share of these tokens that is supervised: the last ones.")
+    supervised: float = option(0.5, "Assumed share of these tokens that is supervised.")
     memory_gb: GpuName | float | None = option(
         None,
-        "Memory of a GPU: its name, or a number of GB (10^9 bytes). Ranks that need more are reported, with settings "
-        "that make them fit.",
+        "Memory of a GPU: its name, or GB (10^9 bytes). Ranks that need more are reported, with settings that fit.",
         "unknown",
     )
 
