@@ -87,6 +87,15 @@ def test_python_files_named_in_the_text_exist(page: Path) -> None:
         assert any(file.endswith(f"/{name}") for file in files), name
 
 
+def test_pages_and_headings_named_in_the_code_exist() -> None:
+    for file in [*(ROOT / "megatron_hetero").rglob("*.py"), *(ROOT / "examples").rglob("*.*")]:
+        text = " ".join(file.read_text(encoding="utf-8").split())
+        for page, heading in re.findall(r'docs/(\w+\.md)(?:, "([^"]+)")?', text):
+            anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            anchors = {re.sub(r"^\d+-", "", anchor) for anchor in _anchors(ROOT / "docs" / page)}
+            assert not anchor or anchor in anchors, f"{file}: {page}, {heading}"
+
+
 def test_make_targets_named_in_the_text_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for page in PAGES:
