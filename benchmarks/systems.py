@@ -17,7 +17,8 @@ from torch import Tensor
 from benchmarks.material import SAMPLES
 from benchmarks.measuring.memory import Memory
 from benchmarks.measuring.meter import CollectiveMeter, total_bytes, total_seconds
-from megatron_hetero.config.schema import DatasetConfig, load_config
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor import Processor

@@ -57,7 +57,7 @@ ROWS = (
 # What touches torch, transformers or Megatron-Core, with a row of the parity matrix for each kind of placement and
 # schedule.
 SUBSET = (
-    "tests/unit/test_communicators.py",
+    "tests/unit/layout/test_communicators.py",
     "tests/unit/test_platform.py",
     "tests/unit/test_topology.py",
     "tests/unit/boundary",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import LEARNING_RATE, SIDES
 from benchmarks.systems import MAX_PIXELS, plain_inputs
-from megatron_hetero.config.schema import DatasetConfig
+from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor import Processor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_hetero.config.schema import USABLE_GIB, GpuName
+from megatron_hetero.config.sections import USABLE_GIB, GpuName
 
 PRODUCTS, MEMORY, LINKS, ATTENTION = 0.69, 0.78, 0.82, 0.35
 """Shares of the data sheet's figures that kernels reach. Assumed: large matrix products 680 of 989 TFLOP/s, kernels

@@ -1,12 +1,9 @@
-"""The environment variables by which torchrun, or another launcher, describes the ranks. Imports no torch.
+"""Environment variables: those by which torchrun, or another launcher, describes the ranks, and those of CUDA, the
+allocator and NCCL (docs/training.md, "Hardware queues", docs/schedules.md, "When a rank is stuck"). Imports no torch.
 
-Environment variables of CUDA, the allocator and NCCL, and NCCL's own time-outs. Does not import torch.
-
-docs/training.md, "Hardware queues", and docs/schedules.md, "When a rank is stuck", say what each is for. CUDA reads its
-variables when its context is created, which eager initialisation of NCCL does; PyTorch's allocator on first use.
-Variables that the user has set are never changed. torch 2.11 and 2.13 read `PYTORCH_ALLOC_CONF`, and first the older
-`PYTORCH_CUDA_ALLOC_CONF` (c10/cuda/CUDAAllocatorConfig.h); the older names of the flight recorder's are read after the
-newer ones (c10d/FlightRecorder.hpp, c10d/ProcessGroupNCCL.hpp).
+CUDA reads its
+variables when its context is created, PyTorch's allocator on first use. Variables that the user has set, also by their
+older names, are never changed.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from pathlib import Path
 from megatron_hetero.base.errors import UserError
 
 LAUNCHER = "python -m megatron_hetero.run"
-"""Starts the ranks: torchrun, with our handling of their exit."""
+"""The command that starts the ranks: torchrun, with our handling of their exit."""
 MOST_PORT = 65535
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
 _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
@@ -42,7 +39,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """The number of this rank on its host."""
+    """The index of this rank on its host."""
     return _number("LOCAL_RANK", 0)
 
 
@@ -57,7 +54,7 @@ def meeting_address() -> tuple[str, int]:
 
 
 def resolves(address: str) -> bool:
-    """Whether this host can resolve the name. It may take seconds."""
+    """Whether this host can resolve the name, which may take seconds."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError):
@@ -71,7 +68,7 @@ def named_place(address: str, port: int) -> str:
 
 
 def _number(name: str, default: int) -> int:
-    """The value of a variable; the default if it is not a number, which `require_numbers` reports."""
+    # Errors are for `require_numbers` to report.
     text = os.environ.get(name, "")
     return int(text) if _is_number(text) else default
 
@@ -85,7 +82,7 @@ def require_numbers(environ: Mapping[str, str] = os.environ) -> None:
     for name, least in _LEAST.items():
         text = environ.get(name)
         if text is not None and not (_is_number(text) and int(text) >= least):
-            # An empty one counts as unset.
+            # An empty RANK counts as unset.
             fix = _FIX if environ.get("RANK") else f"unset {name}, or {_FIX}"
             raise _wrong(name, f"`{text}`", f"a number of at least {least}", fix)
     if int(environ.get("MASTER_PORT", "1")) > MOST_PORT:
@@ -110,9 +107,7 @@ def require_meeting_place(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def stay_on_host(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo and NCCL listen on the loopback interface alone if all ranks are on this host, unless the user names
-    interfaces.
-    """
+    """Have gloo and NCCL listen on the loopback interface alone if all ranks are on this host."""
     alone = environ.get("LOCAL_WORLD_SIZE", "1") == environ.get("WORLD_SIZE", "1")
     if alone and "lo" in (name for _, name in socket.if_nameindex()):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -120,8 +115,8 @@ def stay_on_host(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def raise_open_files() -> None:
-    """Raise this process's limit of open files to the hard one, where that may be: host groups have a socket for each
-    other rank, and the limit is often 1,024.
+    """Raise this process's soft limit of open files, often 1,024, to the hard one if permitted: gloo has a socket for
+    each other rank.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -137,56 +132,51 @@ def _wrong(name: str, found: str, expected: str, fix: str) -> UserError:
 
 
 _QUEUES, _FEW = "CUDA_DEVICE_MAX_CONNECTIONS", range(8)  # 8 is CUDA's default.
-_BEFORE_CUDA = {
+_DEFAULTS = {
     (_QUEUES,): "32",
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
-}
-_BEFORE_NCCL = {
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
-    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
 }
 _TRACES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables of CUDA, the allocator and NCCL that the user has not set. Idempotent; call it before CUDA is
-    initialised, ideally before torch is imported. Warns on rank 0 if it is too late, or if the user of a GPU has set
-    few hardware queues.
+    """Set the variables of CUDA and the allocator that the user has not set. Idempotent; call it before CUDA is
+    initialised. Warns on rank 0 if it is too late, or if the user of a GPU has set few hardware queues.
     """
-    late = [names[0] for names in _set(_BEFORE_CUDA, environ)] if _cuda_is_initialized() else []
-    _set(_BEFORE_CUDA | _BEFORE_NCCL, environ)
+    missing = {names[0]: value for names, value in _DEFAULTS.items() if not any(name in environ for name in names)}
+    environ.update(missing)
     if environ.get("RANK", "0") != "0":
         return
-    if late:
-        wanted = " ".join(f"{names[0]}={value}" for names, value in _BEFORE_CUDA.items() if names[0] in late)
+    if missing and _cuda_is_initialized():
+        wanted = " ".join(f"{name}={value}" for name, value in missing.items())
         warnings.warn(
-            f"CUDA was initialised without {' and '.join(late)}, which it reads only then. Start the program with "
+            f"CUDA was initialised without {' and '.join(missing)}, which it reads only then. Start the program with "
             f"{wanted}, or call `prepare_environment` first",
             stacklevel=2,
         )
     torch, queues = sys.modules.get("torch"), environ[_QUEUES]
     if queues in map(str, _FEW) and torch is not None and torch.cuda.is_available():
         found = f"{_QUEUES}={queues} makes streams wait for each other: little communication overlaps with computation"
-        warnings.warn(f"{found}. Unset it; 32 are used then", stacklevel=1)  # Once, as Python shows it of one line.
+        warnings.warn(f"{found}. Unset it; 32 are used then", stacklevel=1)  # of this line, so that it is shown once
 
 
 def group_timeout(timeout_s: float, environ: MutableMapping[str, str] = os.environ) -> timedelta:
-    """The time-out of process groups, given the `timeout_s` of the watchdog (0: none): longer, so that the watchdog,
-    which knows what the rank was doing, fires first; a day without a watchdog. NCCL's heartbeat, which ends processes
-    whose CUDA calls hang, is set to the same.
+    """The time-out of process groups: longer than the `timeout_s` of the watchdog, which knows what the rank was doing;
+    a day without a watchdog (0). NCCL's heartbeat, which ends processes whose CUDA calls hang, is set to the same.
 
     NCCL counts from the issue of an operation, which may be long before its turn.
     """
-    longest = timedelta(days=24)  # Torch counts the heartbeat in milliseconds, in 32 bits.
-    wanted = timedelta(seconds=max(1800.0, 1.5 * min(timeout_s, 1e9))) if timeout_s > 0 else timedelta(days=1)
-    timeout = min(longest, wanted)
+    timeout = timedelta(days=1)
+    if timeout_s > 0:
+        longest = 24 * 86400  # torch counts the heartbeat in milliseconds, in 32 bits
+        timeout = timedelta(seconds=min(max(1800.0, 1.5 * timeout_s), longest))
     environ.setdefault(_HEARTBEAT, str(int(timeout.total_seconds())))
     return timeout
 
 
 def prepare_traces(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Make the flight recorder write to `folder`, which is created, one file per rank. For NCCL only."""
+    """Have NCCL's flight recorder write one file per rank to `folder`, which is created."""
     if not any(name in environ for name in _TRACES):
         folder.mkdir(parents=True, exist_ok=True)
         environ[_TRACES[0]] = str(folder / "rank")
@@ -195,7 +185,7 @@ def prepare_traces(folder: Path, environ: MutableMapping[str, str] = os.environ)
 def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> Path | None:
     """Dump the flight recorder of this rank's NCCL operations, for `torch.distributed.flight_recorder`.
 
-    Returns the file; None without NCCL, without a path, or if writing fails: the caller reports its own error anyway.
+    Returns the file; None without NCCL, without a path, or if writing fails: the caller has an error to report anyway.
     """
     prefix = next((environ[name] for name in _TRACES if name in environ), None)
     torch = sys.modules.get("torch")
@@ -207,13 +197,6 @@ def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> Pa
     except (AttributeError, OSError, RuntimeError):
         return None
     return path
-
-
-def _set(defaults: dict[tuple[str, ...], str], environ: MutableMapping[str, str]) -> list[tuple[str, ...]]:
-    """Set the first name of each default of which no name is set. Returns those."""
-    missing = [names for names in defaults if not any(name in environ for name in names)]
-    environ.update({names[0]: defaults[names] for names in missing})
-    return missing
 
 
 def _cuda_is_initialized() -> bool:

@@ -1,8 +1,5 @@
-"""Opens files that users name: only regular ones, since reading a pipe or device may never return.
-
-Paths as users give them.
-
-JSON objects in files from elsewhere: read whole or refused, and checked for values that cannot be carried out.
+"""Files and paths that users name: regular files alone are opened, since reading a pipe or device may never return;
+JSON objects are read whole or refused, and checked for unsupported values.
 """
 
 from __future__ import annotations
@@ -31,15 +28,15 @@ _KINDS = {
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """The file, for reading. Raises `OSError`, also for pipes, devices and folders."""
-    # Without waiting: a pipe that nobody writes into would keep `open` itself.
+    """Open a file for reading. Raises `OSError`, also for pipes, devices and folders."""
+    # Nonblocking: opening a pipe without a writer would wait.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
         os.close(descriptor)
         if kind == stat.S_IFDIR:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, _called(kind), str(path))
+        raise OSError(errno.EINVAL, f"{_KINDS.get(kind, 'something else')} and not a file", str(path))
     return os.fdopen(descriptor, "rb")
 
 
@@ -53,35 +50,27 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """The same as text. Raises `UnicodeDecodeError` too, if it is not UTF-8."""
+    """The content of a text file. Raises `OSError` as `read_bytes`, and `UnicodeDecodeError` if it is not UTF-8."""
     return read_bytes(path, most).decode("utf-8")
 
 
 def is_unfit(path: Path) -> str | None:
-    """Why an existing file cannot be read whole; None if it can, and if there is none."""
+    """Why an existing file cannot be read whole; None if it can, or if it does not exist."""
     try:
-        found = path.stat()
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return None
     except OSError as error:
         return reason(error)
-    kind = stat.S_IFMT(found.st_mode)
-    if kind != stat.S_IFREG:
-        return _called(kind)
-    return f"a file of {found.st_size} bytes" if found.st_size > MOST_BYTES else None
-
-
-def _called(kind: int) -> str:
-    return f"{_KINDS.get(kind, 'something else')} and not a file"
+    return f"a file of {size} bytes" if size > MOST_BYTES else None
 
 
 def unusable(path: str | os.PathLike[str]) -> str | None:
-    """Why no file can have this path: its text, the length of a name, or a link that leads back to itself. None if one
-    can.
-    """
+    """Why no file can have this path: its text, the length of a name, or a link to itself. None if one can."""
     try:
         os.path.realpath(path, strict=True)
-    except ValueError as error:  # No text of a file system, such as half of a character.
+    except ValueError as error:  # such as a lone surrogate
         return str(error)
     except OSError as error:
         return reason(error) if error.errno in (errno.ELOOP, errno.ENAMETOOLONG) else None
@@ -89,9 +78,7 @@ def unusable(path: str | os.PathLike[str]) -> str | None:
 
 
 def resolved(path: Path, where: str) -> Path:
-    """The path with links resolved. Raises `UserError`, naming `where` it comes from, for a link that leads to itself
-    and for a path that no file can have.
-    """
+    """The path with links resolved. Raises `UserError`, naming `where` it comes from, if it is `unusable`."""
     if (why := unusable(path)) is not None:
         raise UserError.at(
             where,
@@ -103,14 +90,14 @@ def resolved(path: Path, where: str) -> Path:
 
 
 def in_the_way(folder: Path, error: OSError) -> str:
-    """Why a folder cannot be made or written."""
+    """Why a folder cannot be created or written."""
     if folder.is_symlink() and not folder.exists():
         return f"a link to {os.readlink(folder)}, which does not exist"
     return reason(error)
 
 
 def try_to_write(folder: Path) -> None:
-    """Check that something can be made in `folder`, which is itself made if necessary. Raises `OSError`."""
+    """Check that `folder`, which is created if necessary, can be written. Raises `OSError`."""
     probe = folder / f".probe-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     probe.mkdir()
@@ -118,18 +105,18 @@ def try_to_write(folder: Path) -> None:
 
 
 MOST_JSON_BYTES = 4 * 2**20
-"""Larger than any configuration. Parsed, it takes some thirty times as much memory."""
+"""Default limit on JSON objects: larger than any configuration."""
 RESTORE = "restore the file as its model was published or saved"
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 _IN_JSON = {None: "null", True: "true", False: "false"}
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
-"""What a file may hold."""
+"""A JSON value."""
 
 
 class Only(NamedTuple):
-    """The values that a key may have; `because` and `fix` as in `UserError.at`."""
+    """The supported values of a key; `because` and `fix` as in `UserError.at`."""
 
     values: tuple[object, ...]
     because: str
@@ -137,36 +124,30 @@ class Only(NamedTuple):
 
 
 def shown(value: object) -> str:
-    """A value as it stands in the file, on one short line."""
+    """A value as the file writes it, on one short line."""
     return _IN_JSON[value] if value is None or isinstance(value, bool) else _SHORT.repr(value)
 
 
 def check(path: Path, values: Mapping[str, Json], only: Mapping[str, Only], at: str = "") -> None:
-    """Check the object that the file `path` holds, and those inside it. `at`: the keys above it, with a dot behind
-    each.
+    """Check the object in the file `path`, and those inside it. `at`: the keys above it, each followed by a dot.
 
     Raises:
-        UserError: naming file, key and value, for a value that `only` does not have under its key.
+        UserError: naming file, key and value, if `only` lacks the value of a key.
     """
     for key, value in values.items():
         if key in only and value not in only[key].values:
-            expected = " or ".join(map(shown, only[key].values))
-            raise UserError.at(
-                f"{path}: {at}{key}",
-                found=shown(value),
-                expected=expected,
-                because=only[key].because,
-                fix=only[key].fix,
-            )
+            values_of_key, because, fix = only[key]
+            expected = " or ".join(map(shown, values_of_key))
+            raise UserError.at(f"{path}: {at}{key}", found=shown(value), expected=expected, because=because, fix=fix)
         if isinstance(value, dict):
             check(path, value, only, f"{at}{key}.")
 
 
 def read_object(path: Path, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object that the file `path` holds, of `most` bytes at most.
+    """The JSON object in a file of at most `most` bytes.
 
     Raises:
-        UserError: it cannot be read, is broken, or holds no object.
+        UserError: the file is unreadable or malformed, or is another JSON value.
     """
     where: object = path
     try:

@@ -1,23 +1,17 @@
-"""The folder of checkpoints: which are complete, which is newest, which are removed, and whether files are intact.
+"""What runs write: folders of checkpoints, exports, and the names of files in `log.dir`.
 
 checkpoints/
   step-00000010/             a complete checkpoint
     manifest.json            size and SHA-256 of every other file; written last
     tensors.json  tensors-0-0.safetensors  tensors-1-0.safetensors ...  run.json  metrics.jsonl
-  .step-00000020.partial/    one that is being written, or was when the run died
-  .step-00000000.removed/    an older one that is being removed, or was
+  .step-00000020.partial/    a checkpoint that is being written, or was when the run died
+  .step-00000000.removed/    an older checkpoint that is being removed, or was
   .step-00000030.aside/      an incomplete folder moved out of the way of a checkpoint, for inspection
-  latest                     the name of the newest one, for people and scripts
-  .lock                      held by the run that writes here
+  latest                     the name of the newest checkpoint, for people and scripts
+  .lock                      locked by the run that writes here
 
-Folders of exports: temporary paths next to the folder that one replaces, and the mark that it has.
-
-Recognises folders that hold an export of ours and nothing else, by a file in each that lists what was written.
-
-A folder that merely looks like a model is never replaced, since one downloaded or trained elsewhere looks the same. Nor
-is an export with added files, or one that another program has saved over.
-
-File names in `log.dir`.
+An export lists its files in a file of its own. Only a folder of exactly these files is replaced by another export: a
+model downloaded or trained elsewhere looks the same otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_hetero.base.errors import UserError, quoted, reason
-from megatron_hetero.base.files import in_the_way, open_regular, read_text, unusable
+from megatron_hetero.base.files import in_the_way, open_regular, read_object, read_text, unusable
 
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", ".lock"
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
@@ -45,7 +39,6 @@ _REMOVED = re.compile(rf"\.{_NAME.pattern}\.removed")
 ANOTHER = "use another checkpoint (of a run: --checkpoint.resume PATH)"
 SEEN_S = 30.0
 """Seconds until a network file system shows to one host what another has written."""
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -62,9 +55,9 @@ def name_of(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in the name of a checkpoint; None if there is none."""
-    found = _NAME.fullmatch(checkpoint.name)
-    return int(found[1]) if found else None
+    """The step in the name of a checkpoint; None for another name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
 
 
 def is_ours(name: str) -> bool:
@@ -73,25 +66,25 @@ def is_ours(name: str) -> bool:
 
 
 def partial_of(checkpoint: Path) -> Path:
-    """Where a checkpoint is while it is written."""
+    """The temporary folder of a checkpoint that is being written."""
     return checkpoint.with_name(f".{checkpoint.name}.partial")
 
 
 def whole(folder: Path) -> dict[int, Path]:
     """The complete checkpoints in `folder` by step, ascending."""
-    found = {int(m[1]): path for path in _children(folder) if (m := _NAME.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
+    named = {step: path for path in _children(folder) if (step := step_of(path)) is not None}
+    return {step: path for step, path in sorted(named.items()) if (path / MANIFEST).is_file()}
 
 
 def chosen_in(path: Path) -> Path:
-    """`path` itself, or the newest complete checkpoint in it if it is a folder of checkpoints."""
+    """The newest complete checkpoint in a folder of checkpoints; any other `path` itself."""
     if (path / MANIFEST).is_file():
         return path
     return next(reversed(whole(path).values()), path)
 
 
 def advice_to_export(path: Path) -> str | None:
-    """What to do if a checkpoint was given as a model's folder; None if it holds no checkpoint."""
+    """Advice for a user who gave a checkpoint as a model's folder; None if `path` has no checkpoint."""
     chosen = chosen_in(path)
     if not (chosen / MANIFEST).is_file():
         return None
@@ -104,13 +97,13 @@ def unfinished(folder: Path) -> tuple[Path, ...]:
 
 
 def without_manifest(folder: Path) -> tuple[Path, ...]:
-    """Folders in `folder` named as checkpoints but without a manifest: no run leaves them like this."""
-    named = [path for path in sorted(_children(folder)) if _NAME.fullmatch(path.name)]
+    """Folders named as checkpoints but without a manifest: no run leaves them like this."""
+    named = [path for path in sorted(_children(folder)) if step_of(path) is not None]
     return tuple(path for path in named if not (path / MANIFEST).is_file())
 
 
 def wait_for(there: Callable[[], bool], seconds: float | None = None) -> bool:
-    """Whether what another process does to files becomes true within `seconds` (default `SEEN_S`)."""
+    """Wait until another process's change of files is visible; whether it is within `seconds` (default `SEEN_S`)."""
     until = time.monotonic() + (SEEN_S if seconds is None else seconds)
     while not there():
         if time.monotonic() > until:
@@ -120,17 +113,14 @@ def wait_for(there: Callable[[], bool], seconds: float | None = None) -> bool:
 
 
 def record_file(path: Path) -> FileRecord:
-    """Read a file to the end. Raises `OSError`."""
-    digest, size = hashlib.sha256(), 0
+    """Size and hash of a file, which is read to the end. Raises `OSError`."""
     with open_regular(path) as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
-            size += len(block)
-    return FileRecord(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
 
 
 def write_synced(path: Path, text: str) -> FileRecord:
-    """Write a file and wait until the disk has it. Raises `OSError`."""
+    """Write a file through to the disk. Raises `OSError`."""
     content = text.encode("utf-8")
     with open(path, "wb") as file:
         file.write(content)
@@ -140,10 +130,8 @@ def write_synced(path: Path, text: str) -> FileRecord:
 
 
 def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
-    """Publish a fully written checkpoint: write its manifest, give it its name, and update `latest` if it is named
-    after its step. Raises `OSError`.
-
-    Until the rename nothing can mistake it for a checkpoint; afterwards it is complete.
+    """Publish a fully written checkpoint: write its manifest, rename it, and update `latest` if it is named after its
+    step. Until the rename nothing can mistake it for a checkpoint; afterwards it is complete. Raises `OSError`.
     """
     files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(records.items())}
     write_synced(partial / MANIFEST, json.dumps({"files": files}, indent=2) + "\n")
@@ -155,7 +143,7 @@ def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
         set_aside(target)
     partial.rename(target)
     _sync_folder(target.parent)
-    if _NAME.fullmatch(target.name):
+    if step_of(target) is not None:
         pointer = target.parent / f".{LATEST}.new"
         write_synced(pointer, target.name + "\n")
         pointer.replace(target.parent / LATEST)
@@ -166,14 +154,14 @@ def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
 def set_aside(path: Path) -> Path:
     """Rename what is in the way of a checkpoint; returns the new path. Raises `OSError`."""
     names = (f".{path.name}.aside{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
-    other = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
+    other = next(other for name in names if not os.path.lexists(other := path.with_name(name)))
     path.rename(other)
     return other
 
 
 def prune(folder: Path, keep: int | None, written: Path | None = None) -> None:
-    """Remove all but the newest `keep` complete checkpoints (None: keep all), and never the one that was just
-    `written`. What cannot be removed stays.
+    """Remove all but the newest `keep` complete checkpoints (None: keep all), but never the one just `written`. What
+    cannot be removed stays.
     """
     for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
         with contextlib.suppress(OSError):  # Renamed first: a half-removed checkpoint must not look complete.
@@ -183,7 +171,7 @@ def prune(folder: Path, keep: int | None, written: Path | None = None) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove unfinished and half-removed checkpoints in `folder`. Only for the run that holds its lock."""
+    """Remove unfinished and half-removed checkpoints in `folder`. Only for the run that has its lock."""
     for path in _children(folder):
         if _PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
             with contextlib.suppress(OSError):
@@ -191,7 +179,7 @@ def clean(folder: Path) -> None:
 
 
 def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, FileRecord]:
-    """Size and hash of every file of a checkpoint, the `needed` ones among them. Raises `UserError`."""
+    """Size and hash of every file of a checkpoint. Raises `UserError`, also if a `needed` file is not listed."""
     path = checkpoint / MANIFEST
     try:
         files = json.loads(read_text(path))["files"]
@@ -199,20 +187,18 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
         for name in records:
             if Path(name).name != name or name in ("", "..") or unusable(path.with_name(name)):
                 raise ValueError(f"the file name {quoted(name)}")
-        if absent := [f"{name} is not in the manifest" for name in needed if name not in records]:
-            raise damaged(checkpoint, absent)
-        return records
-    except UserError:
-        raise
     except FileNotFoundError:
         problem = "missing" if checkpoint.is_dir() else "no such checkpoint"
+        raise UserError.at(path, problem=problem, fix=_another(checkpoint)) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        problem = f"unreadable ({error})"
-    raise UserError.at(path, problem=problem, fix=_another(checkpoint))
+        raise UserError.at(path, problem=f"unreadable ({error})", fix=_another(checkpoint)) from None
+    if absent := [f"{name} is not in the manifest" for name in needed if name not in records]:
+        raise damaged(checkpoint, absent)
+    return records
 
 
 def require_own_name(checkpoint: Path, step: int, record: str) -> None:
-    """Check that a checkpoint is not named after another step than that of its `record`: names decide which is newest,
+    """Check that a checkpoint is not named after another step than its `record` states: names decide which is newest,
     and which are deleted. Raises `UserError`.
     """
     if step_of(checkpoint) not in (None, step):
@@ -226,12 +212,12 @@ def require_own_name(checkpoint: Path, step: int, record: str) -> None:
 
 
 def verify(checkpoint: Path, records: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
-    """What is wrong with these files of a checkpoint, one line each."""
+    """Faults of these files of a checkpoint, one line each."""
     return [fault for name in names if (fault := _fault(checkpoint / name, records[name]))]
 
 
 def unwritable(where: Path, error: OSError) -> UserError:
-    """The error that says why a checkpoint cannot be written."""
+    """The error for a checkpoint that cannot be written."""
     gone = isinstance(error, FileNotFoundError)
     remedy = "see who removes the folder" if gone else "free space or grant access"
     return UserError.at(
@@ -242,7 +228,7 @@ def unwritable(where: Path, error: OSError) -> UserError:
 
 
 def damaged(checkpoint: Path, faults: Iterable[str]) -> UserError:
-    """The error that says which files of a checkpoint differ from what was written."""
+    """The error for a checkpoint with damaged files."""
     lines = list(faults)
     return UserError.at(
         checkpoint,
@@ -280,18 +266,21 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+# ----------------------------------------------------------------------------------------------- exports
+
+
 def partial_export_of(target: Path) -> Path:
-    """Where an export is written before it takes its place."""
+    """The temporary folder of an export that is being written."""
     return target.parent / f".{target.name}.partial"
 
 
 def replaced_of(target: Path) -> Path:
-    """Where an earlier export is moved while the new one takes its place."""
+    """The temporary folder of an earlier export while the new one is renamed."""
     return target.parent / f".{target.name}.replaced"
 
 
 def lock_of(target: Path) -> Path:
-    """The lock file of an export, so that two never write the same folder."""
+    """The lock file of an export."""
     return target.parent / f".{target.name}.lock"
 
 
@@ -300,13 +289,13 @@ MARK = "megatron_hetero_export.json"
 
 def mark(folder: Path) -> None:
     """Mark a folder as a complete export. Raises `OSError`."""
-    files = {name: entry.stat().st_size for name, entry in _files(folder) if name != MARK}
+    files = {name: path.stat().st_size for name, path in _files(folder)}
     (folder / MARK).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
 def what_would_be_lost(folder: Path) -> str | None:
-    """Why a folder must not be replaced: what it holds other than an export of ours. None if nothing is there, or it
-    may be replaced. Raises `OSError` if it cannot be read.
+    """What a folder has other than an unchanged export; None if it is absent, empty, or may be replaced. Raises
+    `OSError` if it cannot be read.
     """
     if not os.path.lexists(folder):
         return None
@@ -318,39 +307,32 @@ def what_would_be_lost(folder: Path) -> str | None:
     if MARK not in names:
         return f"something that is not an exported model ({names[0]}, and no {MARK})"
     try:
-        written = _listed(folder / MARK)
-    except ValueError as error:
+        written = {str(name): int(size) for name, size in read_object(folder / MARK)["files"].items()}
+    except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
         return f"a {MARK} that cannot be read ({error})"
-    strange = next((name for name, entry in _files(folder) if name != MARK and not _is_as(entry, written, name)), None)
-    return strange and f"{strange}, which is not as the export left it"
+    for name, path in _files(folder):
+        if path.is_symlink() or not path.is_file() or written.get(name) != path.stat().st_size:
+            return f"{name}, which is not as the export left it"
+    return None
 
 
-def _listed(path: Path) -> Mapping[str, int]:
-    """The sizes of files by name. Raises `ValueError`."""
-    try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        return {str(name): int(size) for name, size in files.items()}
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """All entries below a folder other than folders and its mark, by path relative to it. Raises `OSError`."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for inside, folders, files in os.walk(folder, onerror=refuse):
+        for path in (Path(inside, name) for name in sorted([*folders, *files])):
+            if path != folder / MARK and (path.is_symlink() or not path.is_dir()):
+                yield str(path.relative_to(folder)), path
 
 
-def _is_as(entry: os.DirEntry[str], written: Mapping[str, int], name: str) -> bool:
-    return entry.is_file(follow_symlinks=False) and written.get(name) == entry.stat(follow_symlinks=False).st_size
-
-
-def _files(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """All files below a folder, by path relative to it."""
-    with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(Path(entry.path), f"{inside}{entry.name}/")
-        else:
-            yield inside + entry.name, entry
+# ----------------------------------------------------------------------------------------------- log.dir
 
 
 METRICS, CONFIG, EVALUATION, LOG_LOCK = "metrics.jsonl", "config.yaml", "evaluation.json", ".metrics.lock"
 WANDB_ID = "wandb-run-id"
-"""The id of the Weights & Biases run, which a resumed run continues."""
+"""The file with the id of the Weights & Biases run, which a resumed run continues."""
 OF_A_RUN = (METRICS, CONFIG, EVALUATION, WANDB_ID, "events.out.tfevents.*", "trace-rank*.json")
-"""What a run writes there, as glob patterns."""
+"""Glob patterns of the files that a run writes."""

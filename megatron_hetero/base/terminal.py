@@ -1,22 +1,22 @@
-"""Standard output that may go, consoles for tables, and the tools' argument parser."""
+"""Consoles for tables, standard output, and the tools' argument parser."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import io
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_hetero.base.errors import printable
 
 # `rich` is imported where something is printed with it.
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from rich.console import Console
 
 FILE_COLUMNS = 300
-"""Columns of a file or pipe: enough for the tables of a run, which use no more than they need."""
+"""Columns of a file or pipe, enough for the tables of a run."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,43 +44,27 @@ def size_text(size: int) -> str:
     return f"{size} B" if size else "0"
 
 
-def open_closed_outputs() -> None:
-    """Redirect standard output and error to /dev/null where they were closed before the start (`>&-`)."""
+def prepare_outputs() -> None:
+    """Redirect standard output and error to /dev/null where they were closed before the start (`>&-`), have them escape
+    characters that their encoding lacks, and drop what is written to a terminal that has gone: the end of ssh must not
+    prevent the last checkpoint.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it stays open
-
-
-@contextlib.contextmanager
-def guarded_output() -> Iterator[None]:
-    """Inside, characters that the encoding of an output lacks are escaped, and what is written to a terminal that is
-    gone is dropped: what has been trained is still to be saved.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if reconfigure := getattr(stream, "reconfigure", None):
+        if reconfigure := getattr(getattr(sys, name), "reconfigure", None):
             reconfigure(errors="backslashreplace")
-    with contextlib.redirect_stdout(cast(TextIO, _Terminal(sys.stdout)) if sys.stdout.isatty() else sys.stdout):
-        yield
+    if sys.stdout.isatty():
+        terminal = io.BufferedWriter(_Terminal(sys.stdout.fileno(), "w", closefd=False))
+        encoding, errors = sys.stdout.encoding, sys.stdout.errors
+        sys.stdout = io.TextIOWrapper(terminal, encoding, errors, line_buffering=True)
 
 
-class _Terminal:
-    """A terminal, which may go."""
+class _Terminal(io.FileIO):
+    """A terminal, or what is left of it."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._unless_gone(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._unless_gone(self._stream.flush)
-
-    def _unless_gone(self, act: Callable[..., object], *arguments: str) -> None:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
-            act(*arguments)
-        except OSError:  # Its buffer would be flushed again at exit, and fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+            return super().write(data)
+        except OSError:
+            return len(memoryview(data))

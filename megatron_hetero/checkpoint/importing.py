@@ -24,7 +24,7 @@ from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.sources import ModelSources, hashes
 from megatron_hetero.checkpoint.storage import write_entries
-from megatron_hetero.hf.folders import CONFIG, ENCODERS, ROWS
+from megatron_hetero.hf.folders import CONFIG, ENCODERS
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.models.shapes import ModelShapes
@@ -33,6 +33,9 @@ from megatron_hetero.models.weights import drawn_tensors, open_encoders, open_mo
 UNTRAINED = name_of(0)
 """The name of imported weights in a `checkpoint.dir`, from which a run starts at step 1."""
 _STEP = "step-"
+
+_ROWS = 4096
+"""Rows in memory at a time when two copies of a tensor are compared."""
 
 
 def with_own_encoders(sources: ModelSources) -> ModelSources:
@@ -113,7 +116,7 @@ def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
     for copy, original in shapes.text.architecture.stored_twice.items():
         if copy in weights.shapes:
             rows = weights.shapes[original][0]
-            slices = [TensorSlice(original, (start, min(rows, start + ROWS))) for start in range(0, rows, ROWS)]
+            slices = [TensorSlice(original, (start, min(rows, start + _ROWS))) for start in range(0, rows, _ROWS)]
             weights.require_copy(copy, original, slices)
 
 

@@ -16,7 +16,7 @@ from megatron_hetero.checkpoint.contents import expected_shapes
 from megatron_hetero.checkpoint.index import RANDOM, Shape
 from megatron_hetero.checkpoint.sources import Hashes, ModelSources, alone, differences
 from megatron_hetero.config.optimizers import optimizer_kind
-from megatron_hetero.config.schema import Overridable
+from megatron_hetero.config.sections import Overridable
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.hf.folders import CONFIG
 from megatron_hetero.models.frozen import frozen_tensors

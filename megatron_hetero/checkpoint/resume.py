@@ -35,7 +35,8 @@ from megatron_hetero.base.outputs import (
 from megatron_hetero.checkpoint.record import RunRecord, dataset_records, plain
 from megatron_hetero.checkpoint.sources import ModelSources, hashes
 from megatron_hetero.checkpoint.state import Resumed, TrainState, load
-from megatron_hetero.config.schema import CheckpointConfig, Config, to_yaml
+from megatron_hetero.config.schema import Config, to_yaml
+from megatron_hetero.config.sections import CheckpointConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.groups.collective import FIRST, Working, on_every, on_first
 from megatron_hetero.groups.topology import Topology

@@ -18,17 +18,18 @@ from rich.text import Text
 
 from megatron_hetero.base.environment import LAUNCHER
 from megatron_hetero.base.errors import TEXT, VISION, UserError
-from megatron_hetero.config.load import Setting, Tree, children, describe, is_leaf, item_type, shown_name, step
+from megatron_hetero.config.fields import children, is_leaf, item_type, shown_name
+from megatron_hetero.config.load import Setting, Tree, describe, step
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
 
 
-class PlanRequest(NamedTuple):
-    """A request for a plan instead of training."""
+class EstimateRequest(NamedTuple):
+    """A request for an estimate instead of training."""
 
     world_size: int = 1
-    """Number of ranks to plan for."""
+    """Number of ranks to estimate for."""
     plot: Path | None = None
-    """File to draw the plan to."""
+    """File to draw topology and schedule to."""
     files: bool = False
     """Whether the input files of training must exist."""
 
@@ -40,10 +41,8 @@ class CommandLine(NamedTuple):
     """Settings given by flags."""
     config: Path | None
     """The YAML file of `--config`."""
-    help: bool
-    """Whether `--help` was given."""
-    plan: PlanRequest | None = None
-    """The plan request of `--plan`."""
+    plan: EstimateRequest | None = None
+    """What `--plan` requests."""
 
 
 PLAN_FLAGS = {
@@ -60,7 +59,7 @@ PLAN_FLAGS = {
 
 
 def read_flags(argv: Sequence[str], root: type) -> CommandLine:
-    """The command line for the dataclass `root`.
+    """The command line for the dataclass `root`; ``--help`` prints and exits.
 
     Raises:
         UserError: a flag is unknown, given twice, or has too few or too many values.
@@ -69,18 +68,19 @@ def read_flags(argv: Sequence[str], root: type) -> CommandLine:
     config, planned = None, {}
     for flag, values in _flags(argv):
         if flag in ("--help", "-h"):
-            return CommandLine({}, None, True)
+            print_help(root)
+            raise SystemExit(0)
         if flag == "--config":
             config = Path(_one(flag, values))
         elif flag in PLAN_FLAGS:
             planned[flag] = values
         else:
             _insert(tree, flag, values, root)
-    return CommandLine(tree, config, False, _plan_request(planned))
+    return CommandLine(tree, config, _plan_request(planned))
 
 
-def _plan_request(given: Mapping[str, list[str]]) -> PlanRequest | None:
-    """The plan that `PLAN_FLAGS` ask for. Raises `UserError`."""
+def _plan_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
+    """The estimate that `PLAN_FLAGS` request. Raises `UserError`."""
     for flag in ("--plan", "--plan-files"):
         if values := given.get(flag):
             raise UserError.at(flag, found=f"`{values[0]}`", expected="no value", fix=f"write only {flag}")
@@ -89,16 +89,16 @@ def _plan_request(given: Mapping[str, list[str]]) -> PlanRequest | None:
             raise without_plan(flag)
         return None
     plot = Path(_one("--plan-svg", given["--plan-svg"])).absolute() if "--plan-svg" in given else None
-    return PlanRequest(_world_size(given.get("--world-size", ["1"])), plot, "--plan-files" in given)
+    return EstimateRequest(_world_size(given.get("--world-size", ["1"])), plot, "--plan-files" in given)
 
 
 def without_plan(flag: str) -> UserError:
     """The error for a flag of `--plan` without it."""
-    why, fix = "only a plan uses it", "add --plan to plan, or remove it to train"
+    because, fix = "only a plan uses it", "add --plan to plan, or remove it to train"
     if flag == "--world-size":
-        why = "torchrun sets the number of ranks in training"
+        because = "torchrun sets the number of ranks in training"
         fix = f"add --plan, or start training with {LAUNCHER} --nproc-per-node"
-    return UserError.at(flag, found="it without --plan", expected="both", because=why, fix=fix)
+    return UserError.at(flag, found="it without --plan", expected="both", because=because, fix=fix)
 
 
 def _world_size(values: list[str]) -> int:
@@ -139,9 +139,7 @@ def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
     path = ("parallel", short[1]) if short else tuple(flag.removeprefix("--").split("."))
     kind: object = root
     for i, name in enumerate(path):
-        if is_leaf(kind) or not name:
-            raise _no_such_flag(flag, root)
-        if i == 0 and name not in (children(root) or {}):
+        if is_leaf(kind) or not name or (i == 0 and name not in (children(root) or {})):
             raise _no_such_flag(flag, root)
         kind = step(kind, name, path[:i], flag)
     if not is_leaf(kind):
@@ -166,16 +164,16 @@ def _no_such_flag(flag: str, root: type) -> UserError:
 
 
 class FlagRow(NamedTuple):
-    """One flag as `--help` and docs/configuration.md show it."""
+    """A flag in `--help` and docs/configuration.md."""
 
     flag: str
-    """Such as `--train.iters`."""
+    """Its name, such as `--train.iters`."""
     values: str
     """Its type in a user's words."""
     default: str
-    """Its default, or how that is chosen."""
+    """Its default, or a description of it."""
     text: str
-    """Its help text, one sentence or more."""
+    """Its help text."""
 
 
 @lru_cache

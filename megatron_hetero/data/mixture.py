@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.checks import SampledDataset
-from megatron_hetero.config.schema import Config, DatasetConfig
+from megatron_hetero.config.schema import Config
+from megatron_hetero.config.sections import DatasetConfig, SampledDataset
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import IMAGES, ItemField
 

@@ -22,7 +22,8 @@ import numpy as np
 from megatron_hetero.base.errors import VISION, UserError, in_short
 from megatron_hetero.base.files import MOST_JSON_BYTES, Only, check, is_unfit, read_object
 from megatron_hetero.base.outputs import advice_to_export
-from megatron_hetero.config.schema import Config, EncoderConfig
+from megatron_hetero.config.schema import Config
+from megatron_hetero.config.sections import EncoderConfig
 from megatron_hetero.data import chat
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.records import Record

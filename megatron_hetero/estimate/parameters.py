@@ -29,8 +29,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
-from megatron_hetero.config.optimizers import OptimizerKind
-from megatron_hetero.config.schema import FP32, PrecisionConfig
+from megatron_hetero.config.optimizers import FP32, OptimizerKind, PrecisionConfig
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
 from megatron_hetero.layout.stages import LAYERS, Stage
 from megatron_hetero.models.shapes import ModelShapes

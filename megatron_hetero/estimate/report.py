@@ -15,7 +15,7 @@ from rich.text import Text
 
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.base.terminal import size_text
-from megatron_hetero.config.flags import PlanRequest
+from megatron_hetero.config.flags import EstimateRequest
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import ALLOWANCES, FRAGMENTATION, NODE, kind_bytes
 from megatron_hetero.estimate.estimate import KINDS, Boundary, Plan
@@ -260,7 +260,7 @@ def _schedule(plan: Plan, width: int) -> Iterator[str]:
     )
 
 
-def show_plan(config: Config, request: PlanRequest) -> None:
+def show_plan(config: Config, request: EstimateRequest) -> None:
     """Print the plan of a configuration, and draw it on request. Raises `UserError`."""
     if request.plot is not None:
         require_plot(request.plot)

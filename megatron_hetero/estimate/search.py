@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from megatron_hetero.base.errors import TEXT, UserError
-from megatron_hetero.config.load import children, item_type
+from megatron_hetero.config.fields import children, item_type
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import NODE
 from megatron_hetero.estimate.estimate import Plan

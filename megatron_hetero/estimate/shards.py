@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.config.schema import PlanConfig
+from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.data.balance import assign, assign_in_order, cut_calls
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
@@ -115,7 +115,7 @@ def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
     return found
 
 
-def _filling(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> PlanConfig:
+def _filling(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> EstimateConfig:
     """`plan` with samples that fill a micro-batch. Raises `UserError` where one alone is larger."""
     sample = assumed_sample(plan, shapes)
     patches = {name: sample.rows[name] * e.unit for name, e in shapes.encoders.items()}
@@ -132,7 +132,7 @@ def _filling(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, budget: B
     return lengthened(plan, budget.tokens // batch.samples, shapes)
 
 
-def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, setting: str) -> None:
+def _require_size(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, setting: str) -> None:
     """Check that the images and tokens of a micro-batch are few enough to be counted one by one."""
     packs = batch.samples * batch.replicas
     images = plan.images * len(shapes.encoders) * packs

@@ -48,7 +48,7 @@ from megatron_hetero.base.environment import (
     world_size,
 )
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.base.terminal import guarded_output, open_closed_outputs
+from megatron_hetero.base.terminal import prepare_outputs
 from megatron_hetero.layout.grammar import format_ranks
 
 # torch is imported where it is needed: until a program has set its signal handlers, any signal ends it.
@@ -247,7 +247,7 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     Linux).
     """
     _end_with_torchrun()
-    open_closed_outputs()
+    prepare_outputs()
     hide_stack_traces()
     prepare_environment()
     try:
@@ -264,7 +264,6 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         with (
             open(os.devnull, "w") as nowhere,
             contextlib.redirect_stdout(nowhere if rank() > 0 and "--help" in argv else sys.stdout),
-            guarded_output(),
         ):
             main(argv)
     except SystemExit as end:
@@ -296,11 +295,10 @@ def ended(work: Callable[[], str | None]) -> int:
     """The exit status of a command that is no rank, and the one message that it ends with: what `work` returns, if
     anything; 1 for an error, 130 for Ctrl-C.
     """
-    open_closed_outputs()
+    prepare_outputs()
     try:
-        with guarded_output():
-            if text := work():
-                print(text)
+        if text := work():
+            print(text)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,9 +1,4 @@
-"""File names in a `transformers` folder.
-
-The safetensors files of a `transformers` folder: listed, opened, and checked for finite values.
-
-Writes a model as a `transformers` folder: shard by shard into a temporary folder, renamed when complete.
-"""
+"""`transformers` folders: their files, opened for reading, and a writer of new ones."""
 
 from __future__ import annotations
 
@@ -21,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_hetero.base import lock as file_lock
 from megatron_hetero.base.errors import UserError, os_errors_as, reason
 from megatron_hetero.base.files import read_object, shown, try_to_write
+from megatron_hetero.base.lock import alone
 from megatron_hetero.base.outputs import lock_of, mark, partial_export_of, replaced_of, what_would_be_lost
 
 CONFIG = "config.json"
@@ -38,28 +33,32 @@ COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FIL
 ENCODERS = "encoders"
 """The subfolder of an exported model with one folder per additional encoder."""
 
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-ROWS = 4096
-"""Rows in memory at a time when a whole tensor is checked."""
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
 _AGAIN = "download it again"
 _MOST_INDEX_BYTES = 64 * 2**20
-"""Some half a million tensors."""
+"""Enough for half a million tensors."""
+NO_CHANGES: Mapping[str, str | None] = {}
+SHARD_BYTES = 5 * 10**9
+Dtypes = torch.dtype | Mapping[str, torch.dtype]
+"""One dtype for all tensors of a folder, or one for each by name."""
+Companions = Mapping[str, bytes]
+"""Contents of files other than weights, by name: configuration, tokenizer and processor."""
+K = TypeVar("K")
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files of a folder, with the tensors that its index says are there; None where there is no index.
+    """The weight files of a folder, with the tensors that its index lists for each; None without an index.
 
     Raises:
-        UserError: there are none, or the index cannot be read or names files elsewhere.
+        UserError: there are no such files, or the index cannot be read or names files elsewhere.
     """
     index = folder / INDEX
     if index.is_file():
         weight_map = read_object(index, _MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not all(_FILE_NAME.fullmatch(str(file)) for file in weight_map.values()):
-            expected = "one that says for each tensor which file of this folder has it (*.safetensors)"
+            expected = "a file of this folder (*.safetensors) for each tensor"
             raise UserError.at(f"{index}: weight_map", found=shown(weight_map), expected=expected, fix=_AGAIN)
         files: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
@@ -90,7 +89,7 @@ def open_file(path: Path) -> Any:
 
 @contextlib.contextmanager
 def readable(path: Path, stored: str) -> Iterator[None]:
-    """Inside, a failure to read a tensor is a `UserError`."""
+    """Convert a failure to read the tensor `stored` to a `UserError`."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -98,43 +97,31 @@ def readable(path: Path, stored: str) -> Iterator[None]:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether the values hold neither NaN nor infinity. Takes no memory, and less time than reading them."""
+    """Whether no value is NaN or infinite. Takes no memory, and less time than reading them."""
     return values.numel() == 0 or all(bool(bound.isfinite()) for bound in torch.aminmax(values))
 
 
-K = TypeVar("K")
-SHARD_BYTES = 5 * 10**9
-NO_CHANGES: Mapping[str, str | None] = {}
-Dtypes = torch.dtype | Mapping[str, torch.dtype]
-"""One type for all tensors of a folder, or one for each by name."""
-Companions = Mapping[str, bytes]
-"""Files other than weights, by name: configuration, tokenizer and processor."""
+# ----------------------------------------------------------------------------------------------- writing
 
 
 def read_companions(folder: Path, changes: Mapping[str, str | None] = NO_CHANGES) -> Companions:
-    """Those of a folder, except for `changes`: by name the new text, or None to omit a file. Raises `UserError` if one
-    cannot be read.
-    """
+    """The companions of a folder with `changes`: new texts by name, or None to omit a file. Raises `UserError`."""
+
+    def unreadable(error: OSError) -> UserError:
+        problem, why = f"cannot be read ({reason(error)})", "it goes into the exported model"
+        return UserError.at(error.filename or folder, problem=problem, because=why, fix="restore the folder")
+
     names = [name for name in COMPANIONS if name not in changes and (folder / name).is_file()]
-    with os_errors_as(lambda error: _unreadable(folder, error)):
-        found = {name: (folder / name).read_bytes() for name in names}
-    return found | {name: text.encode() for name, text in changes.items() if text is not None}
-
-
-def _unreadable(folder: Path, error: OSError) -> UserError:
-    return UserError.at(
-        error.filename or folder,
-        problem=f"cannot be read ({reason(error)})",
-        because="it goes into the exported model",
-        fix="restore the folder",
-    )
+    with os_errors_as(unreadable):
+        contents = {name: (folder / name).read_bytes() for name in names}
+    return contents | {name: text.encode() for name, text in changes.items() if text is not None}
 
 
 class FolderWriter:
     """Writes a `transformers` folder shard by shard into a temporary folder, renamed when complete.
 
-    `shapes`: the shape of every tensor; `dtype`: what they are stored as. Call `put` for each, in any order (in that of
-    `shapes`, at most one shard is in memory), then `finish`.
+    `shapes`: the shape of every tensor. Call `put` for each, in any order (in the order of `shapes`, at most one shard
+    is in memory), then `finish`.
     """
 
     def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Dtypes, limit: int = SHARD_BYTES):
@@ -147,13 +134,15 @@ class FolderWriter:
         self._waiting: list[dict[str, Tensor]] = [{} for _ in self.shards]
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor (on the CPU); its shard is written once it has all of its tensors."""
+        """Add one tensor (on the CPU); its shard is written once it is complete."""
         shard = self._shard_of[name]
         self._waiting[shard][name] = tensor.to(self.dtypes[name]).contiguous()
         if len(self._waiting[shard]) == len(self.shards[shard]):
             path = self.partial / self.file_name(shard)
             save_file(self._waiting[shard], path, metadata={"format": "pt"})
-            path.chmod(0o666 & ~_umask())  # safetensors creates files readable by their owner only
+            mask = os.umask(0)
+            os.umask(mask)
+            path.chmod(0o666 & ~mask)  # safetensors creates files readable by their owner only
             self._waiting[shard].clear()
 
     def file_name(self, shard: int) -> str:
@@ -163,11 +152,14 @@ class FolderWriter:
 
     def finish(self, companions: Companions) -> None:
         """Add the index, the `companions` and the mark of an export, and move into place. The configuration gets the
-        dtype of the tensors, if all have the same. Raises `OSError`, and `UserError` if something other than an export
+        dtype of the tensors if all have the same. Raises `OSError`, and `UserError` if something other than an export
         has appeared there meanwhile.
         """
         if len(self.shards) > 1:
-            self._write_index()
+            size = sum((self.partial / self.file_name(i)).stat().st_size for i in range(len(self.shards)))
+            weight_map = {name: self.file_name(i) for name, i in sorted(self._shard_of.items())}
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for name, content in companions.items():
             (self.partial / name).write_bytes(content)
         if len(dtypes := set(self.dtypes.values())) == 1:
@@ -176,16 +168,10 @@ class FolderWriter:
         _require_replaceable(self.target)
         _replace_folder(self.partial, self.target)
 
-    def _write_index(self) -> None:
-        size = sum((self.partial / self.file_name(i)).stat().st_size for i in range(len(self.shards)))
-        weight_map = {name: self.file_name(i) for i, names in enumerate(self.shards) for name in names}
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
 
 def plan_shards(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
-    """Tensors, with their bytes, to files of at most `limit` bytes each (a larger tensor gets its own), in the order
-    given: at least one file.
+    """Distribute tensors, given their bytes, in order to one or more files of at most `limit` bytes; a larger tensor
+    gets its own file.
     """
     shards: list[list[K]] = [[]]
     filled = 0
@@ -199,8 +185,8 @@ def plan_shards(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
 
 
 def require_writable(folder: Path) -> None:
-    """Check, before any work is done, that `folder` can be made or replaced. Raises `UserError`."""
-    if os.path.ismount(folder):  # It can be neither renamed nor removed.
+    """Check that `folder` can be created or replaced. Raises `UserError`."""
+    if os.path.ismount(folder):  # cannot be renamed
         raise UserError.at(
             folder,
             found="a mount point",
@@ -235,12 +221,6 @@ def _require_replaceable(folder: Path) -> None:
             because="an export replaces the whole folder",
             fix="choose another folder (of a run export.hf_dir), or remove this one yourself if nobody needs it",
         )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:
@@ -278,14 +258,13 @@ def folder_writer(
     companions: Companions,
     limit: int = SHARD_BYTES,
 ) -> Iterator[FolderWriter]:
-    """A `FolderWriter` that finishes on success and leaves nothing behind on failure. `companions`: see `finish`.
-
-    Raises `UserError` for a full disk and the like, and if another process writes there.
+    """A `FolderWriter` that finishes on success and leaves nothing behind on failure. Raises `UserError` for a full
+    disk and the like, and if another process writes there.
     """
     writer = FolderWriter(target, shapes, dtype, limit)
     require_writable(target)
     try:
-        with file_lock.alone(lock_of(target), target, "export"):
+        with alone(lock_of(target), target, "export"):
             shutil.rmtree(writer.partial, ignore_errors=True)
             try:
                 writer.partial.mkdir()

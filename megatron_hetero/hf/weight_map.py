@@ -1,8 +1,7 @@
-"""Which parts of which stored tensors each local parameter consists of. Pure: the same map loads, saves, and counts
-copies.
+"""The parts of stored tensors that local parameters consist of. Pure: the same map loads, saves, and counts copies.
 
 A local parameter is a stack of `TensorSlice`s, rectangles of stored tensors one below the other, zero elsewhere. Under
-`tp` the rectangles differ from rank to rank; a rectangle held by several ranks, or twice by one, is a replicated slice.
+`tp` the rectangles differ from rank to rank; a rectangle on several ranks, or twice on one, is a replicated slice.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-# The maps alone are computed without torch, whose import takes seconds.
+# Maps are computed without torch, whose import takes seconds.
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -20,7 +19,7 @@ Interval = tuple[int, int]
 TensorShapes = dict[str, tuple[int, ...]]
 """Stored tensors by name, in the order in which they are written."""
 MAIN = "main"
-"""The view of a layout that parameters belong to unless their layer says otherwise."""
+"""The view of a layout to which parameters belong by default."""
 ALIGNMENT = 8
 """Rows or columns of widths that are split over tp are padded to a multiple of it on each rank: 16 bytes in bfloat16,
 the unit of matrix products on tensor cores (NVIDIA, "Matrix Multiplication Background User's Guide", 2023). Weights and
@@ -29,7 +28,7 @@ gradients of the padding are zero.
 
 
 class Share(NamedTuple):
-    """One of the shares that the ranks of a view hold of what they split: that of member `rank` of `ranks`."""
+    """The share of member `rank` of the `ranks` over which a view splits a parameter."""
 
     rank: int
     ranks: int
@@ -37,10 +36,10 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Rows (and columns) [start, stop) of the stored tensor `name`, placed from row `at` of the parameter on.
+    """Rows (and columns, by default all) [start, stop) of the stored tensor `name`, from row `at` of the parameter on.
 
-    Stored tensors of more than two dims count as matrices: all dims but the first are columns. `columns` None means
-    all. `padding`: zeros behind it in the parameter; columns where it has `columns`, else rows.
+    Stored tensors of more than two dims are matrices: all dims but the first are columns. `padding`: columns, or rows
+    without `columns`, of zeros that follow in the parameter.
     """
 
     name: str
@@ -51,36 +50,36 @@ class TensorSlice:
 
     @property
     def rectangle(self) -> tuple[str, Interval, Interval | None]:
-        """Which part of the stored tensors it is, regardless of its place in a parameter."""
+        """The part of the stored tensors, regardless of its place in a parameter."""
         return self.name, self.rows, self.columns
 
     @property
     def empty(self) -> bool:
-        """Whether it has no elements (the last ranks' share of a size that tp does not divide)."""
+        """Whether it has no elements, as the last ranks' share of a size that tp does not divide."""
         return self.rows[0] == self.rows[1] or (self.columns is not None and self.columns[0] == self.columns[1])
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """The slice of the local parameter."""
+        """The index of the slice in the local parameter."""
         rows = slice(self.at, self.at + self.rows[1] - self.rows[0])
         return (rows,) if self.columns is None else (rows, slice(0, self.columns[1] - self.columns[0]))
 
     @property
     def source(self) -> tuple[slice, ...]:
-        """The slice of the stored tensor, seen as a matrix."""
+        """The index of the slice in the stored tensor as a matrix."""
         return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
 
 
 WeightMap = Mapping[str, tuple[TensorSlice, ...]]
-"""Local parameter name to its slices, for one tp rank."""
+"""The slices of each local parameter of one rank."""
 
 
 class WeightSource(Protocol):
-    """Where a module's weights are read from. `shapes`: of all tensors by name."""
+    """A source of a module's weights."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of all tensors by name."""
+        """Shapes of all tensors by name."""
         ...
 
     def read(self, tensor_slice: TensorSlice) -> Tensor:
@@ -103,32 +102,31 @@ def stack(*parts: tuple[str, Interval]) -> tuple[TensorSlice, ...]:
 
 
 def share(size: int, tp_rank: int, tp: int, multiple: int = 1) -> tuple[Interval, int]:
-    """The part [start, stop) of `size` that rank `tp_rank` of `tp` holds, and its length with padding, a `multiple`."""
+    """The part [start, stop) of `size` on rank `tp_rank` of `tp`, and its length with padding, a `multiple`."""
     length = -(-size // (tp * multiple)) * multiple
     start = min(size, length * tp_rank)
     return (start, min(size, start + length)), length
 
 
 def split_length(size: int, ranks: int) -> int:
-    """What each of `ranks` has of `size`, with padding."""
-    _, length = share(size, 0, ranks, ALIGNMENT)
-    return length
+    """The length of each rank's part of `size`, with padding."""
+    return share(size, 0, ranks, ALIGNMENT)[1]
 
 
 def split_rows(name: str, size: int, part: Share) -> tuple[TensorSlice, ...]:
-    """A rank's rows of a tensor of `size` rows, and what pads them."""
+    """A rank's rows of a tensor of `size` rows, padded."""
     rows, length = share(size, *part, ALIGNMENT)
     return (TensorSlice(name, rows, padding=length - (rows[1] - rows[0])),)
 
 
 def split_columns(name: str, rows: int, size: int, part: Share) -> tuple[TensorSlice, ...]:
-    """A rank's columns of a matrix of `size` columns, and what pads them."""
+    """A rank's columns of a matrix of `size` columns, padded."""
     own, length = share(size, *part, ALIGNMENT)
     return (TensorSlice(name, (0, rows), columns=own, padding=length - (own[1] - own[0])),)
 
 
 def whole(name: str, rows: int) -> tuple[TensorSlice, ...]:
-    """All of a tensor."""
+    """A whole tensor."""
     return stack((name, (0, rows)))
 
 
@@ -139,9 +137,8 @@ def columns(name: str, rows: int, part: Interval) -> tuple[TensorSlice, ...]:
 
 @dataclass(frozen=True)
 class Held:
-    """How often a parameter's slices are held over a tensor-parallel group.
-
-    `sharded`: ranks hold different slices. `copies`: per slice, how many times the group holds it.
+    """The copies of a parameter's slices in a tensor-parallel group. `sharded`: whether ranks have different slices.
+    `copies`: for each slice the number of its copies in the group.
     """
 
     sharded: bool
@@ -149,12 +146,12 @@ class Held:
 
     @property
     def replicated_slices(self) -> bool:
-        """Whether the parameter is sharded, but some of its slices are held more than once (key/value heads)."""
+        """Whether the parameter is sharded, but some of its slices have copies (key/value heads)."""
         return self.sharded and any(n > 1 for n in self.copies)
 
 
 def held(maps: Sequence[WeightMap]) -> tuple[dict[str, Held], ...]:
-    """How often each parameter of each rank is held, given the maps of all tp ranks in order."""
+    """The copies of each rank's parameters, given the maps of all tp ranks in order."""
     result: list[dict[str, Held]] = [{} for _ in maps]
     for name in maps[0]:
         counts = Counter(tensor_slice.rectangle for m in maps for tensor_slice in m[name])
@@ -165,7 +162,7 @@ def held(maps: Sequence[WeightMap]) -> tuple[dict[str, Held], ...]:
 
 
 def load_slices(parameter: Tensor, slices: Sequence[TensorSlice], part: Sequence[Tensor]) -> None:
-    """Copy the values of `slices` (`part`, as read) into a local parameter, and zero the rest."""
+    """Copy the values of `slices` (`part`, as read) to a local parameter, and zero the rest."""
     parameter = parameter.detach()
     parameter.zero_()
     for tensor_slice, values in zip(slices, part, strict=True):

@@ -1,4 +1,4 @@
-"""Reads the weights of a `transformers` folder: safetensors only, strictly, one slice at a time."""
+"""The weights of a `transformers` folder: safetensors only, checked strictly, read one slice at a time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass
 class StoredWeights:
-    """The tensors of a folder, read on demand. `shapes` maps canonical name to shape; `fresh` are tensors that replace
-    the folder's.
-    """
+    """Tensors of a folder, read on demand. `shapes`: by canonical name; `fresh`: tensors that replace the folder's."""
 
     folder: Path
     canonical: Callable[[str], str]
@@ -34,9 +32,8 @@ class StoredWeights:
 
     @classmethod
     def open(cls, folder: Path, canonical: Callable[[str], str] = lambda name: name) -> StoredWeights:
-        """Open every file that the folder's index names. `canonical` maps stored names to the names used here.
-
-        Raises `UserError` for a missing, truncated or unreadable file, and for a name stored twice.
+        """Open every file of weights. `canonical` maps stored names to canonical ones. Raises `UserError` for a
+        missing, truncated or unreadable file, and for a name stored twice.
         """
         weights = cls(folder, canonical)
         for path, expected in sorted(weight_files(folder).items()):
@@ -45,7 +42,7 @@ class StoredWeights:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of weights."""
+        """Files with the weights."""
         return tuple(self._open)
 
     def _add(self, path: Path, expected: set[str] | None) -> None:
@@ -72,7 +69,7 @@ class StoredWeights:
             self.shapes[name], self._types[name] = tuple(tensor.get_shape()), tensor.get_dtype()
 
     def require(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
-        """Check that the folder holds exactly the `expected` tensors in their shapes and in a supported dtype. Raises
+        """Check that the folder has exactly the `expected` tensors, in their shapes and in a supported dtype. Raises
         `UserError` listing all faults.
         """
         missing = expected.keys() - self.shapes.keys()
@@ -90,30 +87,26 @@ class StoredWeights:
                 problem=f"weights do not match config.json ({'; '.join(faults)})",
                 fix="use config.json and weights of the same model",
             )
-        self._require_types(expected)
-
-    def _require_types(self, names: Iterable[str]) -> None:
-        strange = {name: self._types[name] for name in names if self._types[name] not in _STORED}
+        strange = {f"{name} is {kind}" for name in expected if (kind := self._types[name]) not in _STORED}
         if strange:
             raise UserError.at(
                 self.folder,
-                found=f"{len(strange)} tensors of unsupported types: "
-                + listed({f"{name} is {kind}" for name, kind in strange.items()}),
+                found=f"{len(strange)} tensors of unsupported types: {listed(strange)}",
                 expected=f"{', '.join(_STORED)}",
                 because="quantised weights are not supported",
                 fix="use an unquantised folder, or save the model again in bfloat16",
             )
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that a required tensor is stored in."""
+        """The dtype in which a required tensor is stored."""
         return self.fresh[name].dtype if name in self.fresh else _STORED[self._types[name]]
 
     def whole(self, name: str) -> Tensor:
-        """A whole tensor as stored. Nothing of it stays in memory once it is released."""
+        """A whole tensor as stored."""
         if name in self.fresh:
             return self.fresh[name]
         path, stored = self._where[name]
-        # A handle of its own: what a handle has mapped counts as this process's memory until it is closed.
+        # A handle of its own: what a handle has mapped is this process's memory until it is closed.
         with readable(path, stored), safe_open(path, framework="pt", device="cpu") as handle:
             values = handle.get_tensor(stored)
         self._require_finite(name, values)
@@ -137,25 +130,19 @@ class StoredWeights:
             )
 
     def read(self, tensor_slice: TensorSlice) -> Tensor:
-        """The values of one slice, as stored: 1-D where the stored tensor is, else 2-D. Raises `UserError` if one of
-        them is not finite.
-        """
+        """The values of one slice: 1-D if the stored tensor is, else 2-D. Raises `UserError` if one is not finite."""
         if tensor_slice.name in self.fresh:
             drawn = self.fresh[tensor_slice.name]
             drawn = drawn.flatten(1) if drawn.dim() > 2 else drawn
             return drawn[tensor_slice.source if tensor_slice.columns else tensor_slice.source[0]]
         columns = () if tensor_slice.columns is None else (slice(*tensor_slice.columns),)
-        values = self._slice(tensor_slice.name, (slice(*tensor_slice.rows), *columns))
+        path, stored = self._where[tensor_slice.name]
+        with readable(path, stored):
+            values = self._open[path].get_slice(stored)[(slice(*tensor_slice.rows), *columns)]
         self._require_finite(tensor_slice.name, values)
         return values.flatten(1) if values.dim() > 2 else values
 
-    def _slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        path, stored = self._where[name]
-        with readable(path, stored):
-            return self._open[path].get_slice(stored)[part]
-
     def _require_finite(self, name: str, values: Tensor) -> None:
-        """Check `values`, just read from a tensor and still cached."""
         if all_finite(values):
             return
         path, stored = self._where[name]

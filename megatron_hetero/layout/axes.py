@@ -1,17 +1,12 @@
-"""The axes of parallelism, and what each of them splits over ranks. Pure.
-
-Views: ways in which a layout sees its ranks. Pure.
+"""The axes of parallelism, the views of a layout's ranks, and which degrees suit a module. Pure.
 
 The main view's degrees multiply to all ranks of a layout. A further view folds the ranks of each pipeline stage once
 more: its degrees multiply to them too, whatever the main view's are, so that some layers can be split otherwise than
-the rest. Each parameter belongs to one view, which says who holds its parts and who sums its gradients.
+the rest. Each parameter belongs to one view, which determines which ranks have its parts and which sum its gradients.
 
-`VIEWS` lists the views of this package; a family may bring its own in `ModuleShape.views`. An example, which divides
-experts over neighbouring ranks:
+Families declare further views in `ModuleShape.views`. An example, which divides experts over neighbouring ranks:
 
     View("experts", (Axis("ep", "experts"), Axis("edp", "samples")))
-
-Which degrees suit a module, by its shape, and the closest that do. Pure; used by `megatron_hetero.layout.layout`.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ Split = Literal["weights", "tokens", "samples", "layers", "experts"]
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis by its name in layouts. Ranks that differ in it alone hold different parts of what it `splits`."""
+    """An axis by its name in layouts. Ranks that differ only in it have different parts of what it `splits`."""
 
     name: str
     splits: Split
@@ -48,16 +43,10 @@ TABLE = (
 AXES = tuple(axis.name for axis in TABLE)
 
 
-def axes_of(*splits: Split) -> tuple[str, ...]:
-    """The names of the axes that split any of these."""
-    return tuple(axis.name for axis in TABLE if axis.splits in splits)
-
-
 @dataclass(frozen=True)
 class View:
-    """A name, and axes from the one that varies fastest among the ranks to the slowest.
-
-    One axis splits samples. It need not be written in a layout's text: its degree is what the others leave.
+    """Axes from the one that varies fastest among the ranks to the slowest. One of them splits samples; its degree,
+    what the others leave of the ranks, may be omitted in a layout's text.
 
     Raises:
         UserError: not exactly one axis splits samples, or the name has a dot.
@@ -68,7 +57,7 @@ class View:
 
     def __post_init__(self) -> None:
         if "." in self.name:
-            because, fix = "dots part names of modules, views and tensors", "rename the view"
+            because, fix = "dots separate names of modules, views and tensors", "rename the view"
             raise UserError.at(f"view {self.name}", found="a dot", expected="none", because=because, fix=fix)
         if (found := len(self.axes_of("samples"))) != 1:
             fix = "add one, whose degree is what the others leave of the ranks" if not found else "keep one"
@@ -76,38 +65,37 @@ class View:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all axes."""
+        """Names of the axes."""
         return tuple(axis.name for axis in self.axes)
 
     def axes_of(self, *splits: Split) -> tuple[str, ...]:
-        """The names of the axes that split any of these."""
+        """Names of the axes that split any of these."""
         return tuple(axis.name for axis in self.axes if axis.splits in splits)
 
     @property
     def rest(self) -> str:
-        """The axis whose degree is what the others leave."""
+        """The axis of samples, whose degree is what the others leave of the ranks."""
         return self.axes_of("samples")[0]
 
     @property
     def stated(self) -> tuple[str, ...]:
-        """The other axes: those that a layout's text gives, or that are 1."""
+        """The other axes, which are 1 unless a layout's text gives them."""
         return tuple(name for name in self.names if name != self.rest)
 
     @property
     def part_axes(self) -> tuple[str, ...]:
-        """Axes along which ranks of a stage hold different parts of a parameter of this view."""
+        """Axes along which ranks of a stage have different parts of a parameter of this view."""
         return self.axes_of("weights", "experts")
 
     @property
     def sum_axes(self) -> tuple[str, ...]:
-        """Axes along which ranks hold the same parts, and sum their gradients."""
+        """Axes along which ranks have the same parts and sum their gradients."""
         return self.axes_of("tokens", "samples")
 
 
 MAIN = View("main", TABLE)
-"""The view of all parameters of a module that has no other."""
-VIEWS = (MAIN,)
-"""Views that modules may have."""
+"""The view that every layout has."""
+axes_of = MAIN.axes_of
 
 
 class Fold(NamedTuple):
@@ -118,7 +106,7 @@ class Fold(NamedTuple):
 
 
 def axis_names(views: Iterable[View]) -> tuple[str, ...]:
-    """The names of the axes of the main view and of these. Raises `UserError` if two have one name."""
+    """Names of the axes of the main view and of these. Raises `UserError` if two have one name."""
     names = (*AXES, *(name for view in views for name in view.names))
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         fix = "rename one: a layout's text tells axes apart by name"
@@ -128,10 +116,8 @@ def axis_names(views: Iterable[View]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """What the checks need to know of a module.
-
-    `attention_heads` are query heads; `kv_heads` may be fewer. `views`: further views that its layers need. `parts`:
-    how many there are of what these split, such as ``{"experts": 128}``.
+    """The sizes of a module that limit its layouts. `attention_heads` are query heads. `views`: further views that its
+    layers need. `parts`: numbers of what these views split, such as ``{"experts": 128}``.
     """
 
     name: str
@@ -158,11 +144,11 @@ class LayoutProblem(NamedTuple):
 #   2. sp divides the heads that tp left,
 #   3. pp is at most the number of layers,
 #   4. the axes of a further view split what they split into no more parts than there are.
-# The hidden size needs nothing, since it is never split; nor do key/value heads, which are replicated as often as it
-# takes; nor do the MLP and the vocabulary, whose widths are padded. So divisors of legal degrees are legal.
+# The hidden size is never split, key/value heads are replicated as often as needed, and the widths of MLP and
+# vocabulary are padded. So divisors of legal degrees are legal.
 def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem | None:
-    """The first reason why these degrees do not suit the module; None where they do. There is one for each axis, those
-    of further views that are left out are 1.
+    """The first reason why these degrees do not suit the module; None if they do. Axes of further views are 1 unless
+    given.
     """
     tp, sp, pp, heads = degrees["tp"], degrees["sp"], degrees["pp"], shape.attention_heads
     if heads % tp:
@@ -192,26 +178,18 @@ def divisors(n: int) -> tuple[int, ...]:
 def closest_degrees(
     wanted: Mapping[str, int], ranks: int, shape: ModuleShape | None, views: Sequence[View] = ()
 ) -> dict[str, int]:
-    """The legal degrees over `ranks` ranks that keep most of the wanted ones; `dp` takes what is left, and the axis of
-    samples of each further view.
-
-    There always are some, since pure `dp` suits every shape.
-
-    Args:
-        wanted: degrees by axis; those left out count as 1, and `dp` as wanted by nobody.
-        ranks: number of ranks.
-        shape: of the module, where it is known.
-        views: further views.
+    """The legal degrees over `ranks` ranks that are closest to the `wanted` ones, which are 1 unless given. `dp` and
+    the axis of samples of each further view take the ranks that are left; pure `dp` suits every shape.
     """
     axes = [axis for axis in AXES if axis != "dp"]
-    best = _most_kept(axes, wanted, ranks, {}, shape)
+    best = _closest(axes, wanted, ranks, {}, shape)
     best |= {"dp": ranks // prod(best.values())}
     for view in views:
-        best |= _most_kept(view.stated, wanted, ranks // best["pp"], best, shape)
+        best |= _closest(view.stated, wanted, ranks // best["pp"], best, shape)
     return best
 
 
-def _most_kept(
+def _closest(
     axes: Sequence[str], wanted: Mapping[str, int], ranks: int, others: Mapping[str, int], shape: ModuleShape | None
 ) -> dict[str, int]:
     """Legal degrees of `axes` whose product divides `ranks` and is as large as can be, given those of other axes."""

@@ -1,7 +1,7 @@
-"""Which communicators a topology has, and which calls make them. Pure; `Topology.build` makes them.
+"""The communicators of a topology, and the calls that create them. Pure; `Topology.build` creates them.
 
-On NCCL a communicator is one queue, and a receive that was posted early holds up all that follows it. So a communicator
-has one use and, where things are posted early, one direction (docs/schedules.md, "How deadlocks are excluded"):
+On NCCL a communicator is one queue, and a receive that was posted early blocks all that follows it. So a communicator
+has one use and, if operations are posted early, one direction (docs/schedules.md, "How deadlocks are excluded"):
 
     use                    ranks                                          communicates
     axes of a module       a group of the layout along `tp`, `sp`, `cp`   inside layers, in step with the computation
@@ -10,19 +10,19 @@ has one use and, where things are posted early, one direction (docs/schedules.md
                            parts of a further view                        exchanges inside its layers
     gradients of a module  along `sp`, `cp` and `dp`, and the ranks that  sums of gradients, gathers of weights, both
                            sum those of a further view                    beside the computation
-    link of a pipeline     two: a stage and the one it sends to           activations, or gradients, one way
+    link of a pipeline     a stage and the stage that it sends to         activations, or gradients, one way
     edge                   a stage of one module and a stage of another   rows, or their gradients, one way
 
-Uses that are in step with the computation share a communicator where their groups are the same, that of the world
-included: a rank does one after the other anyway. Gradients, links and edges share with nobody, but for those of two
-views of a module that the same ranks sum.
+Uses in step with the computation share a communicator, also the world's, if their groups are the same: a rank does one
+after the other anyway. Gradients, links and edges have communicators of their own, except that two views of a module
+share one if the same ranks sum their gradients.
 
 A communicator takes one of the 32 streams of a pool of PyTorch's (c10/cuda/CUDAStream.cpp): from the 33rd on two share
-one, and are one queue. The pool of the highest priority is for what is to get multiprocessors before the rest of a
-product that runs: all that is beside the computation, and `tp`, whose exchanges run beside products.
+one, and are one queue. The pool of the highest priority is for kernels that need multiprocessors before the rest of a
+running matrix product: all beside the computation, and `tp`, whose exchanges run beside products.
 
-Groups that have no rank in common are made together, by one call that every rank makes (`ncclCommSplit`, a colour for
-each group). They are one *kind* here, so that the number of calls does not grow with ranks or degrees.
+Groups without a common rank are created in one call by all ranks (`ncclCommSplit`, a color for each group). They are
+one *kind* here, so that the number of calls does not grow with ranks or degrees.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ GRADIENT_AXES = MAIN.sum_axes
 """Ranks that hold the same parameters and different tokens, in the main view."""
 
 ENDS = ("first and last pp",)
-"""The pairs of ranks of the first and the last stage that differ in nothing else."""
+"""Pairs of ranks of the first and the last stage that differ in nothing else."""
 
 CTAS = 4
-"""Of a kernel that is posted early. One moves some 20 GB/s over NVLink, two fill a network card: they keep up with the
-computation beside which activations and rows travel. A power of two, as NCCL's channels of messages are.
+"""CTAs of a kernel that is posted early. One moves some 20 GB/s over NVLink, two fill a network card: enough for
+activations and rows beside the computation. A power of two, as NCCL's channels of messages are.
 """
 
 GRADIENT_CTAS = 16
-"""Of a kernel that sums gradients or gathers weights: some 320 GB/s over NVLink, where messages of 30 to 60 MB reach
-220 to 300, and six times what a network card moves.
+"""CTAs of a kernel that sums gradients or gathers weights: some 320 GB/s over NVLink, on which messages of 30 to 60 MB
+reach 220 to 300, and six times the bandwidth of a network card.
 """
 
 POOL_STREAMS = 32
-"""Of each of PyTorch's pools."""
+"""Streams of each of PyTorch's pools."""
 
 AXES_OF_GROUPS: tuple[tuple[str, ...], ...] = (("tp",), *((axis,) for axis in axes_of("tokens")), GRADIENT_AXES)
-"""Along what every module communicates."""
+"""Axes along which every module communicates."""
 
 MEGATRON_AXES: tuple[tuple[str, ...], ...] = (
     axes_of("layers"),  # its pipeline schedules
@@ -78,7 +78,7 @@ MEGATRON_AXES: tuple[tuple[str, ...], ...] = (
     AXES,
     ENDS,
 )
-"""Along what Megatron-Core's own schedules, layers of experts and optimizers communicate besides."""
+"""Further axes along which Megatron-Core's own schedules, layers of experts and optimizers communicate."""
 
 
 class Axes(NamedTuple):
@@ -90,14 +90,12 @@ class Axes(NamedTuple):
 
     @property
     def is_beside(self) -> bool:
-        """Whether it runs beside the computation, begun by each rank in its own time: sums of gradients do."""
+        """Whether it runs beside the computation, as sums of gradients do."""
         return self.axes == self.view.sum_axes
 
     @property
     def exchanges(self) -> bool:
-        """Whether it includes all-to-alls: of heads for tokens in attention under `sp`, and of a further view's parts
-        for tokens.
-        """
+        """Whether it includes all-to-alls, as attention under `sp` and parts of a further view do."""
         return self.axes == ("sp",) or (self.view != MAIN and self.axes == self.view.part_axes)
 
     def __str__(self) -> str:
@@ -105,9 +103,8 @@ class Axes(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What the ranks at pipeline coordinate `sender` of a module send to the next stage (`forward`) or the one before.
-
-    With virtual stages the last coordinate's next one is the first.
+    """Messages from pipeline coordinate `sender` of a module to the next stage (`forward`) or the previous one. With
+    virtual stages the last coordinate is followed by the first.
     """
 
     module: str
@@ -133,17 +130,15 @@ Use = Axes | Link | EdgeUse
 
 @dataclass(frozen=True)
 class CommunicatorKind:
-    """Communicators that one call makes, and which groups of ranks use them for what.
-
-    Groups are of at least two ranks, ascending. Several uses are in step with the computation and have the same groups,
-    or they are links of one direction that have no rank in common.
+    """Communicators that one call creates: their uses, each with its groups of at least two ranks, ascending. Several
+    uses have the same groups and are in step with the computation, or are links of one direction without a common rank.
     """
 
     members: tuple[tuple[Use, tuple[Ranks, ...]], ...]
 
     @property
     def uses(self) -> tuple[Use, ...]:
-        """What the communicators are used for."""
+        """Uses of the communicators."""
         return tuple(use for use, _ in self.members)
 
     @cached_property
@@ -158,20 +153,20 @@ class CommunicatorKind:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether its kernels run beside products, and are not to wait for those."""
+        """Whether its kernels run beside matrix products and must not wait for them."""
         return not self.is_synchronous or any(isinstance(use, Axes) and use.axes == ("tp",) for use in self.uses)
 
     @property
     def collects(self) -> bool:
-        """Whether it does other than messages and all-to-alls, which attention under `sp` exchanges heads by."""
+        """Whether it runs collectives other than all-to-alls, which alone attention under `sp` needs."""
         return any(isinstance(use, Axes) and use.axes != ("sp",) for use in self.uses)
 
     def is_worlds(self, everybody: Ranks) -> bool:
-        """Whether it takes the communicator of the world: all is in step with the computation, over all ranks."""
+        """Whether the world's communicator serves it: all uses are in step with the computation, over all ranks."""
         return self.is_synchronous and self.groups == (everybody,)
 
     def uses_of(self, rank: int) -> tuple[Use, ...]:
-        """What `rank` uses its communicator of this kind for; nothing where it has none."""
+        """Uses of the communicator of `rank`; none if it has no communicator."""
         return tuple(use for use, groups in self.members if group_of(groups, rank) is not None)
 
     def __str__(self) -> str:
@@ -182,16 +177,15 @@ class CommunicatorKind:
 
 
 def max_ctas(use: Use) -> int | None:
-    """The most CTAs of a kernel that communicates for `use`; None leaves them to NCCL."""
+    """Maximum CTAs of a kernel that communicates for `use`; None leaves them to NCCL."""
     if isinstance(use, Axes):
         return GRADIENT_CTAS if use.is_beside else None
     return CTAS
 
 
 def require_streams(kinds: Collection[CommunicatorKind], everybody: Ranks) -> None:
-    """Check that no two communicators of a rank that run beside products, that of the world included, share a stream of
-    PyTorch's pool of the highest priority. FSDP2's streams are of priority -1, which is another pool on GPUs with more
-    than two priorities.
+    """Check that no two urgent communicators of a rank, the world's included, share a stream of PyTorch's pool of the
+    highest priority. FSDP2's streams are in another pool on GPUs with more than two priorities. Raises `UserError`.
     """
     urgent = [kind for kind in kinds if kind.is_urgent and not kind.is_worlds(everybody)]
     counts = Counter((*everybody, *(rank for kind in urgent for ranks in kind.groups for rank in ranks)))
@@ -200,13 +194,14 @@ def require_streams(kinds: Collection[CommunicatorKind], everybody: Ranks) -> No
         raise UserError.at(
             f"communicators of rank {rank}",
             found=f"{count} for the world, `tp`, links of pipelines, edges and gradients",
-            expected=f"at most {POOL_STREAMS}, as PyTorch has streams: two on one would wait for each other",
+            expected=f"at most {POOL_STREAMS}",
+            because="PyTorch has that many streams, and two on one would wait for each other",
             fix="give modules ranks of their own, or use fewer modules",
         )
 
 
 def group_of(groups: Sequence[Ranks], rank: int) -> Ranks | None:
-    """The one of `groups` that `rank` is in, if any."""
+    """The group with `rank`, if any."""
     return next((ranks for ranks in groups if rank in ranks), None)
 
 
@@ -218,12 +213,12 @@ def communicators(
     interleaved: Collection[str] = (),
     megatron: Collection[str] = (),
 ) -> tuple[CommunicatorKind, ...]:
-    """All communicators of the device other than the world's, in the order in which they are made.
+    """All communicators other than the world's, in the order in which they are created.
 
     Args:
-        layouts: of the modules, by name.
-        edges: of the graph of modules; (from, to) alone is from the last stage to the first.
-        tied: modules whose first and last stage hold copies of one parameter.
+        layouts: layouts of the modules by name.
+        edges: edges of the graph of modules.
+        tied: modules whose first and last stage have copies of one parameter.
         interleaved: modules with virtual stages.
         megatron: modules that Megatron's own schedules or optimizers run.
     """
@@ -236,7 +231,7 @@ def communicators(
 
 
 def gradient_uses(name: str, layout: Layout) -> tuple[Axes, ...]:
-    """The sums of a module's gradients that have communicators of their own, the main view's first."""
+    """Sums of a module's gradients with communicators of their own, the main view's first."""
     uses = [
         Axes(name, view.sum_axes, view)
         for view in (MAIN, *layout.views)
@@ -248,7 +243,7 @@ def gradient_uses(name: str, layout: Layout) -> tuple[Axes, ...]:
 
 
 def replica_groups(layout: Layout) -> tuple[Ranks, ...]:
-    """The ranks of each replica of a module, in its first stage: they share the data that one of them decodes."""
+    """The ranks of each replica in the first stage of a module: they share the data that one of them decodes."""
     return layout.stage(0).groups(*REPLICA_AXES)
 
 
@@ -258,9 +253,9 @@ def edge_ranks(layouts: Mapping[str, Layout], edge: Edge) -> Ranks:
 
 
 def edge_peers(layouts: Mapping[str, Layout], use: EdgeUse, rank: int) -> tuple[Ranks, Ranks]:
-    """The ranks of an edge that `rank` may ever send to, and receive from, in one direction; ascending.
+    """The ranks of an edge that `rank` may send to, and receive from, in one direction; ascending.
 
-    Rows go from any rank of one end to any of the other, and inside a replica where its ranks hold the same rows.
+    Rows go from any rank of one end to any of the other, and inside a replica whose ranks need the same rows.
     """
     edge, direction = use
     source, target = layouts[edge.source], layouts[edge.target]
@@ -288,14 +283,14 @@ def _axis_kinds(
 
 
 def _view_uses(name: str, view: View, megatron: bool) -> Iterator[Axes]:
-    """Exchanges of a further view's parts, sums of its gradients, and Megatron's norms of these."""
+    """Exchanges of a further view's parts, sums of its gradients, and Megatron's gradient norms."""
     alone = [(axis,) for axis in view.part_axes]
     norms = [(*view.part_axes, "pp")] if megatron else []
     return (Axes(name, axes, view) for axes in dict.fromkeys([*alone, view.part_axes, view.sum_axes, *norms]))
 
 
 def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[CommunicatorKind]:
-    """Two kinds for each direction, from even and from odd stages; three where an odd ring of stages closes."""
+    """Two kinds for each direction, from even and from odd stages; three for a ring of an odd number of stages."""
     for direction in DIRECTIONS:
         kinds: list[list[tuple[int, int]]] = []
         for link in _links(layout.pp, direction, interleaved):
@@ -308,7 +303,7 @@ def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[Commun
 
 
 def _links(pp: int, direction: Direction, interleaved: bool) -> Sequence[tuple[int, int]]:
-    """(sending, receiving) pipeline coordinates."""
+    """Pairs of sending and receiving pipeline coordinates."""
     by = 1 if direction == "forward" else -1
     links = [(sender, sender + by) for sender in range(pp) if 0 <= sender + by < pp]
     return [*links, ((pp - 1, 0) if by == 1 else (0, pp - 1))] if interleaved and pp > 1 else links

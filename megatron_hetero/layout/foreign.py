@@ -1,10 +1,10 @@
-"""Other libraries' descriptions of parallelism, as dimensions and the ranks along them. Pure: what is read is given.
+"""Other libraries' descriptions of parallelism, as dimensions and the ranks along them. Pure.
 
     DeviceMesh (PyTorch)            the last dimension varies fastest among ranks
     HyperCommGrid (Megatron-Core)   the first one does
     parallel_state (Megatron-Core)  knows the sizes, and the groups of this rank
 
-A layout has one order, `tp` fastest, then `sp`, `cp`, `dp` and `pp`. Dimensions of size 1 may stand anywhere.
+A layout has one order, `tp` fastest, then `sp`, `cp`, `dp` and `pp`. Dimensions of size 1 may be anywhere.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.axes import AXES
 
 Grid = tuple[str, list[tuple[str, int]], list[int]]
-"""What it is, its dimensions (axis, size) from the slowest to the fastest, and the ranks along them."""
+"""A name for messages, dimensions (axis, size) from the slowest to the fastest, and the ranks along them."""
 
 GRID = "Layout.from_grid"
-_ORDER = f"ranks along the axes in the order {', '.join(AXES)}, the first fastest"
+_ORDER = "layouts number ranks along tp, sp, cp, dp and pp, the first fastest"
 
 
 def grid_of_mesh(mesh: Any, axes: Mapping[str, str]) -> Grid:
-    """Of a `DeviceMesh`. Raises `UserError` if it has no names, other names, or is a slice."""
+    """The grid of a `DeviceMesh`. Raises `UserError` if it has no names, other names, or is a slice."""
     names, ranks = mesh.mesh_dim_names, mesh.mesh
     if names is None:
         fix = "give it `mesh_dim_names`"
@@ -40,15 +40,15 @@ def grid_of_mesh(mesh: Any, axes: Mapping[str, str]) -> Grid:
 
 
 def grid_of_hyper_grid(grid: Any, axes: Mapping[str, str]) -> Grid:
-    """Of a `HyperCommGrid`. Raises `UserError` if it has other names."""
+    """The grid of a `HyperCommGrid`. Raises `UserError` if it has other names."""
     dims = _dims(GRID, grid.dim_names, [int(size) for size in grid.shape], axes)[::-1]
     first = int(grid.rank_offset)
     return GRID, dims, list(range(first, first + prod(size for _, size in dims)))
 
 
 def grid_of_mpu(state: Any, dist: Any) -> Grid:
-    """Of `megatron.core.parallel_state`, by the groups of this rank. They show the order of the axes, the same on all
-    ranks. `dist`: `torch.distributed`. Raises `UserError`.
+    """The grid of `megatron.core.parallel_state`, from the groups of this rank. `dist`: `torch.distributed`. Raises
+    `UserError`.
     """
     where = "Layout.from_mpu"
     if not state.model_parallel_is_initialized():
@@ -76,31 +76,28 @@ def grid_of_mpu(state: Any, dist: Any) -> Grid:
 
 
 def in_layout_order(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> list[int]:
-    """`ranks`, listed along `dims` with the last fastest, in the order of a layout. Raises `UserError` if that order is
-    not ascending.
+    """Reorder `ranks` along `dims`, the last fastest, to the order of a layout. Raises `UserError` if that is not
+    ascending.
     """
     order = sorted(range(len(dims)), key=lambda i: (-AXES.index(dims[i][0]), i))
     strides = [prod(size for _, size in dims[i + 1 :]) for i in range(len(dims))]
     places = product(*(range(dims[i][1]) for i in order))
     listed = [ranks[sum(at * strides[i] for at, i in zip(place, order, strict=True))] for place in places]
     if any(b <= a for a, b in pairwise(listed)):
-        wanted, because = (
-            [dims[i][0] for i in order],
-            "layouts number ranks along tp, sp, cp, dp and pp, the first fastest",
-        )
+        wanted = [dims[i][0] for i in order]
         if [axis for axis, _ in dims] == wanted:
             found, fix = f"ranks {listed} along {', '.join(wanted)}", "use another order of ranks"
-            raise UserError.at(what, found=found, expected="ascending ranks", because=because, fix=fix)
+            raise UserError.at(what, found=found, expected="ascending ranks", because=_ORDER, fix=fix)
         fastest = "the first fastest" if what == GRID else "the last fastest"
         turn = -1 if what == GRID else 1
         shown = ", ".join(f"{axis}:{size}" for axis, size in dims[::turn])
         expected, fix = f"{', '.join(wanted[::turn])}", "put its dimensions in that order, or state the layout as text"
-        raise UserError.at(what, found=f"dimensions {shown}, {fastest}", expected=expected, because=because, fix=fix)
+        raise UserError.at(what, found=f"dimensions {shown}, {fastest}", expected=expected, because=_ORDER, fix=fix)
     return listed
 
 
 def _dims(what: str, names: Sequence[str], sizes: Sequence[int], axes: Mapping[str, str]) -> list[tuple[str, int]]:
-    """(axis, size) of each dimension; those of size 1 that are no axis are left out."""
+    """Axis and size of each dimension, without dimensions of size 1 that are no axis."""
     found: list[tuple[str, int]] = []
     for name, size in zip(names, sizes, strict=True):
         axis = axes.get(name, name)

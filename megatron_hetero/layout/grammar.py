@@ -6,7 +6,7 @@ The grammar, in which blanks and the order of the axes mean nothing:
     degrees = axis ":" degree { "," axis ":" degree }       axis  = tp | sp | cp | dp | pp | axis of a further view
     ranks   = range { "," range }                           range = first "-" last | rank
 
-Only the text is judged here; whether the degrees fit the ranks is judged in `megatron_hetero.layout.layout`.
+Whether the degrees fit the ranks is checked in `megatron_hetero.layout.layout`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from difflib import get_close_matches
 from megatron_hetero.layout.axes import AXES
 
 MOST_PLANNED = 20_000
-"""Ranks of the largest world that is planned, or advised."""
+"""Ranks of the largest world that is estimated or suggested."""
 _MOST_RANKS = 1 << 20
-"""No world is larger; a mistyped range must not fill the memory."""
+"""Limit on ranks in a text: a mistyped range must not fill the memory."""
 
 
 class GrammarError(Exception):
-    """What is wrong with a text: what was found, what was expected and why; and the axis, where there is one."""
+    """A fault of a text: what was found, what was expected and why, and the axis if there is one."""
 
     def __init__(self, found: str, expected: str, why: str, axis: str = "") -> None:
         super().__init__(found)
@@ -32,7 +32,7 @@ class GrammarError(Exception):
 
 
 def read(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[int, ...] | None]:
-    """The degrees that `text` gives, by axis, and its ranks, None where it gives none. `axes`: all that there are.
+    """The degrees that `text` gives, by axis, and its ranks, None if it gives none. `axes`: all known axes.
 
     Raises:
         GrammarError: the text breaks the grammar.
@@ -49,7 +49,7 @@ def read(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[i
 
 
 def salvage(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[int, ...]]:
-    """What can be understood of a text that breaks the grammar; degrees and ranks may be empty."""
+    """Likely degrees and ranks of a text that breaks the grammar; either may be empty."""
     degrees_text, _, ranks_text = re.sub(r"\s", "", text).partition("@")
     degrees: dict[str, int] = {}
     pairs: list[tuple[str, str]] = re.findall(r"([A-Za-z]+)\D?(\d{1,7})", degrees_text)
@@ -76,7 +76,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean `tp`?)`` where a known name resembles `name`, else nothing."""
+    """`` (did you mean `tp`?)`` if a known name resembles `name`, else an empty text."""
     close = get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean `{close[0]}`?)" if close else ""
 

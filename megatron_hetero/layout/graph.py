@@ -1,11 +1,7 @@
-"""Edges of the graph of modules. Pure.
-
-Graphs of modules: between which of them rows go, and what the rows are. Pure.
-"""
+"""The graph of modules: its edges, and the rows that cross them. Pure."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,15 +14,13 @@ from megatron_hetero.layout.layout import Layout
 if TYPE_CHECKING:
     import torch
 
-_EDGE = re.compile(r"([^.>]+)(?:\.(\d+))?>([^.>]+)(?:\.(\d+))?")
-
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Rows go from a stage of `source` to a stage of `target`, and their gradients back.
+    """An edge along which rows go from a stage of `source` to a stage of `target`, and their gradients back.
 
     The edge without stages, ``vision>text``, goes from the last stage to the first. Others name both:
-    ``vision.0>text.1``. See `Edge.of`. Raises `UserError` where one stage is given without the other.
+    ``vision.0>text.1``. See `Edge.of`. Raises `UserError` if one stage is given without the other.
     """
 
     source: str
@@ -45,39 +39,30 @@ class Edge:
 
     @classmethod
     def of(cls, source: str, source_stage: int, source_stages: int, target: str, target_stage: int) -> Edge:
-        """The edge between two stages; `source_stages`: their number. Equal edges have equal names."""
+        """The edge between two stages by its canonical name; `source_stages`: the number of stages of `source`."""
         if source_stage == source_stages - 1 and target_stage == 0:
             return cls(source, target)
         return cls(source, target, source_stage, target_stage)
 
     def source_coordinate(self, layout: Layout) -> int:
-        """The pipeline coordinate at which rows leave, in the layout of `source`."""
+        """The pipeline coordinate that sends rows, in the layout of `source`."""
         return layout.pp - 1 if self.source_stage is None else self.source_stage % layout.pp
 
     def target_coordinate(self, layout: Layout) -> int:
-        """The pipeline coordinate at which rows arrive, in the layout of `target`."""
+        """The pipeline coordinate that receives rows, in the layout of `target`."""
         return (self.target_stage or 0) % layout.pp
 
     def source_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """The ranks that rows leave, ascending."""
+        """The ranks that send rows, ascending."""
         return layout.stage(self.source_coordinate(layout)).ranks
 
     def target_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """The ranks at which rows arrive, ascending."""
+        """The ranks that receive rows, ascending."""
         return layout.stage(self.target_coordinate(layout)).ranks
-
-    @classmethod
-    def parse(cls, text: str) -> Edge:
-        """The inverse of `str`. Raises `ValueError`."""
-        found = _EDGE.fullmatch(text)
-        if not found:
-            raise ValueError(f"found {text!r}, expected an edge such as 'vision>text' or 'vision.0>text.1'")
-        source, own, target, stage = found.groups()
-        return cls(source, target, *(None if each is None else int(each) for each in (own, stage)))
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Both ends as text, such as ``vision.0`` and ``text.1``."""
+        """The ends as text, such as ``vision.0`` and ``text.1``."""
         if self.source_stage is None:
             return self.source, self.target
         return f"{self.source}.{self.source_stage}", f"{self.target}.{self.target_stage}"
@@ -88,12 +73,12 @@ class Edge:
 
 T = TypeVar("T")
 Ends = Edge | tuple[str, str]
-"""An edge; two modules alone are the edge from the last stage of one to the first of the other."""
+"""An edge; a pair of modules is the edge from the last stage of one to the first of the other."""
 ByEdge = Mapping[Edge, T] | Mapping[tuple[str, str], T] | Mapping[Ends, T]
 
 
 def edge_of(ends: Ends) -> Edge:
-    """The edge, as it is named. Raises `UserError` if it is none."""
+    """The edge between these ends. Raises `UserError` if they are neither an edge nor a pair."""
     if isinstance(ends, Edge):
         return ends
     if isinstance(ends, str) or len(ends) != 2:
@@ -107,10 +92,10 @@ def edge_of(ends: Ends) -> Edge:
 
 
 def as_edge(ends: Ends, layouts: Mapping[str, Layout]) -> Edge:
-    """The edge by its only name, for modules in these layouts.
+    """The edge by its canonical name, for modules in these layouts.
 
     Raises:
-        UserError: it is no edge, or there is no such module.
+        UserError: as `edge_of`, or there is no such module.
     """
     edge = edge_of(ends)
     for module in (edge.source, edge.target):
@@ -119,7 +104,7 @@ def as_edge(ends: Ends, layouts: Mapping[str, Layout]) -> Edge:
                 f"edge {edge}",
                 found=f"no module `{module}`{did_you_mean(str(module), layouts)}",
                 expected=f"modules among {', '.join(layouts)}",
-                fix="name them as in the layouts",
+                fix="use the names in the layouts",
             )
     if edge.source_stage is None or edge.target_stage is None:
         return edge
@@ -128,7 +113,7 @@ def as_edge(ends: Ends, layouts: Mapping[str, Layout]) -> Edge:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Modules, and the edges along which rows go from one to another.
+    """Modules, and edges along which rows go from one to another.
 
         Graph({"vision": ["text"], "text": ["generator"]}, width=4096, dtype=torch.bfloat16)
 
@@ -138,13 +123,13 @@ class Graph:
     feeds: Mapping[str, Sequence[str]] | Sequence[Ends]
     """The modules that each module feeds, from its last stage to the first of theirs; or the edges."""
     width: int | ByEdge[int]
-    """Elements of a row, of all edges or of each."""
+    """Elements of a row, for all edges or by edge."""
     dtype: torch.dtype
-    """Of rows, and of hidden states between stages."""
+    """The dtype of rows, and of hidden states between stages."""
     transport: torch.dtype | None = None
-    """Of rows on the wire; None: `dtype`."""
+    """The dtype of rows in transit; by default `dtype`."""
     outputs: ByEdge[Sequence[str]] | None = None
-    """The outputs of a module that cross along an edge, of edges where these are not its `rows` alone."""
+    """Outputs of the source module that cross each edge; by default its `rows` alone."""
 
     def __post_init__(self) -> None:
         for name, dtype in (("dtype", self.dtype), ("transport", self.transport)):
@@ -159,11 +144,9 @@ class Graph:
         for name, given in (("width", self.width), ("outputs", self.outputs)):
             for ends in given if isinstance(given, Mapping) else ():
                 if edge_of(ends) not in edges:
-                    expected = ", ".join(f"`{edge}`" for edge in edges) or "none"
-                    raise UserError.at(
-                        f"Graph: {name}", found=f"`{edge_of(ends)}`", expected=f"edges of the graph, {expected}",
-                        fix="correct it",
-                    )  # fmt: skip
+                    found, known = f"`{edge_of(ends)}`", ", ".join(f"`{edge}`" for edge in edges) or "none"
+                    expected = f"edges of the graph, {known}"
+                    raise UserError.at(f"Graph: {name}", found=found, expected=expected, fix="correct it")
         for edge in edges:
             if edge not in self._widths:
                 raise UserError.at("Graph: width", found=f"none for `{edge}`", expected="one per edge", fix="add it")
@@ -173,7 +156,7 @@ class Graph:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """All edges, in the order in which they were given."""
+        """All edges, in the given order."""
         if isinstance(self.feeds, Mapping):
             return tuple(Edge(source, target) for source, targets in self.feeds.items() for target in targets)
         return tuple(map(edge_of, self.feeds))
@@ -185,15 +168,15 @@ class Graph:
         return tuple(dict.fromkeys([*alone, *(name for edge in self.edges for name in (edge.source, edge.target))]))
 
     def width_of(self, edge: Edge) -> int:
-        """Elements of a row of one output."""
+        """Elements of a row."""
         return self._widths[edge]
 
     def outputs_of(self, edge: Edge) -> tuple[str, ...]:
-        """The outputs that cross along the edge."""
+        """The outputs that cross the edge."""
         return self._outputs.get(edge, (ROWS,))
 
     def in_layouts(self, layouts: Mapping[str, Layout]) -> Graph:
-        """The same graph, with each edge by its only name in these layouts, see `as_edge`. Raises `UserError`."""
+        """The same graph with canonical names of edges, see `as_edge`. Raises `UserError`."""
         named = {edge: as_edge(edge, layouts) for edge in self.edges}
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""Layouts: how one module is split over ranks, and the text that says so.
+"""Layouts: how one module is split over ranks, and their text. Pure: no torch, no process group.
 
 The grammar is in `megatron_hetero.layout.grammar`. Examples:
 
@@ -7,10 +7,8 @@ The grammar is in `megatron_hetero.layout.grammar`. Examples:
     dp:2,tp:4@0-3,8-11   two replicas of four tensor-parallel ranks on two sets of ranks
     tp:4,dp:2,ep:8       in a module with a view of experts: they are divided over the same eight ranks
 
-Without ``@`` a layout covers the whole world. ``dp`` left out is what the other degrees leave of the
-ranks. Ranks ascend, because process groups number their members in ascending order.
-
-Everything here is pure: no torch, no process group.
+Without ``@`` a layout covers the whole world. ``dp`` defaults to what the other degrees leave of the ranks. Ranks
+ascend, because process groups number their members in ascending order.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.axes import (
     AXES,
     MAIN,
-    VIEWS,
     Fold,
     ModuleShape,
     Split,
@@ -40,11 +37,9 @@ from megatron_hetero.layout.grammar import MOST_PLANNED, GrammarError, did_you_m
 
 __all__ = ["AXES", "Coordinate", "Layout", "ModuleShape"]
 
-_MOST_RANKS = 1 << 20  # of a world that is suggested
-
 
 class Coordinate(NamedTuple):
-    """Where a rank sits in its layout: one index per axis, in the order of `AXES`."""
+    """The indices of a rank in its layout, one per axis, in the order of `AXES`."""
 
     tp: int = 0
     sp: int = 0
@@ -75,10 +70,10 @@ class Coordinate(NamedTuple):
 #     edp         0   0   1   1   0   0   1   1
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """A degree per axis, the ranks that they cover, and the further views of these.
+    """A degree per axis, the ranks that they cover, and further views of these ranks.
 
-    ``repr`` is for machines and evaluates to an equal value. ``str`` is for people and always says
-    the ranks, so that ``Layout.parse(str(x), views=x.views) == x`` in any world that has them.
+    ``repr`` evaluates to an equal value. ``str`` is for people and always has the ranks, so that
+    ``Layout.parse(str(x), views=x.views) == x`` in any world that has them.
 
     Raises:
         UserError: a degree is not a positive integer, the ranks do not ascend, their number is
@@ -101,7 +96,7 @@ class Layout:
             found = f"degrees {', '.join(wrong)}"
             raise UserError.at("layout", found=found, expected="integers of 1 or more", fix="correct the degrees")
         if any(b <= a for a, b in zip((-1, *self.ranks), self.ranks, strict=False)):
-            expected = "each to be larger than the last, from 0"
+            expected = "each to be larger than the one before, from 0"
             raise UserError.at("layout", found=f"ranks {self.ranks}", expected=expected, fix="sort the ranks")
         needed = prod(self.degrees.values())
         if needed != self.size:
@@ -116,7 +111,7 @@ class Layout:
 
     @classmethod
     def of(cls, degrees: Mapping[str, int], ranks: tuple[int, ...], views: Sequence[View] = ()) -> Layout:
-        """The layout of these degrees of the main view and of further `views`; those left out are 1. `UserError` as the
+        """The layout of these degrees, 1 unless given, in the main view and in further `views`. `UserError` as the
         class.
         """
         folds = tuple(Fold(view, tuple(degrees.get(axis, 1) for axis in view.stated)) for view in views)
@@ -133,23 +128,23 @@ class Layout:
         shape: ModuleShape | None = None,
         idle: Iterable[int] = (),
         views: Sequence[View] | None = None,
-        elsewhere: Iterable[View] = VIEWS,
+        elsewhere: Iterable[View] = (),
     ) -> Layout:
-        """The layout that `text` describes (grammar above).
+        """The layout that `text` describes.
 
         Args:
             text: such as ``tp:4,dp:2@0-7``.
-            world_size: number of ranks in the world; may be left out where `text` gives its ranks.
-            module: the module that the layout is for, named in errors.
+            world_size: number of ranks in the world; may be None if `text` gives its ranks.
+            module: name of the module for errors.
             flags: whether errors name the module's flag (``--MODULE-parallel``) rather than an argument.
-            shape: where given, layouts suggested in errors also suit the module's shape.
+            shape: shape that layouts suggested in errors suit.
             idle: ranks that no other module covers; layouts suggested in errors that name ranks cover these too.
-            views: further views of the module, whose axes `text` may give; None: those of its `shape`.
-            elsewhere: views that other modules have, named in errors where `text` gives their axes.
+            views: further views of the module, whose axes `text` may give; by default those of its `shape`.
+            elsewhere: further views of other modules, named in errors if `text` gives their axes.
 
         Raises:
-            UserError: the text is malformed, or the degrees do not fit the ranks. The message
-                suggests a layout that does.
+            UserError: the text is malformed, or the degrees do not fit the ranks. The message suggests a layout that
+                does.
         """
         views = tuple(views if views is not None else shape.views if shape is not None else ())
         axes = axis_names(views)
@@ -189,15 +184,15 @@ class Layout:
         return (MAIN, *self.views)
 
     def view(self, name: str) -> View:
-        """The view of this name. Raises `UserError` where there is none."""
-        views = {view.name: view for view in (MAIN, *self.views)}
+        """The view of this name. Raises `UserError` if there is none."""
+        views = {view.name: view for view in self.every_view}
         if name not in views:
             found, expected = f"no view `{name}`{did_you_mean(name, views)}", f"one of {', '.join(views)}"
-            raise UserError.at(f"layout {self}", found=found, expected=expected, fix="ask for one of these")
+            raise UserError.at(f"layout {self}", found=found, expected=expected, fix="use one of these")
         return views[name]
 
     def ways(self, *splits: Split, view: View = MAIN) -> int:
-        """Over how many ranks these are split: the product of the degrees of their axes in a view."""
+        """The number of parts that these are split into: the product of the degrees of their axes in a view."""
         degrees = self.degrees_in(view)
         return prod(degrees[axis] for axis in view.axes_of(*splits))
 
@@ -208,14 +203,12 @@ class Layout:
 
     @property
     def stated(self) -> dict[str, int]:
-        """The degrees from which all others follow: those of the main view, and of each further one all but the last
-        that its ranks leave.
-        """
+        """The degrees that determine all others: of the main view, and of the `stated` axes of each further view."""
         further = {axis: n for view, degrees in self.folds for axis, n in zip(view.stated, degrees, strict=True)}
         return {**self.degrees, **further}
 
     def degrees_in(self, view: View) -> dict[str, int]:
-        """The degree of each axis of a view, from the fastest to the slowest. The slowest is `pp` in all of them."""
+        """The degree of each axis of a view, from the fastest to the slowest, which is always `pp`."""
         if view == MAIN:
             return self.degrees
         stated = self.stated
@@ -223,48 +216,48 @@ class Layout:
         return {axis: stated.get(axis, rest) for axis in view.names} | {"pp": self.pp}
 
     def view_of(self, *axes: str) -> View:
-        """The view that has these axes; the main one has `pp`, and so has every other.
+        """The view with these axes. Every view has `pp`.
 
         Raises:
-            UserError: there is no such axis, or they are of several views.
+            UserError: an axis is unknown, or the axes are of several views.
         """
         known = axis_names(self.views)
         for axis in axes:
             if axis not in known:
                 found = f"axis `{axis}`{did_you_mean(axis, known)}"
-                raise UserError.at("layout", found=found, expected=f"one of {', '.join(known)}", fix="ask about these")
-        for view in (MAIN, *self.views):
+                raise UserError.at("layout", found=found, expected=f"one of {', '.join(known)}", fix="use these")
+        for view in self.every_view:
             if {*axes} <= {*view.names, "pp"}:
                 return view
-        raise UserError.at("layout", found=f"axes {', '.join(axes)}", expected="axes of one view", fix="ask for each")
+        found, fix = f"axes {', '.join(axes)}", "use each view's alone"
+        raise UserError.at("layout", found=found, expected="axes of one view", fix=fix)
 
     @classmethod
     def from_mesh(cls, mesh: Any, *, axes: Mapping[str, str] | None = None) -> Layout:
         """The layout of a whole `DeviceMesh` of PyTorch, with dimensions named as axes.
 
         Args:
-            mesh: as made, not a slice of another.
-            axes: of dimensions with other names, such as ``{"dp_replicate": "dp", "dp_shard": "dp"}``.
+            mesh: a whole mesh, not a slice.
+            axes: axes of dimensions with other names, such as ``{"dp_replicate": "dp", "dp_shard": "dp"}``.
 
         Raises:
-            UserError: a dimension is no axis, or ranks are ordered in a way that a layout cannot express.
+            UserError: a dimension is no axis, or a layout cannot express the order of the ranks.
         """
         return _of_grid(*grid_of_mesh(mesh, axes or {}))
 
     @classmethod
     def from_grid(cls, grid: Any, *, axes: Mapping[str, str] | None = None) -> Layout:
-        """The layout of a `HyperCommGrid` of Megatron-Core. `axes`, `UserError` as `from_mesh`."""
+        """The layout of a `HyperCommGrid` of Megatron-Core. `axes` and `UserError` as for `from_mesh`."""
         return _of_grid(*grid_of_hyper_grid(grid, axes or {}))
 
     @classmethod
     def from_mpu(cls) -> Layout:
-        """The layout that Megatron-Core's `parallel_state` was initialised with, of all ranks.
+        """The layout of all ranks that Megatron-Core's `parallel_state` was initialised with.
 
         Raises:
-            UserError: it is not initialised, has experts on ranks of their own, or orders ranks in a way that a layout
-                cannot express.
+            UserError: it is not initialised, has expert parallelism, or a layout cannot express its order of ranks.
         """
-        # It needs the process groups, and so torch.
+        # Imported here, because this module is otherwise pure.
         import torch.distributed as dist
         from megatron.core import parallel_state  # pyright: ignore[reportMissingTypeStubs]
 
@@ -272,7 +265,7 @@ class Layout:
 
     @property
     def degrees_text(self) -> str:
-        """The degrees above one, such as ``tp:4,dp:2``; ``dp:1`` where there are none."""
+        """The degrees above one, such as ``tp:4,dp:2``, or else ``dp:1``."""
         main, further = list(self.degrees.items()), list(self.stated.items())[len(AXES) :]
         above = [f"{axis}:{n}" for axis, n in main if n != 1] or ["dp:1"]
         return ",".join([*above, *(f"{axis}:{n}" for axis, n in further if n != 1)])
@@ -291,11 +284,7 @@ class Layout:
 
     def short(self, world_size: int) -> str:
         """The shortest text that `parse` reads as this layout in a world of `world_size` ranks."""
-        return self.degrees_text if self.covers(world_size) else str(self)
-
-    def covers(self, world_size: int) -> bool:
-        """Whether the layout's ranks are the whole world."""
-        return self.ranks == tuple(range(world_size))
+        return self.degrees_text if self.ranks == tuple(range(world_size)) else str(self)
 
     def __contains__(self, rank: int) -> bool:
         i = bisect_left(self.ranks, rank)
@@ -315,30 +304,28 @@ class Layout:
 
     def _position(self, rank: int) -> int:
         if rank not in self:
-            raise UserError.at(
-                f"layout {self}", found=f"rank {rank}", expected="one of its ranks", fix="ask about those"
-            )
+            raise UserError.at(f"layout {self}", found=f"rank {rank}", expected="one of its ranks", fix="use these")
         return bisect_left(self.ranks, rank)
 
     def rank_at(self, *, tp: int = 0, sp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank at these indices; an axis left out is at its first.
+        """The rank at these indices.
 
         Raises:
-            UserError: an index lies outside the degree of its axis.
+            UserError: an index is outside the degree of its axis.
         """
         position, stride = 0, 1
         for axis, i, degree in zip(AXES, (tp, sp, cp, dp, pp), self.degrees.values(), strict=True):
             if not 0 <= i < degree:
                 found, expected = f"{axis} index {i}", f"0 to {degree - 1}"
-                raise UserError.at(f"layout {self}", found=found, expected=expected, fix="ask for one of these")
+                raise UserError.at(f"layout {self}", found=found, expected=expected, fix="use one of these")
             position, stride = position + i * stride, stride * degree
         return self.ranks[position]
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks parted into groups along `axes` of one view: in a group only the indices of `axes` differ.
+        """The ranks in groups along `axes` of one view: in a group only the indices of `axes` differ.
 
-        Groups come in the order of their first rank and ranks ascend inside a group, which is the
-        order of the layout. Without axes every rank is a group of its own. `UserError` as `view_of`.
+        Groups are in the order of their first rank, and ranks ascend inside a group. Without axes every rank is a group
+        of its own. `UserError` as `view_of`.
         """
         degrees = self.degrees_in(self.view_of(*axes))
         members: dict[tuple[int, ...], list[int]] = {}
@@ -348,7 +335,7 @@ class Layout:
         return tuple(map(tuple, members.values()))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group of ``groups(*axes)`` that holds `rank`."""
+        """The group of ``groups(*axes)`` with `rank`."""
         members, stride = [self._position(rank)], 1
         for axis, degree in self.degrees_in(self.view_of(*axes)).items():
             if axis in axes:
@@ -385,7 +372,7 @@ def titled(module: str, layout: str, axis: str, *, flags: bool) -> str:
 
 
 def as_given(module: str, layout: str, *, flags: bool) -> str:
-    """How a user gives a module its layout: ``text="tp:4"``, or by a flag."""
+    """A module's layout as a flag, or as an argument such as ``text="tp:4"``."""
     if flags:
         return f"--{module}-parallel {layout}"
     return f'{module}="{layout}"' if module else layout
@@ -394,7 +381,7 @@ def as_given(module: str, layout: str, *, flags: bool) -> str:
 def closest_layout(
     wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None, views: Sequence[View]
 ) -> Layout:
-    """The layout over `ranks`, legal for a module of this shape, whose degrees are closest to those wanted."""
+    """The layout over `ranks` that is legal for a module of this shape, with degrees closest to the `wanted` ones."""
     return Layout.of(closest_degrees(wanted, len(ranks), shape, views), ranks, views)
 
 
@@ -405,10 +392,10 @@ def mended_layout(
     idle: Iterable[int] = (),
     views: Sequence[View] = (),
 ) -> Layout:
-    """A legal layout as close as may be to what a faulty text seems to say, over the `idle` ranks too."""
+    """A legal layout that resembles a faulty text, and covers the `idle` ranks too."""
     degrees, ranks = salvage(text, axis_names(views))
     wanted = prod(n for axis, n in degrees.items() if axis in AXES)
-    world = range(min(wanted, _MOST_RANKS) if world_size is None else world_size)
+    world = range(min(wanted, MOST_PLANNED) if world_size is None else world_size)
     if world_size is not None:
         ranks = tuple(rank for rank in ranks if rank < world_size)
     return closest_layout(degrees, tuple(sorted({*ranks, *idle})) if ranks else tuple(world), shape, views)
@@ -417,7 +404,7 @@ def mended_layout(
 def _with_more_ranks(
     text: str, world_size: int | None, shape: ModuleShape | None, flags: bool, views: Sequence[View]
 ) -> str:
-    """Advice to start as many ranks as a layout wants, where the world has fewer and that would do."""
+    """Advice to start as many ranks as a layout needs, if the world has fewer and the layout is legal."""
     try:
         degrees, ranks = read(text, axis_names(views))
         wanted = prod(n for axis, n in degrees.items() if axis in AXES) if ranks is None else ranks[-1] + 1
@@ -436,17 +423,19 @@ def _with_more_ranks(
 def _fitted(
     degrees: dict[str, int], ranks: tuple[int, ...] | None, world_size: int | None, views: Sequence[View]
 ) -> Layout:
-    """The layout of these degrees, the axis of samples of each view inferred where it is missing.
+    """The layout of these degrees, with the axis of samples of each view inferred if it is missing.
 
     Raises:
-        GrammarError: degrees and ranks do not fit one another or the world.
+        GrammarError: degrees and ranks do not fit each other or the world.
     """
     if ranks is None and world_size is None:
         why = "without them a layout covers the world, whose size is not known here"
         raise GrammarError("no ranks", "ranks after `@`", why)
     ranks = tuple(range(world_size or 0)) if ranks is None else ranks
     if world_size is not None and ranks[-1] >= world_size:
-        raise _outside(ranks, world_size)
+        outside = format_ranks(rank for rank in ranks if rank >= world_size)
+        why = f"the world has {world_size} ranks"
+        raise GrammarError(f"ranks {outside}", f"ranks from 0 to {world_size - 1}", why)
     stated = prod(n for axis, n in degrees.items() if axis in AXES)
     where = f"{len(ranks)} ranks ({format_ranks(ranks)})"
     if len(ranks) % stated:
@@ -454,7 +443,7 @@ def _fitted(
         raise GrammarError(multiply, f"a divisor of {len(ranks)}", "every replica has equally many ranks")
     if "dp" in degrees and len(ranks) != stated:
         found = f"degrees that multiply to {stated} on {where}"
-        raise GrammarError(found, f"{len(ranks)}", "every rank of a layout has a part of the work", "dp")
+        raise GrammarError(found, f"{len(ranks)}", "every rank of a layout has work", "dp")
     for view in views:
         _require_folds(view, degrees, len(ranks) // degrees.get("pp", 1))
     return Layout.of({"dp": len(ranks) // stated} | degrees, ranks, views)
@@ -470,11 +459,6 @@ def _require_folds(view: View, degrees: Mapping[str, int], stage: int) -> None:
         raise GrammarError(f"{given} on {stage} ranks", expected, why, next(iter(own)))
 
 
-def _outside(ranks: Sequence[int], world_size: int) -> GrammarError:
-    found = f"ranks {format_ranks(rank for rank in ranks if rank >= world_size)}"
-    return GrammarError(found, f"ranks from 0 to {world_size - 1}", f"the world has {world_size} ranks")
-
-
 def _of_grid(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> Layout:
     """The layout of `ranks`, listed along `dims` from the slowest to the fastest. Raises `UserError`."""
     ordered = in_layout_order(what, dims, ranks)
@@ -485,7 +469,7 @@ def _of_grid(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -
 
 
 def _indices(position: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """The index along each axis, from the fastest to the slowest, of what stands at `position`."""
+    """The index along each axis, from the fastest to the slowest, of the rank at `position`."""
     found: dict[str, int] = {}
     for axis, degree in degrees.items():
         position, found[axis] = divmod(position, degree)

@@ -1,4 +1,4 @@
-"""The layouts of a model's modules together: none is missing, each suits its module, and every rank has work. Pure."""
+"""Checks of the layouts of all modules: none is missing, each suits its module, and every rank has work. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from math import prod
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.layout.axes import MAIN, VIEWS, LayoutProblem, ModuleShape, divisors, problem_of
+from megatron_hetero.layout.axes import MAIN, LayoutProblem, ModuleShape, divisors, problem_of
 from megatron_hetero.layout.grammar import did_you_mean, format_ranks
 from megatron_hetero.layout.layout import Layout, as_given, closest_layout, mended_layout, titled
 
@@ -15,8 +15,8 @@ from megatron_hetero.layout.layout import Layout, as_given, closest_layout, mend
 def resolve(
     texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int, *, flags: bool = False
 ) -> dict[str, Layout]:
-    """A checked layout for every module: what `texts` gives, and ``dp`` over the world for the others. `flags`: whether
-    errors name command-line flags, as for `Layout.parse`.
+    """A checked layout for every module: from `texts`, or else ``dp`` over the world. `flags`: whether errors name
+    command-line flags, as for `Layout.parse`.
 
     Raises:
         UserError: see `Layout.parse` and `validate`.
@@ -36,26 +36,22 @@ def resolve(
 def _parsed(
     name: str, texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int, flags: bool
 ) -> Layout:
-    try:
-        return Layout.parse(texts[name], world_size, views=modules[name].views)
-    except UserError:  # Again, for a message with advice that suits the other modules.
-        idle = set(range(world_size)).difference(
-            *(_likely_ranks(texts.get(other), world_size, shape) for other, shape in modules.items() if other != name)
-        )
-        views = [view for shape in modules.values() for view in shape.views]
-        return Layout.parse(
-            texts[name],
-            world_size,
-            module=name,
-            shape=modules[name],
-            idle=idle,
-            flags=flags,
-            elsewhere=[*VIEWS, *views],
-        )
+    """The layout of a module, or an error with advice that suits the other modules too."""
+    others = {other: shape for other, shape in modules.items() if other != name}
+    covered = (_likely_ranks(texts.get(other), world_size, shape) for other, shape in others.items())
+    return Layout.parse(
+        texts[name],
+        world_size,
+        module=name,
+        shape=modules[name],
+        idle=set(range(world_size)).difference(*covered),
+        flags=flags,
+        elsewhere=[view for shape in others.values() for view in shape.views],
+    )
 
 
 def _likely_ranks(text: str | None, world_size: int, shape: ModuleShape) -> Sequence[int]:
-    """The ranks that a module covers, or will when its text has been mended."""
+    """The ranks of a module, or of the layout that is suggested for it."""
     try:
         return range(world_size) if text is None else Layout.parse(text, world_size, views=shape.views).ranks
     except UserError:
@@ -65,7 +61,7 @@ def _likely_ranks(text: str | None, world_size: int, shape: ModuleShape) -> Sequ
 def validate(
     modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], world_size: int, *, flags: bool = False
 ) -> None:
-    """Checks the layouts of a model's modules against their shapes and the world. `flags`: as for `resolve`.
+    """Check layouts against the shapes of their modules and the world. `flags`: as for `resolve`.
 
     Raises:
         UserError: a module is unknown or has no layout, a layout does not suit its module, or ranks
@@ -78,11 +74,12 @@ def validate(
                 f"module {name}",
                 found="no layout",
                 expected="one",
-                because="every module runs somewhere",
                 fix=f"try `{as_given(name, f'dp:{world_size}', flags=flags)}`",
             )
-        _require_inside(name, shape, layouts[name], world_size, flags)
-        _require_shape(shape, layouts[name], world_size, flags)
+        layout = layouts[name]
+        if layout.ranks[-1] >= world_size:  # Parsed again for the message.
+            Layout.parse(str(layout), world_size, module=name, shape=shape, flags=flags, views=layout.views)
+        _require_shape(shape, layout, world_size, flags)
     _require_all_covered(modules, layouts, world_size, flags)
 
 
@@ -93,14 +90,9 @@ def _require_known(names: Iterable[str], modules: Mapping[str, ModuleShape], fla
                 f"--{name}-parallel" if flags else f"layout of `{name}`",
                 found=f"module `{name}`{did_you_mean(name, modules)}",
                 expected=f"one of {', '.join(modules)}",
-                because="the model has no other",
+                because="the model has no other modules",
                 fix="rename or remove it",
             )
-
-
-def _require_inside(name: str, shape: ModuleShape, layout: Layout, world_size: int, flags: bool) -> None:
-    if layout.ranks[-1] >= world_size:
-        Layout.parse(str(layout), world_size, module=name, shape=shape, flags=flags, views=layout.views)
 
 
 def _require_shape(shape: ModuleShape, layout: Layout, world_size: int, flags: bool) -> None:
@@ -121,7 +113,7 @@ def _require_shape(shape: ModuleShape, layout: Layout, world_size: int, flags: b
 
 
 def _views_problem(shape: ModuleShape, layout: Layout) -> LayoutProblem | None:
-    """Whether the layout lacks a view of its module, or has another one."""
+    """The problem of a layout that has other views than its module."""
     if layout.views == shape.views:
         return None
     found, expected = (", ".join(view.name for view in (MAIN, *views)) for views in (layout.views, shape.views))
@@ -134,7 +126,7 @@ def _require_all_covered(
     idle = sorted(set(range(world_size)).difference(*(layout.ranks for layout in layouts.values())))
     if not idle:
         return
-    # The text module is the one that has most use for more ranks.
+    # The text module has most use for more ranks.
     name = next((n for n, shape in modules.items() if shape.kind == "text"), next(iter(modules)))
     ranks, shape = tuple(sorted({*layouts[name].ranks, *idle})), modules[name]
     wider = closest_layout(layouts[name].stated, ranks, shape, shape.views)
@@ -150,7 +142,7 @@ def _require_all_covered(
 
 
 def _varied(layout: Layout, axis: str) -> Iterator[Layout]:
-    """The layout with every degree of `axis` that its ranks allow, `dp` taking up the difference."""
+    """The layout with every degree of `axis` that its ranks allow; the axis of samples takes up the difference."""
     if not axis:
         return
     view = layout.view_of(axis)

@@ -1,7 +1,7 @@
-"""Pipeline stages: which layers of a module each of them holds. Pure.
+"""The layers of each pipeline stage of a module. Pure.
 
-Stages are numbered in the order in which activations pass through them. Each pipeline rank holds one of them, or
-several (virtual stages, Narayanan et al. 2021, arXiv 2104.04473): stage i is on pipeline rank i mod pp.
+Stages are numbered in the order in which activations pass through them. Each pipeline rank has one of them, or several
+(virtual stages, Narayanan et al. 2021, arXiv 2104.04473): stage i is on pipeline rank i mod pp.
 
     8 layers, pp 2                      pp 0: 0-3           pp 1: 4-7
     8 layers, pp 2, 2 stages per rank   pp 0: 0-1, 4-5      pp 1: 2-3, 6-7
@@ -18,15 +18,13 @@ from itertools import accumulate
 from megatron_hetero.base.errors import UserError
 
 LAYERS = "layers."
-"""What the names of the layers' parameters begin with, before the number of the layer."""
+"""Prefix of the names of layers' parameters, before the number of the layer."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers [first, last) of a module, counted over the whole of it.
-
-    `is_first`: with what comes before the layers (embedding). `is_last`: with what comes after them (final norm, head,
-    merger).
+    """Layers [first, last) of a module, preceded by the embedding if `is_first`, followed by final norm and head, or
+    merger, if `is_last`.
     """
 
     first: int
@@ -36,12 +34,12 @@ class Stage:
 
     @classmethod
     def whole(cls, layers: int) -> Stage:
-        """The only stage of a module with `layers` layers."""
+        """The stage of a module without pipeline parallelism."""
         return cls(0, layers, True, True)
 
     @property
     def layers(self) -> range:
-        """The numbers of its layers."""
+        """Numbers of its layers in the module."""
         return range(self.first, self.last)
 
     def __str__(self) -> str:
@@ -58,19 +56,17 @@ class Stage:
 def cut_stages(
     layers: int, pp: int, *, per_rank: int = 1, split: Sequence[int] | None = None, module: str = "text"
 ) -> tuple[Stage, ...]:
-    """The `pp * per_rank` stages of a module with `layers` layers, in order.
-
-    `split`: how many layers each stage holds (`parallel_layers.MODULE`), even where left out. Raises `UserError`, which
-    names the module and the flag.
+    """The `pp * per_rank` stages of a module with `layers` layers, in order. `split`: layers of each stage, even by
+    default. Raises `UserError`, which names the module and the flag.
     """
-    assert pp > 1 or per_rank == 1, "several stages on one rank only make sense where others lie between them"
+    assert pp > 1 or per_rank == 1, "virtual stages need pipeline ranks"
     count = pp * per_rank
     if layers < count:
         raise UserError.at(
             f"{module} stages (--{module}-parallel, axis pp)",
             found=f"{layers} layers for {count} stages (pp:{pp}, {per_rank} per rank)",
             expected=f"at most {layers} stages",
-            because="each pipeline stage holds a layer or more",
+            because="each pipeline stage has a layer or more",
             fix="lower pp or the stages per rank",
         )
     if split is not None:
@@ -83,21 +79,20 @@ def cut_stages(
 
 
 def stages_of_rank(stages: Sequence[Stage], pp_rank: int, pp: int) -> tuple[Stage, ...]:
-    """Those that a pipeline rank holds, in order."""
+    """The stages of a pipeline rank, in order."""
     return tuple(stages[pp_rank::pp])
 
 
 def stage_of(stages: Sequence[Stage], layer: int) -> int:
-    """The number of the stage that holds a layer."""
+    """The number of the stage with a layer."""
     return next(number for number, stage in enumerate(stages) if layer in stage.layers)
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
     """Layers of each stage, which differ by one at most.
 
-    What is left over goes to the stages between the first and the last, from the front, then to the first; never to the
-    last. That one computes head and loss (or the merger) too, so that a layer more would slow down the whole pipeline;
-    the first keeps the activations of most micro-batches and holds the embedding, which costs memory but hardly time.
+    Remaining layers go to the stages between the first and the last, from the front, then to the first, which needs
+    most memory; never to the last, which computes head and loss (or the merger) too and would slow down the pipeline.
     """
     each, left = divmod(layers, stages)
     order = [*range(1, stages - 1), 0]
@@ -105,26 +100,16 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _check_split(layers: int, count: int, split: tuple[int, ...], module: str) -> None:
-    problem = _problem(layers, count, split)
-    if problem is None:
+    if len(split) != count:
+        found = f"{len(split)} number{'' if len(split) == 1 else 's'}"
+        expected, why = f"{count}", f"the module has {count} pipeline stages"
+    elif min(split) < 1:
+        found, expected, why = f"a stage of {min(split)} layers", "1 or more", "each pipeline stage has a layer or more"
+    elif sum(split) != layers:
+        found, expected, why = f"{sum(split)} layers in all", f"{layers}", "the module has that many"
+    else:
         return
-    found, expected, why = problem
     flag = f"--parallel_layers.{module}"
     written, even = (" ".join(map(str, numbers)) for numbers in (split, even_split(layers, count)))
     fix = f"try `{flag} {even}`, or leave it out"
     raise UserError.at(f"{module} split `{written}` ({flag})", found=found, expected=expected, because=why, fix=fix)
-
-
-def _problem(layers: int, count: int, split: tuple[int, ...]) -> tuple[str, str, str] | None:
-    """What was found in a split, what was expected, and why; None where nothing is wrong with it."""
-    if len(split) != count:
-        return _counted(len(split), "number"), f"{count}", f"the module has {_counted(count, 'pipeline stage')}"
-    if min(split) < 1:
-        return f"a stage of {min(split)} layers", "1 or more", "each pipeline stage holds a layer or more"
-    if sum(split) != layers:
-        return f"{sum(split)} layers in all", f"{layers}", "that is how many layers the module has"
-    return None
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_hetero.base.errors import ROWS, TEXT, VISION, UserError
-from megatron_hetero.config.schema import PlanConfig
+from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.models.folders import ModelFolders, read_config, sound
@@ -127,7 +127,7 @@ class AssumedSample:
         return max(1, min(most))
 
 
-def assumed_sizes(plan: PlanConfig, shapes: ModelShapes) -> dict[str, Size]:
+def assumed_sizes(plan: EstimateConfig, shapes: ModelShapes) -> dict[str, Size]:
     """By encoder the size of its pieces."""
     return {name: item_type(shape).assumed(shape, plan) for name, shape in shapes.encoders.items()}
 
@@ -137,7 +137,7 @@ def item_type(shape: EncoderShape) -> ItemType:
     return family_of(shape.family).items[0]
 
 
-def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
+def assumed_sample(plan: EstimateConfig, shapes: ModelShapes) -> AssumedSample:
     """The sample that section `plan` describes, for a model of these shapes."""
     of_piece = assumed_sizes(plan, shapes)
     sizes = {name: (size,) * plan.images for name, size in of_piece.items()}
@@ -146,7 +146,7 @@ def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
     return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
 
 
-def lengthened(plan: PlanConfig, tokens: int, shapes: ModelShapes) -> PlanConfig:
+def lengthened(plan: EstimateConfig, tokens: int, shapes: ModelShapes) -> EstimateConfig:
     """`plan` with as much more text that its sample has `tokens`, if it has fewer."""
     missing = tokens - assumed_sample(plan, shapes).tokens
     return replace(plan, tokens=plan.tokens + missing) if missing > 0 else plan

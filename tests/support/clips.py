@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 
-from megatron_hetero.config.schema import PlanConfig
+from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
 from megatron_hetero.models.items.pictures import ImageSize, Pictures
 from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
@@ -75,7 +75,7 @@ class Clips:
     def inputs(self, patches: np.ndarray, sizes: Sequence[Sizes]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def assumed(self, shape: Any, plan: PlanConfig) -> Any:
+    def assumed(self, shape: Any, plan: EstimateConfig) -> Any:
         return PICTURES.assumed(shape, plan)
 
     def measures(self, shape: Any, size: ImageSize) -> str:

@@ -10,17 +10,20 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib.machinery import SourceFileLoader
-from types import CodeType, ModuleType
+from operator import attrgetter
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 from tests.support.pool import TIMEOUT_S
 
 
 def on_ranks(
-    ranks: int, timeout_s: float = TIMEOUT_S, fixture: str = "pools"
+    ranks: int | str, timeout_s: float = TIMEOUT_S, fixture: str = "pools"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test on `ranks` workers with an initialised process group, each with the same arguments.
-    `fixture`: whose workers, see `conftest`.
+
+    `ranks`: their number, or the parameter of the test that holds it, such as "ranks" or "case.ranks". `fixture`: the
+    pools that they come from, see `conftest`.
 
     Parameters and fixtures travel to the workers: they must be picklable. What fails on any rank fails the test.
     """
@@ -29,8 +32,9 @@ def on_ranks(
         @wraps(body)
         def test(**arguments: Any) -> None:
             pools = arguments.pop(fixture)
+            number = ranks if isinstance(ranks, int) else attrgetter(ranks)(SimpleNamespace(**arguments))
             # Pickled here: a queue would only print that it could not.
-            pools(ranks).run(_Body(body), pickle.dumps(arguments), timeout_s=timeout_s)
+            pools(number).run(_Body(body), pickle.dumps(arguments), timeout_s=timeout_s)
 
         own = inspect.signature(body)
         pools = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)

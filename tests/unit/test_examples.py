@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.cli.make_demo import DemoOptions, make_demo
-from megatron_hetero.config.schema import PlanConfig, load_config, require_modules
+from megatron_hetero.config.schema import load_config, require_modules
+from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.estimate.estimate import Plan
 from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.job import JobSpec
@@ -68,7 +69,8 @@ def test_example_loads_and_its_layouts_fit(model: str) -> None:
     vision = published.encoders["vision"]
     side = isqrt(config.data.max_pixels)
     assert (
-        vision.rows(item_type(vision).assumed(vision, PlanConfig(image_side=side))) <= config.data.max_seq_length // 2
+        vision.rows(item_type(vision).assumed(vision, EstimateConfig(image_side=side)))
+        <= config.data.max_seq_length // 2
     )
 
 

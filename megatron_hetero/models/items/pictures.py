@@ -31,7 +31,7 @@ from megatron_hetero.models.layers.parts import FORWARD, Tokens
 from megatron_hetero.models.layers.rotary import AxialRotary
 
 if TYPE_CHECKING:
-    from megatron_hetero.config.schema import PlanConfig
+    from megatron_hetero.config.sections import EstimateConfig
 
 
 class ImageSize(NamedTuple):
@@ -459,7 +459,7 @@ class Pictures:
 
         return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor(sizes)}
 
-    def assumed(self, shape: ImageEncoderShape, plan: PlanConfig) -> ImageSize:
+    def assumed(self, shape: ImageEncoderShape, plan: EstimateConfig) -> ImageSize:
         """A square of whole units, as the image processor resizes it."""
         patches = max(1, round(plan.image_side / (shape.patch * shape.merge))) * shape.merge
         return ImageSize(1, patches, patches)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from megatron_hetero.config.schema import PlanConfig
+    from megatron_hetero.config.sections import EstimateConfig
 
 Modality = Literal["image", "video", "audio"]
 """What items are. The types of an encoder differ in it."""
@@ -130,7 +130,7 @@ class ItemType(Protocol):
         """What a model of `transformers` takes of items of these sizes, whose patches follow each other."""
         ...
 
-    def assumed(self, shape: Any, plan: PlanConfig) -> Size:
+    def assumed(self, shape: Any, plan: EstimateConfig) -> Size:
         """The size of the pieces that section `plan` describes, for an encoder of that shape."""
         ...
 

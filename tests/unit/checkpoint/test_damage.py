@@ -23,7 +23,7 @@ from megatron_hetero.checkpoint.index import INDEX, Chunk, Entry, index_shapes, 
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
 from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.checkpoint.storage import read_entries
-from megatron_hetero.config.schema import CheckpointConfig
+from megatron_hetero.config.sections import CheckpointConfig
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched

@@ -31,7 +31,7 @@ from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.checkpoint.storage import write_entries
 from megatron_hetero.cli import export
-from megatron_hetero.config.schema import CheckpointConfig
+from megatron_hetero.config.sections import CheckpointConfig
 from megatron_hetero.hf.folders import INDEX, SINGLE
 from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.models.families.common import canonical_name
@@ -45,7 +45,7 @@ from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
 from tests.unit.checkpoint.jobs_checkpoint import flags, seal
 from tests.unit.checkpoint.test_across_layouts import same
-from tests.unit.models.test_folder_writer import HOLD
+from tests.unit.hf.test_folder_writer import HOLD
 from tests.unit.train.test_two_folders import write_language_model
 
 Pools = Callable[[int], Pool]

@@ -14,7 +14,7 @@ import pytest
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import partial_of, prune, publish, unfinished, whole
 from megatron_hetero.checkpoint.resume import choose, started_again
-from megatron_hetero.config.schema import CheckpointConfig
+from megatron_hetero.config.sections import CheckpointConfig
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.jobs_checkpoint import flags

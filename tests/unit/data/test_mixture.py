@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.checks import SampledDataset
-from megatron_hetero.config.schema import DatasetConfig
+from megatron_hetero.config.sections import DatasetConfig, SampledDataset
 from megatron_hetero.data.mixture import Mixture
 
 SIZES = {"a": 1, "b": 4, "c": 7}

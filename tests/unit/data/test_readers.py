@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.schema import DatasetConfig
+from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.reader_process import receive, send

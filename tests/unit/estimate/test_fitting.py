@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.schema import USABLE_GIB, Config, GpuName, PlanConfig, load_command, load_config, to_yaml
+from megatron_hetero.config.schema import Config, load_command, load_config, to_yaml
+from megatron_hetero.config.sections import USABLE_GIB, EstimateConfig, GpuName
 from megatron_hetero.estimate import search as changes
 from megatron_hetero.estimate import search as fitting
 from megatron_hetero.estimate.estimate import Plan
@@ -254,8 +255,8 @@ def test_gpus_are_known_by_name(plan_flags: PlanFlags, tmp_path: Path) -> None:
     for name, gib in USABLE_GIB.items():
         plan = load_config(["--config", str(_written(tmp_path, name)), *plan_flags("")]).plan
         assert (plan.memory_gb, plan.memory_bytes) == (name, round(gib * 2**30))
-        assert PlanConfig(memory_gb=gib * 2**30 / 1e9).memory_bytes == plan.memory_bytes
-    assert PlanConfig().memory_bytes is None
+        assert EstimateConfig(memory_gb=gib * 2**30 / 1e9).memory_bytes == plan.memory_bytes
+    assert EstimateConfig().memory_bytes is None
 
 
 def _written(folder: Path, name: str) -> Path:

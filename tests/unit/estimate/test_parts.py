@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.config.optimizers import OPTIMIZERS
-from megatron_hetero.config.schema import PrecisionConfig
+from megatron_hetero.config.optimizers import OPTIMIZERS, PrecisionConfig
 from megatron_hetero.estimate.communicator_memory import NVLS_BYTES, PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
 from megatron_hetero.estimate.lifetimes import KeptBytes, StageBytes, together
 from megatron_hetero.estimate.measured import flash_workspace

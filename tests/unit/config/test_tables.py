@@ -7,8 +7,7 @@ from typing import get_args, get_type_hints
 
 import torch
 
-from megatron_hetero.config.optimizers import NONE, OPTIMIZERS, optimizer_kind
-from megatron_hetero.config.schema import OptimizerConfig
+from megatron_hetero.config.optimizers import NONE, OPTIMIZERS, OptimizerConfig, optimizer_kind
 from megatron_hetero.layout.axes import AXES, TABLE, Split, axes_of
 from megatron_hetero.layout.layout import Coordinate, Layout
 

@@ -152,7 +152,7 @@ def test_an_index_that_leaves_the_folder(copy: Path, name: object) -> None:
     index = json.loads((copy / INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = name
     (copy / INDEX).write_text(json.dumps(index))
-    refused(copy, r"index\.json: weight_map: found .*, expected one that says .* file of this folder")
+    refused(copy, r"index\.json: weight_map: found .*, expected a file of this folder .* for each tensor")
 
 
 @pytest.mark.parametrize(

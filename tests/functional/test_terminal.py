@@ -1,8 +1,7 @@
-"""Standard outputs that are closed, that are no terminal, or whose locale lacks characters."""
+"""Programs with standard outputs that are closed or no terminal, or whose locale lacks characters, and Ctrl-C."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -10,15 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.base.terminal import Parser, guarded_output
-from tests.unit.test_launch import program
-
+HEAD = """
+import os, sys
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.launch import guarded
+"""
 TABLE = """
 from rich.table import Table
 from megatron_hetero.base.terminal import console
 table = Table("one", "two")
 table.add_row("a" * 90, "b" * 90)
 console().print(table)"""
+
+
+def program(body: str) -> str:
+    main = "".join(f"    {line}\n" for line in body.splitlines())
+    return f"{HEAD}def main(argv):\n{main}guarded(main, sys.argv[1:])\n"
 
 
 def run(
@@ -28,7 +34,7 @@ def run(
     flags = ["-u"] if unbuffered else []
     with open(out, "w") if isinstance(out, Path) else open(os.devnull) as file:
         done = subprocess.run(
-            [sys.executable, *flags, "-c", program(body).replace("import torch,", "import")],
+            [sys.executable, *flags, "-c", program(body)],
             stdout=file if isinstance(out, Path) else out,
             stderr=subprocess.PIPE,
             timeout=60,
@@ -40,24 +46,13 @@ def run(
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_an_output_that_is_closed_is_as_one_that_leads_nowhere(closed: str) -> None:
     def status(body: str) -> tuple[int, str]:
-        code = program(body).replace("import torch, torch.distributed as dist\n", "")  # It takes seconds.
-        shell = ["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+        shell = ["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program(body)]
         done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stderr
 
     said = "" if "2>" in closed else "error: found X\n"
     assert status("raise UserError('found X')") == (1, said)
     assert status("print('something')") == (0, "")
-
-
-def test_a_terminal_that_goes_is_no_error() -> None:
-    """The end of ssh: what has been trained is to be saved."""
-    master, terminal = os.openpty()
-    with os.fdopen(terminal, "w") as stream, contextlib.redirect_stdout(stream), guarded_output():
-        print("one", flush=True)
-        os.close(master)
-        print("two", flush=True)
-        print("three")
 
 
 def test_a_start_outside_the_environment_is_an_error_in_one_line() -> None:
@@ -101,9 +96,3 @@ def test_ctrl_c_ends_a_command_in_one_line(command: str, tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", wait], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "interrupted; nothing is left half-written\n")
-
-
-def test_what_a_command_line_quotes_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        Parser(prog="p").parse_args(["--\x1b[2J"])
-    assert capsys.readouterr().err.endswith("p: error: unrecognized arguments: --\\x1b[2J\n")

@@ -187,7 +187,7 @@ def test_without_a_world_ranks_are_needed() -> None:
         ((0, 1, 1, 1, 1), (), "degrees tp:0"),
         ((True, 1, 1, 1, 1), (0,), "degrees tp:True"),
         ((2, 1, 1, 1, 1), (1, 0), "sort the ranks"),
-        ((2, 1, 1, 1, 1), (-1, 0), "larger than the last"),
+        ((2, 1, 1, 1, 1), (-1, 0), "larger than the one before"),
         ((2, 1, 1, 1, 1), (0,), "expected 2"),
     ],
 )

@@ -1,0 +1,101 @@
+"""Fields of the configuration's dataclasses: help texts, bounds, and checks of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, field, fields, is_dataclass
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from megatron_hetero.base.errors import UserError
+
+T = TypeVar("T")
+
+
+def option(
+    default: T,
+    text: str,
+    shown: str = "",
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> T:
+    """A dataclass field with a default, its help text, the default as shown to users if that differs, and bounds of its
+    number or of the numbers in its mapping.
+    """
+    bounds = {"≥": at_least, ">": above, "≤": at_most}
+    metadata = {"help": text, "shown": shown, "bounds": {sign: b for sign, b in bounds.items() if b is not None}}
+    if isinstance(default, dict):
+        return cast(T, field(default_factory=lambda: dict(default), metadata=metadata))
+    return field(default=default, metadata=metadata)
+
+
+def required(text: str) -> Any:
+    """A required dataclass field with its help text."""
+    return field(metadata={"help": text})
+
+
+class Section:
+    """Base class of dataclasses of settings."""
+
+    def _check(self, section: str) -> None:
+        """Check the values against each other. Raises `UserError`, which names the `section`."""
+
+
+def check_values(section: Section, path: str = "") -> None:
+    """Check the bounds of all numbers in a section and below, then each section's own rules, innermost first.
+
+    Raises:
+        UserError: for the first invalid value.
+    """
+    assert is_dataclass(section), "sections are dataclasses"
+    for f in fields(section):
+        name = f"{path}.{shown_name(f)}".removeprefix(".")
+        value = getattr(section, f.name)
+        items = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
+        for where, item in items.items():
+            if isinstance(item, Section):
+                check_values(item, where)
+            elif isinstance(item, int | float):
+                _check_bounds(where, item, f.metadata.get("bounds", {}))
+    section._check(path)
+
+
+def _check_bounds(name: str, value: float, bounds: Mapping[str, float]) -> None:
+    for sign, bound in bounds.items():
+        if not {"≥": value >= bound, ">": value > bound, "≤": value <= bound}[sign]:
+            expected = " and ".join(f"{sign} {bound}" for sign, bound in bounds.items())
+            raise wrong(name, value, expected, "", f"{'lower' if sign == '≤' else 'raise'} or remove it")
+
+
+def wrong(name: str, found: object, expected: str, because: str, fix: str) -> UserError:
+    """The error for a setting with a wrong value."""
+    return UserError.at(f"{name} (--{name})", found=str(found), expected=expected, because=because, fix=fix)
+
+
+def unused(name: str, found: object, because: str, fix: str) -> UserError:
+    """The error for a setting without effect: a user's setting is never silently ignored."""
+    return wrong(name, found, "no value", because, fix)
+
+
+def children(kind: object) -> dict[str, object] | None:
+    """The fields of a dataclass type with their types; None for any other type."""
+    if not is_dataclass(kind):
+        return None
+    hints = get_type_hints(kind)
+    return {shown_name(f): hints[f.name] for f in fields(kind)}
+
+
+def shown_name(f: Field[Any]) -> str:
+    """A field's name in YAML and flags: Python keywords such as `async` carry a trailing underscore in the code."""
+    return f.name.removesuffix("_")
+
+
+def item_type(kind: object) -> object:
+    """The type of a mapping's values; None for any other type."""
+    return get_args(kind)[1] if get_origin(kind) is Mapping else None
+
+
+def is_leaf(kind: object) -> bool:
+    """Whether a type is that of a value, without further names below it."""
+    return not is_dataclass(kind) and item_type(kind) is None

@@ -1,0 +1,508 @@
+"""The sections of a configuration: their settings with defaults, and what each section checks by itself.
+
+The sentence at each field is its help text and its row in docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+from megatron_hetero.base.errors import TEXT, VISION, UserError, is_pattern, parts_of
+from megatron_hetero.config.fields import Section, option, required, shown_name, unused, wrong
+from megatron_hetero.layout.grammar import did_you_mean
+
+_ENCODER_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_RESERVED = frozenset(
+    {VISION, TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "boundary", "pipeline"}
+    | {"model", "visual", "lm_head"}
+)
+"""Names that mean something else in flags, records, metrics or tensors' names."""
+
+
+def require_encoder_name(name: str, where: str) -> None:
+    """Check the name of an additional encoder. Raises `UserError`."""
+    if not _ENCODER_NAME.fullmatch(name) or name in _RESERVED or name.endswith("_projector"):
+        raise UserError.at(
+            where,
+            found=f"the name `{name}`",
+            expected="an unreserved name of a-z, 0-9 and _",
+            because="flags and records use it",
+            fix="rename the encoder, for example `detail`",
+        )
+
+
+def _check_pixels(section: str, low: int | None, high: int | None) -> None:
+    if low is not None and high is not None and low > high:
+        fix = f"lower it, or raise {section}.max_pixels"
+        raise wrong(f"{section}.min_pixels", low, f"≤ {section}.max_pixels = {high}", "no image could fit", fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(Section):
+    """An additional encoder, an entry of `model.encoders`."""
+
+    hf_path: Path = required("Vision-language model folder whose encoder becomes the additional encoder NAME.")
+    token: str = required("Placeholder token of its rows, such as `<|video_pad|>`.")
+    min_pixels: int | None = option(
+        None, "Minimum image area in pixels; smaller images are upscaled.", "its folder's", at_least=1
+    )
+    max_pixels: int | None = option(
+        None, "Maximum image area in pixels; larger images are downscaled.", "its folder's", at_least=1
+    )
+
+    def _check(self, section: str) -> None:
+        _check_pixels(section, self.min_pixels, self.max_pixels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """Section `model`."""
+
+    hf_path: Path = required("Qwen2.5-VL or Qwen3-VL folder in `transformers` format to start training from.")
+    hf_path_vision: Path | None = option(
+        None,
+        "Folder of the same family to take the vision encoder from; `model.hf_path` may then be a language model.",
+    )
+    fresh_projector: bool = option(
+        False, "Reinitialize the vision projector, as is always done if its width does not match."
+    )
+    dtype: Literal["float32", "bfloat16"] = option("bfloat16", "Dtype of weights and activations.")
+    encoders: Mapping[str, EncoderConfig] = option(
+        {}, "Additional encoders by name; `<NAME>` in a human turn stands for an image from the record's field NAME."
+    )
+    freeze: tuple[str, ...] = option(
+        (),
+        "Parts to freeze (vision, projector, text; NAME and NAME_projector of an additional encoder), or "
+        "patterns of tensor names, such as `model.layers.*.mlp.*`.",
+    )
+    train: tuple[str, ...] = option((), "Parts and patterns that train, all others being frozen. Empty: all.")
+    recompute: Mapping[str, Literal["none", "selective", "full"] | int] = option(
+        {},
+        "Activation recomputation: selective (no matrix product), full (all layers), or the number of layers "
+        "to recompute at the start of each pipeline stage.",
+        "none",
+        at_least=1,
+    )
+    chunk: Mapping[str, int] = option(
+        {},
+        "Tokens of a rank per MLP call; the backward pass recomputes the first matrix product. 0: all at once.",
+        "0",
+        at_least=0,
+    )
+    tp_overlap: Mapping[str, int] = option(
+        {},
+        "Parts in which layers exchange activations over tp, overlapped with matrix products. 1: no overlap.",
+        "1",
+        at_least=1,
+    )
+    sequence_parallel: Mapping[str, bool] = option(
+        {}, "Megatron sequence parallelism: split activations along the sequence over tp.", "true"
+    )
+    backend: Literal["auto", "torch", "te"] = option(
+        "auto",
+        "Layers: PyTorch, Transformer Engine, or auto (Transformer Engine if installed, without model.compile "
+        "and model.tp_overlap).",
+    )
+    compile: Literal["none", "layers"] = option(
+        "none",
+        "Compile (torch.compile) what layers compute between matrix products, attention and communication.",
+    )
+
+    @property
+    def layer_backend(self) -> str:
+        """`backend`, where `auto` becomes `torch` if `compile` or `tp_overlap` needs it."""
+        ours = self.compile != "none" or any(parts > 1 for parts in self.tp_overlap.values())
+        return "torch" if self.backend == "auto" and ours else self.backend
+
+    @property
+    def encoder_names(self) -> tuple[str, ...]:
+        """All encoders, first the one of `hf_path`."""
+        return (VISION, *self.encoders)
+
+    @property
+    def encoder_folders(self) -> dict[str, Path]:
+        """The folders of additional encoders, by name."""
+        return {name: encoder.hf_path for name, encoder in self.encoders.items()}
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that can be frozen."""
+        return tuple(part for module in (*self.encoder_names, TEXT) for part in parts_of(module))
+
+    def is_frozen(self, module: str) -> bool:
+        """Whether all parts of a module are frozen."""
+        return set(self.freeze).issuperset(parts_of(module))
+
+    def _check(self, section: str) -> None:
+        for name in self.encoders:
+            require_encoder_name(name, f"{section}.encoders (--{section}.encoders)")
+        for where, entries in ((f"{section}.freeze", self.freeze), (f"{section}.train", self.train)):
+            for part in entries:
+                if part not in self.parts and not is_pattern(part):
+                    found = f"`{part}`{did_you_mean(part, self.parts)}"
+                    expected, why = f"some of {', '.join(self.parts)}", "the model has no other parts"
+                    raise wrong(where, found, expected, why, "rename or remove it")
+            if len(set(entries)) != len(entries):
+                raise wrong(where, ", ".join(entries), "each part once", "", "remove the duplicate")
+        if set(self.freeze) == set(self.parts):
+            problem = f"freezes all of {', '.join(self.parts)}, which leaves nothing to train"
+            raise UserError.at(f"{section}.freeze (--{section}.freeze)", problem=problem, fix="remove one")
+        if self.compile != "none" and self.backend == "te":
+            why, fix = "Transformer Engine has kernels of its own", "remove it, or set model.backend to torch"
+            raise wrong(f"{section}.compile", self.compile, "none with model.backend te", why, fix)
+        for module, how in self.recompute.items():
+            # A text module without trained weights still passes gradients on to encoders.
+            if how != "none" and module in self.encoder_names and self.is_frozen(module):
+                why = f"{module} is frozen and has no backward pass"
+                raise unused(f"{section}.recompute.{module}", how, why, "remove it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig(Section):
+    """One data set in `data.registry`."""
+
+    annotations: Path = required("Annotation file in LLaVA format, JSON or JSONL.")
+    images: Path | None = option(None, "Image folder, the base of relative image paths; none for text-only data.")
+
+
+_RATE = re.compile(r"\d+(\.\d+)?")
+_MOST_PERCENT = 1_000_000
+
+
+@dataclass(frozen=True)
+class SampledDataset:
+    """A data set and its sampling rate per epoch, written ``name%percent``."""
+
+    name: str
+    """Its key in `data.registry`."""
+    rate: Fraction = Fraction(1)
+    """Passes over the data set per epoch of the mixture."""
+
+    @classmethod
+    def parse(cls, text: str) -> SampledDataset:
+        """Parses ``name`` or ``name%percent``.
+
+        Raises:
+            UserError: the percentage is not a positive number.
+        """
+        name, mark, percent = text.rpartition("%")
+        if not mark:
+            return cls(text)
+        if not _RATE.fullmatch(percent) or not 0 < Fraction(percent) <= _MOST_PERCENT or not name:
+            raise UserError.at(
+                "data.datasets",
+                found=repr(text),
+                expected=f"`name` or `name%rate` with a percentage > 0 and ≤ {_MOST_PERCENT}, in digits",
+                fix=f"write {name or 'name'}%50 for half of the data set per epoch",
+            )
+        return cls(name, Fraction(percent) / 100)
+
+    def __str__(self) -> str:
+        return self.name if self.rate == 1 else f"{self.name}%{float(self.rate * 100):g}"
+
+    def count(self, records: int) -> int:
+        """Samples per epoch from a data set of so many records, rounded up."""
+        return math.ceil(self.rate * records)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Section `data`."""
+
+    registry: Mapping[str, DatasetConfig] = required("Data sets by name.")
+    datasets: tuple[str, ...] = required("Data sets to train on; `name%50` samples half of it per epoch.")
+    shuffle: bool = option(True, "Reshuffle the samples every epoch.")
+    max_seq_length: int = option(4096, "Maximum sample length in tokens, image tokens included.", at_least=1)
+    too_long: Literal["error", "skip"] = option(
+        "error", "Action on a longer sample: fail or skip; samples are never truncated."
+    )
+    min_pixels: int | None = option(
+        None, "Minimum image area in pixels; smaller images are upscaled.", "the model's", at_least=1
+    )
+    max_pixels: int | None = option(
+        None, "Maximum image area in pixels; larger images are downscaled.", "the model's", at_least=1
+    )
+    balance: Literal["off", "replica"] = option(
+        "replica",
+        "Assignment of images to encoder replicas: in order (off), or balanced by predicted compute (replica).",
+    )
+    workers: int = option(
+        2,
+        "Background workers per rank that load the next step; 0 loads between steps.",
+        at_least=0,
+    )
+    worker_type: Literal["thread", "process"] = option(
+        "thread",
+        "Workers are threads of the rank, or processes.",
+    )
+
+    def require_registered(self, where: str, names: Iterable[str]) -> None:
+        """Check that data sets named in the setting `where` are registered. Raises `UserError`."""
+        for name in names:
+            if name not in self.registry:
+                found, known = f"`{name}`{did_you_mean(name, self.registry)}", ", ".join(self.registry) or "empty"
+                fix = f"correct the name, or add data.registry.{name} with annotations and images"
+                raise wrong(where, found, f"a name from data.registry ({known})", "", fix)
+
+    def _check(self, section: str) -> None:
+        for name in self.registry:
+            if "%" in name or not name:
+                why, fix = "`%` separates a name from its rate", "rename the data set"
+                raise wrong(f"{section}.registry", f"the name `{name}`", "a name without `%`", why, fix)
+        if not self.datasets:
+            why, fix = "there is nothing to train on", "add one"
+            raise wrong(f"{section}.datasets", "an empty list", "at least one name", why, fix)
+        self.require_registered(f"{section}.datasets", (SampledDataset.parse(text).name for text in self.datasets))
+        _check_pixels(section, self.min_pixels, self.max_pixels)
+        if self.worker_type != "thread" and not self.workers:
+            why, fix = "data.workers is 0, which loads in the training thread", "set data.workers, or remove it"
+            raise unused(f"{section}.worker_type", self.worker_type, why, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryConfig(Section):
+    """Section `boundary`."""
+
+    transport: Literal["exact", "bfloat16"] = option(
+        "exact", "Dtype of rows and gradients between modules: unchanged (exact), or rounded to bfloat16."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Section):
+    """Section `schedule`."""
+
+    kind: Literal["auto", "waves", "recompute", "ahead"] = option(
+        "auto",
+        "Encoder schedule: waves or recompute (repeat each forward pass before its backward pass) on ranks "
+        "shared with the text module, ahead on separate ranks.",
+    )
+    waves: int | None = option(
+        None,
+        "Micro-batches per wave of an encoder on shared ranks.",
+        "1; near 3*pp with text stages",
+        at_least=1,
+    )
+    run_ahead: int | None = option(
+        None,
+        "Micro-batches that an encoder on separate ranks may run ahead of the text module.",
+        "1",
+        at_least=0,
+    )
+    virtual_stages: int = option(
+        1, "Virtual pipeline stages per pp rank of the text module (interleaved 1F1B).", at_least=1
+    )
+    timeout_s: float = option(
+        1800.0,
+        "Timeout in seconds of an action, and of a start, save or export without progress; 0 disables.",
+        at_least=0,
+    )
+
+    def _check(self, section: str) -> None:
+        if 0 < self.timeout_s < 1:
+            why, fix = "actions may take that long", "raise it, or set 0 to disable the watchdog"
+            raise wrong(f"{section}.timeout_s", self.timeout_s, "0 or ≥ 1", why, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(Section):
+    """Section `train.profile`."""
+
+    start: int = option(0, "First step to profile, one trace per rank in log.dir; 0 disables.", at_least=0)
+    steps: int = option(1, "Number of steps to profile.", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section):
+    """Section `train`."""
+
+    iters: int = option(100, "Number of training steps.", at_least=1)
+    global_batch_size: int = option(8, "Samples per step, over all data-parallel replicas.", at_least=1)
+    micro_batch_size: int = option(1, "Samples packed into one sequence, per text replica and micro-batch.", at_least=1)
+    tokens_per_micro_batch: int | None = option(
+        None,
+        "Maximum tokens packed into one sequence, in place of micro_batch_size; micro-batches are balanced.",
+        "micro_batch_size samples",
+        at_least=1,
+    )
+    patches_per_micro_batch: int | None = option(
+        None,
+        "Maximum patches per encoder and sequence, with train.tokens_per_micro_batch.",
+        "unlimited",
+        at_least=1,
+    )
+    seed: int = option(0, "Random seed.", at_least=0)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def _check(self, section: str) -> None:
+        self._check_batch(section)
+        self._check_profile(f"{section}.profile")
+
+    def _check_batch(self, section: str) -> None:
+        batch, micro, tokens = self.global_batch_size, self.micro_batch_size, self.tokens_per_micro_batch
+        if batch % micro:
+            best = max(n for n in range(1, min(micro, batch) + 1) if batch % n == 0)
+            expected = f"a divisor of train.global_batch_size = {batch}"
+            why, fix = "a step is a whole number of micro-batches", f"try `--train.micro_batch_size {best}`"
+            raise wrong(f"{section}.micro_batch_size", micro, expected, why, fix)
+        if tokens is None and self.patches_per_micro_batch is not None:
+            why, fix = "train.tokens_per_micro_batch is not set", "set it too, or remove this"
+            raise unused(f"{section}.patches_per_micro_batch", self.patches_per_micro_batch, why, fix)
+        if tokens is not None and micro != 1:
+            why, fix = "train.tokens_per_micro_batch bounds a micro-batch", "remove one of them"
+            raise unused(f"{section}.micro_batch_size", micro, why, fix)
+
+    def _check_profile(self, section: str) -> None:
+        start, steps, iters = self.profile.start, self.profile.steps, self.iters
+        if not start and steps != 1:
+            why, fix = "train.profile.start is 0, which disables profiling", "set train.profile.start, or remove it"
+            raise unused(f"{section}.steps", steps, why, fix)
+        if start > iters:
+            why, fix = "no later step is trained", "lower it, or raise train.iters"
+            raise wrong(f"{section}.start", start, f"≤ train.iters = {iters}", why, fix)
+        if start and start + steps - 1 > iters:
+            most = iters - start + 1
+            why = f"train.iters is {iters}, and the trace is written after its last step"
+            raise wrong(f"{section}.steps", steps, f"≤ {most} from step {start} on", why, f"lower it to {most}")
+
+
+_NOT_IN_PROJECTS = frozenset("/\\#?%:")
+"""Characters that Weights & Biases refuses in the name of a project."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Section):
+    """Section `log`."""
+
+    dir: Path = option(
+        Path("runs"),
+        "Folder for metrics and the resolved configuration; files of an earlier run move to a subfolder.",
+    )
+    tensorboard: bool = option(False, "Also write metrics for TensorBoard.")
+    wandb: str | None = option(None, "Weights & Biases project to log metrics to as well.")
+
+    def __post_init__(self) -> None:
+        # The default is relative to the current directory, as paths in flags are.
+        object.__setattr__(self, "dir", self.dir.absolute())
+
+    def _check(self, section: str) -> None:
+        if self.wandb is not None and (len(self.wandb) > 128 or _NOT_IN_PROJECTS & set(self.wandb)):
+            expected = f"a project name of up to 128 characters without {' '.join(sorted(_NOT_IN_PROJECTS))}"
+            raise wrong(f"{section}.wandb", f"`{self.wandb}`", expected, "", "rename the project, or remove it")
+
+
+Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.global_batch_size", "model.hf_path"]
+"""Settings that `checkpoint.allow_changes` lets differ from the checkpoint's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """Section `checkpoint`."""
+
+    dir: Path | None = option(None, "Checkpoint folder; none writes no checkpoints.")
+    interval: int = option(1000, "Steps between checkpoints; the last step is always saved.", at_least=1)
+    async_: bool = option(False, "Save in the background, from a copy in host memory.")
+    keep_last: int | None = option(
+        None, "Number of newest checkpoints to keep; older ones are deleted.", "all", at_least=1
+    )
+    on_failure: Literal["stop", "continue"] = option(
+        "stop", "Action if a checkpoint cannot be written: stop, or warn and continue."
+    )
+    resume: Literal["auto", "never"] | Path = option(
+        "auto", "Resume from the newest checkpoint in dir (auto), from the checkpoint at a path, or never."
+    )
+    allow_changes: tuple[Overridable, ...] = option(
+        (),
+        "Settings that may differ from the checkpoint's; model.hf_path allows changed configuration, "
+        "tokenizer and processor files.",
+    )
+
+    def _check(self, section: str) -> None:
+        if self.dir is not None:
+            return
+        # A checkpoint to resume from may be given without a folder for new ones.
+        reads = self.resume not in ("auto", "never")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default and not (reads and f.name in ("resume", "allow_changes")):
+                found = ", ".join(value) if isinstance(value, tuple) else str(value).lower()
+                why = f"nothing is {'written' if reads else 'written or read'} without checkpoint.dir"
+                raise unused(f"{section}.{shown_name(f)}", found, why, "set checkpoint.dir, or remove it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Section):
+    """Section `export`."""
+
+    hf_dir: Path | None = option(
+        None,
+        "Export the trained model to this folder in `transformers` format; only an earlier export is overwritten.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(Section):
+    """Section `eval`."""
+
+    datasets: tuple[str, ...] = option(
+        (), "Held-out data sets, evaluated during training and answered by the exported model."
+    )
+    interval: int = option(
+        0,
+        "Steps between evaluations of loss and exact match; the last step is always evaluated. 0 disables.",
+        at_least=0,
+    )
+    limit: int | None = option(None, "Maximum samples per data set that the exported model answers.", "all", at_least=1)
+    max_new_tokens: int = option(16, "Maximum tokens per answer of the exported model.", at_least=1)
+
+
+GpuName = Literal[
+    "a10", "a100", "a100-40", "a100-80", "b200", "b300", "gb200", "h100", "h200", "l4", "l40s", "rtx-4090"
+]
+# As `torch.cuda.mem_get_info` reports it: less than on NVIDIA's data sheets, since the driver and error correction use
+# some. It differs by 0.3 % between drivers; these are the smallest figures that PyTorch printed in reports ("GPU 0 has
+# a total capacity of ...").
+USABLE_GIB: Mapping[GpuName, float] = {
+    "a10": 22.03,  # A10G; 22.03 to 22.09 reported
+    "a100": 79.14,  # 80 GB; 79.14 to 79.25
+    "a100-40": 39.38,  # 39.38 to 39.56
+    "a100-80": 79.14,
+    "b200": 178.35,  # 178.35 and 178.36
+    "b300": 267.69,
+    "gb200": 184.31,
+    "h100": 79.10,  # SXM; 79.10 to 79.18 (vllm-project/vllm#27508: 79.11)
+    "h200": 139.72,  # 139.72 to 139.81
+    "l4": 22.03,
+    "l40s": 44.34,  # 44.34 to 44.42 (QwenLM/Qwen3-VL#2097: 44.40)
+    "rtx-4090": 23.63,  # 23.63 to 23.68 (zai-org/CogVideo#36: 23.68, 3DTopia/Phidias-Diffusion#8: 23.64)
+}
+"""Memory that a process can use, in GiB, of the GPUs that `plan.memory_gb` names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateConfig(Section):
+    """Section `plan`: the data and the GPU that `--plan` assumes."""
+
+    images: int = option(1, "Assumed images per sample and encoder.", at_least=0)
+    image_side: int = option(896, "Assumed image width and height in pixels, as encoded.", at_least=1)
+    tokens: int = option(512, "Assumed tokens per sample, image tokens excluded.", at_least=1)
+    supervised: float = option(0.5, "Assumed share of these tokens that is supervised.", above=0, at_most=1)
+    memory_gb: GpuName | float | None = option(
+        None,
+        "Memory of a GPU: its name, or GB (10^9 bytes). Ranks that need more are reported, with settings that fit.",
+        "unknown",
+        above=0,
+    )
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of the assumed GPU in bytes; None if unknown."""
+        if isinstance(self.memory_gb, str):
+            return round(USABLE_GIB[self.memory_gb] * 2**30)
+        return None if self.memory_gb is None else round(self.memory_gb * 1e9)
