@@ -1,14 +1,14 @@
-# What the job scripts of this folder share; docs/clusters.md says more. They source it from the repository's folder,
-# where they are submitted: Slurm runs a copy of a script, from a folder of its own.
+# Shared by the job scripts of this folder (docs/clusters.md). They source it from the repository folder, where they are
+# submitted, because Slurm runs a copy of a script from another folder.
 #
 # In the environment of sbatch:
 #
 #   PYTHON           the interpreter (.venv/bin/python)
-#   RANKS_PER_NODE   ranks on each node (its GPUs); to be set where there are none
-#   SRUN_FLAGS       more flags of srun, such as a container's
-#   SWEEP            in an array: a file whose line N has more flags of pretrain_vlm.py for task N
+#   RANKS_PER_NODE   ranks per node (its GPUs); required on nodes without GPUs
+#   SRUN_FLAGS       additional flags of srun, such as a container's
+#   SWEEP            in an array: a file whose line N has additional flags of pretrain_vlm.py for task N
 #
-# What your site may need; take away the #, and put in its names:
+# Uncomment and edit what your site needs:
 #
 # module load cuda/12.8
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # the interface through which nodes reach each other

@@ -87,15 +87,13 @@ class PrecisionConfig(Section):
 
     master: Literal["float32", "split", "none"] = option(
         "float32",
-        "Master weights: float32, split (the bfloat16 weight and a 16-bit remainder: equal results, 2 bytes less), or "
-        "none (bfloat16 weights with stochastic rounding).",
+        "Master weights: float32, split (equal results, 2 bytes less), or none (bfloat16 weights with "
+        "stochastic rounding).",
     )
     moments: Literal["float32", "bfloat16", "8bit"] = option(
         "float32", "Moments: float32, bfloat16 with stochastic rounding, or 8 bits with a scale per 256 elements."
     )
-    gradients: Literal["float32", "bfloat16"] = option(
-        "float32", "Dtype in which gradients are accumulated over micro-batches and summed over ranks."
-    )
+    gradients: Literal["float32", "bfloat16"] = option("float32", "Dtype of accumulated and reduced gradients.")
 
 
 FP32 = PrecisionConfig()
@@ -109,6 +107,5 @@ class OffloadConfig(Section):
     states: bool = option(False, "Keep master weights and moments in host memory; updates stream them.")
     activations: bool = option(
         False,
-        "Keep the activations of layers in host memory between their forward and backward passes; copies overlap with "
-        "the neighboring layers.",
+        "Keep activations in host memory between forward and backward pass; copies overlap with neighboring layers.",
     )

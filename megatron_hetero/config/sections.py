@@ -47,7 +47,7 @@ def _check_pixels(section: str, low: int | None, high: int | None) -> None:
 class EncoderConfig(Section):
     """An additional encoder, an entry of `model.encoders`."""
 
-    hf_path: Path = required("Folder of a vision-language model whose encoder becomes the additional encoder NAME.")
+    hf_path: Path = required("Vision-language model folder whose encoder becomes the additional encoder NAME.")
     token: str = required("Placeholder token of its rows, such as `<|video_pad|>`.")
     min_pixels: int | None = option(
         None, "Minimum image area in pixels; smaller images are upscaled.", "its folder's", at_least=1
@@ -67,57 +67,51 @@ class ModelConfig(Section):
     hf_path: Path = required("Qwen2.5-VL or Qwen3-VL folder in `transformers` format to start training from.")
     hf_path_vision: Path | None = option(
         None,
-        "Folder of the same family whose vision encoder replaces that of `model.hf_path`, which may then be a plain "
-        "language model: Qwen2 or Qwen2.5 for Qwen2.5-VL, Qwen3 for Qwen3-VL.",
+        "Folder of the same family to take the vision encoder from; `model.hf_path` may then be a language model.",
     )
     fresh_projector: bool = option(
-        False, "Reinitialize the vision projector; one whose width does not match always is."
+        False, "Reinitialize the vision projector, as is always done if its width does not match."
     )
-    dtype: Literal["float32", "bfloat16"] = option(
-        "bfloat16", "Dtype of weights and activations; with bfloat16, see `precision` for gradients and master weights."
-    )
+    dtype: Literal["float32", "bfloat16"] = option("bfloat16", "Dtype of weights and activations.")
     encoders: Mapping[str, EncoderConfig] = option(
         {}, "Additional encoders by name; `<NAME>` in a human turn stands for an image from the record's field NAME."
     )
     freeze: tuple[str, ...] = option(
         (),
-        "Parts to freeze: vision, projector, text; NAME and NAME_projector for an additional encoder. And patterns of "
-        "the folder's tensors, such as `model.layers.*.mlp.*`.",
+        "Parts to freeze (vision, projector, text; NAME and NAME_projector of an additional encoder), or "
+        "patterns of tensor names, such as `model.layers.*.mlp.*`.",
     )
-    train: tuple[str, ...] = option((), "Parts and patterns as in model.freeze: only these train. Empty: all.")
+    train: tuple[str, ...] = option((), "Parts and patterns that train, all others being frozen. Empty: all.")
     recompute: Mapping[str, Literal["none", "selective", "full"] | int] = option(
         {},
-        "Activation recomputation of a module: selective (norms, MLP activation, attention inputs; no matrix product), "
-        "full (whole layers), or the number N of whole layers, the first of each pipeline stage.",
+        "Activation recomputation: selective (no matrix product), full (all layers), or the number of layers "
+        "to recompute at the start of each pipeline stage.",
         "none",
         at_least=1,
     )
     chunk: Mapping[str, int] = option(
         {},
-        "Tokens of a rank that pass through the MLP of a module at a time; the backward pass recomputes its first "
-        "matrix product. 0: all at once.",
+        "Tokens of a rank per MLP call; the backward pass recomputes the first matrix product. 0: all at once.",
         "0",
         at_least=0,
     )
     tp_overlap: Mapping[str, int] = option(
         {},
-        "Parts in which the layers of a module exchange sequence-parallel activations over tp: that of one part runs "
-        "beside the matrix product of another. 1: all at once.",
+        "Parts in which layers exchange activations over tp, overlapped with matrix products. 1: no overlap.",
         "1",
         at_least=1,
     )
     sequence_parallel: Mapping[str, bool] = option(
-        {}, "Megatron sequence parallelism of a module: activations split along the sequence over its tp ranks.", "true"
+        {}, "Megatron sequence parallelism: split activations along the sequence over tp.", "true"
     )
     backend: Literal["auto", "torch", "te"] = option(
         "auto",
-        "Layer implementation: PyTorch, Transformer Engine, or auto (Transformer Engine if installed, and neither "
-        "model.compile nor model.tp_overlap is set).",
+        "Layers: PyTorch, Transformer Engine, or auto (Transformer Engine if installed, without model.compile "
+        "and model.tp_overlap).",
     )
     compile: Literal["none", "layers"] = option(
         "none",
-        "Compile what layers compute between matrix products, attention and communication (torch.compile), for any "
-        "number of tokens.",
+        "Compile (torch.compile) what layers compute between matrix products, attention and communication.",
     )
 
     @property
@@ -240,12 +234,12 @@ class DataConfig(Section):
     )
     workers: int = option(
         2,
-        "Background workers per rank that tokenize and decode the next step; 0 loads between steps.",
+        "Background workers per rank that load the next step; 0 loads between steps.",
         at_least=0,
     )
     worker_type: Literal["thread", "process"] = option(
         "thread",
-        "What workers are: threads, which share Python's lock with training, or processes, with memory of their own.",
+        "Workers are threads of the rank, or processes.",
     )
 
     def require_registered(self, where: str, names: Iterable[str]) -> None:
@@ -286,8 +280,8 @@ class ScheduleConfig(Section):
 
     kind: Literal["auto", "waves", "recompute", "ahead"] = option(
         "auto",
-        "Encoder schedule. On ranks shared with the text module: waves, or recompute (store only the rows, repeat the "
-        "forward pass before the backward pass). On separate ranks: ahead.",
+        "Encoder schedule: waves or recompute (repeat each forward pass before its backward pass) on ranks "
+        "shared with the text module, ahead on separate ranks.",
     )
     waves: int | None = option(
         None,
@@ -306,8 +300,7 @@ class ScheduleConfig(Section):
     )
     timeout_s: float = option(
         1800.0,
-        "Watchdog timeout per action, seconds; 0 disables. Also ends a start, save or export without progress on any "
-        "rank.",
+        "Timeout in seconds of an action, and of a start, save or export without progress; 0 disables.",
         at_least=0,
     )
 
@@ -334,14 +327,13 @@ class TrainConfig(Section):
     micro_batch_size: int = option(1, "Samples packed into one sequence, per text replica and micro-batch.", at_least=1)
     tokens_per_micro_batch: int | None = option(
         None,
-        "Maximum tokens packed into one sequence, instead of a number of samples: the samples of a step are dealt to "
-        "text replicas and as few micro-batches as that allows, with even tokens and encoder compute.",
+        "Maximum tokens packed into one sequence, in place of micro_batch_size; micro-batches are balanced.",
         "micro_batch_size samples",
         at_least=1,
     )
     patches_per_micro_batch: int | None = option(
         None,
-        "Maximum image patches of one sequence for each encoder, with train.tokens_per_micro_batch.",
+        "Maximum patches per encoder and sequence, with train.tokens_per_micro_batch.",
         "unlimited",
         at_least=1,
     )
@@ -390,13 +382,10 @@ class LogConfig(Section):
 
     dir: Path = option(
         Path("runs"),
-        "Folder for metrics.jsonl, the resolved configuration and TensorBoard events; files of an earlier run move to "
-        "a subfolder.",
+        "Folder for metrics and the resolved configuration; files of an earlier run move to a subfolder.",
     )
     tensorboard: bool = option(False, "Also write metrics for TensorBoard.")
-    wandb: str | None = option(
-        None, "Weights & Biases project to log metrics to as well; with WANDB_MODE=offline, only to log.dir."
-    )
+    wandb: str | None = option(None, "Weights & Biases project to log metrics to as well.")
 
     def __post_init__(self) -> None:
         # The default is relative to the current directory, as paths in flags are.
@@ -426,13 +415,12 @@ class CheckpointConfig(Section):
         "stop", "Action if a checkpoint cannot be written: stop, or warn and continue."
     )
     resume: Literal["auto", "never"] | Path = option(
-        "auto", "Resume from the newest checkpoint in dir if any (auto), from a given checkpoint (its path), or never."
+        "auto", "Resume from the newest checkpoint in dir (auto), from the checkpoint at a path, or never."
     )
     allow_changes: tuple[Overridable, ...] = option(
         (),
-        "Settings allowed to differ from the checkpoint's although they change the data stream: data.datasets, "
-        "data.shuffle, train.seed, train.global_batch_size. model.hf_path allows changed configuration, tokenizer and "
-        "processor files in any model folder.",
+        "Settings that may differ from the checkpoint's; model.hf_path allows changed configuration, "
+        "tokenizer and processor files.",
     )
 
     def _check(self, section: str) -> None:
@@ -504,13 +492,10 @@ class EstimateConfig(Section):
     images: int = option(1, "Assumed images per sample and encoder.", at_least=0)
     image_side: int = option(896, "Assumed image width and height in pixels, as encoded.", at_least=1)
     tokens: int = option(512, "Assumed tokens per sample, image tokens excluded.", at_least=1)
-    supervised: float = option(
-        0.5, "Assumed share of these tokens that is supervised: the last ones.", above=0, at_most=1
-    )
+    supervised: float = option(0.5, "Assumed share of these tokens that is supervised.", above=0, at_most=1)
     memory_gb: GpuName | float | None = option(
         None,
-        "Memory of a GPU: its name, or a number of GB (10^9 bytes). Ranks that need more are reported, with settings "
-        "that make them fit.",
+        "Memory of a GPU: its name, or GB (10^9 bytes). Ranks that need more are reported, with settings that fit.",
         "unknown",
         above=0,
     )

@@ -50,8 +50,8 @@ def test_the_upper_ends_are_the_newest_that_are_tested() -> None:
         assert f"<{following}" in {str(bound) for bound in required[name].specifier}, name
 
 
-def test_the_readme_has_the_versions() -> None:
-    text = (versions.ROOT / "README.md").read_text("utf-8")
+def test_the_installation_page_has_the_versions() -> None:
+    text = (versions.ROOT / "docs/installation.md").read_text("utf-8")
     tested = {
         name: version
         for name, _, version in (
@@ -60,7 +60,7 @@ def test_the_readme_has_the_versions() -> None:
     }
     for name in SUPPORTED:
         row = f"| {name} | {_pinned(OLDEST)[name]} | {tested[name]} | {_pinned(NEWEST)[name]} |"
-        assert row in text, f"the README lacks {row}"
+        assert row in text, f"docs/installation.md lacks {row}"
 
 
 def test_a_row_is_good_only_if_its_tests_ran_and_passed() -> None:
