@@ -17,7 +17,7 @@ from megatron_hetero.config.schema import Config, require_modules
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
-from megatron_hetero.layout.stages import PipelineStage, cut_stages, even_split, stage_of
+from megatron_hetero.layout.pipeline import PipelineStage, cut_stages, even_split, stage_of
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens

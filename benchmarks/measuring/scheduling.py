@@ -52,7 +52,7 @@ class ScheduleBench:
         self._schedules = {name: build_schedule(layouts, micro_batches, chosen) for name, chosen in settings.items()}
         self._batches = {}
         for name, schedule in self._schedules.items():
-            runs = {encoder: schedule.together(encoder) for encoder in run.partitioner.encoders}
+            runs = {encoder: schedule.in_one_call(encoder) for encoder in run.partitioner.encoders}
             partitioner = run.partitioner.with_runs(lambda _, runs=runs: runs)
             self._batches[name] = replace(run.loader, partitioner=partitioner).load(1, map)
 

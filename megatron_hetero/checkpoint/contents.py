@@ -55,7 +55,7 @@ def _written_weights(
     shapes: Mapping[str, Shape],
 ) -> Iterator[Entry]:
     """Yield an equal part of weights that all data- and context-parallel ranks have; else the part of this rank."""
-    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.data_parallel.kept(name)
+    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.data_parallel.stored(name)
     start, stop = begin, end
     if not module.data_parallel.reduces_early:
         start, stop = (parameter.numel() * (group.rank() + i) // group.size() for i in range(2))

@@ -45,10 +45,10 @@ from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.sources import ModelSources, alone, differences, hashes
 from megatron_hetero.checkpoint.storage import read_entries, write_entries
-from megatron_hetero.data.processor import export_changes
-from megatron_hetero.hf.folders import CONFIG, ENCODERS, ROWS, SHARD_BYTES, require_writable
+from megatron_hetero.data.tokenizer import export_changes
+from megatron_hetero.hf.model_files import CONFIG, ENCODERS, SHARD_BYTES, require_writable
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import TensorSlice
-from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.job import DTYPES
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
@@ -65,6 +65,8 @@ from megatron_hetero.step.number_formats import nearest_bfloat16
 STORED = "stored"
 UNTRAINED = name_of(0)
 """The name of imported weights in a `checkpoint.dir`, from which a run starts at step 1."""
+_ROWS = 4096
+"""Rows of a stored copy that are compared at a time."""
 _STEP = "step-"
 Advance = Callable[[str, int, int], None]
 """Receives progress: the activity, bytes done, bytes in total."""
@@ -295,7 +297,7 @@ def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
     for copy, original in shapes.text.architecture.stored_twice.items():
         if copy in weights.shapes:
             rows = weights.shapes[original][0]
-            slices = [TensorSlice(original, (start, min(rows, start + ROWS))) for start in range(0, rows, ROWS)]
+            slices = [TensorSlice(original, (start, min(rows, start + _ROWS))) for start in range(0, rows, _ROWS)]
             weights.require_copy(copy, original, slices)
 
 

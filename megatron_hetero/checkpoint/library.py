@@ -37,7 +37,7 @@ from megatron_hetero.checkpoint.index import (
 )
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.checkpoint.storage import read_entries, save, verified
-from megatron_hetero.groups.collective import on_every, on_first, on_first_of_all, together
+from megatron_hetero.groups.collective import all_or_none, on_every, on_first, on_first_of_all
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_modules import global_names
 from megatron_hetero.step.module import TrainedModule

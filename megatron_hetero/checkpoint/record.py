@@ -18,7 +18,7 @@ from megatron_hetero.checkpoint.sources import Hashes, ModelSources, alone, diff
 from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.config.sections import Overridable
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.hf.folders import CONFIG
+from megatron_hetero.hf.model_files import CONFIG
 from megatron_hetero.models.frozen import frozen_tensors
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes

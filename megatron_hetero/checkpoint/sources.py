@@ -13,7 +13,7 @@ from megatron_hetero.base.errors import VISION, UserError
 from megatron_hetero.base.files import read_bytes
 from megatron_hetero.config.sections import require_encoder_name
 from megatron_hetero.data.processor import TEXT_FILES, VISION_FILES, check_folder
-from megatron_hetero.hf.folders import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
+from megatron_hetero.hf.model_files import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders
 from megatron_hetero.models.shapes import ModelShapes
 

@@ -64,7 +64,7 @@ from megatron_hetero.checkpoint.index import (
     to_json,
 )
 from megatron_hetero.groups.collective import FIRST, Working, on_every, on_first, on_first_of_all
-from megatron_hetero.hf.folders import plan_shards
+from megatron_hetero.hf.model_files import plan_shards
 from megatron_hetero.hf.weight_map import Interval, TensorSlice, WeightMap
 
 

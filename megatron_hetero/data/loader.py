@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
+from megatron_hetero.boundary.routes import is_identity
 from megatron_hetero.data.dealing import Deal, Dealing, PackMetadata
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, TokenizedSample, pack
@@ -270,9 +271,9 @@ class StepLoader:
         units = parts[0] if len(parts) == 1 else torch.cat([torch.zeros(0, width), *parts])
         if direction.exchanges:
             units = self._communicators[encoder].forward(load_plan(share.exchange, CPU), units)
-        elif not direction.keeps_all:
-            own = units[torch.from_numpy(direction.kept_from)]
-            units = own.new_zeros(direction.needed, width).index_copy_(0, torch.from_numpy(direction.kept_to), own)
+        elif not is_identity(direction):
+            own = units[torch.from_numpy(direction.local_from)]
+            units = own.new_zeros(direction.needed, width).index_copy_(0, torch.from_numpy(direction.local_to), own)
         patches = units.view(-1, elements)
         if not share.padding and not pinned:
             return patches

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_hetero.base.errors import VISION, UserError
-from megatron_hetero.config.schema import Config, EncoderConfig
+from megatron_hetero.config.schema import Config
+from megatron_hetero.config.sections import EncoderConfig
 from megatron_hetero.data import chat
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.records import Record

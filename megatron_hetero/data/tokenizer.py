@@ -18,7 +18,7 @@ import numpy as np
 from megatron_hetero.base.errors import UserError, in_short
 from megatron_hetero.base.files import MOST_JSON_BYTES, Only, check, is_unfit, read_object
 from megatron_hetero.base.outputs import advice_to_export
-from megatron_hetero.hf.folders import COMPANIONS, PROCESSOR_FILES
+from megatron_hetero.hf.model_files import COMPANIONS, PROCESSOR_FILES
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.registry import titles
 

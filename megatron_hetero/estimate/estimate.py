@@ -33,12 +33,12 @@ from megatron_hetero.estimate.parameters import (
 from megatron_hetero.estimate.shards import AssumedBatch, ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.estimate.time import durations, with_copies
 from megatron_hetero.estimate.traffic import DirectionTraffic, traffic_of
-from megatron_hetero.job import JobSpec, OfJob
+from megatron_hetero.job import HasJob, JobSpec
 from megatron_hetero.layout.axes import View
 from megatron_hetero.layout.communicators import CommunicatorKind, communicators
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.layout.stages import PipelineStage, stages_of_rank
+from megatron_hetero.layout.pipeline import PipelineStage, stages_of_rank
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.weights import prefix_of
 from megatron_hetero.schedule.gathering import shares_weights
@@ -88,7 +88,7 @@ class BoundaryTraffic:
 
 
 @dataclass(frozen=True, eq=False)
-class Estimate(OfJob):
+class Estimate(HasJob):
     """Memory, traffic and time of a job on `world_size` ranks.
 
     `parameters`, `gathered`: by module and pipeline coordinate. `shards`: by module, for an encoder of its largest
@@ -141,7 +141,7 @@ class Estimate(OfJob):
         return self.job.layouts
 
     @property
-    def stages(self) -> Mapping[str, tuple[Stage, ...]]:
+    def stages(self) -> Mapping[str, tuple[PipelineStage, ...]]:
         """Pipeline stages by module."""
         return self.job.stages
 

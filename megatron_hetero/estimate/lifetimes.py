@@ -41,7 +41,7 @@ from megatron_hetero.estimate.measured import (
 )
 from megatron_hetero.estimate.shards import SequenceShard
 from megatron_hetero.layout.graph import Edge
-from megatron_hetero.layout.stages import PipelineStage
+from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.offload import OffloadSizes, offloaded_layers
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Module, Role, Schedule, StageId
@@ -112,7 +112,9 @@ def combined(
 
 
 @lru_cache(maxsize=4096)
-def stage_bytes(module: MeasuredModule, stage: Stage, shard: SequenceShard, *, offload: bool = False) -> StageBytes:
+def stage_bytes(
+    module: MeasuredModule, stage: PipelineStage, shard: SequenceShard, *, offload: bool = False
+) -> StageBytes:
     """Memory of a stage on a rank that works on `shard`, without the rows that enter it. `offload`: whether its
     activations are offloaded.
     """

@@ -32,7 +32,7 @@ from megatron_hetero.groups.topology import module_groups
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.axes import MAIN, Fold
 from megatron_hetero.layout.context import AttentionSegments
-from megatron_hetero.layout.stages import PipelineStage
+from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.attention import AttentionParams, TorchAttention
 from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
@@ -155,7 +155,7 @@ def _embed_patches(model: Any, shard: SequenceShard, patches: Tensor) -> list[Te
     return [model.enter(EncoderInput(patches, positions, _NO_ATTENTION, 0))]
 
 
-def _run_layer(model: Any, plan: AttentionPlan, table: Tensor, hidden: Tensor) -> list[Tensor]:
+def _run_layer(model: Any, plan: AttentionParams, table: Tensor, hidden: Tensor) -> list[Tensor]:
     return [model.layers[0](hidden, table, plan)]
 
 
@@ -228,16 +228,14 @@ def _kernel(module: MeasuredModule) -> Any:
     return torch_flash if name == "torch_flash" else partial(bucketed, attend=_fused)
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, scale: Any, **_: Any
-) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **_: Any) -> Tensor:
     """PyTorch's fused attention, which it does not choose on `meta`. It takes masks in the dtype of the queries."""
     mask = None if attn_mask is None else attn_mask.to(q.dtype)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return fused(q, k, v, 0.0, is_causal, attn_mask=mask)[0]
 
 
-def _attention(module: MeasuredModule, shard: SequenceShard) -> AttentionPlan:
+def _attention(module: MeasuredModule, shard: SequenceShard) -> AttentionParams:
     """Attention inputs of a rank that is the first of its groups; the second one has all other tokens."""
     sp_lengths = (shard.tokens, shard.member - shard.tokens, *(0,) * module.sp)[: module.sp]
     cp_lengths = (shard.member,) * module.cp

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 from megatron_hetero.config.optimizers import FP32, OptimizerKind, PrecisionConfig
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
-from megatron_hetero.layout.stages import LAYERS, PipelineStage
+from megatron_hetero.layout.pipeline import LAYERS, PipelineStage
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes, weight_map
 from megatron_hetero.schedule.gathering import GatherSpan, rows_of_share, shares_weights, span_of
@@ -174,7 +174,7 @@ class GatheredBytes:
     running: int = 0
 
 
-def gathered_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range]) -> Span:
+def gathered_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range]) -> GatherSpan:
     """How long a module's gathered weights stay. `calls`: micro-batches of an encoder's calls; with one call per turn,
     weights need not stay for a next one.
     """

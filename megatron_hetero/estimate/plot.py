@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.problems import shortened
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.layout.stages import stages_of_rank
+from megatron_hetero.layout.pipeline import stages_of_rank
 from megatron_hetero.schedule.drawing import colours_of, draw_legend, draw_panel, new_figure, timelines_of, write_plot
 from megatron_hetero.schedule.simulator import Span
 

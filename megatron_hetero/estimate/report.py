@@ -267,7 +267,7 @@ def _schedule(estimate: Estimate, width: int) -> Iterator[str]:
     )
 
 
-def show_estimate(config: Config, request: PlanRequest) -> None:
+def show_estimate(config: Config, request: EstimateRequest) -> None:
     """Print the estimate of a configuration, and draw it on request. Raises `UserError`."""
     if request.plot is not None:
         require_plot(request.plot)
@@ -298,7 +298,7 @@ def require_files(config: Config) -> None:
 
 def _weights(config: Config) -> Iterator[Path]:
     """The weight files of all model folders. Raises `UserError` for a folder without any."""
-    from megatron_hetero.hf.folders import weight_files
+    from megatron_hetero.hf.model_files import weight_files
 
     model = config.model
     folders = [model.hf_path, model.hf_path_vision, *(encoder.hf_path for encoder in model.encoders.values())]

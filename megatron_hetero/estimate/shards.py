@@ -101,7 +101,7 @@ class AssumedBatch:
 
 
 def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
-    batch, together = job.batch, job.together(job.batch.micro_batches)
+    batch, together = job.batch, job.encoder_calls(job.batch.micro_batches)
     found = {}
     for name, shape in job.shapes.encoders.items():
         patches = shape.unit * sample.rows[name] * batch.samples * batch.replicas
@@ -110,7 +110,7 @@ def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
     return found
 
 
-def _filling(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> PlanConfig:
+def _filling(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> EstimateConfig:
     """Return `plan` with samples that fill a micro-batch. Raises `UserError` where one sample is larger."""
     sample = assumed_sample(plan, shapes)
     patches = {name: sample.rows[name] * e.unit for name, e in shapes.encoders.items()}
@@ -127,7 +127,7 @@ def _filling(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, budget: B
     return lengthened(plan, budget.tokens // batch.samples, shapes)
 
 
-def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, setting: str) -> None:
+def _require_size(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, setting: str) -> None:
     """Check that a micro-batch is small enough to count its images and tokens one by one."""
     packs = batch.samples * batch.replicas
     images = plan.images * len(shapes.encoders) * packs

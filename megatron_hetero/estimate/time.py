@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from megatron_hetero.base.errors import TEXT
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.shards import AssumedBatch
-from megatron_hetero.layout.stages import PipelineStage
+from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
 from megatron_hetero.models.layers.recompute import Recompute
@@ -19,7 +19,7 @@ COPIED = 8000
 """Operations per byte copied to or from the host: some 400 TFLOP/s and 50 GB/s on H100, half of both on A100."""
 
 
-def text_forward(assumed: AssumedBatch, stage: Stage) -> float:
+def text_forward(assumed: AssumedBatch, stage: PipelineStage) -> float:
     """Operations of one rank in the forward pass of a text stage."""
     t, layout = assumed.shapes.text, assumed.layouts[TEXT]
     tokens = Tokens(assumed.lengths, supervised=assumed.sample.supervised * len(assumed.lengths))
@@ -76,7 +76,7 @@ def with_copies(
     return {key: max(operations, found(*key)) for key, operations in work.items()}
 
 
-def _chunks_again(assumed: AssumedBatch, name: str, stage: Stage, images: float, recompute: Recompute) -> float:
+def _chunks_again(assumed: AssumedBatch, name: str, stage: PipelineStage, images: float, recompute: Recompute) -> float:
     """Operations of one rank to recompute the first product of chunked MLPs. `images`: of an encoder's replica."""
     shape, layout = assumed.shapes[name], assumed.layouts[name]
     on_rank = _tokens(assumed, name, images) / layout.ways("tokens")

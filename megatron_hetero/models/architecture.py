@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
-from megatron_hetero.layout.stages import LAYERS, PipelineStage
+from megatron_hetero.layout.pipeline import LAYERS, PipelineStage
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.parts import FORWARD, TRAINED, Drawn, Part, Passes, Site, Tokens, named
 

@@ -128,7 +128,7 @@ class AssumedSample:
         return max(1, min(most))
 
 
-def assumed_sizes(plan: PlanConfig, shapes: ModelShapes) -> dict[str, Size]:
+def assumed_sizes(plan: EstimateConfig, shapes: ModelShapes) -> dict[str, Size]:
     """Return the size of each encoder's pieces."""
     return {name: item_type(shape).assumed(shape, plan) for name, shape in shapes.encoders.items()}
 
@@ -138,7 +138,7 @@ def item_type(shape: EncoderShape) -> ItemType:
     return family_of(shape.family).items[0]
 
 
-def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
+def assumed_sample(plan: EstimateConfig, shapes: ModelShapes) -> AssumedSample:
     """Return the sample that section `plan` describes for a model of these shapes."""
     of_piece = assumed_sizes(plan, shapes)
     sizes = {name: (size,) * plan.images for name, size in of_piece.items()}
@@ -147,7 +147,7 @@ def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
     return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
 
 
-def lengthened(plan: PlanConfig, tokens: int, shapes: ModelShapes) -> PlanConfig:
+def lengthened(plan: EstimateConfig, tokens: int, shapes: ModelShapes) -> EstimateConfig:
     """Return `plan` with more text, such that its sample has at least `tokens`."""
     missing = tokens - assumed_sample(plan, shapes).tokens
     return replace(plan, tokens=plan.tokens + missing) if missing > 0 else plan

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_hetero.base.errors import HIDDEN, ROWS
-from megatron_hetero.layout.stages import PipelineStage
+from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.models.items.types import padded_patches

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import TEXT, VISION, parts_of
-from megatron_hetero.hf.folders import (
+from megatron_hetero.hf.model_files import (
     ENCODERS,
     NO_CHANGES,
     SHARD_BYTES,
@@ -27,9 +27,9 @@ from megatron_hetero.hf.folders import (
     folder_writer,
     read_companions,
 )
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
-from megatron_hetero.hf.weights import StoredWeights
-from megatron_hetero.layout.stages import PipelineStage
+from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.layers.parts import Drawn
 from megatron_hetero.models.registry import family_of

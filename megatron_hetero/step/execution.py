@@ -39,11 +39,11 @@ from megatron_hetero.schedule.contract import (
     DeviceMicroBatch,
     StageOutput,
     StepResult,
+    require_calls,
     require_known,
-    require_together,
 )
+from megatron_hetero.schedule.gathering import stays_gathered
 from megatron_hetero.schedule.program import Schedule, describe_action, starts_early, use_of
-from megatron_hetero.schedule.semantics import stays_gathered
 from megatron_hetero.step.resources import (
     RankResources,
     ReceivedRows,
@@ -153,7 +153,7 @@ class StepExecution:
         if micro_batch not in self.batches:
             self.batches[micro_batch] = self.load(micro_batch)
             require_known(micro_batch, self.batches[micro_batch], self.schedule.module, self.schedule.edges)
-            require_together(micro_batch, self.batches[micro_batch], self.schedule)
+            require_calls(micro_batch, self.batches[micro_batch], self.schedule)
             for module, call in self.batches[micro_batch].calls.items():
                 self.calls.update(((module, m), call) for m in call)
         return self.batches[micro_batch]

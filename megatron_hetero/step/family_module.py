@@ -14,13 +14,13 @@ from megatron_hetero.base.errors import TEXT
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share, WeightMap, WeightSource, load_slices
 from megatron_hetero.layout.axes import MAIN, View
-from megatron_hetero.layout.stages import PipelineStage, stages_of_rank
+from megatron_hetero.layout.pipeline import PipelineStage, stages_of_rank
 from megatron_hetero.models.layers.offload import ActivationOffload
 from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderModel, TextModel
-from megatron_hetero.models.weights import tied_parameter, weight_map
+from megatron_hetero.models.weights import weight_map
 from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.data_parallel import DataParallel, Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage, without_weights
@@ -71,7 +71,7 @@ def build_module(
         weights=weights,
         copies=shapes.text.architecture.stored_twice,
         trained=frozenset(each for of in of_stages for each, slices in of.items() if slices[0].name not in frozen),
-        tied=next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
+        tied=next(filter(None, map(shapes[name].architecture.tied_parameter, stages)), None),
         gradients=gradients,
         adds_up=recompute.chunk > 0,
     )
@@ -113,7 +113,7 @@ class _Parts:
     name: str
     views: Sequence[View]
     names: tuple[frozenset[str], ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     maps: tuple[WeightMap, ...]
     weights: WeightSource
     copies: Mapping[str, str]
@@ -212,7 +212,7 @@ def _fully_sharded(parts: _Parts, zero: int) -> tuple[tuple[Any, ...], Sequence[
     ]
 
 
-def named_parameters(model: torch.nn.Module, stage: Stage | None) -> dict[str, torch.nn.Parameter]:
+def named_parameters(model: torch.nn.Module, stage: PipelineStage | None) -> dict[str, torch.nn.Parameter]:
     """The parameters of a stage (None: a whole module), by their names in the whole module."""
     return {name if stage is None else stage.global_name(name): p for name, p in model.named_parameters()}
 

@@ -355,7 +355,7 @@ def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], t
         require_ready(own, finished=False)
         return own, factor_of(tokens, topology.platform.device)
 
-    own, factor = together(topology.host, check)
+    own, factor = all_or_none(topology.host, check)
     require_equal_tokens(topology, tokens)
     finish(own, factor)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import together
+from megatron_hetero.groups.collective import all_or_none
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.step.gradients import (
     GradientTable,

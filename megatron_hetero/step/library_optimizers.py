@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import on_every, require_equal, together
+from megatron_hetero.groups.collective import all_or_none, on_every, require_equal
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.communicators import GRADIENT_AXES
-from megatron_hetero.schedule.semantics import shares_weights
+from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.data_parallel import Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, shard_stage
@@ -74,19 +74,19 @@ def build_optimizers(
         configs = {name: _config_of(config, name) for name in topology.layouts}
         return own, configs, _clip_of(configs.values(), clip_grad)
 
-    own, configs, clip = together(topology.host, read)
+    own, configs, clip = all_or_none(topology.host, read)
     facts = {"check": str(check), "clip_grad": str(clip)}
     for name, each in configs.items():
         settings = {setting.name: getattr(each, setting.name, None) for setting in fields(AdamW)}
         facts |= {f"{key} of `{name}`": "a function" if callable(of) else str(of) for key, of in settings.items()}
     require_equal(topology.host, "build_optimizers", facts, "call it alike on all ranks")
-    together(topology.host, lambda: require_replicas(own))
+    all_or_none(topology.host, lambda: require_replicas(own))
     own = tuple(map(_with_tied_names, own))
     for module in own:
         _broadcast_weights(module)
     streams = topology.platform.side_streams(2) if any(getattr(c, "offload", False) for c in configs.values()) else ()
     trained = [module for module in own if module.trained]
-    built = together(topology.host, lambda: [_build_one(each, configs[each.name], streams) for each in trained])
+    built = all_or_none(topology.host, lambda: [_build_one(each, configs[each.name], streams) for each in trained])
     optimizers = {each.module.key: each for each in built}
     every = [optimizers[module.key].module if module.trained else module for module in own]
     return JointOptimizer(topology, every, optimizers, clip, _common_defaults(topology, optimizers), check=check)

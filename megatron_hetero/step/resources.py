@@ -70,8 +70,8 @@ class RunChecks:
             return
         self._turns[where] += 1
         turn = f"{where}, {self._turns[where]}"
-        self.publish(f"{turn} of {plan.rank}", state(plan, grads).tolist())
-        copies = [Copy.of(self.published(f"{turn} of {rank}")) for rank in plan.copies]
+        self.publish(f"{turn} of {plan.rank}", summarize(plan, grads).tolist())
+        copies = [GradientCopy.of(self.published(f"{turn} of {rank}")) for rank in plan.copies]
         if any(copy.size for copy in copies):
             self._known.add(where)
         require_fit(f"boundary {edge}", copies)

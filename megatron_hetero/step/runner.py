@@ -213,7 +213,7 @@ class Runner:
         facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(self._forward_only))}
         require_equal(topology.host, "Runner", facts, "build it alike on all ranks")
         if check:
-            together(topology.host, lambda: self._require_frozen(modules))
+            all_or_none(topology.host, lambda: self._require_frozen(modules))
         # On the object: a cache on the class would keep its groups, and their threads, alive.
         self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
         if check:

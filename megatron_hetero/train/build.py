@@ -11,7 +11,7 @@ import torch
 from megatron_hetero.base.errors import TEXT, UserError, parts_of
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.partition import StepPartitioner
-from megatron_hetero.groups.collective import together
+from megatron_hetero.groups.collective import all_or_none
 from megatron_hetero.groups.megatron import prepare_globals
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
@@ -66,7 +66,7 @@ def build_step_trainer(
     parts = partial(_build_parts, job, topology, weights)
     with watchdog.waiting(lambda: "the weights of all other ranks"):
         # A rank may be the only one to find what is wrong: all of them leave, and one says why.
-        optimizer = together(topology.files, parts, watchdog.working) if check else parts()
+        optimizer = all_or_none(topology.files, parts, watchdog.working) if check else parts()
     watch, profiled = Stopwatch(platform), config.train.profile
     return StepTrainer(
         job=job,
@@ -80,7 +80,7 @@ def build_step_trainer(
             watchdog=watchdog,
             check=False,  # Stages of our own.
         ),
-        planner=StepPlanner(
+        partitioner=StepPartitioner(
             job.shapes.encoders,
             job.layouts,
             job.sequence_parallel,
@@ -88,7 +88,7 @@ def build_step_trainer(
             job.row_bytes,
             config.data.balance,
             job.edges,
-            job.together,
+            job.encoder_calls,
         ),
         watch=watch,
         profiler=StepProfiler(

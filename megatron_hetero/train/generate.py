@@ -32,7 +32,7 @@ from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import ItemField, split_at_placeholders
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.hf.folders import all_finite
+from megatron_hetero.hf.model_files import all_finite
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.items.pictures import PixelLimits

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import Working, on_first
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.hf.folders import Companions, require_writable
+from megatron_hetero.hf.model_files import Companions, require_writable
 from megatron_hetero.hf.weight_map import Interval, TensorSlice, extract_slice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import model_writer, stored_shapes

@@ -20,12 +20,13 @@ from megatron_hetero.checkpoint.record import plain
 from megatron_hetero.checkpoint.sources import ModelSources, hashes
 from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture, open_held_out, open_mixture
-from megatron_hetero.data.processor import Processor, export_changes, open_processor
+from megatron_hetero.data.processor import Processor, open_processor
+from megatron_hetero.data.tokenizer import export_changes
 from megatron_hetero.groups.collective import FIRST, Facts, Working, on_every, require_same
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Watchdog
-from megatron_hetero.hf.folders import Companions, require_writable
-from megatron_hetero.hf.weights import StoredWeights
+from megatron_hetero.hf.model_files import Companions, require_writable
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules

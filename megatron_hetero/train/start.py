@@ -13,7 +13,7 @@ from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.dealing import dealing_of
 from megatron_hetero.data.loader import StepLoader
-from megatron_hetero.data.readers import reader_of
+from megatron_hetero.data.worker_process import reader_of
 from megatron_hetero.groups.collective import FIRST, on_first
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
@@ -53,7 +53,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     reader = reader_of(job, inputs.processor)
     return Trainer(
         **{field.name: getattr(steps, field.name) for field in fields(steps)},
-        loader=StepLoader(inputs.mixture, reader, topology, steps.planner, dealing_of(job), job.text_work),
+        loader=StepLoader(inputs.mixture, reader, topology, steps.partitioner, dealing_of(job), job.text_work),
         held_out=inputs.held_out,
         writer=writer,
         resumed=resumed,

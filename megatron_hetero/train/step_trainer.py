@@ -27,7 +27,7 @@ from megatron_hetero.groups.platform import Platform, on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.job import JobSpec
-from megatron_hetero.models.layers.attention import AttentionPlan
+from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderInput, TextInput
@@ -51,8 +51,8 @@ def to_device(
     """Move a micro-batch to the device; patches arrive in `dtype`. `outputs`: by encoder, the outputs whose rows enter
     the text module.
     """
-    plan, inputs = batch.plan, {}
-    for name, share in plan.encoders.items():
+    own, inputs = batch.share, {}
+    for name, share in own.encoders.items():
         patches = _move(batch.patches[name], platform).to(dtype) if name in batch.patches else None
         inputs[name] = _encoder_input(share, patches, platform)
     if own.text is not None and batch.pack is not None:
@@ -285,13 +285,13 @@ class StepTrainer:
 
     def _padding(self, batch: StepBatch) -> list[float]:
         """Return this rank's tokens of padding and of samples, and patches of padding and of items, in a step."""
-        plans = [micro_batch.plan for micro_batch in batch.micro_batches]
-        shares = [plan.text for plan in plans if plan.text is not None]
-        embedded = [(name, patches) for plan in plans for name, patches in plan.patches.items()]
+        shares = [micro_batch.share for micro_batch in batch.micro_batches]
+        texts = [share.text for share in shares if share.text is not None]
+        embedded = [(name, patches) for share in shares for name, patches in share.patches.items()]
         encoders = self.shapes.encoders
         return [
-            float(sum(share.padded - len(share.tokens) for share in shares)),
-            float(sum(len(share.tokens) for share in shares)),
+            float(sum(text.padded - len(text.tokens) for text in texts)),
+            float(sum(len(text.tokens) for text in texts)),
             float(sum(patches.padding for _, patches in embedded)),
             float(sum(patches.exchange.forward.needed * encoders[name].unit for name, patches in embedded)),
         ]

@@ -15,7 +15,7 @@ from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed
 from megatron_hetero.data.loader import StepBatch, StepLoader
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.hf.folders import Companions
+from megatron_hetero.hf.model_files import Companions
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.train.hf_export import export_model
 from megatron_hetero.train.log import Writer

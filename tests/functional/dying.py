@@ -28,7 +28,7 @@ CALLS = {
     "save": ("megatron_hetero.checkpoint.storage", "write_entries", 2),
     "save, written": ("megatron_hetero.checkpoint.storage", "FileRecord", 2),
     "export": ("megatron_hetero.train.hf_export", "gather_parameters", 1),
-    "export, written": ("megatron_hetero.hf.folders", "FolderWriter.finish", 1),
+    "export, written": ("megatron_hetero.hf.model_files", "FolderWriter.finish", 1),
 }
 """Phases that are the n-th call of a function."""
 ACTIONS = {

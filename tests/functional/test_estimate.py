@@ -221,7 +221,7 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
         assert [p.name for p in found] == list(module.parameters)
         assert sum(p.elements for p in found) == sum(p.numel() for p in module.parameters.values())
     for boundary in estimate.boundaries:
-        plans = [m.plan.boundaries[boundary.edge] for m in step.micro_batches if boundary.edge in m.plan.boundaries]
+        plans = [m.share.boundaries[boundary.edge] for m in step.micro_batches if boundary.edge in m.share.boundaries]
         of_rank = boundary.ranks.tolist().index(rank) if rank in boundary.ranks else None
         for name in boundary.directions if of_rank is not None else ():
             directions = [d for d in (getattr(plan, name) for plan in plans) if d]
@@ -314,7 +314,7 @@ class _LiveActivations:
 
     def __init__(self, run: Trainer):
         self.peak, self.saved, self.execution, self.most_gathered = 0, {}, None, 0
-        self.copies = WeakSet[activations.Copy]()
+        self.copies = WeakSet[activations.SavedStorage]()
         kept = [m.data_parallel.weights(name) for m in run.modules for name in m.parameters]
         self.parameters = {t.untyped_storage().data_ptr() for t in kept}
         parts = [part for m in run.modules for chunk in m.chunks for part in chunk.modules()]
@@ -388,7 +388,7 @@ class _LiveActivations:
                 yield frame.f_locals["rows"]
 
 
-class _CountedCopy(activations.Copy):
+class _CountedCopy(activations.SavedStorage):
     """An offloaded tensor, while it is on the device."""
 
     def __init__(self, live: _LiveActivations, saved: Tensor):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.base.terminal import Parser, guarded_output
 from tests.functional.test_launch import program
 
 TABLE = """
@@ -18,11 +17,6 @@ from megatron_hetero.base.terminal import console
 table = Table("one", "two")
 table.add_row("a" * 90, "b" * 90)
 console().print(table)"""
-
-
-def program(body: str) -> str:
-    main = "".join(f"    {line}\n" for line in body.splitlines())
-    return f"{HEAD}def main(argv):\n{main}guarded(main, sys.argv[1:])\n"
 
 
 def run(

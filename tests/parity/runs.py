@@ -53,11 +53,11 @@ def gradients(flags: list[str]) -> dict[str, Any]:
 def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float, float]]:
     """Loss and gradient norm of one step under the configured schedule, then under others."""
     run = build([*flags, "--optimizer.name", "sgd"])
-    layouts, micro_batches = run.topology.layouts, run.schedule.micro_batches
+    layouts, micro_batches = run.topology.layouts, run.job.schedule.micro_batches
     found = []
-    rebuilt = [build_schedule(layouts, micro_batches, settings, edges=run.schedule.edges) for settings in others]
-    for schedule in [run.schedule, *rebuilt]:
-        runs = {name: schedule.together(name) for name in run.partitioner.encoders}
+    rebuilt = [build_schedule(layouts, micro_batches, settings, edges=run.job.schedule.edges) for settings in others]
+    for schedule in [run.job.schedule, *rebuilt]:
+        runs = {name: schedule.in_one_call(name) for name in run.partitioner.encoders}
         partitioner = run.partitioner.with_runs(lambda _, runs=runs: runs)
         batch = replace(run.loader, partitioner=partitioner).load(1, map)
         summary = replace(run, schedule=schedule).gradients(batch)

@@ -194,7 +194,7 @@ def first_step(flags: list[str]) -> tuple[float, float]:
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     _, batch, _ = next(iter(run.batches()))
     for optimizer in run.optimizer.sharded.values():
-        optimizer.share_weights()
+        optimizer.module.data_parallel.share_weights()
     summary = run.gradients(batch)
     return summary.loss_sum / batch.supervised, summary.norm / batch.supervised
 

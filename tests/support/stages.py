@@ -19,9 +19,9 @@ from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.megatron import prepare_globals
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.hf.weights import StoredWeights
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.layout.stages import PipelineStage, cut_stages, stages_of_rank
+from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.attention import AttentionParams
@@ -30,14 +30,14 @@ from megatron_hetero.models.layers.recompute import How, Recompute
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderInput, TextInput, TextModel
-from megatron_hetero.models.weights import companions_of, stored_shapes, weight_map
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
-from megatron_hetero.step.family_module import build_module, load_parameters
+from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.optimizer import build_shard_optimizer
-from megatron_hetero.train.export import Value, assemble, export_model, gather_parameters
+from megatron_hetero.train.hf_export import Value, assemble, gather_parameters
 from tests.support.shapes import shapes_of_folder
 
 Arrays = dict[str, np.ndarray]

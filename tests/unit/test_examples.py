@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.cli.make_demo import DemoOptions, make_demo
-from megatron_hetero.config.schema import PlanConfig, load_config, require_modules
+from megatron_hetero.config.schema import load_config, require_modules
+from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.job import JobSpec

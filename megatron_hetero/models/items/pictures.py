@@ -18,8 +18,7 @@ import numpy as np
 from PIL import Image
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.layout.axes import Split, View
-from megatron_hetero.models.architecture import Architecture
+from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.items.image_files import image_place, load_picture, picture_size
 from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
@@ -276,7 +275,7 @@ def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
 
 
 @dataclass(frozen=True)
-class ImageEncoderShape:
+class ImageEncoderShape(EncoderShape):
     """The common part of `megatron_hetero.models.family.EncoderShape`s of encoders that cut images into square patches
     and merge square units of them. Sizes in elements.
     """
@@ -377,11 +376,6 @@ class ImageEncoderShape:
         return self.unit
 
     @property
-    def architecture(self) -> Architecture:
-        """The encoder's layers and ends."""
-        raise NotImplementedError
-
-    @property
     def rotary(self) -> AxialRotary:
         """Rotary embedding of queries and keys."""
         return AxialRotary(self.rope_theta, self.head_dim)
@@ -389,16 +383,6 @@ class ImageEncoderShape:
     def flops_per_patch(self) -> tuple[float, float]:
         """Forward flops per patch, and per pair of patches of one sequence in layers of full attention."""
         return _flops_per_patch(self)
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        """No views besides the main one."""
-        return ()
-
-    @property
-    def parts(self) -> Mapping[Split, int]:
-        """No parts, without further views."""
-        return {}
 
 
 @lru_cache
@@ -443,7 +427,7 @@ class Pictures:
 
         return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor(sizes)}
 
-    def assumed(self, shape: ImageEncoderShape, plan: PlanConfig) -> ImageSize:
+    def assumed(self, shape: ImageEncoderShape, plan: EstimateConfig) -> ImageSize:
         """A square of whole units, as the image processor would resize it."""
         patches = max(1, round(plan.image_side / (shape.patch * shape.merge))) * shape.merge
         return ImageSize(1, patches, patches)

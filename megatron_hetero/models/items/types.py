@@ -129,7 +129,7 @@ class ItemType(Protocol):
         """Arguments of a model of `transformers` for items of these sizes with their patches concatenated."""
         ...
 
-    def assumed(self, shape: Any, plan: PlanConfig) -> Size:
+    def assumed(self, shape: Any, plan: EstimateConfig) -> Size:
         """The size of the pieces that section `plan` describes, for an encoder of `shape`."""
         ...
 

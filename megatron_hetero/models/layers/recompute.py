@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
-    from megatron_hetero.config.schema import ModelConfig
+    from megatron_hetero.config.sections import ModelConfig
 
 How = Literal["none", "selective", "full"]
 

@@ -24,7 +24,7 @@ from megatron_hetero.checkpoint.index import INDEX, Entry, index_shapes, read_in
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
 from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.checkpoint.storage import read_entries
-from megatron_hetero.config.schema import CheckpointConfig
+from megatron_hetero.config.sections import CheckpointConfig
 from megatron_hetero.train.stopping import stop_requests
 from megatron_hetero.train.trainer import Trainer
 from tests.functional.checkpoint import runs as jobs

@@ -33,8 +33,8 @@ from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.checkpoint.storage import write_entries
 from megatron_hetero.cli import export
 from megatron_hetero.config.sections import CheckpointConfig
-from megatron_hetero.hf.folders import INDEX, SINGLE
-from megatron_hetero.hf.weights import StoredWeights
+from megatron_hetero.hf.model_files import INDEX, SINGLE
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.step.number_formats import nearest_bfloat16
@@ -46,7 +46,7 @@ from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.shapes import shapes_of_folder
-from tests.unit.models.test_folder_writer import HOLD
+from tests.unit.hf.test_folder_writer import HOLD
 from tests.unit.train.jobs_run import build_logged
 from tests.unit.train.test_two_folders import write_language_model
 

@@ -24,7 +24,7 @@ from megatron_hetero.checkpoint import resume as shared_folder
 from megatron_hetero.checkpoint import storage
 from megatron_hetero.checkpoint import storage as writing
 from megatron_hetero.checkpoint.resume import choose, started_again
-from megatron_hetero.config.schema import CheckpointConfig
+from megatron_hetero.config.sections import CheckpointConfig
 from megatron_hetero.groups.platform import Platform
 from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.runs import error_in, error_of, flags, full_disk

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_hetero.step.interpreter import Interpreter
 from torch import Tensor
 
 from megatron_hetero import Graph as RowGraph
@@ -33,7 +34,6 @@ from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.step.runtime import Interpreter
 from tests.support.matrix import thinned
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.schema import EncoderConfig
+from megatron_hetero.config.sections import EncoderConfig
 from megatron_hetero.data.dealing import PackMetadata, PieceSource
 from megatron_hetero.data.packing import pack
 from megatron_hetero.data.processor import Processor

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.schema import DatasetConfig, load_command, load_config
+from megatron_hetero.config.schema import load_command, load_config
+from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.plot import draw_estimate
 from megatron_hetero.estimate.problems import problems_of, shortened

@@ -24,8 +24,8 @@ from megatron_hetero.base import lock as file_lock
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import MARK, lock_of, partial_export_of
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.hf import folders as writer_module
-from megatron_hetero.hf.folders import INDEX, SINGLE, folder_writer, plan_shards, read_companions, require_writable
+from megatron_hetero.hf import model_files as writer_module
+from megatron_hetero.hf.model_files import INDEX, SINGLE, folder_writer, plan_shards, read_companions, require_writable
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.weights import stored_shapes
 from tests.support.folders import ModelChoice, write_model

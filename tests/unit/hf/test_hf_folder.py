@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.hf.folders import INDEX, SINGLE
+from megatron_hetero.hf.model_files import INDEX, SINGLE
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import TensorSlice
-from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape
 from megatron_hetero.models.weights import stored_shapes

@@ -15,7 +15,7 @@ from megatron_hetero.base.errors import HIDDEN, ROWS
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
-from megatron_hetero.layout.stages import PipelineStage, cut_stages
+from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
 from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments

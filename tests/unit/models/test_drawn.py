@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_hetero.base.errors import TEXT, VISION
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import Share, TensorShapes, TensorSlice, WeightMap
-from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.language import LanguageModelShape, _architecture

@@ -13,7 +13,7 @@ from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import module_groups
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, held, split_rows
-from megatron_hetero.layout.stages import PipelineStage, cut_stages
+from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.backend import TORCH

@@ -21,8 +21,8 @@ from tests.support.oracle import stored_name
 from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
 from tests.support.shapes import shapes_of_folder
+from tests.support.stages import Case
 from tests.unit.models import qwen3_vl_stages
-from tests.unit.train.jobs_stages import Case
 
 Pools = Callable[[int], Pool]
 CHOICE = ModelChoice(

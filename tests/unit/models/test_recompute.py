@@ -15,14 +15,14 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import ROWS
 from megatron_hetero.models.layers.recompute import Recompute, not_saving, recompute
+from tests.support import stages
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
+from tests.support.stages import Case
 from tests.unit.models import qwen3_vl_stages
 from tests.unit.models.steps import train
-from tests.unit.train import jobs_stages
-from tests.unit.train.jobs_stages import Case
 
 Pools = Callable[[int], Pool]
 CHOICES = {
@@ -57,7 +57,7 @@ def run(pools: Pools, family: str, module: str, case: Case) -> list[dict[str, An
     if family == "qwen3_vl":
         job, given = (qwen3_vl_stages.vision, SIZES) if module == "vision" else (qwen3_vl_stages.text, OUTPUTS)
         return ranks.run(job, case, given)
-    return ranks.run(jobs_stages.vision, case) if module == "vision" else ranks.run(jobs_stages.text, case, SEEDS)
+    return ranks.run(stages.vision, case) if module == "vision" else ranks.run(stages.text, case, SEEDS)
 
 
 def assert_equal(found: Any, expected: Any, exactly: bool, name: str = "") -> None:

@@ -22,9 +22,9 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.checkpoint.sources import ModelSources
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record, Turn
-from megatron_hetero.hf.folders import SINGLE
+from megatron_hetero.hf.model_files import SINGLE
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import TensorSlice
-from megatron_hetero.hf.weights import StoredWeights
 from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.shapes import ModelShapes

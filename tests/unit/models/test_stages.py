@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.hf.weight_map import Share
-from megatron_hetero.layout.stages import LAYERS, PipelineStage, cut_stages, even_split, stages_of_rank
+from megatron_hetero.layout.pipeline import LAYERS, PipelineStage, cut_stages, even_split, stages_of_rank
 from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import weight_map

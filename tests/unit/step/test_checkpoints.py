@@ -24,6 +24,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.step.algorithms import SGD, AdamW
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_optimizers import build_optimizers
+from tests.functional.checkpoint.test_whose_folder import HOLD
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
 from tests.unit.step.test_optimizers import INPUTS, batch_of, loss_of_rows, of_pytorch, pictures, vision

@@ -301,7 +301,7 @@ class Mark:
 
     ended = False
 
-    def done(self) -> bool:
+    def __call__(self) -> bool:
         return self.ended
 
 
@@ -321,7 +321,7 @@ def test_the_first_action_that_the_device_has_not_ended_is_named() -> None:
     """After the host has issued all of them."""
     interpreter, device = staged(Weight(), lambda _, rows: 3 * rows, Last(4, 1)), Device()
     rank = dist.get_rank()
-    interpreter.watchdog = Watchdog(600.0, rank, device)
+    interpreter.watchdog = Watchdog(600.0, rank, device.mark)
     interpreter.run(build_schedule(STAGED, 1, text="decoder"), crossing_rows)
     named = []
     for mark in device.marks:

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.data.packing import TokenizedSample
-from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Record
 from megatron_hetero.models.items.types import Item
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.schedule import gathering
-from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.step.buffers import BucketSums
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.number_formats import upper_half
 from megatron_hetero.train.hf_export import Value, assemble, gather_parameters
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
+from tests.support.items import IMAGE
 from tests.support.pool import platform
 
 Arrays = dict[str, np.ndarray]

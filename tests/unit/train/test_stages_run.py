@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import Share
-from megatron_hetero.hf.weights import StoredWeights
-from megatron_hetero.layout.stages import cut_stages, stages_of_rank
+from megatron_hetero.layout.pipeline import cut_stages, stages_of_rank
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.weights import companions_of, weight_map
 from megatron_hetero.step.family_module import load_parameters

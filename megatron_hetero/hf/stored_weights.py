@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, listed
-from megatron_hetero.hf.folders import INDEX, all_finite, open_file, readable, weight_files
+from megatron_hetero.hf.model_files import INDEX, all_finite, open_file, readable, weight_files
 from megatron_hetero.hf.weight_map import TensorSlice
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -22,7 +22,7 @@ LAYERS = "layers."
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """Layers [first, last) of a module, preceded by the embedding if `is_first`, followed by final norm and head, or
     merger, if `is_last`.
     """
@@ -33,7 +33,7 @@ class Stage:
     is_last: bool
 
     @classmethod
-    def whole(cls, layers: int) -> Stage:
+    def whole(cls, layers: int) -> PipelineStage:
         """The stage of a module without pipeline parallelism."""
         return cls(0, layers, True, True)
 
@@ -55,7 +55,7 @@ class Stage:
 
 def cut_stages(
     layers: int, pp: int, *, per_rank: int = 1, split: Sequence[int] | None = None, module: str = "text"
-) -> tuple[Stage, ...]:
+) -> tuple[PipelineStage, ...]:
     """The `pp * per_rank` stages of a module with `layers` layers, in order. `split`: layers of each stage, even by
     default. Raises `UserError`, which names the module and the flag.
     """
@@ -78,12 +78,12 @@ def cut_stages(
     )
 
 
-def stages_of_rank(stages: Sequence[Stage], pp_rank: int, pp: int) -> tuple[Stage, ...]:
+def stages_of_rank(stages: Sequence[PipelineStage], pp_rank: int, pp: int) -> tuple[PipelineStage, ...]:
     """The stages of a pipeline rank, in order."""
     return tuple(stages[pp_rank::pp])
 
 
-def stage_of(stages: Sequence[Stage], layer: int) -> int:
+def stage_of(stages: Sequence[PipelineStage], layer: int) -> int:
     """The number of the stage with a layer."""
     return next(number for number, stage in enumerate(stages) if layer in stage.layers)
 
