@@ -15,7 +15,6 @@ from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.storage import read_entries, verified
 from megatron_hetero.groups.collective import Working, on_every, on_first
-from megatron_hetero.groups.megatron import random_states, set_random_states
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.models.frozen import tensors_of_parts
 from megatron_hetero.models.shapes import ModelShapes
@@ -51,6 +50,8 @@ class TrainState:
 
     def entries(self) -> list[Entry]:
         """Return the entries that this rank writes: views of the live state."""
+        from megatron_hetero.groups.megatron import random_states  # imports Megatron-Core
+
         states = random_states(self.topology.platform)
         return [
             *written(self.modules, self.optimizers, stored_shapes(self.shapes)),
@@ -78,6 +79,8 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
 
     Raises `UserError` on every rank, before anything is loaded, if the checkpoint is damaged or another model's.
     """
+    from megatron_hetero.groups.megatron import random_states, set_random_states  # imports Megatron-Core
+
     group, working = state.topology.files, state.working
     manifest = verified(checkpoint, (INDEX, RECORD), group, working)
     rank, ranks = state.topology.rank, state.topology.world_size

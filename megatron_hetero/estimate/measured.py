@@ -28,7 +28,6 @@ from megatron_hetero.base.errors import ROWS, TEXT
 from megatron_hetero.estimate.shards import SequenceShard, Spans
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.platform import Platform, instead_of_compiled
-from megatron_hetero.groups.topology import module_groups
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.axes import MAIN, Fold
 from megatron_hetero.layout.context import AttentionSegments
@@ -177,6 +176,8 @@ def _merge(model: Any, hidden: Tensor) -> list[Tensor]:
 @lru_cache(maxsize=256)
 def _built(module: MeasuredModule, part: ModulePart) -> Any:
     """A pipeline stage with the part alone."""
+    from megatron_hetero.groups.module_groups import module_groups  # imports Megatron-Core
+
     shape, architecture = module.shape, module.shape.architecture
     degrees = {"tp": module.tp, "sp": module.sp, "cp": module.cp}
     degrees |= {axis: degree for view, of in module.folds for axis, degree in zip(view.stated, of, strict=True)}

@@ -1,19 +1,17 @@
-"""The only file that uses Megatron-Core's global state and the internals of PyTorch's FSDP2 (`fully_shard`).
+"""The only file that uses Megatron-Core's global state.
 
 Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the buffer that
 sequence-parallel linears gather into, and the tracker of random states that a `TransformerBlock` forks. Neither
 contains a process group, so modules of different layouts can share them. The construction of an optimizer uses the
 default process group, and the loss of a `LanguageModule` the tensor-parallel group of `parallel_state`.
-
-FSDP2 has no public names for the parameters that it shards and for its pending gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, wraps
+from collections.abc import Iterator, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_hetero.groups.platform import Platform
 
@@ -161,49 +159,3 @@ def own_parameter_groups() -> Iterator[None]:
         yield
     finally:
         dist.all_gather_object = real
-
-
-def fsdp_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of `module`, without those of submodules that are sharded separately."""
-    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # pyright: ignore[reportCallIssue]
-    # PyTorch 2.12 and earlier have one group in each module.
-    found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in found if group is not None]
-
-
-def has_reduced(module: nn.Module) -> bool:
-    """Whether FSDP2 has reduced all gradients of `module`."""
-    groups = fsdp_groups(module)
-    own = [each for group in groups for each in group.fsdp_params]
-    left = [each.unsharded_accumulated_grad for each in own] + [group._partial_reduce_output for group in groups]
-    left += [each._unsharded_param.grad for each in own if hasattr(each, "_unsharded_param")]
-    return all(each is None for each in left)
-
-
-def forget_order(modules: Sequence[nn.Module]) -> None:
-    """Clear FSDP2's record of the order in which modules ran, which it expects a backward pass to do."""
-    for group in (group for module in modules for group in fsdp_groups(module)):
-        group._post_forward_indices.clear()
-        group.comm_ctx.post_forward_order.clear()
-
-
-def reduce_unused(module: Any) -> None:
-    """Have the backward pass reduce zeros for trained parameters of `module` that get no gradient."""
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-        return
-    for group in fsdp_groups(module):  # PyTorch 2.12 and earlier leave them out.
-        group.post_backward = partial(_with_zeros, group, group.post_backward)
-
-
-def _with_zeros(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
-    for each in group.fsdp_params:
-        own = getattr(each, "_unsharded_param", None)
-        if own is not None and own.requires_grad and own.grad is None and each.unsharded_accumulated_grad is None:
-            own.grad = torch.zeros_like(own)
-    post_backward(*args)
-
-
-def fsdp_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """FSDP2's parameters of `module`, in the order in which their gradients are communicated."""
-    return [each.sharded_param for group in fsdp_groups(module) for each in group.fsdp_params]

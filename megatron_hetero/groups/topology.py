@@ -7,26 +7,23 @@ since on NCCL hosts wait for each other at first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.groups.platform import CPU, Platform
-from megatron_hetero.layout.axes import AXES, MAIN, View, axes_of
+from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.layout.communicators import (
     DIRECTIONS,
     ENDS,
-    GRADIENT_AXES,
-    REPLICA_AXES,
     Axes,
     CommunicatorKind,
     Direction,
@@ -46,62 +43,8 @@ from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.graph import Edge, Graph, as_edge
 from megatron_hetero.layout.layout import Layout
 
-
-@dataclass(init=False, repr=False)
-class ModuleGroups(ProcessGroupCollection):
-    """Megatron's collection of process groups, with groups for the two axes of its context-parallel group `cp`.
-
-    `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
-    i mod sp of its `sp` group and member i // sp of its `context` group.
-
-    `along` returns the group along axes of any view of the module's layout.
-    """
-
-    sp: dist.ProcessGroup = field(init=False)
-    context: dist.ProcessGroup = field(init=False)
-    along: Callable[..., dist.ProcessGroup] = field(init=False)
-
-
-EXPERTS = "experts"
-"""The view that says how Megatron's layers of experts are split; without it they are split like dense layers."""
-
-
-def module_groups(
-    group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None, views: Iterable[View] = ()
-) -> ModuleGroups:
-    """The collection for a module, given its groups along axes. `ends`: the group of its first and last stage; `views`:
-    further views of its layout.
-    """
-    # There is one instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is
-    # needed.
-    samples = group(*GRADIENT_AXES)
-    experts = next((view for view in views if view.name == EXPERTS), MAIN)
-    return ModuleGroups(
-        along=group,
-        tp=group("tp"),
-        sp=group("sp"),
-        context=group("cp"),
-        cp=group(*axes_of("tokens")),
-        dp=group("dp"),
-        pp=group("pp"),
-        dp_cp=samples,
-        mp=group("tp", "pp"),
-        tp_cp=group(*REPLICA_AXES),
-        tp_dp_cp=group(*axes_of("weights", "tokens", "samples")),
-        hcp=None,
-        ep=group(*experts.axes_of("experts")),
-        expt_tp=group(*experts.axes_of("weights")),
-        expt_dp=group(*experts.sum_axes),
-        tp_ep=group(*experts.part_axes),
-        tp_ep_pp=group(*experts.part_axes, "pp"),
-        intra_dp_cp=samples,
-        intra_expt_dp=group(*experts.sum_axes),
-        intra_dist_opt=group(*AXES),
-        inter_dist_opt=None,
-        embd=ends,
-        pos_embd=None,  # for positions that several stages embed, which Megatron's decoders do not
-    )
-
+if TYPE_CHECKING:
+    from megatron_hetero.groups.module_groups import ModuleGroups
 
 CONNECTING_BYTES = (2**10, 2**20, 2**26)
 """Sizes that `_connect` communicates on a GPU; elsewhere size makes no difference."""
@@ -274,6 +217,8 @@ class Topology:
     def collection(self, module: str) -> ModuleGroups:
         """The process groups of `module` for Megatron-Core's layers on this rank. Raises `KeyError` as `group`."""
         self._require(module)
+        from megatron_hetero.groups.module_groups import module_groups  # imports Megatron-Core
+
         return module_groups(
             partial(self.group, module), self._groups.get(Axes(module, ENDS)), self.layouts[module].views
         )

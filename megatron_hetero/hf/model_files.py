@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, os_errors_as, reason
 from megatron_hetero.base.files import read_object, shown, try_to_write
 from megatron_hetero.base.lock import alone
 from megatron_hetero.base.outputs import lock_of, mark, partial_export_of, replaced_of, what_would_be_lost
+
+# Commands import this file before torch, which takes a second.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -41,7 +44,7 @@ _MOST_INDEX_BYTES = 64 * 2**20
 """Enough for half a million tensors."""
 NO_CHANGES: Mapping[str, str | None] = {}
 SHARD_BYTES = 5 * 10**9
-Dtypes = torch.dtype | Mapping[str, torch.dtype]
+Dtypes = Union["torch.dtype", Mapping[str, "torch.dtype"]]
 """One dtype for all tensors of a folder, or one for each by name."""
 Companions = Mapping[str, bytes]
 """Contents of files other than weights, by name: configuration, tokenizer and processor."""
@@ -98,7 +101,7 @@ def readable(path: Path, stored: str) -> Iterator[None]:
 
 def all_finite(values: Tensor) -> bool:
     """Whether no value is NaN or infinite. Takes no memory, and less time than reading them."""
-    return values.numel() == 0 or all(bool(bound.isfinite()) for bound in torch.aminmax(values))
+    return values.numel() == 0 or all(bool(bound.isfinite()) for bound in values.aminmax())
 
 
 # ----------------------------------------------------------------------------------------------- writing
@@ -126,9 +129,9 @@ class FolderWriter:
 
     def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Dtypes, limit: int = SHARD_BYTES):
         self.target = target
-        self.dtypes = {name: dtype if isinstance(dtype, torch.dtype) else dtype[name] for name in shapes}
+        self.dtypes = {name: dtype[name] if isinstance(dtype, Mapping) else dtype for name in shapes}
         self.partial = partial_export_of(target)
-        sizes = {name: torch.Size(shape).numel() * self.dtypes[name].itemsize for name, shape in shapes.items()}
+        sizes = {name: math.prod(shape) * self.dtypes[name].itemsize for name, shape in shapes.items()}
         self.shards = plan_shards(sizes, limit)
         self._shard_of = {name: i for i, names in enumerate(self.shards) for name in names}
         self._waiting: list[dict[str, Tensor]] = [{} for _ in self.shards]
@@ -138,6 +141,8 @@ class FolderWriter:
         shard = self._shard_of[name]
         self._waiting[shard][name] = tensor.to(self.dtypes[name]).contiguous()
         if len(self._waiting[shard]) == len(self.shards[shard]):
+            from safetensors.torch import save_file
+
             path = self.partial / self.file_name(shard)
             save_file(self._waiting[shard], path, metadata={"format": "pt"})
             mask = os.umask(0)

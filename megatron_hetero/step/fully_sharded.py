@@ -25,8 +25,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from megatron_hetero.groups.fsdp import forget_order, fsdp_groups, fsdp_parameters, reduce_unused
 from megatron_hetero.groups.local_group import LocalGroup
-from megatron_hetero.groups.megatron import forget_order, fsdp_groups, fsdp_parameters, reduce_unused
 from megatron_hetero.schedule.contract import Gathered
 from megatron_hetero.schedule.gathering import rows_of_share
 from megatron_hetero.step.buffers import Range, units_of

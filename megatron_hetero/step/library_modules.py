@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import Facts, require_alike, unlike
-from megatron_hetero.groups.megatron import fsdp_groups, has_reduced
+from megatron_hetero.groups.fsdp import fsdp_groups, has_reduced
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.layout.axes import AXES

@@ -23,7 +23,7 @@ from megatron_hetero.boundary.loaded import BufferPool
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.parameters import parameters_of
-from megatron_hetero.groups.megatron import fsdp_groups
+from megatron_hetero.groups.fsdp import fsdp_groups
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.models.layers import offload as activations

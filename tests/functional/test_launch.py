@@ -124,7 +124,11 @@ def test_other_ranks_let_the_first_one_tell() -> None:
 def test_ranks_end_with_torchrun(tmp_path: Path) -> None:
     """It is killed, and can tell them nothing."""
     path = tmp_path / "program.py"
-    path.write_text(program("print(os.getpid(), flush=True)\ntime.sleep(60)").replace("import torch,", "#"))
+    path.write_text(
+        program(
+            "os.write(1, f'{os.getpid()}\\n'.encode())  # in one piece, beside the other rank\ntime.sleep(60)"
+        ).replace("import torch,", "#")
+    )
     agent = subprocess.Popen(
         [sys.executable, "-W", "ignore", *TORCHRUN, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},

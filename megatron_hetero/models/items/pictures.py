@@ -7,22 +7,18 @@ merge x merge places, row by row.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from PIL import Image
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.items.image_files import image_place, load_picture, picture_size
 from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
-from megatron_hetero.models.layers.parts import FORWARD, Tokens
-from megatron_hetero.models.layers.rotary import AxialRotary
 
 if TYPE_CHECKING:
     from megatron_hetero.config.sections import EstimateConfig
@@ -274,127 +270,6 @@ def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
         raise ValueError(f"a black picture of {side} x {side} pixels becomes patches {patches.shape} {values}")
 
 
-@dataclass(frozen=True)
-class ImageEncoderShape(EncoderShape):
-    """The common part of `megatron_hetero.models.family.EncoderShape`s of encoders that cut images into square patches
-    and merge square units of them. Sizes in elements.
-    """
-
-    heads: int
-    ffn: int
-    channels: int
-    patch: int
-    """Pixels per side of a patch."""
-    temporal_patch: int
-    """Frames of a patch."""
-    merge: int
-    """Patches per side of a unit."""
-    out_hidden: int
-    rope_theta: float
-
-    @classmethod
-    def of(cls, vision: Any, **own: Any) -> Self:
-        """Reads the configuration `vision_config`. `own`: further fields of a family."""
-        return cls(
-            layers=vision.depth,
-            hidden=vision.hidden_size,
-            heads=vision.num_heads,
-            ffn=vision.intermediate_size,
-            channels=vision.in_channels,
-            patch=vision.patch_size,
-            temporal_patch=vision.temporal_patch_size,
-            merge=vision.spatial_merge_size,
-            out_hidden=vision.out_hidden_size,
-            rope_theta=float(vision.rope_parameters["rope_theta"]),
-            **own,
-        )
-
-    @property
-    def norm_eps(self) -> float:
-        """Constant that norms add to the variance, the same in all configurations."""
-        return 1e-6
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one attention head."""
-        return self.hidden // self.heads
-
-    @property
-    def patch_elements(self) -> int:
-        """Pixel values of one patch: channels x temporal x height x width."""
-        return self.channels * self.temporal_patch * self.patch**2
-
-    @property
-    def unit(self) -> int:
-        """Patches that are merged into one row."""
-        return self.merge**2
-
-    @property
-    def unit_width(self) -> int:
-        """Pixel values of a unit."""
-        return self.unit * self.patch_elements
-
-    def rows(self, size: ImageSize) -> int:
-        """Number of rows of an image."""
-        return math.prod(size) // self.unit
-
-    def sequences(self, size: ImageSize) -> tuple[int, ...]:
-        """Patches of each frame, the sequences of full attention."""
-        frames, rows, columns = size
-        return (rows * columns,) * frames
-
-    def tokens(self, sizes: Iterable[ImageSize]) -> Tokens:
-        """The sequences and windows of images of these sizes."""
-        sizes = list(sizes)
-        return Tokens(
-            [patches for size in sizes for patches in self.sequences(size)],
-            [patches for size in sizes for patches in self.windows(size)],
-        )
-
-    def order(self, size: ImageSize) -> PictureOrder:
-        """The image in the order in which the encoder works."""
-        raise NotImplementedError
-
-    def windows(self, size: ImageSize) -> list[int]:
-        """Patches of each window of local attention; one unit per window without local attention."""
-        return (self.order(size).windows * self.unit).tolist()
-
-    def cost(self, size: ImageSize) -> float:
-        """Predicted forward flops of encoding an image."""
-        linear, quadratic = self.flops_per_patch()
-        frame = float(math.prod(size[1:]))
-        return size[0] * (linear * frame + quadratic * frame * frame)
-
-    def cost_per_patch(self, size: ImageSize) -> float:
-        """Predicted forward flops of one patch, which attends to all patches of its frame."""
-        linear, quadratic = self.flops_per_patch()
-        return linear + quadratic * size[1] * size[2]
-
-    @property
-    def window_patches(self) -> int:
-        """Patches of a whole window of local attention, a multiple of a unit."""
-        return self.unit
-
-    @property
-    def rotary(self) -> AxialRotary:
-        """Rotary embedding of queries and keys."""
-        return AxialRotary(self.rope_theta, self.head_dim)
-
-    def flops_per_patch(self) -> tuple[float, float]:
-        """Forward flops per patch, and per pair of patches of one sequence in layers of full attention."""
-        return _flops_per_patch(self)
-
-
-@lru_cache
-def _flops_per_patch(shape: ImageEncoderShape) -> tuple[float, float]:
-    """Solves linear * n + quadratic * n^2 for the operations of images of one and two windows of n patches."""
-    n = shape.window_patches
-    one, two = (
-        shape.architecture.operations(Tokens([windows * n], [n] * windows), passes=FORWARD) for windows in (1, 2)
-    )
-    return float((4 * one - two) // (2 * n)), float((two - 2 * one) // (2 * n * n))
-
-
 _TOKENS = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
 IMAGE_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
@@ -427,11 +302,11 @@ class Pictures:
 
         return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor(sizes)}
 
-    def assumed(self, shape: ImageEncoderShape, plan: EstimateConfig) -> ImageSize:
+    def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
         """A square of whole units, as the image processor would resize it."""
         patches = max(1, round(plan.image_side / (shape.patch * shape.merge))) * shape.merge
         return ImageSize(1, patches, patches)
 
-    def measures(self, shape: ImageEncoderShape, size: ImageSize) -> str:
+    def measures(self, shape: Any, size: ImageSize) -> str:
         """Width and height in pixels."""
         return f"{size.columns * shape.patch:,}x{size.rows * shape.patch:,} pixels"

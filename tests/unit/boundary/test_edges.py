@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_hetero.step.interpreter import Interpreter
 from torch import Tensor
 
 from megatron_hetero import Graph as RowGraph
@@ -34,6 +33,7 @@ from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.step.interpreter import Interpreter
 from tests.support.matrix import thinned
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.groups.megatron import prepare_globals
+from megatron_hetero.groups.module_groups import ModuleGroups
 from megatron_hetero.groups.platform import CPU, Platform
-from megatron_hetero.groups.topology import ModuleGroups, Topology
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.layers.attention import AttentionParams, SelfAttention
 from megatron_hetero.models.layers.backend import TORCH, te_backend

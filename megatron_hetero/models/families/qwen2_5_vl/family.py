@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_hetero.models.families.common import SUPPORTED, canonical_name, head_dim, of_text, of_vision, require
-from megatron_hetero.models.families.qwen2_5_vl.shapes import DEFAULT_SECTIONS, FAMILY, TextShape, VisionShape
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures import IMAGE_TOKENS, Pictures, rope_positions
+
+# Shapes import torch, which takes a second.
+if TYPE_CHECKING:
+    from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
+
+DEFAULT_SECTIONS = (16, 24, 24)
+"""Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
 
 
 def mrope_section(head_dim: int) -> list[int]:
@@ -30,7 +36,7 @@ def _image_processor() -> type:
 class Qwen25VL(Family):
     """The family `qwen2_5_vl`, with language models `qwen2`."""
 
-    model_type, title = FAMILY, "Qwen2.5-VL"
+    model_type, title = "qwen2_5_vl", "Qwen2.5-VL"
     language_models = ("qwen2",)
     built = SUPPORTED
     tokens = IMAGE_TOKENS
@@ -60,6 +66,8 @@ class Qwen25VL(Family):
         return {"mrope_section": mrope_section(head_dim)}
 
     def encoder_shape(self, config: Any) -> VisionShape:
+        from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
+
         vision = config.vision_config
         return VisionShape.of(
             vision,
@@ -68,6 +76,8 @@ class Qwen25VL(Family):
         )
 
     def text_shape(self, config: Any) -> TextShape:
+        from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape
+
         text = config.text_config
         return TextShape.of(config, text.hidden_size // text.num_attention_heads, DEFAULT_SECTIONS)
 

@@ -8,7 +8,8 @@ from functools import lru_cache
 from megatron_hetero.base.errors import ROWS
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.families.common import ENCODER
-from megatron_hetero.models.items.pictures import ImageEncoderShape, ImageSize, PictureOrder, picture_order
+from megatron_hetero.models.items.image_encoder import ImageEncoderShape
+from megatron_hetero.models.items.pictures import ImageSize, PictureOrder, picture_order
 from megatron_hetero.models.language import LanguageModelShape
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
@@ -16,16 +17,12 @@ from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
 
-FAMILY = "qwen2_5_vl"
-DEFAULT_SECTIONS = (16, 24, 24)
-"""Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
-
 
 @dataclass(frozen=True)
 class VisionShape(ImageEncoderShape):
     """Vision encoder with its merger (`projector`)."""
 
-    family = FAMILY
+    family = "qwen2_5_vl"
 
     window: int
     """Units per side of a window."""
@@ -85,7 +82,7 @@ def _encoder(v: VisionShape) -> Architecture:
 class TextShape(LanguageModelShape):
     """Language model with biased queries, keys and values."""
 
-    family = FAMILY
+    family = "qwen2_5_vl"
     qkv_bias, head_norms = True, False
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,9 +18,15 @@ from megatron_hetero.models.families.common import (
     of_vision,
     require,
 )
-from megatron_hetero.models.families.qwen3_vl.shapes import DEFAULT_SECTIONS, FAMILY, TextShape, VisionShape
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures import IMAGE_TOKENS, Pictures, rope_positions
+
+# Shapes import torch, which takes a second.
+if TYPE_CHECKING:
+    from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape
+
+DEFAULT_SECTIONS = (24, 20, 20)
+"""Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
 
 
 def rope_settings(head_dim: int) -> dict[str, Any]:
@@ -41,7 +47,7 @@ def _image_processor() -> type:
 class Qwen3VL(Family):
     """The family `qwen3_vl`, with language models `qwen3`."""
 
-    model_type, title = FAMILY, "Qwen3-VL"
+    model_type, title = "qwen3_vl", "Qwen3-VL"
     language_models = ("qwen3",)
     built = SUPPORTED | {
         "mrope_interleaved": Only(
@@ -81,11 +87,15 @@ class Qwen3VL(Family):
         return rope_settings(head_dim)
 
     def encoder_shape(self, config: Any) -> VisionShape:
+        from megatron_hetero.models.families.qwen3_vl.shapes import VisionShape
+
         vision = config.vision_config
         side, deepstack = math.isqrt(vision.num_position_embeddings), tuple(vision.deepstack_visual_indexes)
         return VisionShape.of(vision, table_side=side, deepstack=deepstack)
 
     def text_shape(self, config: Any) -> TextShape:
+        from megatron_hetero.models.families.qwen3_vl.shapes import TextShape
+
         return TextShape.of(config, config.text_config.head_dim, DEFAULT_SECTIONS)
 
     def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:

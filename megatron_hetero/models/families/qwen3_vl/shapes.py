@@ -14,7 +14,8 @@ from megatron_hetero.base.errors import ROWS
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.families.common import ENCODER
-from megatron_hetero.models.items.pictures import ImageEncoderShape, ImageSize, PictureOrder, picture_order
+from megatron_hetero.models.items.image_encoder import ImageEncoderShape
+from megatron_hetero.models.items.pictures import ImageSize, PictureOrder, picture_order
 from megatron_hetero.models.language import LanguageModelShape
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
@@ -22,10 +23,6 @@ from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import Part, Site
-
-FAMILY = "qwen3_vl"
-DEFAULT_SECTIONS = (24, 20, 20)
-"""Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ DEEPSTACK = "deepstack."
 class VisionShape(ImageEncoderShape):
     """Vision encoder with its mergers (`projector`)."""
 
-    family = FAMILY
+    family = "qwen3_vl"
 
     table_side: int
     """Places per side of the learned table of positions."""
@@ -163,7 +160,7 @@ def _encoder(v: VisionShape) -> Architecture:
 class TextShape(LanguageModelShape):
     """Language model with norms of queries and keys."""
 
-    family = FAMILY
+    family = "qwen3_vl"
     qkv_bias, head_norms = False, True
 
     @property
