@@ -1,5 +1,5 @@
-"""The only file that uses the internals of PyTorch's FSDP2 (`fully_shard`), which has no public names for the parameters
-that it shards and for its pending gradients.
+"""The only file that uses the internals of PyTorch's FSDP2 (`fully_shard`), which has no public names for the
+parameters that it shards and for its pending gradients.
 """
 
 from __future__ import annotations
