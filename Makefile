@@ -120,7 +120,7 @@ train: $(DEMO)/demo.json
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_vlm.py --config $(DEMO)/config.yaml
 
 $(DEMO)/demo.json: | $(INSTALLED)
-	$(BIN)/python -m megatron_hetero.cli.make_demo $(DEMO) $(addprefix --model ,$(MODEL))
+	$(BIN)/python -m examples.make_demo $(DEMO) $(addprefix --model ,$(MODEL))
 
 demo-clean:
 	rm -rf $(DEMO)

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.gpu.record import Check, Record
 from benchmarks.gpu.reference import Reference
-from megatron_hetero.cli.demo.model import DemoSizes
-from megatron_hetero.cli.make_demo import DemoOptions, make_demo
+from examples.demo.model import DemoSizes
+from examples.make_demo import DemoOptions, make_demo
 from megatron_hetero.groups.platform import Platform
 
 PROGRAM = Path(__file__).parents[2] / "pretrain_vlm.py"

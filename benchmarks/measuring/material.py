@@ -57,7 +57,7 @@ def _write_model(folder: Path, size: ModelSize) -> None:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     from benchmarks.measuring.encoder import encoder_shape
-    from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
+    from examples.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
     from megatron_hetero.models.families.qwen2_5_vl.family import mrope_section
 
     tokenizer = train_tokenizer(

@@ -77,12 +77,11 @@ def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_
     path, model_types = folder / "config.json", model_types or tuple(FAMILIES)
     if not folder.is_dir() or not path.is_file():
         found = f"the file {folder}" if folder.is_file() else f"no {path if folder.is_dir() else folder}"
-        make = "download one, or make a small one: python -m megatron_hetero.cli.make_demo DIR"
         raise UserError.at(
             setting,
             found=found,
             expected=f"a transformers folder of {titles()} with config.json and safetensors weights",
-            fix=advice_to_export(folder) or make,
+            fix=advice_to_export(folder) or "download one, or correct the path",
         )
     raw = read_object(path)
     found = raw.get("model_type")

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from examples.demo.model import DemoSizes
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.cli.demo.model import DemoSizes
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.job import JobSpec

@@ -37,10 +37,10 @@ TOOLS: dict[str, tuple[str, ...]] = {
         "--device",
         "--blank",
     ),
-    "megatron_hetero.cli.make_demo": ("--model", "--train-pictures", "--heldout-questions", "--seed", "--force"),
+    "examples.make_demo": ("--model", "--train-pictures", "--heldout-questions", "--seed", "--force"),
     "megatron_hetero.cli.inspect_data": ("-n", "--config", "--data.datasets", "--model.hf_path", "--data.max_pixels"),
 }
-SMALL = {"megatron_hetero.cli.make_demo": ("--train-pictures", "4", "--heldout-questions", "4")}
+SMALL = {"examples.make_demo": ("--train-pictures", "4", "--heldout-questions", "4")}
 VALUES = (
     "", "0", "1", "-1", "3", "1e9", "1e400", "nan", "inf", "-inf", "true", "false", "null", "none", "x", "[]", "{}",
     "999999999999999999999", "0.5", "1_000", "0x10", "0400", "4:16", "/", ".", "~", "/dev/zero", "/dev/null", "\0",

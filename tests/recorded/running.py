@@ -73,7 +73,7 @@ def write_inputs(tree: Path, folder: Path) -> str:
     for family in FAMILIES:
         sizes = "--train-pictures 28 --heldout-questions 4 --text-layers 4"
         words = f"{folder}/{family}-demo --model {family} {sizes}".split()
-        run_ranks(1, tree, folder, partial(_run, "megatron_hetero.cli.make_demo", words))
+        run_ranks(1, tree, folder, partial(_run, "examples.make_demo", words))
     run_ranks(1, tree, folder, lambda: [_write_model(folder, name, seed) for seed, name in enumerate(MODELS)])
     data = folder / "qwen2_5_vl-demo/data"
     shown = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]

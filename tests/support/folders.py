@@ -17,7 +17,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
+from examples.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
 from megatron_hetero.models.families.qwen2_5_vl.family import mrope_section
 from megatron_hetero.models.families.qwen3_vl.family import rope_settings
 

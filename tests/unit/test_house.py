@@ -97,15 +97,15 @@ def test_a_family_is_known_to_the_registry_alone(family: str) -> None:
     knowing = {
         name for name in modules() if not name.startswith(own) and any(i.startswith(own) for i in imports()[name])
     }
-    assert knowing - {"cli.demo.model"} == {"models.registry"}
+    assert knowing == {"models.registry"}
 
 
 def test_code_names_no_model() -> None:
-    """Outside the families' folders and the demo, but for help texts and comments."""
+    """Outside the families' folders, but for help texts and comments."""
     named = {}
     for name, file in modules().items():
         own = name.startswith(tuple(f"models.families.{family}" for family in families()))
-        if own or name in ("models.registry", "cli.demo.model"):
+        if own or name == "models.registry":
             continue
         tree = ast.parse(file.read_text(encoding="utf-8"))
         words = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]

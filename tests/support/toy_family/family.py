@@ -17,7 +17,7 @@ from tests.support.toy_family.shapes import EarShape, TextShape, ear_shape, text
 from tests.support.toy_family.tones import Tones
 
 if TYPE_CHECKING:
-    from megatron_hetero.cli.demo.model import DemoSizes
+    from examples.demo.model import DemoSizes
 
 
 _TOKENS = {"tone_start_id": "<|vision_start|>", "tone_id": "<|image_pad|>", "tone_end_id": "<|vision_end|>"}
@@ -59,7 +59,7 @@ def write_model(folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int
     import torch
     from safetensors.torch import save_file
 
-    from megatron_hetero.cli.demo.model import chat_template, train_tokenizer
+    from examples.demo.model import chat_template, train_tokenizer
 
     template = chat_template().replace("'image'", "'audio'")
     tokenizer = train_tokenizer(corpus, 300, template)

@@ -25,8 +25,8 @@ from PIL import Image
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
+from examples.demo.model import chat_template as demo_template
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.cli.demo.model import chat_template as demo_template
 from megatron_hetero.data import chat
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor import Processor

@@ -24,9 +24,9 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from examples.demo.model import DemoSizes
+from examples.demo.model import write_model as write_demo
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.cli.demo.model import DemoSizes
-from megatron_hetero.cli.demo.model import write_model as write_demo
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.hf.weight_map import TensorSlice

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
+from examples.demo.records import draw, training_samples
 from megatron_hetero import Boundary, build, finish_gradients, micro_batch, prepare_megatron, total_loss
-from megatron_hetero.cli.demo.records import draw, training_samples
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.step.buffers import BucketSums
 from tests.support.matrix import long

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_hetero.cli.demo.records import (
+from examples.demo.records import (
     COLOURS,
     POSITIONS,
     draw,

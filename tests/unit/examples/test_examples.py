@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.cli.make_demo import DemoOptions, make_demo
+from examples.make_demo import DemoOptions, make_demo
 from megatron_hetero.config.schema import load_config, require_modules
 from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.estimate.estimate import Estimate
@@ -20,7 +20,7 @@ from megatron_hetero.models.registry import FAMILIES
 from megatron_hetero.models.shapes import ModelShapes, item_type
 from tests.support.shapes import parameter_count, shapes_of_folder
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 RANKS = {
     "qwen2_5_vl_3b": 8, "qwen2_5_vl_7b": 8, "qwen2_5_vl_32b": 8, "qwen2_5_vl_72b": 8,
     "qwen3_vl_2b": 8, "qwen3_vl_4b": 8, "qwen3_vl_8b": 8, "qwen3_vl_32b": 16,

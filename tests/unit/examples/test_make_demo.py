@@ -14,10 +14,10 @@ import pytest
 import yaml
 from PIL import Image
 
+from examples import make_demo as command
+from examples.demo.model import DemoSizes, model_config, train_tokenizer
+from examples.make_demo import FAMILIES, PARTS, DemoOptions, main, make_demo
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.cli import make_demo as command
-from megatron_hetero.cli.demo.model import DemoSizes, model_config, train_tokenizer
-from megatron_hetero.cli.make_demo import FAMILIES, PARTS, DemoOptions, main, make_demo
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.job import JobSpec
@@ -54,7 +54,7 @@ def test_the_configuration_is_valid_and_its_files_are_there(demo: Path):
 
 
 def test_it_runs_as_a_module(tmp_path: Path):
-    line = [sys.executable, "-m", "megatron_hetero.cli.make_demo", str(tmp_path / "demo"), "--train-pictures", "2"]
+    line = [sys.executable, "-m", "examples.make_demo", str(tmp_path / "demo"), "--train-pictures", "2"]
     done = subprocess.run([*line, "--heldout-questions", "2"], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("wrote ")
 

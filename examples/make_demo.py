@@ -1,6 +1,6 @@
 """Creates everything for a first training run: a small model, drawn pictures with questions, a configuration.
 
-    python -m megatron_hetero.cli.make_demo DIR [--model FAMILY] [--seed N] [--force]
+    python -m examples.make_demo DIR [--model FAMILY] [--seed N] [--force]
 
 DIR/model/               a model in `transformers` format: random weights, tokenizer and image processor
 DIR/data/train.jsonl     questions about pictures, LLaVA-style
@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
+from examples.demo.model import SYSTEM_PROMPTS, DemoSizes, write_model
+from examples.demo.records import Sample, draw, held_out_samples, training_samples
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.terminal import Parser
 from megatron_hetero.cli.command import a_path, at_least
-from megatron_hetero.cli.demo.model import SYSTEM_PROMPTS, DemoSizes, write_model
-from megatron_hetero.cli.demo.records import Sample, draw, held_out_samples, training_samples
 from megatron_hetero.groups.launch import ended
 from megatron_hetero.models.registry import titles
 
@@ -153,7 +153,7 @@ def _write_samples(data: Path, split: str, samples: Sequence[Sample]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m megatron_hetero.cli.make_demo",
+        prog="python -m examples.make_demo",
         description=f"Create a small {titles()} with random weights, drawn pictures with questions, and a "
         "configuration.",
     )

@@ -1,4 +1,4 @@
-"""One small demo for all tests of this folder."""
+"""One small demo for all tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.cli.make_demo import DemoOptions, make_demo
+from examples.make_demo import DemoOptions, make_demo
 
 
 @pytest.fixture(scope="session")
