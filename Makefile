@@ -96,7 +96,7 @@ fuzz: $(INSTALLED)
 
 # Not part of `make test`. Wants Slurm and munge installed, and root; says so where they are missing.
 slurm: $(INSTALLED)
-	$(BIN)/python -m pytest tests/slurm/scripts_on_slurm.py
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

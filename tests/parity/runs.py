@@ -18,7 +18,7 @@ from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
 from tests.support.pool import platform
-from tests.unit.train.jobs_run import stored
+from tests.support.runs import stored
 
 
 def train(flags: list[str]) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from megatron_hetero.train.held_out import HeldOutEvaluation
 from megatron_hetero.train.stopping import StopRequest
 from megatron_hetero.train.trainer import Trainer
 from tests.support.pool import platform
-from tests.unit.train.jobs_run import build, build_logged, stored
+from tests.support.runs import build, build_logged, stored
 
 
 def flags(folders: Path, run: Path, vision: str, text: str, more: str = "", model: str = "plain") -> list[str]:

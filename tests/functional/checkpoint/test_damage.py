@@ -31,7 +31,7 @@ from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.conftest import Untouched
 from tests.functional.checkpoint.runs import calling, error_in, flags, full_disk
 from tests.support.pool import Pool
-from tests.unit.train.jobs_run import build, build_logged
+from tests.support.runs import build, build_logged
 
 
 def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:

@@ -22,7 +22,7 @@ from tests.functional.checkpoint.runs import flags, train
 from tests.functional.checkpoint.test_across_layouts import same
 from tests.support.matrix import long, thinned
 from tests.support.pool import Pool
-from tests.unit.train.jobs_run import build
+from tests.support.runs import build
 
 
 @contextmanager

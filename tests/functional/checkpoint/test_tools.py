@@ -45,9 +45,9 @@ from tests.functional.checkpoint.test_across_layouts import same
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
+from tests.support.runs import build_logged
 from tests.support.shapes import shapes_of_folder
 from tests.unit.hf.test_folder_writer import HOLD
-from tests.unit.train.jobs_run import build_logged
 from tests.unit.train.test_two_folders import write_language_model
 
 

@@ -30,7 +30,7 @@ from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.runs import error_in, error_of, flags, full_disk
 from tests.functional.checkpoint.test_damage import flip
 from tests.support.pool import Pool
-from tests.unit.train.jobs_run import build, build_logged
+from tests.support.runs import build, build_logged
 
 
 def error_at_once(flags: list[str], folder: Path | None = None) -> str:

@@ -22,7 +22,7 @@ from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle, TwoTowers
 from tests.support.pool import Pool
-from tests.unit.train.jobs_run import Arrays, LiveBytes, MakeFlags, build, stored
+from tests.support.runs import Arrays, LiveBytes, MakeFlags, build, stored
 
 Pools = Callable[[int], Pool]
 SAMPLES = {"many": 7, "one": 1}

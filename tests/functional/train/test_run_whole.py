@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.stages import EncoderModel, TextModel
+from tests.support import runs as jobs
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.pool import Pool
-from tests.unit.train import jobs_run as jobs
-from tests.unit.train.jobs_run import Arrays, LiveBytes, MakeFlags, build, stored
+from tests.support.runs import Arrays, LiveBytes, MakeFlags, build, stored
 
 
 def encoder_activations(flags: list[str]) -> tuple[int, int]:

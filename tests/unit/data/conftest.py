@@ -16,8 +16,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record, Turn
 from tests.support import items
+from tests.support.runs import MakeFlags
 from tests.unit.train.conftest import make_flags, small_data, small_model  # noqa: F401  # fixtures
-from tests.unit.train.jobs_run import MakeFlags
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"

@@ -28,8 +28,8 @@ from megatron_hetero.models.items.pictures import ImageSize
 from tests.support.folders import write_data
 from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
+from tests.support.runs import MakeFlags, build, error_of
 from tests.unit.data.packs import SHAPE, by_rank
-from tests.unit.train.jobs_run import MakeFlags, build, error_of
 
 Pools = Callable[[int], Pool]
 BUDGET = "--train.tokens_per_micro_batch 200 --data.max_seq_length 200"

@@ -15,10 +15,10 @@ from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Annotations
 from megatron_hetero.data.validation import item_fields
 from tests.support import clips
+from tests.support import runs as jobs
 from tests.support.folders import write_data
 from tests.support.pool import Pool
-from tests.unit.train import jobs_run as jobs
-from tests.unit.train.jobs_run import MakeFlags
+from tests.support.runs import MakeFlags
 
 Pools = Callable[[int], Pool]
 COUNTS = (3, 2, 0, 1)

@@ -16,13 +16,13 @@ import torch
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.job import BatchShape
 from megatron_hetero.models.items.types import Item
+from tests.support import runs as jobs
 from tests.support.folders import write_data
 from tests.support.items import IMAGE
 from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
+from tests.support.runs import MakeFlags, build
 from tests.unit.data.packs import by_rank
-from tests.unit.train import jobs_run as jobs
-from tests.unit.train.jobs_run import MakeFlags, build
 
 Pools = Callable[[int], Pool]
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from megatron_hetero.train.log import MetricsWriter
 from tests.support.folders import write_data
 from tests.support.pool import Pool
-from tests.unit.train.jobs_run import MakeFlags, build_logged, stored
+from tests.support.runs import MakeFlags, build_logged, stored
 from tests.unit.train.test_gradients_run import write_long
 from tests.unit.train.test_metrics import metrics
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.unit.train.jobs_run import MakeFlags
+from tests.support.runs import MakeFlags
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from megatron_hetero.step.buffers import WeightGathers
 from megatron_hetero.train.trainer import Trainer
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.ranks import on_ranks
-from tests.unit.train.jobs_run import MakeFlags, build, stored
+from tests.support.runs import MakeFlags, build, stored
 
 COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_gather_object", "broadcast")
 

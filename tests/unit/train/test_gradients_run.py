@@ -27,13 +27,13 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.buffers import BucketSums
 from megatron_hetero.step.gradients import GradientSummary, clip_factor
 from megatron_hetero.train.trainer import Trainer
+from tests.support import runs as jobs
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
-from tests.unit.train import jobs_run as jobs
-from tests.unit.train.jobs_run import MakeFlags
+from tests.support.runs import MakeFlags
 
 Pools = Callable[[int], Pool]
 LAYOUTS = [

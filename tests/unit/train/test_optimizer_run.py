@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.step.number_formats import upper_half
+from tests.support import runs as jobs
 from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
-from tests.unit.train import jobs_run as jobs
-from tests.unit.train.jobs_run import MakeFlags
+from tests.support.runs import MakeFlags
 
 Pools = Callable[[int], Pool]
 LAYOUTS = [("sp:2,dp:2", "tp:4"), ("dp:4", "tp:2,dp:2")]

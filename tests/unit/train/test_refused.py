@@ -10,7 +10,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.job import JobSpec
 from tests.support.folders import ModelChoice, write_model
-from tests.unit.train.jobs_run import MakeFlags
+from tests.support.runs import MakeFlags
 
 
 @pytest.mark.parametrize("batch, text, micro, message", [

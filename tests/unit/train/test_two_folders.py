@@ -23,7 +23,7 @@ from tests.functional.train.test_held_out import _mean_loss
 from tests.support.folders import CORPUS, ModelChoice, randomise, train_tokenizer, write_model
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool
-from tests.unit.train.jobs_run import MakeFlags
+from tests.support.runs import MakeFlags
 
 Pools = Callable[[int], Pool]
 PLAIN_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -24,7 +24,7 @@ train: {{iters: {iters}, global_batch_size: 24}}
 optimizer: {{name: adamw, lr: 1e-3, schedule: constant}}
 """
 ENDLESS = 1_000_000
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 
 @pytest.fixture(scope="module")
