@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from benchmarks.measuring.memory import Memory
 from benchmarks.measuring.recording import ActionWatch, LiveActivations
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.groups.platform import Platform
+from megatron_hetero.job import JobSpec
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
@@ -29,6 +30,16 @@ def run_flags(folder: Path, vision: str, text: str, samples: int) -> list[str]:
     flags += f"--train.iters 100000 --train.global_batch_size {samples} --train.micro_batch_size 1 "
     flags += f"--optimizer.lr {LEARNING_RATE} --optimizer.schedule constant --log.dir {folder}/log "
     return [*flags.split(), "--vision-parallel", vision, "--text-parallel", text]
+
+
+@dataclass(frozen=True, eq=False)
+class JobOfOneSchedule(JobSpec):
+    """A job whose steps all have the schedule `chosen`."""
+
+    chosen: Schedule
+
+    def schedule_of(self, micro_batches: int) -> Schedule:
+        return self.chosen
 
 
 class ScheduleBench:
@@ -92,4 +103,5 @@ class ScheduleBench:
     def _run(self, name: str) -> Trainer:
         self.watch.spans.clear()
         self.watch.read()
-        return replace(self.run, schedule=self._schedules[name])
+        job = {each.name: getattr(self.run.job, each.name) for each in fields(self.run.job)}
+        return replace(self.run, job=JobOfOneSchedule(**job, chosen=self._schedules[name]))

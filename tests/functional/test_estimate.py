@@ -27,8 +27,9 @@ from megatron_hetero.groups.fsdp import fsdp_groups
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.models.layers import offload as activations
-from megatron_hetero.schedule import semantics as gathering
+from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.contract import StepResult
+from megatron_hetero.step.data_parallel import Replicated
 from megatron_hetero.step.interpreter import StepExecution
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
@@ -251,7 +252,10 @@ def _bytes(tensors: Any) -> int:
 
 
 def _gradient_bytes(module: Any) -> int:
-    return sum(buffer.nbytes for buffer in module.data_parallel.buffers)
+    sharing = module.data_parallel
+    if isinstance(sharing, Replicated):
+        return sum(buffer.gradients.nbytes for buffer in sharing.memory)
+    return sum(gradients.nbytes for gradients in sharing.summed)
 
 
 def _offloaded_bytes(module: Any) -> int:
@@ -320,7 +324,7 @@ class _LiveActivations:
         parts = [part for m in run.modules for chunk in m.chunks for part in chunk.modules()]
         self.shared = [each for part in parts for group in fsdp_groups(part) for each in group.fsdp_params]
         self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
-        self.copying = mock.patch.object(activations, "Copy", partial(_CountedCopy, self))
+        self.copying = mock.patch.object(activations, "SavedStorage", partial(_CountedCopy, self))
         run.interpreter.watch = _Sampler(run.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
         run.interpreter.run = partial(self._execute, run)
 

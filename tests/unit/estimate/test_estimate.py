@@ -383,7 +383,7 @@ def test_sizes_and_ranks_are_short() -> None:
         ("--plan --plan-svg /nowhere/plan.svg", "plot /nowhere/plan.svg: found no such file or directory"),
         ("--plan --plan.image_side 0", "plan.image_side"),
         ("--plan --plan.supervised 2", "plan.supervised"),
-        ("--plan --plan.memory_gb h10", "found the text `h10` (did you mean `h100`?), expected a10, a100, a100-40,"),
+        ("--plan --plan.memory_gb h10", "found `h10` (did you mean `h100`?), expected a10, a100, a100-40,"),
         ("--plan --plan.memory_gb 0", "plan.memory_gb (--plan.memory_gb): found 0.0, expected > 0"),
         ("--plan --world-size 4 --text-parallel tp:3", "text layout `tp:3`"),
         ("--plan --world-size 1000000", "--world-size: found `1000000`"),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_hetero.schedule import semantics as gathering
+from megatron_hetero.schedule import gathering
 from megatron_hetero.step.buffers import WeightGathers
 from megatron_hetero.train.trainer import Trainer
 from tests.support.folders import ModelChoice, write_data, write_model

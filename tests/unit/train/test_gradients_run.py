@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.schedule import semantics as gathering
+from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.schedule.program import Schedule
