@@ -168,7 +168,7 @@ ON_BOTH = [
     ("exception", "1", (70, 70), ("rank 0 lost another rank", "rank 1 failed:\n")),
     ("user error", "01", (1, 1), ("error: found X\n", "error: found X\n")),
     ("death", "0", (137, 70), ("rank 0 of ", "rank 1 lost another rank")),
-    ("death", "1", (70, 137), ("rank 0 lost another rank", "rank 0 of ")),
+    ("death", "1", (70, 137), ("rank 0 lost another rank", "rank 1 of ")),
     ("user error", "1", (70, 1), ("rank 0 lost another rank", "error: found X\n")),
     ("launcher killed", "0", (-9, 70), ("", "rank 1 lost another rank")),
     ("exception", "0", (70, 70), ("rank 0 failed:\n", "rank 1 lost another rank")),
