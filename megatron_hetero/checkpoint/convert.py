@@ -21,11 +21,13 @@ from megatron_hetero.base.outputs import (
     MANIFEST,
     chosen_in,
     damaged,
+    is_ours,
     lock_of,
     name_of,
     partial_of,
     publish,
     read_manifest,
+    require_own_name,
     verify,
     whole,
     write_synced,
@@ -102,6 +104,7 @@ class OpenCheckpoint:
         if faults:
             raise damaged(folder, faults)
         record = RunRecord.read(folder)
+        require_own_name(folder, record.step, RECORD)
         return cls(folder, record, open_index(folder, manifest))
 
     def require(self, shapes: ModelShapes) -> None:
@@ -144,6 +147,7 @@ def export_checkpoint(
         UserError: the model's folders are missing or of another model, or `target` cannot be written.
     """
     require_apart(target, {"the checkpoint": checkpoint.folder, **sources.folders})
+    _require_no_checkpoints_name(target, checkpoint.folder.parent)
     require_folders(sources, checkpoint.folder)
     require_writable(target)
     folders, shapes = sources.read()
@@ -183,6 +187,13 @@ def require_apart(target: Path, others: Mapping[str, Path]) -> None:
                 because="an export replaces the whole folder",
                 fix="choose another folder",
             )
+
+
+def _require_no_checkpoints_name(target: Path, checkpoints: Path) -> None:
+    """Check that no run would take an export for a checkpoint next to it, or delete it. Raises `UserError`."""
+    if is_ours(target.name) and resolved(target.parent, "the target") == resolved(checkpoints, "the checkpoint"):
+        problem = f"the name {target.name} is reserved in a folder of checkpoints"
+        raise UserError.at(target, problem=problem, fix=f"try {target.with_name('export')}")
 
 
 def require_folders(sources: ModelSources, checkpoint: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.base.files import read_text
 from megatron_hetero.base.lock import Lock
-from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, unwritable, whole
+from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, require_own_name, unwritable, whole
 from megatron_hetero.checkpoint.contents import read, written
 from megatron_hetero.checkpoint.index import (
     BUFFERS,
@@ -119,6 +119,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     manifest = verified(chosen, (INDEX, RECORD), group)
     index = on_first(group, lambda: open_index(chosen, manifest))
     record = on_first(group, lambda: json.loads(read_text(chosen / RECORD)))
+    on_first(group, lambda: require_own_name(chosen, record["step"], RECORD))
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
     own = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
     own |= {(entry := _entry(*each)).key: entry.size for each in buffers}

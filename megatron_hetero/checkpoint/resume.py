@@ -24,6 +24,7 @@ from megatron_hetero.base.outputs import (
     unwritable,
     wait_for,
     whole,
+    without_manifest,
 )
 from megatron_hetero.checkpoint.record import RunRecord, dataset_records, plain
 from megatron_hetero.checkpoint.sources import ModelSources, hashes
@@ -93,6 +94,7 @@ def choose(config: CheckpointConfig, again: bool = False) -> tuple[Path | None, 
         _require_checkpoint(chosen)
     elif resume == "auto" and folder is not None:
         notes += [f"{path} is unfinished, ignored" for path in unfinished(folder)]
+        notes += [f"{path} has no manifest, ignored" for path in without_manifest(folder)]
         chosen = next(reversed(whole(folder).values()), None)
     if folder is not None:
         _require_room(folder, chosen)

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from megatron_hetero.base.errors import listed
+from megatron_hetero.base.outputs import require_own_name
 from megatron_hetero.checkpoint.contents import random_entries, read, written
 from megatron_hetero.checkpoint.index import INDEX, Entry, index_shapes, open_index
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
@@ -85,6 +86,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     manifest = verified(checkpoint, (INDEX, RECORD), group, working)
     rank, ranks = state.topology.rank, state.topology.world_size
     record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
+    on_first(group, lambda: require_own_name(checkpoint, record.step, RECORD))
     on_first(group, lambda: record.require_resumable(new, allowed, checkpoint))
     on_first(group, lambda: record.require_steps(new, checkpoint))
     index = on_first(group, lambda: open_index(checkpoint, manifest), working)

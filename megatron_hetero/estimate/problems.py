@@ -195,7 +195,7 @@ def _passes(estimate: Estimate, name: str) -> int:
 
 
 def _whole_images(estimate: Estimate, name: str, layout: Layout) -> str:
-    """How to assign whole images to ranks instead."""
+    """Advice to assign whole images to ranks."""
     replicas, images = layout.ways("tokens", "samples"), sum(map(len, estimate.assumed.assigned(name)))
     whole = replace(layout, **dict.fromkeys(axes_of("tokens"), 1), dp=replicas)
     flag = f"--{name}-parallel {whole.short(estimate.world_size)}"
@@ -256,7 +256,7 @@ def _encoder_is_slower(estimate: Estimate) -> bool:
 
 
 def _against_bubble(estimate: Estimate) -> str:
-    """How to shorten the bubble of the text module's pipeline."""
+    """Advice that shortens the bubble of the text module's pipeline."""
     layout, config, text = estimate.layouts[TEXT], estimate.config, estimate.schedule.text
     if layout.pp == 1:
         return f"give {TEXT} fewer ranks, or share ranks with the encoder"

@@ -380,7 +380,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _CudaTypeMeansCpu(_CudaMeansCpu):
-    """Also has `Tensor.type()` return the CUDA types that Megatron's optimizers check for."""
+    """Makes `Tensor.type()` return the CUDA types that Megatron's optimizers check for, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:

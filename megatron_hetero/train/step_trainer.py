@@ -110,7 +110,7 @@ def _move(values: np.ndarray | Tensor, platform: Platform) -> Tensor:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepTrainer:
     """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`
-    runs their stages; `planner` plans the micro-batches of a step.
+    runs their stages; `partitioner` assigns the rows of its micro-batches.
     """
 
     job: JobSpec

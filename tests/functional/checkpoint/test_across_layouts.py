@@ -25,6 +25,17 @@ DTYPES = {"": torch.float32, "--model.dtype bfloat16": torch.bfloat16}
 Pools = Callable[[int], Pool]
 
 
+def require_exact_resume(pools: Pools, tmp_path: Path, flags_of: Callable[[str], list[str]]) -> None:
+    """Train 8 steps at once and, in another folder, 4 and 4: losses and checkpoints are the same."""
+    whole, cut = flags_of("whole"), flags_of("cut")
+    untouched = pools(2).run(jobs.train, whole)[0]
+    first = pools(2).run(jobs.train, cut, None, 4)[0]
+    second = pools(2).run(jobs.train, cut, tmp_path / "copy")[0]
+    assert second["from"] == 4 and first["losses"] + second["losses"] == untouched["losses"]
+    same(tmp_path / "cut/checkpoints/step-00000004", tmp_path / "copy/step-00000004", but="random/")
+    same(*(tmp_path / run / "checkpoints/step-00000008" for run in ("whole", "cut")), but="")
+
+
 def same(one: Path, other: Path, but: str) -> None:
     """Both checkpoints hold the same bits; tensors that begin with `but` are not looked at."""
     a, b = ({k: v for k, v in jobs.tensors(p).items() if not but or not k.startswith(but)} for p in (one, other))

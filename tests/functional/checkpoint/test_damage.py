@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.base.outputs import damaged, prune, read_manifest, unfinished, verify, whole
+from megatron_hetero.base.outputs import damaged, prune, read_manifest, unfinished, verify, whole, without_manifest
 from megatron_hetero.checkpoint.convert import OpenCheckpoint
 from megatron_hetero.checkpoint.index import INDEX, Entry, index_shapes, read_index
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
@@ -172,15 +172,27 @@ def test_damage_stops_every_rank(run: Path, folders: Path, pools: Pools) -> None
     assert messages[0] == messages[1] and expected in messages[0]
 
 
+def test_a_checkpoint_goes_by_the_name_of_its_step(run: Path, folders: Path, pools: Pools) -> None:
+    renamed = (run / "checkpoints/step-00000002").rename(run / "checkpoints/step-00000009")
+    message = f"{renamed}: found step 9 in the name, expected step-00000002"
+    for said in pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2")):
+        assert message in said
+    with pytest.raises(UserError, match=re.escape(message)):
+        OpenCheckpoint.open(run / "checkpoints")
+    assert OpenCheckpoint.open(renamed.rename(run / "best")).record.step == 2
+
+
 def test_what_was_never_finished_is_reported_and_skipped(run: Path, folders: Path, pools: Pools) -> None:
     folder = run / "checkpoints"
     (folder / "step-00000004/manifest.json").unlink()
     shutil.copytree(folder / "step-00000002", folder / ".step-00000007.partial")
     assert [path.name for path in unfinished(folder)] == [".step-00000007.partial"]
+    assert [path.name for path in without_manifest(folder)] == ["step-00000004"]
     resumed = pools(2).run(jobs.train, flags(folders, run, "tp:2", "tp:2"))[0]
     assert resumed["from"] == 2 and len(resumed["losses"]) == 2
     assert sum("is unfinished" in note for note in resumed["notes"]) == 1
-    assert list(whole(folder)) == [2, 4] and unfinished(folder) == ()
+    assert sum("has no manifest, ignored" in note for note in resumed["notes"]) == 1
+    assert list(whole(folder)) == [2, 4] and unfinished(folder) == without_manifest(folder) == ()
     # What was in the way may be of value to somebody.
     assert (folder / ".step-00000004.aside/run.json").is_file()
     assert (folder / "latest").read_text() == "step-00000004\n"

@@ -19,7 +19,7 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.step import number_formats, optimizer
 from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.runs import flags, train
-from tests.functional.checkpoint.test_across_layouts import same
+from tests.functional.checkpoint.test_across_layouts import require_exact_resume, same
 from tests.support.matrix import long, thinned
 from tests.support.pool import Pool
 from tests.support.runs import build
@@ -155,13 +155,7 @@ def test_split_masters_are_those_in_fp32_in_one_pass_too(
 @pytest.mark.parametrize("name", thinned(SETTINGS, 3))
 def test_a_resume_is_exact(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {SETTINGS[name]}"
-    whole, cut = (flags(folders, tmp_path / run, "sp:2", "tp:2", more) for run in ("whole", "cut"))
-    untouched = pools(2).run(jobs.train, whole)[0]
-    first = pools(2).run(jobs.train, cut, None, 4)[0]
-    second = pools(2).run(jobs.train, cut, tmp_path / "copy")[0]
-    assert second["from"] == 4 and first["losses"] + second["losses"] == untouched["losses"]
-    same(tmp_path / "cut/checkpoints/step-00000004", tmp_path / "copy/step-00000004", but="random/")
-    same(*(tmp_path / run / "checkpoints/step-00000008" for run in ("whole", "cut")), but="")
+    require_exact_resume(pools, tmp_path, lambda run: flags(folders, tmp_path / run, "sp:2", "tp:2", more))
 
 
 def _require_close(key: str, value: torch.Tensor, before: torch.Tensor, setting: str) -> None:

@@ -377,6 +377,19 @@ def test_a_recorded_optimizer_is_one_of_ours(untouched: Untouched, tmp_path: Pat
     refused(capsys, exported(checkpoint, tmp_path / "export"), "optimizer.name cannot be 'twice'")
 
 
+@pytest.mark.parametrize("name", ["step-00000099", ".step-00000001.partial", "latest"])
+def test_an_export_is_not_named_as_a_checkpoint(
+    name: str, untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    checkpoints = shutil.copytree(untouched.folder / "checkpoints", tmp_path / "checkpoints")
+    before = bytes_of(checkpoints)
+    if not (checkpoints / name).exists():
+        assert exported(checkpoints, checkpoints / name) == 1
+        assert f"the name {name} is reserved" in capsys.readouterr().err
+    assert bytes_of(checkpoints) == before
+    assert exported(checkpoints, checkpoints / "export") == 0
+
+
 def test_two_imports_do_not_mix(folders: Path, tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "imported" / UNTRAINED
     target.parent.mkdir()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.runs import flags
-from tests.functional.checkpoint.test_across_layouts import same
+from tests.functional.checkpoint.test_across_layouts import require_exact_resume
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 
@@ -48,13 +48,7 @@ def test_training_is_the_same_bit_by_bit(stages: str, more: str, folders: Path, 
 @pytest.mark.parametrize("more", thinned([f"{zero(3, 3)} {SMALL}", f"{zero(3, 2)} {HOST}"], 2))
 def test_a_resume_is_exact(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {more}"
-    whole, cut = (flags(folders, tmp_path / run, "sp:2", "dp:2", more) for run in ("whole", "cut"))
-    untouched = pools(2).run(jobs.train, whole)[0]
-    first = pools(2).run(jobs.train, cut, None, 4)[0]
-    second = pools(2).run(jobs.train, cut, tmp_path / "copy")[0]
-    assert second["from"] == 4 and first["losses"] + second["losses"] == untouched["losses"]
-    same(tmp_path / "cut/checkpoints/step-00000004", tmp_path / "copy/step-00000004", but="random/")
-    same(*(tmp_path / run / "checkpoints/step-00000008" for run in ("whole", "cut")), but="")
+    require_exact_resume(pools, tmp_path, lambda run: flags(folders, tmp_path / run, "sp:2", "dp:2", more))
 
 
 @pytest.mark.long

@@ -295,9 +295,12 @@ def test_a_checkpoint_that_is_named_must_be_there(tmp_path: Path) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.copytree(path, tmp_path / "best")
+        path.rename(path.with_name("step-00000004"))
     dist.barrier()
     loaded = load_checkpoint(tmp_path / "best", optimizer)
     assert loaded is not None and loaded.step == 3
+    with pytest.raises(UserError, match=r"found step 4 in the name, expected step-00000003, as in its modules\.json"):
+        load_checkpoint(tmp_path / "of run", optimizer)
     assert load_checkpoint(tmp_path, optimizer) is None
 
 
