@@ -310,7 +310,7 @@ UNFIT = {
 SAID = st.lists(st.sampled_from(["a", " ", "\n", "</think>", "<think>\n", "assistant\n", "é"]), min_size=1, max_size=3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("name", FITTING)
 @given(texts=st.lists(SAID.map("".join), min_size=1, max_size=4), system=st.none() | st.just("Look."))
 def test_answers_are_where_prompts_end(
