@@ -258,12 +258,15 @@ def rank(number, ranks, port, does):
     os._exit(0)
 
 def run(*does):
-    server, children = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), []
+    # The ranks are forked before the store has a thread: a lock that it holds at that moment would stay locked.
+    (reads, writes), children = os.pipe(), []
     for number, what in enumerate(does):
         child = os.fork()
         if child == 0:
-            rank(number, len(does), server.port, what)
+            rank(number, len(does), int(os.read(reads, 5)), what)
         children.append(child)
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    os.write(writes, b"%5d" % server.port * len(does))
     ended = [child for child, what in zip(children, does) if "stops" not in what]
     print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ended), flush=True)
     for child in set(children) - set(ended):
