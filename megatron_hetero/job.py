@@ -80,27 +80,6 @@ class Budget:
     patches: int | None = None
 
 
-class HasJob:
-    """Gives attributes of `job`."""
-
-    job: JobSpec
-
-    @property
-    def config(self) -> Config:
-        """The job's configuration."""
-        return self.job.config
-
-    @property
-    def shapes(self) -> ModelShapes:
-        """Shapes of the job's modules."""
-        return self.job.shapes
-
-    @property
-    def batch(self) -> BatchShape:
-        """Samples of a step, see `JobSpec`."""
-        return self.job.batch
-
-
 @dataclass(frozen=True, eq=False)
 class JobSpec:
     """A configuration in a world of ranks.

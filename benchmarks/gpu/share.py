@@ -77,7 +77,7 @@ def measure(record: Record, folder: Path, model: str, *, small: bool) -> None:
     if platform.is_cuda:
         torch.cuda.set_device(platform.device)
     dist.init_process_group(platform.backend, store=dist.HashStore(), rank=RANK, world_size=layout.world)
-    rank = RankOnDevice.build(plan.config, platform)
+    rank = RankOnDevice.build(plan.job.config, platform)
     record.put("planned GB", dict(zip(KINDS, (plan.memory[RANK] / 1e9).tolist(), strict=True)))
     _measure_steps(record, rank, plan)
     _trace(record, rank)
@@ -101,8 +101,8 @@ def _that_fits(
     record.put("layout", {
         "model": place.name, "layout": str(layout), "rank": RANK, "micro-batches": MICRO_BATCHES,
         "tokens of a pack": sample.tokens,
-        "patches of its image": sum(plan.shapes.vision.sequences(sample.sizes["vision"][0])),
-        "dtype": plan.config.model.dtype, "device GB": None if device == float("inf") else device / 1e9,
+        "patches of its image": sum(plan.job.shapes.vision.sequences(sample.sizes["vision"][0])),
+        "dtype": plan.job.config.model.dtype, "device GB": None if device == float("inf") else device / 1e9,
     })  # fmt: skip
     record.put("does not fit", too_large)
     return layout, plan

@@ -50,7 +50,7 @@ def assumed_step(trainer: StepTrainer) -> StepBatch:
     """A step of `trainer`, on the host."""
     partitioner, layouts = trainer.partitioner, trainer.topology.layouts
     assumed = AssumedBatch.of(trainer.job)
-    shape, batch = _pack_shape(assumed), assumed.batch
+    shape, batch = _pack_shape(assumed), assumed.job.batch
     shares = partitioner.step_shares([[shape] * batch.replicas] * batch.micro_batches)
     pack = _pack(assumed) if partitioner.rank in layouts[TEXT] else None
     samples = batch.step_samples
@@ -65,7 +65,7 @@ def assumed_step(trainer: StepTrainer) -> StepBatch:
 
 
 def _pack_shape(assumed: AssumedBatch) -> PackShape:
-    samples = assumed.batch.samples
+    samples = assumed.job.batch.samples
     return PackShape(
         assumed.lengths,
         tuple(
@@ -76,7 +76,7 @@ def _pack_shape(assumed: AssumedBatch) -> PackShape:
 
 
 def _pack(assumed: AssumedBatch) -> PackedBatch:
-    samples, tokens, supervised = assumed.batch.samples, assumed.sample.tokens, assumed.sample.supervised
+    samples, tokens, supervised = assumed.job.batch.samples, assumed.sample.tokens, assumed.sample.supervised
     ids = np.arange(samples * tokens) % TOKENS
     labels = np.full((samples, tokens), IGNORED, np.int64)
     answers = slice(tokens - 1 - supervised, tokens - 1)

@@ -23,8 +23,7 @@ which concatenates their gradients.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
@@ -44,7 +43,7 @@ from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.offload import OffloadSizes, offloaded_layers
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.program import Module, Role, Schedule, StageId
+from megatron_hetero.schedule.program import Role, Schedule
 
 
 @dataclass(frozen=True)
@@ -68,23 +67,10 @@ class StageBytes:
     message: int = 0
 
 
-@dataclass(frozen=True)
-class PartMemory:
-    """Bytes of one part of a stage. `saved`: from its forward pass on; `stays`: the share of it that is never
-    offloaded. `again`: recomputed activations during its backward pass. `forward`, `backward`: workspace.
-    """
-
-    saved: int
-    stays: int = 0
-    again: int = 0
-    forward: int = 0
-    backward: int = 0
-
-
 def combined(
-    layers: Sequence[Sequence[PartMemory]],
-    before: Sequence[PartMemory] = (),
-    after: Sequence[PartMemory] = (),
+    layers: Sequence[Sequence[PartBytes]],
+    before: Sequence[PartBytes] = (),
+    after: Sequence[PartBytes] = (),
     offload: OffloadSizes | None = None,
 ) -> StageBytes:
     """Combine the parts of a stage: of each layer, and `before` and `after` all layers, which are never offloaded.
@@ -95,7 +81,7 @@ def combined(
     moved = offloaded_layers(len(layers)) if offload else 0
     parts = [*before, *chain(*layers), *after]
     saved = [0, *accumulate(part.saved for part in parts)]
-    stays = [0, *accumulate(part.stays for part in parts)]
+    stays = [0, *accumulate([*(part.saved for part in before), *(part.stays for part in parts[len(before) :])])]
     kept = stays[starts[moved]] + saved[-1] - saved[starts[moved]]
     # How many parts are on the host when each one runs.
     away = [0] * len(before)
@@ -121,12 +107,12 @@ def stage_bytes(
     shape, itemsize = module.shape, module.dtype.itemsize
     message, sizes = itemsize * shard.local * shape.hidden, OffloadSizes.of(module.gpu)
     whole = stage.first + module.recompute.whole_layers(len(stage.layers)) * module.trains
-    layers = [_layer(module, number, shard, sizes.least, whole=number < whole) for number in stage.layers]
+    layers = [_layer(module, number, shard, whole=number < whole) for number in stage.layers]
     for one, following in pairwise(layers):
         if len(one) > 1 and module.trains:  # A merger's input is the input of the next layer, saved once.
             following[0] = replace(following[0], saved=following[0].saved - message)
-    before = [_part(measure(module, FIRST, shard))] if stage.is_first else []
-    after = [_part(measure(module, LAST, shard))] if stage.is_last else []
+    before = [measure(module, FIRST, shard)] if stage.is_first else []
+    after = [measure(module, LAST, shard)] if stage.is_last else []
     if not stage.is_last:  # The gradient of the output is received.
         last = layers[-1][-1]
         layers[-1][-1] = replace(last, forward=last.forward - message, backward=last.backward - message)
@@ -141,33 +127,25 @@ def stage_bytes(
     return replace(found, saved=found.saved + table + held, left=left, rows=rows, message=message)
 
 
-def _layer(module: MeasuredModule, number: int, shard: SequenceShard, least: int, *, whole: bool) -> list[PartMemory]:
-    """A layer, and the merger of its output, if any. `least`: the smallest offloaded tensor, in bytes. `whole`: whether
-    the layer is fully recomputed.
-    """
-    found = measure(module, ModulePart("layer", number), shard)
-    layer = _part(found, least)
+def _layer(module: MeasuredModule, number: int, shard: SequenceShard, *, whole: bool) -> list[PartBytes]:
+    """A layer, and the merger of its output, if any. `whole`: whether the layer is fully recomputed."""
+    layer = measure(module, ModulePart("layer", number), shard)
+    passed = layer.passed
     if whole:
         # The recomputed output lives until the backward pass has ended.
-        work = max(found.forward, found.backward) + found.passed
-        layer = PartMemory(found.passed, 0, layer.saved - found.passed, layer.forward, work)
+        work = max(layer.forward, layer.backward + passed)
+        layer = replace(layer, saved=passed, stays=0, again=layer.saved - passed, backward=work)
     if not is_merged(module, number):
         return [layer]
-    return [layer, _part(measure(module, ModulePart("merger", number), shard), least, beside=found.passed)]
-
-
-def _part(found: PartBytes, least: float = math.inf, beside: int = 0) -> PartMemory:
-    """Memory of a part. Tensors below `least` bytes stay on the device. `beside`: further bytes while it runs."""
-    kept = (*found.saved, found.given)
-    stays = sum(size for size in kept if size < least)
-    return PartMemory(sum(kept), stays, 0, found.forward + found.passed + beside, found.backward + beside)
+    merger = measure(module, ModulePart("merger", number), shard)
+    return [layer, replace(merger, forward=merger.forward + passed, backward=merger.backward + passed)]
 
 
 @dataclass(frozen=True)
 class RankBytes:
     """Bytes of one rank: `stages`, by module, stage and number of micro-batches in a call; `held`, `needed`, by edge
     and micro-batch, of the rows that it encodes and that it receives. Idle stages and edges are missing. `outputs`:
-    number of encoder outputs per edge. `calls`: by encoder, the micro-batches of each call.
+    number of encoder outputs per edge. `calls`: by module, the micro-batches of each call.
     """
 
     stages: Mapping[tuple[str, int, int], StageBytes]
@@ -179,7 +157,7 @@ class RankBytes:
 
 def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tuple[int, int, int]:
     """Peak bytes of activations on a rank of `role`, of workspace above it, and of activations on the host."""
-    ledger = _Ledger(schedule, role, of_rank)
+    ledger = _Ledger(schedule, of_rank)
     for action in role.actions:
         ledger.execute(action)
     return ledger.peak, ledger.busiest - ledger.peak, ledger.host_peak
@@ -188,20 +166,12 @@ def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tupl
 class _Ledger:
     """Live allocations, by name."""
 
-    def __init__(self, schedule: Schedule, role: Role, of_rank: RankBytes):
-        self.schedule, self.role, self.of_rank = schedule, role, of_rank
+    def __init__(self, schedule: Schedule, of_rank: RankBytes):
+        self.schedule, self.of_rank = schedule, of_rank
         self.calls = {(name, m): call for name, calls in of_rank.calls.items() for call in calls for m in call}
         self.live: dict[object, int] = {}
         self.total = self.peak = self.busiest = 0
         self.on_host = self.host_peak = 0
-        self._handlers: dict[str, Callable[[Action], None]] = {
-            "run": self._run, "irecv": self._irecv, "start": self._start, "finish": self._finish,
-        }  # fmt: skip
-
-    def execute(self, action: Action) -> None:
-        """Account for one action."""
-        if handler := self._handlers.get(action.op):
-            handler(action)
 
     def _make(self, name: object, size: int) -> None:
         self.live[name] = size
@@ -221,96 +191,87 @@ class _Ledger:
         self.on_host += size
         self.host_peak = max(self.host_peak, self.on_host)
 
-    def _irecv(self, action: Action) -> None:
-        assert action.stage is not None, "transfers and work have a stage"
-        if stage := self.of_rank.stages.get((action.module, action.stage, 1)):
-            self._make(("arriving", action.kind, action.module, action.stage, action.micro_batch), stage.message)
+    def execute(self, action: Action) -> None:
+        """Account for one action."""
+        m, stages = action.micro_batch, self.of_rank.stages
+        match action.op, action.kind:
+            case "irecv", kind:
+                if stage := stages.get((action.module, action.own_stage, 1)):
+                    self._make(("arriving", kind, action.module, action.own_stage, m), stage.message)
+            case "run", kind:
+                call = self.calls[action.module, m]
+                stage = stages.get((action.module, action.own_stage, len(call)))
+                if stage is not None and m == call[-1 if kind == "B" else 0]:
+                    (self._backward if kind == "B" else self._forward)(action, stage, call)
+            case "start", "F":
+                if action.edge in self.of_rank.needed:
+                    self._make(("rows", action.edge, m), self.of_rank.needed[action.edge][m])
+            case "start", _:
+                self._end(("rows", action.edge, m))
+                if action.edge in self.of_rank.held:
+                    self._make(("returned", action.edge, m), self.of_rank.held[action.edge][m])
+            case "finish", "F":
+                self._finish(action)
+            case "finish", _:
+                self._end(("leaving", action.edge, m))
 
-    def _run(self, action: Action) -> None:
-        assert action.stage is not None, "transfers and work have a stage"
-        call = self._call(action)
-        stage = self.of_rank.stages.get((action.module, action.stage, len(call)))
-        if stage is None or action.micro_batch != call[-1 if action.kind == "B" else 0]:
-            return
-        key = action.module, action.stage, call[0]
-        if action.kind == "B":
-            if len(call) > 1:
-                self._work(sum(self.of_rank.held[edge][m] for edge in self._leaving(action) for m in call))
-            self._make(("again", *key), stage.again)
-            self._work(stage.backward)
-            for what in ("again", "kept", "left"):
-                self._end((what, *key))
-            self._move(-stage.host)
-            self._end(("arriving", "B", *key))
-            for edge in self._leaving(action):
-                self._end(("encoded", edge, call[0]))
-                for m in call:
-                    self._end(("returned", edge, m))
-            for edge in self._entering(action):
-                if self.schedule.module[edge.source].backward:
-                    needed = self.of_rank.needed[edge][action.micro_batch]
-                    self._make(("leaving", edge, action.micro_batch), needed)
-            return
-        if self._is_first_text(action):
+    def _finish(self, action: Action) -> None:
+        edge, m, module = action.edge, action.micro_batch, self.schedule.module[action.module]
+        text = self.of_rank.stages.get((self.schedule.text.name, 0, 1))
+        enters_first = self.schedule.stages_of(edge)[1] == 0
+        if text is not None and enters_first and ("embedded", m) not in self.live:
+            self._make(("embedded", m), text.message)
+        call = self.calls[action.module, m]
+        if (not module.backward or module.recomputes) and m == call[-1]:
+            # No backward pass needs the rows, which those of a call share.
+            self._end(("encoded", edge, call[0]))
+
+    def _forward(self, action: Action, stage: StageBytes, call: range) -> None:
+        key, module = (action.module, action.own_stage, call[0]), self.schedule.module[action.module]
+        if action.module == self.schedule.text.name and action.stage == 0:
             self._end(("embedded", action.micro_batch))
         self._end(("arriving", action.kind, *key))
-        module = self.schedule.module[action.module]
-        keeps = module.backward and (action.kind == "R" or not module.recomputes)
-        self._make(("kept", *key), stage.saved * keeps)
-        self._make("passing", stage.passing * keeps)
+        saves = module.backward and (action.kind == "R" or not module.recomputes)
+        self._make(("saved", *key), stage.saved * saves)
+        self._make("passing", stage.passing * saves)
         self._end("passing")
-        self._move(stage.host * keeps)
-        self._make(("left", *key), stage.left * (keeps or action.kind == "F"))
+        self._move(stage.host * saves)
+        sends = saves or action.kind == "F"
+        self._make(("left", *key), stage.left * sends)
         for edge in self._leaving(action):
-            rows = stage.rows * self.of_rank.outputs[edge]
-            self._make(("encoded", edge, action.micro_batch), rows * (keeps or action.kind == "F"))
+            self._make(("encoded", edge, action.micro_batch), stage.rows * self.of_rank.outputs[edge] * sends)
         self._work(stage.forward)
         for edge in self._entering(action):
             if not (module.backward and self.schedule.module[edge.source].backward):
                 self._end(("rows", edge, action.micro_batch))
-        if not keeps:
+        if not saves:
             self._end(("left", *key))
 
-    def _call(self, work: Action) -> range:
-        """The micro-batches of the call that `work` belongs to."""
-        return self.calls.get((work.module, work.micro_batch), range(work.micro_batch, work.micro_batch + 1))
-
-    def _is_first_text(self, action: Action) -> bool:
-        return action.module == self.schedule.text.name and action.stage == 0
+    def _backward(self, action: Action, stage: StageBytes, call: range) -> None:
+        key = action.module, action.own_stage, call[0]
+        if len(call) > 1:
+            self._work(sum(self.of_rank.held[edge][m] for edge in self._leaving(action) for m in call))
+        self._make(("again", *key), stage.again)
+        self._work(stage.backward)
+        for what in ("again", "saved", "left"):
+            self._end((what, *key))
+        self._move(-stage.host)
+        self._end(("arriving", "B", *key))
+        for edge in self._leaving(action):
+            self._end(("encoded", edge, call[0]))
+            for m in call:
+                self._end(("returned", edge, m))
+        for edge in self._entering(action):
+            if self.schedule.module[edge.source].backward:
+                needed = self.of_rank.needed[edge][action.micro_batch]
+                self._make(("leaving", edge, action.micro_batch), needed)
 
     def _leaving(self, work: Action) -> list[Edge]:
         """Edges along which rows of a stage leave this rank."""
-        return [edge for edge in self.schedule.leaving.get(_stage(work), ()) if edge in self.of_rank.held]
+        edges = self.schedule.leaving.get((work.module, work.own_stage), ())
+        return [edge for edge in edges if edge in self.of_rank.held]
 
     def _entering(self, work: Action) -> list[Edge]:
         """Edges along which rows enter a stage on this rank."""
-        return [edge for edge in self.schedule.entering.get(_stage(work), ()) if edge in self.of_rank.needed]
-
-    def _start(self, action: Action) -> None:
-        edge, name = action.edge, (action.edge, action.micro_batch)
-        arriving, kind = (self.of_rank.needed, "rows") if action.kind == "F" else (self.of_rank.held, "returned")
-        if action.kind == "B":
-            self._end(("rows", *name))
-        if edge in arriving:
-            self._make((kind, *name), arriving[edge][action.micro_batch])
-
-    def _finish(self, action: Action) -> None:
-        if action.kind == "B":
-            self._end(("leaving", action.edge, action.micro_batch))
-            return
-        text = self.of_rank.stages.get((self.schedule.text.name, 0, 1))
-        enters_first = self.schedule.stages_of(action.edge)[1] == 0
-        if text is not None and enters_first and ("embedded", action.micro_batch) not in self.live:
-            self._make(("embedded", action.micro_batch), text.message)
-        self._let_go(self.schedule.module[action.module], action)
-
-    def _let_go(self, module: Module, crossing: Action) -> None:
-        """Free sent rows that no backward pass needs, those of a call at once."""
-        call = self._call(crossing)
-        if (not module.backward or module.recomputes) and crossing.micro_batch == call[-1]:
-            self._end(("encoded", crossing.edge, call[0]))
-
-
-def _stage(work: Action) -> StageId:
-    assert work.stage is not None, "work has a stage"
-    return work.module, work.stage
+        edges = self.schedule.entering.get((work.module, work.own_stage), ())
+        return [edge for edge in edges if edge in self.of_rank.needed]

@@ -29,17 +29,20 @@ from megatron_hetero.estimate.shards import SequenceShard, Spans
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.platform import Platform, instead_of_compiled
 from megatron_hetero.hf.weight_map import Share
+from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.axes import MAIN, Fold
 from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.attention import AttentionParams, TorchAttention
 from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
+from megatron_hetero.models.layers.offload import OffloadSizes
 from megatron_hetero.models.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, EncoderModel, TextInput, TextModel
+from megatron_hetero.models.weights import prefix_of
 
 
 class ModulePart(NamedTuple):
@@ -86,6 +89,28 @@ class MeasuredModule:
     gpu: bool = True
     folds: tuple[Fold, ...] = ()
 
+    @classmethod
+    def of(cls, job: JobSpec, name: str, *, gpu: bool) -> MeasuredModule:
+        """A module of a job."""
+        config, layout, shape = job.config.model, job.layouts[name], job.shapes[name]
+        prefix = "" if name == TEXT else prefix_of(name, job.shapes)
+        return cls(
+            name,
+            shape,
+            layout.tp,
+            layout.sp,
+            layout.cp,
+            job.sequence_parallel[name],
+            job.dtype,
+            Recompute.of(config, name),
+            frozen=frozenset(n for n in shape.architecture.tensors if prefix + n in job.frozen.tensors),
+            trains=name == TEXT or job.frozen.trains(name),
+            parts=config.tp_overlap.get(name, 1),
+            compiled=config.compile == "layers",
+            gpu=gpu,
+            folds=layout.folds,
+        )
+
     @property
     def is_text(self) -> bool:
         """Whether it is the text module."""
@@ -97,18 +122,9 @@ def is_merged(module: MeasuredModule, layer: int) -> bool:
     return not module.is_text and layer in (at for output, at in module.shape.outputs.items() if output != ROWS)
 
 
-def is_windowed(module: MeasuredModule, layer: int) -> bool:
-    """Whether a layer attends inside windows."""
-    return module.shape.architecture.layers[layer].attention.windowed
-
-
-def first_alike(module: MeasuredModule, layer: int) -> int:
-    """The first layer with the same kind, merger and frozen tensors."""
-    return _first_alike(module)[layer]
-
-
 @lru_cache(maxsize=256)
 def _first_alike(module: MeasuredModule) -> tuple[int, ...]:
+    """For each layer, the first one with the same kind, merger and frozen tensors."""
     architecture, first = module.shape.architecture, dict[Any, int]()
     found = []
     for n, layer in enumerate(architecture.layers):
@@ -127,19 +143,17 @@ Run = Callable[[Tensor], Sequence[Tensor]]
 
 def part_of(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> tuple[Run, Tensor]:
     """The function that runs a part on a rank that works on `shard`, and its input."""
-    model, run = _built(module, part), partial
+    model = _built(module, part)
     if part == FIRST and module.is_text:
-        return run(_embed, model), _tensor(shard.padded, dtype=torch.int64)
+        return partial(_embed, model), _tensor(shard.padded, dtype=torch.int64)
     if part == FIRST:
         patches = _tensor(shard.local, module.shape.patch_elements, dtype=module.dtype)
-        return run(_embed_patches, model, shard), patches
+        return partial(_embed_patches, model, shard), patches
     hidden = _tensor(shard.local, 1, module.shape.hidden, dtype=module.dtype, requires_grad=module.trains)
-    if part == LAST:
-        return (run(_loss, model, shard) if module.is_text else run(_merge, model)), hidden
-    if part.kind == "merger":
-        return run(_merge_between, model), hidden
-    table = _tensor(2, shard.tokens, module.shape.rotary.head_dim)
-    return run(_run_layer, model, _attention(module, shard), table), hidden
+    if part.kind == "layer":
+        table = _tensor(2, shard.tokens, module.shape.rotary.head_dim)
+        return partial(_run_layer, model, _attention(module, shard), table), hidden
+    return partial(_loss, model, shard) if module.is_text else partial(_merge, model), hidden
 
 
 def _embed(model: Any, tokens: Tensor) -> list[Tensor]:
@@ -156,10 +170,6 @@ def _embed_patches(model: Any, shard: SequenceShard, patches: Tensor) -> list[Te
 
 def _run_layer(model: Any, plan: AttentionParams, table: Tensor, hidden: Tensor) -> list[Tensor]:
     return [model.layers[0](hidden, table, plan)]
-
-
-def _merge_between(model: Any, hidden: Tensor) -> list[Tensor]:
-    return [model.get_submodule(end.name)(hidden) for end in model.outputs]
 
 
 def _loss(model: Any, shard: SequenceShard, hidden: Tensor) -> list[Tensor]:
@@ -181,14 +191,15 @@ def _built(module: MeasuredModule, part: ModulePart) -> Any:
     shape, architecture = module.shape, module.shape.architecture
     degrees = {"tp": module.tp, "sp": module.sp, "cp": module.cp}
     degrees |= {axis: degree for view, of in module.folds for axis, degree in zip(view.stated, of, strict=True)}
+    views = [fold.view for fold in module.folds]
+
+    def ranks(*axes: str) -> int:
+        return math.prod(degrees.get(axis, 1) for axis in axes)
+
     ends = {FIRST: PipelineStage(0, 0, True, False), LAST: PipelineStage(shape.layers, shape.layers, False, True)}
     stage = ends[part] if part in ends else PipelineStage(part.layer, part.layer + 1, False, False)
     site = Site(
-        module_groups(
-            lambda *axes: SilentGroup(math.prod(degrees.get(axis, 1) for axis in axes)),
-            None,
-            [fold.view for fold in module.folds],
-        ),
+        module_groups(lambda *axes: SilentGroup(ranks(*axes)), None, views),
         Platform(META, "local"),
         TORCH,
         module.dtype,
@@ -200,10 +211,8 @@ def _built(module: MeasuredModule, part: ModulePart) -> Any:
         model = (TextModel if module.is_text else EncoderModel)(shape, site, stage)
     stored = {
         name: slices
-        for view in (MAIN, *(fold.view for fold in module.folds))
-        for name, slices in architecture.weight_map(
-            "", Share(0, math.prod(degrees.get(axis, 1) for axis in view.part_axes)), stage, view.name
-        ).items()
+        for view in (MAIN, *views)
+        for name, slices in architecture.weight_map("", Share(0, ranks(*view.part_axes)), stage, view.name).items()
     }
     for name, parameter in model.named_parameters():
         if stored[stage.global_name(name)][0].name in module.frozen:
@@ -257,24 +266,26 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class PartBytes:
-    """Device memory of a part. `given`: its input, where autograd saves it, else 0. `saved`: each other saved storage.
-    `passed`: its hidden output. `forward`: the most in its forward pass besides `saved` and `passed`; `backward`: in
-    its backward pass besides `saved`.
+    """Device memory of a part. `saved`: what autograd saves; `stays`: the tensors among it that are too small to be
+    offloaded. `passed`: its hidden output. `forward`: the most in its forward pass besides `saved`; `backward`: in its
+    backward pass besides `saved` and `again`, what that recomputes.
     """
 
-    given: int
-    saved: tuple[int, ...]
-    passed: int
-    forward: int
-    backward: int
+    saved: int
+    stays: int = 0
+    passed: int = 0
+    forward: int = 0
+    backward: int = 0
+    again: int = 0
 
 
 def measure(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> PartBytes:
     """Measure a part of `module` on a rank that works on `shard`, without full recomputation."""
     inside = module.recompute if module.recompute.selective else replace(module.recompute, how="none")
-    part, unused = part._replace(layer=first_alike(module, part.layer)), {"segments": (), "windows": ()}
+    part, unused = part._replace(layer=_first_alike(module)[part.layer]), {"segments": (), "windows": ()}
     if part.kind == "layer":
-        unused.pop("windows" if is_windowed(module, part.layer) else "segments")
+        windowed = module.shape.architecture.layers[part.layer].attention.windowed
+        unused.pop("windows" if windowed else "segments")
     supervised = shard.supervised * (part == LAST)
     return _measured(replace(module, recompute=inside), part, replace(shard, supervised=supervised, **unused))
 
@@ -329,22 +340,27 @@ class Memory(TorchDispatchMode):
         with self, saved_tensors_hooks(self._pack, _Saved.unpack):
             outs = run(given)
             kept = {address_of(saved.tensor) for saved in self._saved}
-            sizes = [self._sizes.get(address, 0) for address in {address_of(out) for out in outs} - kept]
+            others = sum(self._sizes.get(address, 0) for address in {address_of(out) for out in outs} - kept)
             passed = outs[0].nbytes if outs[0].dim() == 3 else 0
-            saved = tuple(sorted(self._sizes[address] for address in kept if address in self._sizes))
-            forward, self.peak = self.peak - sum(saved) - sum(sizes), self.live
+            saved = [self._sizes[address] for address in kept if address in self._sizes]
+            outside = sum(saved) + others - passed
+            forward, self.peak = self.peak - outside, self.live
             end = _Outcome.apply(*outs) if any(out.requires_grad for out in outs) else None
             del outs
             if end is not None:
                 end.backward()
-            backward = self.peak - sum(saved) - sum(sizes) + passed
+            backward = self.peak - outside
             # What outlives the backward pass is a cache shared by all layers and calls.
             del end
             given.grad = None
             forward, backward = forward - self.live, backward - self.live
         held = given.untyped_storage().nbytes()
-        is_saved = address_of(given) in kept
-        return PartBytes(held * is_saved, saved, passed, forward + held * (not is_saved), backward)
+        if address_of(given) in kept:
+            saved.append(held)
+        else:
+            forward += held
+        least = OffloadSizes.of(self.gpu).least
+        return PartBytes(sum(saved), sum(size for size in saved if size < least), passed, forward, backward)
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor.detach())

@@ -26,8 +26,7 @@ from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
 from megatron_hetero.layout.pipeline import LAYERS, PipelineStage
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes, weight_map
-from megatron_hetero.schedule.gathering import GatherSpan, rows_of_share, shares_weights, span_of
-from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.gathering import GatherSpan, rows_of_share, shares_weights
 from megatron_hetero.step.number_formats import BLOCK, batch_elements
 
 _MASTER = {"float32": 4, "split": 2, "none": 0}
@@ -172,16 +171,6 @@ class GatheredBytes:
 
     stays: int = 0
     running: int = 0
-
-
-def gathered_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range]) -> GatherSpan:
-    """How long a module's gathered weights stay. `calls`: micro-batches of an encoder's calls; with one call per turn,
-    weights need not stay for a next one.
-    """
-    span = span_of(schedule.module[name], zero)
-    turns = [turn for turn in (*schedule.waves, *schedule.returned) if turn]
-    once = all(any(call[0] <= turn[0] and turn[-1] <= call[-1] for call in calls) for turn in turns)
-    return "run" if span == "wave" and once else span
 
 
 def gathered_bytes(

@@ -29,13 +29,13 @@ def draw_estimate(estimate: Estimate, file: Path) -> None:
     rows = _shown(timelines_of(estimate.simulation))
     scaled = {_short(label): [_scaled(span) for span in spans] for label, spans in rows.items()}
     colours = colours_of([scaled])
-    modules = len(estimate.layouts)
+    modules = len(estimate.job.layouts)
     figure = new_figure((15, 1.6 + 0.95 * modules + 0.36 * max(2, len(scaled))))
     ratios = [0.95 * modules, 0.36 * max(2, len(scaled))]
     top, bottom = figure.subplots(2, 1, gridspec_kw={"height_ratios": ratios})
     _draw_topology(top, estimate, colours)
     idle = f"ranks wait {estimate.simulation.mean_bubble:.0%} of it on average"
-    draw_panel(bottom, f"One step of {estimate.batch.micro_batches} micro-batches; {idle}", scaled, colours)
+    draw_panel(bottom, f"One step of {estimate.job.batch.micro_batches} micro-batches; {idle}", scaled, colours)
     bottom.set_xlabel("TFLOP of a rank: work takes as long as it has operations")
     draw_legend(figure, [scaled], colours)
     write_plot(figure, file)
@@ -63,7 +63,8 @@ def _scaled(span: Span) -> Span:
 
 
 def _draw_topology(axis: Axes, estimate: Estimate, colours: Mapping[str, str]) -> None:
-    for at, (name, layout) in enumerate(estimate.layouts.items()):
+    layouts = estimate.job.layouts
+    for at, (name, layout) in enumerate(layouts.items()):
         for stage in range(layout.pp):
             ranks = layout.stage(stage).ranks
             for first, last in _runs(ranks):
@@ -71,7 +72,7 @@ def _draw_topology(axis: Axes, estimate: Estimate, colours: Mapping[str, str]) -
                 texts = _texts(estimate, name, layout, stage) if whole else [f"pp {stage}"]
                 _draw_block(axis, at, first, last, colours[name], texts, estimate.world_size)
             _draw_replicas(axis, at, layout, ranks)
-    labels = [f"{name}\n{layout.degrees_text}\n{shortened(layout.ranks)}" for name, layout in estimate.layouts.items()]
+    labels = [f"{name}\n{layout.degrees_text}\n{shortened(layout.ranks)}" for name, layout in layouts.items()]
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylim(len(labels) - 0.5, -0.5)
     margin = 0.002 * estimate.world_size  # so that edges are not cut off
@@ -92,7 +93,7 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 def _texts(estimate: Estimate, name: str, layout: Layout, stage: int) -> list[str]:
     """Candidate labels of a block, longest first."""
-    held = stages_of_rank(estimate.stages[name], stage, layout.pp)
+    held = stages_of_rank(estimate.job.stages[name], stage, layout.pp)
     layers = ", ".join(str(s).removeprefix("layers ") for s in held)
     axes = " x ".join(f"{axis}:{n}" for axis, n in layout.degrees.items() if n > 1 and axis != "pp") or "one rank"
     parameters = f"{estimate.parameters[name, stage].parameters / 1e6:,.1f} M parameters each"

@@ -49,7 +49,7 @@ _RECOMPUTE = "--schedule.kind recompute with no schedule.waves"
 
 
 def _memory(estimate: Estimate) -> Iterator[Problem]:
-    limit = estimate.config.plan.memory_bytes
+    limit = estimate.job.config.plan.memory_bytes
     if limit is None:
         return
     over = np.flatnonzero(estimate.totals > limit)
@@ -57,7 +57,7 @@ def _memory(estimate: Estimate) -> Iterator[Problem]:
         return
     worst = int(estimate.totals.argmax())
     kind = KINDS[int(estimate.memory[worst].argmax())]
-    role = estimate.schedule.roles[estimate.schedule.role_index[worst]]
+    role = estimate.job.schedule.roles[estimate.job.schedule.role_index[worst]]
     needed, allowance = _gb(estimate.totals[worst]), _gb(estimate.allowance[worst].sum())
     yield Problem(
         f"a GPU's memory (plan.memory_gb), {_memory_text(estimate, limit)}, is not enough for "
@@ -68,7 +68,7 @@ def _memory(estimate: Estimate) -> Iterator[Problem]:
 
 
 def _memory_text(estimate: Estimate, limit: int) -> str:
-    chosen = estimate.config.plan.memory_gb
+    chosen = estimate.job.config.plan.memory_gb
     return f"{limit / 1e9:.1f} GB of {chosen}" if isinstance(chosen, str) else f"{chosen:g} GB"
 
 
@@ -92,7 +92,7 @@ def _against_memory(estimate: Estimate, limit: int, modules: tuple[str, ...]) ->
         larger = found.larger
         flags = f"--world-size {larger.estimate.world_size} {larger.flags}"
         return f"{missed}. {larger.estimate.world_size:,} ranks are enough: {flags} ({_costs(larger)})"
-    return f"{missed}. Give {' and '.join(modules)} more ranks, or lower {micro_batch_setting(estimate.config)}"
+    return f"{missed}. Give {' and '.join(modules)} more ranks, or lower {micro_batch_setting(estimate.job.config)}"
 
 
 def _costs(attempt: Attempt) -> str:
@@ -106,15 +106,16 @@ def _costs(attempt: Attempt) -> str:
 
 
 def _assumption(estimate: Estimate) -> Iterator[Problem]:
-    data, chosen = estimate.config.data, estimate.config.plan
-    sample = assumed_sample(chosen, estimate.shapes)  # Not lengthened to fill a token budget.
+    config = estimate.job.config
+    data, chosen = config.data, config.plan
+    sample = assumed_sample(chosen, estimate.job.shapes)  # Not lengthened to fill a token budget.
     if sample.tokens > data.max_seq_length:
         yield Problem(
             f"the assumed sample has {sample.tokens:,} tokens, more than data.max_seq_length, {data.max_seq_length:,}: "
             "training would refuse it",
             "raise data.max_seq_length, or lower plan.image_side, plan.images or plan.tokens",
         )
-    limits = {f"model.encoders.{n}": (e.min_pixels, e.max_pixels) for n, e in estimate.config.model.encoders.items()}
+    limits = {f"model.encoders.{n}": (e.min_pixels, e.max_pixels) for n, e in config.model.encoders.items()}
     for section, (low, high) in {"data": (data.min_pixels, data.max_pixels), **limits}.items():
         pixels = chosen.image_side**2 if chosen.images else None
         bounds = (("fewer", "min_pixels", low, "enlarge"), ("more", "max_pixels", high, "reduce"))
@@ -131,11 +132,11 @@ def _assumption(estimate: Estimate) -> Iterator[Problem]:
 
 
 def _idle_replicas(estimate: Estimate) -> Iterator[Problem]:
-    for name in estimate.shapes.encoders:
+    for name in estimate.job.shapes.encoders:
         size = estimate.assumed.sizes_of_calls(name)[0]
-        assigned, layout = estimate.assumed.assigned(name, size), estimate.layouts[name]
+        assigned, layout = estimate.assumed.assigned(name, size), estimate.job.layouts[name]
         images, idle = sum(map(len, assigned)), sum(not mine for mine in assigned)
-        setting = micro_batch_setting(estimate.config)
+        setting = micro_batch_setting(estimate.job.config)
         if images and idle:
             what = "a micro-batch" if size == 1 else f"{size} micro-batches"
             yield Problem(
@@ -146,13 +147,13 @@ def _idle_replicas(estimate: Estimate) -> Iterator[Problem]:
 
 def _more_axis(estimate: Estimate, name: str, layout: Layout) -> str:
     """The axis over which tokens can be split further."""
-    heads = estimate.shapes.encoders[name].architecture.heads
+    heads = estimate.job.shapes.encoders[name].architecture.heads
     return "sp" if heads // layout.tp > layout.sp else "cp"
 
 
 def _empty_shards(estimate: Estimate) -> Iterator[Problem]:
-    for name in estimate.shapes.encoders:
-        layout, shards = estimate.layouts[name], estimate.shards[name]
+    for name in estimate.job.shapes.encoders:
+        layout, shards = estimate.job.layouts[name], estimate.shards[name]
         members = layout.ways("tokens")
         if not shards.used or members == 1:
             continue
@@ -162,14 +163,14 @@ def _empty_shards(estimate: Estimate) -> Iterator[Problem]:
             yield Problem(
                 f"no window of their replica's images falls to {_counted(empty, 'rank')} of {name} under "
                 f"{layout.degrees_text}",
-                f"lower sp or cp of {name}, or raise {micro_batch_setting(estimate.config)}",
+                f"lower sp or cp of {name}, or raise {micro_batch_setting(estimate.job.config)}",
             )
 
 
 def _exchanges(estimate: Estimate) -> Iterator[Problem]:
     """Encoders without windows whose tokens are split: every layer exchanges them."""
-    for name, shape in estimate.shapes.encoders.items():
-        layout = estimate.layouts[name]
+    for name, shape in estimate.job.shapes.encoders.items():
+        layout = estimate.job.layouts[name]
         split = {axis: layout.degrees[axis] for axis in axes_of("tokens") if layout.degrees[axis] > 1}
         if (
             not estimate.shards[name].used
@@ -188,10 +189,10 @@ def _exchanges(estimate: Estimate) -> Iterator[Problem]:
 
 def _passes(estimate: Estimate, name: str) -> int:
     """Passes of an encoder's layers in a micro-batch, forward and backward."""
-    if not estimate.job.frozen.trains(name):
+    job = estimate.job
+    if not job.frozen.trains(name):
         return 1
-    again = estimate.schedule.module[name].recomputes, estimate.config.model.recompute.get(name, "none") == "full"
-    return 2 + sum(again)
+    return 2 + job.schedule.module[name].recomputes + (job.config.model.recompute.get(name) == "full")
 
 
 def _whole_images(estimate: Estimate, name: str, layout: Layout) -> str:
@@ -203,7 +204,7 @@ def _whole_images(estimate: Estimate, name: str, layout: Layout) -> str:
         return f"assign whole images to ranks, of which a micro-batch has {images:,}: try {flag}"
     return (
         f"keep it for large images; a micro-batch has {_counted(images, 'image')}, and with {replicas:,} or more "
-        f"({micro_batch_setting(estimate.config)}) {flag} would exchange nothing"
+        f"({micro_batch_setting(estimate.job.config)}) {flag} would exchange nothing"
     )
 
 
@@ -211,7 +212,7 @@ def _whole_images(estimate: Estimate, name: str, layout: Layout) -> str:
 
 
 def _waiting(estimate: Estimate) -> Iterator[Problem]:
-    shares = {role: estimate.simulation.bubble(role.ranks[0]) for role in estimate.schedule.roles}
+    shares = {role: estimate.simulation.bubble(role.ranks[0]) for role in estimate.job.schedule.roles}
     waiting = {role: share for role, share in shares.items() if share > MOST_IDLE}
     for names in dict.fromkeys(_modules(role) for role in waiting):
         found = {role: share for role, share in waiting.items() if _modules(role) == names}
@@ -232,7 +233,7 @@ def _modules(role: Role) -> tuple[str, ...]:
 def _against_waiting(estimate: Estimate, names: tuple[str, ...]) -> str:
     if TEXT not in names:
         return _against_unequal(estimate, names)
-    encoders = [e for e in estimate.schedule.encoders if e.style == "ahead"]
+    encoders = [e for e in estimate.job.schedule.encoders if e.style == "ahead"]
     if encoders and _encoder_is_slower(estimate):
         slow = " and ".join(e.name for e in encoders)
         if any(not all(estimate.assumed.assigned(e.name)) for e in encoders):
@@ -243,37 +244,37 @@ def _against_waiting(estimate: Estimate, names: tuple[str, ...]) -> str:
 
 def _against_unequal(estimate: Estimate, names: tuple[str, ...]) -> str:
     where = " and ".join(names)
-    if all(estimate.schedule.module[name].style == "ahead" for name in names):
+    if all(estimate.job.schedule.module[name].style == "ahead" for name in names):
         return f"{where} waits for {TEXT}: give it fewer ranks, or share ranks with {TEXT}"
     return f"{where} waits while other ranks run {TEXT}: let the modules have the same ranks, or none in common"
 
 
 def _encoder_is_slower(estimate: Estimate) -> bool:
     """Whether ranks that run an encoder alone are busier than those of the text module."""
-    busy = {role: estimate.simulation.busy(role.ranks[0]) for role in estimate.schedule.roles}
+    busy = {role: estimate.simulation.busy(role.ranks[0]) for role in estimate.job.schedule.roles}
     text = max(seconds for role, seconds in busy.items() if TEXT in _modules(role))
     return max(seconds for role, seconds in busy.items() if TEXT not in _modules(role)) > text
 
 
 def _against_bubble(estimate: Estimate) -> str:
     """Advice that shortens the bubble of the text module's pipeline."""
-    layout, config, text = estimate.layouts[TEXT], estimate.config, estimate.schedule.text
+    layout, config, text = estimate.job.layouts[TEXT], estimate.job.config, estimate.job.schedule.text
     if layout.pp == 1:
         return f"give {TEXT} fewer ranks, or share ranks with the encoder"
     options = []
-    waves = next((e.window for e in estimate.schedule.encoders if e.style == "waves"), None)
-    if waves is not None and waves < estimate.batch.micro_batches:
-        options.append(f"--schedule.waves {min(2 * waves, estimate.batch.micro_batches)}, or {_RECOMPUTE}")
+    waves = next((e.window for e in estimate.job.schedule.encoders if e.style == "waves"), None)
+    if waves is not None and waves < estimate.job.batch.micro_batches:
+        options.append(f"--schedule.waves {min(2 * waves, estimate.job.batch.micro_batches)}, or {_RECOMPUTE}")
     total = 2 * config.train.global_batch_size
     options.append(f"more micro-batches (--train.global_batch_size {total})")
     split = config.parallel_layers.get(TEXT)
-    if text.virtual == 1 and split is None and estimate.shapes.text.layers >= 2 * layout.pp:
+    if text.virtual == 1 and split is None and estimate.job.shapes.text.layers >= 2 * layout.pp:
         options.append("--schedule.virtual_stages 2")
     return f"try {', '.join(options)}, or a lower pp"
 
 
 def _stages(estimate: Estimate) -> Iterator[Problem]:
-    for name, stages in estimate.stages.items():
+    for name, stages in estimate.job.stages.items():
         if len(stages) == 1 or not estimate.shards[name].used:
             continue
         work = [estimate.work[name, "F", i] for i in range(len(stages))]
@@ -290,7 +291,7 @@ def _stages(estimate: Estimate) -> Iterator[Problem]:
 
 
 def _heads(estimate: Estimate) -> Iterator[Problem]:
-    layout, kv_heads = estimate.layouts[TEXT], estimate.shapes.text.architecture.kv_heads
+    layout, kv_heads = estimate.job.layouts[TEXT], estimate.job.shapes.text.architecture.kv_heads
     held = lcm(kv_heads, layout.tp) // kv_heads
     on_rank = kv_heads * held // layout.tp
     copies = held * lcm(on_rank, layout.sp) // on_rank
@@ -303,12 +304,12 @@ def _heads(estimate: Estimate) -> Iterator[Problem]:
 
 
 def _padding(estimate: Estimate) -> Iterator[Problem]:
-    text, tp = estimate.shapes.text, estimate.layouts[TEXT].tp
+    text, tp = estimate.job.shapes.text, estimate.job.layouts[TEXT].tp
     widths = [(TEXT, "vocabulary", text.vocab, tp)]
-    for name in (TEXT, *estimate.shapes.encoders):
-        layers = estimate.shapes[name].architecture.layers
+    for name in (TEXT, *estimate.job.shapes.encoders):
+        layers = estimate.job.shapes[name].architecture.layers
         each = dict.fromkeys(width for layer in layers for width in layer.mlp.widths)
-        widths += [(name, "MLP width", width, estimate.layouts[name].tp) for width in each]
+        widths += [(name, "MLP width", width, estimate.job.layouts[name].tp) for width in each]
     for name, what, size, degree in widths:
         whole = degree * split_length(size, degree)
         if whole - split_length(size, 1) > MOST_PADDING * size:

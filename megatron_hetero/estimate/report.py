@@ -70,7 +70,7 @@ def _described(estimate: Estimate, width: int) -> Iterator[RenderableType]:
 
 def assumptions(estimate: Estimate) -> list[str]:
     """The job and the assumptions about its data, as sentences."""
-    config, batch, sample = estimate.config, estimate.batch, estimate.assumed.sample
+    config, batch, sample = estimate.job.config, estimate.job.batch, estimate.assumed.sample
     texts = "replica" if batch.replicas == 1 else "replicas"
     lines = [
         f"Plan of {config.model.hf_path} in {config.model.dtype} with {config.optimizer.name} on "
@@ -84,7 +84,7 @@ def assumptions(estimate: Estimate) -> list[str]:
             "samples get more text. In training the data decides how many micro-batches there are."
         )
     for name, sizes in sample.sizes.items():
-        shape, what = estimate.shapes.encoders[name], f"{len(sizes)} image{'s' * (len(sizes) != 1)}"
+        shape, what = estimate.job.shapes.encoders[name], f"{len(sizes)} image{'s' * (len(sizes) != 1)}"
         if sizes:
             measures, patches = item_type(shape).measures(shape, sizes[0]), sum(shape.sequences(sizes[0]))
             what += f" of {measures} ({patches:,} patches, {shape.rows(sizes[0]):,} rows)"
@@ -109,7 +109,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 def _modules(estimate: Estimate) -> Table:
     columns = ("module", "layout", "ranks", "stages", "parameters per rank", "trained per rank")
     table = _table("Modules", *columns, left=4)
-    for name, layout in estimate.layouts.items():
+    for name, layout in estimate.job.layouts.items():
         held = [estimate.parameters[name, at] for at in range(layout.pp)]
         table.add_row(
             name, layout.degrees_text, shortened(layout.ranks), _stages_text(estimate, name),
@@ -119,7 +119,7 @@ def _modules(estimate: Estimate) -> Table:
 
 
 def _stages_text(estimate: Estimate, name: str) -> str:
-    sizes = [len(stage.layers) for stage in estimate.stages[name]]
+    sizes = [len(stage.layers) for stage in estimate.job.stages[name]]
     if len(sizes) == 1:
         return f"{sizes[0]} layers"
     return f"{len(sizes)} of {_between(sizes)} layers"
@@ -137,7 +137,7 @@ def _boundaries(estimate: Estimate) -> Table:
     )  # fmt: skip
     for boundary in estimate.boundaries:
         for direction in boundary.directions:
-            steps, unit = estimate.batch.micro_batches, boundary.row_bytes
+            steps, unit = estimate.job.batch.micro_batches, boundary.row_bytes
             received = boundary.of_step(direction, lambda traffic: traffic.received)
             sent = boundary.of_step(direction, lambda traffic: traffic.sent)
             ends = boundary.edge.ends if direction == "forward" else boundary.edge.ends[::-1]
@@ -153,7 +153,7 @@ def _rows(estimate: Estimate, boundary: BoundaryTraffic) -> int:
     """Rows of all outputs in a micro-batch."""
     sample, encoder = estimate.assumed.sample, boundary.edge.source
     of_sample = sample.rows[encoder] * boundary.outputs
-    return of_sample * estimate.batch.samples * estimate.batch.replicas
+    return of_sample * estimate.job.batch.samples * estimate.job.batch.replicas
 
 
 def _operations(boundary: BoundaryTraffic, direction: str) -> str:
@@ -195,7 +195,7 @@ def _largest(rows: Sequence[tuple[str, list[int], list[int]]]) -> list[tuple[str
 
 def _allowance_text(estimate: Estimate) -> str:
     """The parts of the allowance, and the share of a GPU's memory in use."""
-    worst, limit = int(estimate.totals.argmax()), estimate.config.plan.memory_bytes
+    worst, limit = int(estimate.totals.argmax()), estimate.job.config.plan.memory_bytes
     context, communicators, fragments = map(size_text, estimate.allowance[worst].tolist())
     text = (
         f"Allowance of the rank that needs most: {context} for the CUDA context and libraries, about "
@@ -230,7 +230,7 @@ def _communicators(estimate: Estimate) -> Table:
 
 
 def _communicators_text(estimate: Estimate) -> str:
-    ranks = [role.ranks[0] for role in estimate.schedule.roles]
+    ranks = [role.ranks[0] for role in estimate.job.schedule.roles]
     held = {rank: sum(bool(kind.uses_of(rank)) for kind in estimate.communicators) for rank in ranks}
     buffers = estimate.allowance[:, ALLOWANCES.index("communicators")]
     most = int(buffers.argmax())
@@ -256,7 +256,7 @@ def _schedule(estimate: Estimate, width: int) -> Iterator[str]:
     if len(lines) > first + last + 1:
         lines[first:-last] = [f"… {len(lines) - first - last} more roles"]
     yield from lines
-    shares = {role_label(role): simulation.bubble(role.ranks[0]) for role in estimate.schedule.roles}
+    shares = {role_label(role): simulation.bubble(role.ranks[0]) for role in estimate.job.schedule.roles}
     low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
     cells = round(simulation.seconds / unit)
     if cells > columns:

@@ -115,14 +115,14 @@ class Change:
 
 def split_activations(estimate: Estimate) -> Iterator[Change]:
     """Split activations along the sequence over tp; traffic is the same."""
-    for name, layout in estimate.layouts.items():
+    for name, layout in estimate.job.layouts.items():
         if layout.tp > 1 and not estimate.job.sequence_parallel[name]:
             yield Change({f"model.sequence_parallel.{name}": True})
 
 
 def shorter_waves(estimate: Estimate) -> Iterator[Change]:
     """Encode fewer micro-batches per wave; the pipeline drains more often."""
-    window = max((encoder.window for encoder in estimate.schedule.encoders if encoder.style == "waves"), default=1)
+    window = max((encoder.window for encoder in estimate.job.schedule.encoders if encoder.style == "waves"), default=1)
     while window > 1:
         window //= 2
         yield Change({"schedule.waves": window})
@@ -131,23 +131,23 @@ def shorter_waves(estimate: Estimate) -> Iterator[Change]:
 def no_run_ahead(estimate: Estimate) -> Iterator[Change]:
     """Let encoders on ranks of their own not run ahead."""
     if (
-        any(encoder.style == "ahead" for encoder in estimate.schedule.encoders)
-        and estimate.config.schedule.run_ahead != 0
+        any(encoder.style == "ahead" for encoder in estimate.job.schedule.encoders)
+        and estimate.job.config.schedule.run_ahead != 0
     ):
         yield Change({"schedule.run_ahead": 0})
 
 
 def rows_alone(estimate: Estimate) -> Iterator[Change]:
     """Save the rows of encoders on shared ranks alone, and recompute their forward pass."""
-    if any(encoder.style == "waves" for encoder in estimate.schedule.encoders):
-        waves = {"schedule.waves": None} if estimate.config.schedule.waves is not None else {}
+    if any(encoder.style == "waves" for encoder in estimate.job.schedule.encoders):
+        waves = {"schedule.waves": None} if estimate.job.config.schedule.waves is not None else {}
         yield Change({"schedule.kind": "recompute", **waves})
 
 
 def recomputed_layers(estimate: Estimate) -> Iterator[Change]:
     """Recompute layers, selectively or fully."""
-    for name in estimate.layouts:
-        mode = estimate.config.model.recompute.get(name, "none")
+    for name in estimate.job.layouts:
+        mode = estimate.job.config.model.recompute.get(name, "none")
         if mode == "none":
             yield Change({f"model.recompute.{name}": "selective"}, SELECTED)
         if mode != "full":
@@ -176,7 +176,7 @@ def _states(estimate: Estimate, chosen: Settings, unseen: float, *, rounds: bool
         f"precision.{name}.{field}": value
         for name in _trained(estimate)
         for field, value in chosen.items()
-        if getattr(estimate.config.precision_of(name), field) == "float32"
+        if getattr(estimate.job.config.precision_of(name), field) == "float32"
     }
     if settings:
         yield Change(settings, unseen, rounds)
@@ -184,15 +184,15 @@ def _states(estimate: Estimate, chosen: Settings, unseen: float, *, rounds: bool
 
 def activations_on_the_host(estimate: Estimate) -> Iterator[Change]:
     """Offload activations, beside the computation."""
-    for name in estimate.layouts:
+    for name in estimate.job.layouts:
         keeps = name == TEXT or estimate.job.frozen.trains(name)
-        if keeps and not estimate.config.offload_of(name).activations:
+        if keeps and not estimate.job.config.offload_of(name).activations:
             yield Change({f"offload.{name}.activations": True}, OFFLOADED)
 
 
 def states_on_the_host(estimate: Estimate) -> Iterator[Change]:
     """Offload optimizer states; updates wait for the bus."""
-    names = [name for name in _trained(estimate) if not estimate.config.offload_of(name).states]
+    names = [name for name in _trained(estimate) if not estimate.job.config.offload_of(name).states]
     for chosen in dict.fromkeys((tuple(names[-1:]), tuple(names))):
         if chosen:
             yield Change({f"offload.{name}.states": True for name in chosen}, STREAMED)
@@ -201,8 +201,8 @@ def states_on_the_host(estimate: Estimate) -> Iterator[Change]:
 def shared_gradients_and_weights(estimate: Estimate) -> Iterator[Change]:
     """Shard gradients, or gradients and weights (ZeRO 2 and 3)."""
     trained = _trained(estimate)
-    for name, layout in estimate.layouts.items():
-        zero = estimate.config.zero_of(name) if layout.ways("tokens", "samples") > 1 else 3
+    for name, layout in estimate.job.layouts.items():
+        zero = estimate.job.config.zero_of(name) if layout.ways("tokens", "samples") > 1 else 3
         if zero < 2 and name in trained:
             yield Change({f"zero.{name}": 2}, REDUCED)
         if zero < 3:
@@ -210,23 +210,22 @@ def shared_gradients_and_weights(estimate: Estimate) -> Iterator[Change]:
 
 
 def _trained(estimate: Estimate) -> list[str]:
-    return [
-        name for name in estimate.layouts if any(of[0] == name and p.trained for of, p in estimate.parameters.items())
-    ]
+    frozen = estimate.job.frozen.modules(estimate.job.layouts)
+    return [name for name in estimate.job.layouts if name not in frozen]
 
 
 def chunked_mlps(estimate: Estimate) -> Iterator[Change]:
     """Run MLPs in chunks of tokens, and recompute their first product."""
-    for name in estimate.layouts:
-        if not estimate.config.model.chunk.get(name, 0):
+    for name in estimate.job.layouts:
+        if not estimate.job.config.model.chunk.get(name, 0):
             yield Change({f"model.chunk.{name}": CHUNK}, SMALLER)
 
 
 def smaller_micro_batches(estimate: Estimate) -> Iterator[Change]:
     """Split the global batch into more, smaller micro-batches."""
-    samples, budget = estimate.batch.samples, estimate.job.budget
+    samples, budget = estimate.job.batch.samples, estimate.job.budget
     if budget is not None:
-        longest = estimate.config.data.max_seq_length
+        longest = estimate.job.config.data.max_seq_length
         for halvings in range(1, (budget.tokens // longest).bit_length()):
             yield Change({"train.tokens_per_micro_batch": budget.tokens >> halvings}, SMALLER**halvings)
         return
@@ -237,7 +236,7 @@ def smaller_micro_batches(estimate: Estimate) -> Iterator[Change]:
 
 def images_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
     """Split each image over more ranks, with fewer replicas of the encoder."""
-    for name, shape in estimate.shapes.encoders.items():
+    for name, shape in estimate.job.shapes.encoders.items():
         longer = EXCHANGED[any(layer.attention.windowed for layer in shape.architecture.layers)]
         yield from _over_more_ranks(estimate, name, "sp", longer)
 
@@ -250,7 +249,7 @@ def text_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
 
 def _over_more_ranks(estimate: Estimate, name: str, axis: str, longer: float) -> Iterator[Change]:
     """Double one degree in place of dp, as often as possible; tp stays within a node."""
-    layout, unseen = estimate.layouts[name], 1.0
+    layout, unseen = estimate.job.layouts[name], 1.0
     while layout.dp % 2 == 0 and (axis != "tp" or 2 * layout.tp <= NODE):
         layout, unseen = _moved(layout, axis), unseen * longer
         yield Change({f"parallel.{name}": layout.short(estimate.world_size)}, unseen)
@@ -347,7 +346,7 @@ def _changes(estimate: Estimate) -> list[Change]:
 
 
 def _tries(estimate: Estimate) -> int:
-    size = OVERHEAD + estimate.world_size + sum(len(role.actions) for role in estimate.schedule.roles)
+    size = OVERHEAD + estimate.world_size + sum(len(role.actions) for role in estimate.job.schedule.roles)
     return max(LEAST_TRIES, min(MOST_TRIES, EFFORT // size))
 
 
@@ -374,7 +373,8 @@ class _Trials:
 def planned(base: Estimate, change: Change, world_size: int | None = None) -> Attempt | None:
     """Estimate `base` with a change; None where the configuration is invalid."""
     try:
-        estimate = Estimate.of(with_settings(base.config, change.settings), world_size or base.world_size, gpu=base.gpu)
+        config = with_settings(base.job.config, change.settings)
+        estimate = Estimate.of(config, world_size or base.world_size, gpu=base.gpu)
     except UserError:
         return None
     return Attempt(change, estimate, change.unseen * estimate.simulation.seconds / base.simulation.seconds)
@@ -420,7 +420,7 @@ def _on_more_ranks(estimate: Estimate, closest: Attempt | None, limit: int) -> A
         if world_size > MOST_RANKS:
             return None
         for start in starts:
-            layouts = estimate.layouts if start.settings == {} or closest is None else closest.estimate.layouts
+            layouts = estimate.job.layouts if start.settings == {} or closest is None else closest.estimate.job.layouts
             for axis in ("dp", "pp", *(["tp"] if factor * layouts[TEXT].tp <= NODE else [])):
                 grown = {
                     f"parallel.{name}": _grown(layout, factor, axis if name == TEXT else "dp").short(world_size)

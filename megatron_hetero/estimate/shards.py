@@ -31,18 +31,12 @@ MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
 
 @dataclass(frozen=True, eq=False)
 class AssumedBatch:
-    """The micro-batch that all micro-batches of a step are assumed to equal.
-
-    `sharded`: by module, whether activations are split along the sequence over tp. `calls`: by encoder, the
+    """The micro-batch that all micro-batches of a step of `job` are assumed to equal. `calls`: by module, the
     micro-batches of each call.
     """
 
+    job: JobSpec
     sample: AssumedSample
-    shapes: ModelShapes
-    layouts: Mapping[str, Layout]
-    batch: BatchShape
-    sharded: Mapping[str, bool]
-    balance: str
     calls: Mapping[str, tuple[range, ...]]
 
     @classmethod
@@ -51,62 +45,63 @@ class AssumedBatch:
         shapes, batch = job.shapes, job.batch
         plan = job.config.plan if job.budget is None else _filling(job.config.plan, shapes, batch, job.budget)
         _require_size(plan, shapes, batch, micro_batch_setting(job.config))
-        sample, balance = assumed_sample(plan, shapes), job.config.data.balance
-        return cls(sample, shapes, job.layouts, batch, job.sequence_parallel, balance, _calls(job, sample))
+        sample = assumed_sample(plan, shapes)
+        return cls(job, sample, _calls(job, sample))
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sample of a pack."""
-        return (self.sample.tokens,) * self.batch.samples
+        return (self.sample.tokens,) * self.job.batch.samples
 
-    def sizes_of_calls(self, encoder: str) -> tuple[int, ...]:
+    def sizes_of_calls(self, module: str) -> tuple[int, ...]:
         """The distinct numbers of micro-batches per call, largest first."""
-        return tuple(sorted({len(call) for call in self.calls[encoder]}, reverse=True))
+        return tuple(sorted({len(call) for call in self.calls[module]}, reverse=True))
 
     def assigned(self, encoder: str, micro_batches: int = 1) -> list[list[int]]:
         """Image indices of each encoder replica in a call of `micro_batches`."""
-        sizes, dp = self.pieces(encoder, micro_batches), self.layouts[encoder].dp
-        if self.balance != "replica":
+        sizes, dp = self.pieces(encoder, micro_batches), self.job.layouts[encoder].dp
+        if self.job.config.data.balance != "replica":
             return assign_in_order(len(sizes), dp)
-        costs = {size: self.shapes.encoders[encoder].cost(size) for size in self.sample.sizes[encoder]}
+        costs = {size: self.job.shapes.encoders[encoder].cost(size) for size in self.sample.sizes[encoder]}
         return assign([costs[size] for size in sizes], dp)
 
     def pieces(self, encoder: str, micro_batches: int = 1) -> tuple[Size, ...]:
         """The sizes of all pieces in a call of `micro_batches`."""
-        return self.sample.sizes[encoder] * (self.batch.samples * self.batch.replicas * micro_batches)
+        return self.sample.sizes[encoder] * (self.job.batch.samples * self.job.batch.replicas * micro_batches)
 
     def token_shards(self, layout: Layout) -> TokenShards:
         """The packs of the replicas of `layout`, a stage of the text module."""
-        places = {name: (self.places(name),) * layout.dp for name in self.shapes.encoders}
-        return TokenShards(layout, self.sharded[TEXT], (self.lengths,) * layout.dp, places)
+        places = {name: (self.places(name),) * layout.dp for name in self.job.shapes.encoders}
+        return TokenShards(layout, self.job.sequence_parallel[TEXT], (self.lengths,) * layout.dp, places)
 
     def places(self, encoder: str) -> np.ndarray:
         """Positions of the encoder's rows in a pack, int64."""
-        starts = np.arange(self.batch.samples)[:, None] * self.sample.tokens
+        starts = np.arange(self.job.batch.samples)[:, None] * self.sample.tokens
         return (starts + self.sample.positions(encoder)).ravel()
-
-    def encoder_shards(self, encoder: str, coordinate: int, micro_batches: int = 1) -> EncoderShards:
-        """The images of a call of `micro_batches`, sharded over an encoder stage."""
-        shape, stage = self.shapes.encoders[encoder], self.layouts[encoder].stage(coordinate)
-        assigned = tuple(map(tuple, self.assigned(encoder, micro_batches)))
-        return EncoderShards(shape, stage, self.sharded[encoder], self.pieces(encoder, micro_batches), assigned)
 
     def sides(self, edge: Edge, micro_batches: int = 1) -> list[tuple[Ownership, Ownership]]:
         """Source and destination ownership of the rows of an edge, for each micro-batch of a call."""
-        encoder, text = edge.source, self.layouts[TEXT]
+        encoder, layout, text = edge.source, self.job.layouts[edge.source], self.job.layouts[TEXT]
         needed = self.token_shards(text.stage(edge.target_coordinate(text))).ownership(encoder)
-        shards = self.encoder_shards(encoder, edge.source_coordinate(self.layouts[encoder]), micro_batches)
+        assigned = tuple(map(tuple, self.assigned(encoder, micro_batches)))
+        held = EncoderShards(
+            self.job.shapes.encoders[encoder],
+            layout.stage(edge.source_coordinate(layout)),
+            self.job.sequence_parallel[encoder],
+            self.pieces(encoder, micro_batches),
+            assigned,
+        )
         ends = [len(needed.ids) * m for m in range(micro_batches + 1)]
-        return [(held, needed) for held in shards.ownership().cut(ends)]
+        return [(of_micro_batch, needed) for of_micro_batch in held.ownership().cut(ends)]
 
 
 def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
     batch, together = job.batch, job.encoder_calls(job.batch.micro_batches)
-    found = {}
+    found = {TEXT: tuple(range(m, m + 1) for m in range(batch.micro_batches))}
     for name, shape in job.shapes.encoders.items():
         patches = shape.unit * sample.rows[name] * batch.samples * batch.replicas
         layout = job.layouts[name]
-        found[name] = cut_calls([patches] * batch.micro_batches, together[name], layout.size // layout.pp)
+        found[name] = cut_calls([patches] * batch.micro_batches, together[name], layout.stage_size)
     return found
 
 
@@ -192,50 +187,51 @@ class ModuleShards:
 
 def text_shards(assumed: AssumedBatch) -> ModuleShards:
     """The shards of the text module."""
-    layout, sharded = assumed.layouts[TEXT], assumed.sharded[TEXT]
+    layout, ends = assumed.job.layouts[TEXT], np.cumsum(assumed.lengths)
+    labels = np.zeros(ends[-1], bool)
+    for end in ends:
+        labels[end - 1 - assumed.sample.supervised : end - 1] = True
     one = one_replica(layout)
     shards = assumed.token_shards(one)
-    labels = np.zeros(sum(assumed.lengths), bool)
-    for end in np.cumsum(assumed.lengths):
-        labels[end - 1 - assumed.sample.supervised : end - 1] = True
-    found = []
-    for rank in range(0, one.size, layout.tp):
-        share = shards.share(rank)
-        shard = SequenceShard(
-            tokens=len(share.tokens),
-            padded=share.padded,
-            local=share.padded // (layout.tp if sharded else 1),
-            member=sum(share.sp_lengths),
-            segments=_spans(share.segments),
+    shares = [shards.share(rank) for rank in range(0, one.size, layout.tp)]
+    split = layout.tp if assumed.job.sequence_parallel[TEXT] else 1
+    found = [
+        SequenceShard(
+            len(share.tokens),
+            share.padded,
+            share.padded // split,
+            sum(share.sp_lengths),
+            _spans(share.segments),
             supervised=int(labels[share.tokens].sum()),
         )
-        found += [shard] * layout.tp
+        for share in shares
+    ]
     return _numbered([found], layout, np.zeros(layout.dp, np.int64))
 
 
 def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> ModuleShards:
     """The shards of an encoder in a call of `micro_batches`."""
-    layout, sizes = assumed.layouts[encoder], assumed.pieces(encoder, micro_batches)
+    layout, sizes = assumed.job.layouts[encoder], assumed.pieces(encoder, micro_batches)
     if not sizes:
         return ModuleShards((), np.full(layout.size, -1))
     of_replicas = [tuple(sizes[i] for i in mine) for mine in assumed.assigned(encoder, micro_batches)]
     kinds = {kind: number for number, kind in enumerate(sorted(set(of_replicas), key=len))}
-    found = [_of_replica(assumed, encoder, kind) for kind in kinds]
+    found = [_of_replica(assumed.job, encoder, kind) for kind in kinds]
     return _numbered(found, layout, np.array([kinds[kind] for kind in of_replicas]))
 
 
-def _of_replica(assumed: AssumedBatch, encoder: str, sizes: tuple[Size, ...]) -> list[SequenceShard]:
-    """Shards of the ranks of a replica whose pieces have these sizes."""
-    shape, layout, sharded = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sharded[encoder]
+def _of_replica(job: JobSpec, encoder: str, sizes: tuple[Size, ...]) -> list[SequenceShard]:
+    """Shards of the tp groups of a replica whose pieces have these sizes."""
+    shape, layout, sharded = job.shapes.encoders[encoder], job.layouts[encoder], job.sequence_parallel[encoder]
     shards = EncoderShards(shape, one_replica(layout), sharded, sizes, (tuple(range(len(sizes))),))
-    found = []
+    found, split = [], layout.tp if sharded else 1
     for rank in range(0, shards.layout.size, layout.tp):
         share = shards.share(rank)
-        patches, split = share.positions.shape[1], layout.tp if sharded else 1
+        patches = share.positions.shape[1]
         padded = padded_patches(patches, shape.unit, split)
         windows = tuple((n, n) for n in share.windows)
-        shard = SequenceShard(patches, padded, padded // split, sum(share.sp_lengths), _spans(share.segments), windows)
-        found += [shard] * layout.tp
+        member = sum(share.sp_lengths)
+        found.append(SequenceShard(patches, padded, padded // split, member, _spans(share.segments), windows))
     return found
 
 
@@ -244,8 +240,8 @@ def _spans(segments: AttentionSegments) -> Spans:
 
 
 def _numbered(kinds: list[list[SequenceShard]], layout: Layout, kind_of_replica: np.ndarray) -> ModuleShards:
-    """Number the distinct shards. `kinds`: the shards of one replica's ranks, for each kind of replica."""
+    """Number the distinct shards. `kinds`: the shards of one replica's tp groups, for each kind of replica."""
     number: dict[SequenceShard, int] = {}
     table = np.array([[number.setdefault(shard, len(number)) for shard in kind] for kind in kinds])
-    of_stage = table[kind_of_replica].ravel()  # tp, sp and cp vary fastest, then dp, then pp
+    of_stage = np.repeat(table[kind_of_replica], layout.tp)  # tp, sp and cp vary fastest, then dp, then pp
     return ModuleShards(tuple(number), np.tile(of_stage, layout.pp))

@@ -38,11 +38,12 @@ def _found(plan: object) -> str:
 
 def test_stages_hold_the_whole_model_once(make_plan: MakePlan) -> None:
     plan = make_plan(8, "pp:2,dp:4", "pp:4,dp:2")
-    vision = plan.shapes.encoders["vision"]
+    vision = plan.job.shapes.encoders["vision"]
     (width,) = vision.architecture.layers[0].mlp.widths
     pads = split_length(width, 1) - width
     zeros = vision.layers * pads * (3 * vision.hidden + 2)
-    assert pads and sum(held.parameters for held in plan.parameters.values()) == parameter_count(plan.shapes) + zeros
+    held = sum(of_stage.parameters for of_stage in plan.parameters.values())
+    assert pads and held == parameter_count(plan.job.shapes) + zeros
 
 
 def test_every_rank_is_of_one_kind(make_plan: MakePlan) -> None:
@@ -122,13 +123,13 @@ def test_a_token_budget_is_planned_as_if_it_were_used_up(make_plan: MakePlan) ->
     layouts, batch = (2, "sp:2", "tp:2"), "--train.global_batch_size 40"
     budget = make_plan(*layouts, f"{batch} --train.tokens_per_micro_batch 8192")
     samples = make_plan(*layouts, f"{batch} --train.micro_batch_size 5 --plan.tokens 614")
-    assert (budget.batch, budget.assumed.sample) == (samples.batch, samples.assumed.sample)
-    assert budget.batch.micro_batches == 8 and (budget.memory == samples.memory).all()
+    assert (budget.job.batch, budget.assumed.sample) == (samples.job.batch, samples.assumed.sample)
+    assert budget.job.batch.micro_batches == 8 and (budget.memory == samples.memory).all()
     assert "more than data.max_seq_length" not in _found(budget)
     told = "\n".join(assumptions(budget))
     assert "40 samples, 8 micro-batches of 5 " in told and "full, 8,192 tokens (train.tokens_per_micro_batch)" in told
     fewer = make_plan(*layouts, f"{batch} --train.tokens_per_micro_batch 8192 --train.patches_per_micro_batch 9000")
-    assert fewer.batch.samples == 2 and fewer.assumed.sample.tokens == 4096
+    assert fewer.job.batch.samples == 2 and fewer.assumed.sample.tokens == 4096
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ MORE = (
 def gigabytes(more: str) -> float:
     flags = f"--config {ROOT}/examples/{MODEL}.yaml --model.hf_path {ROOT}/examples/models/{MODEL} {MORE} {more}"
     plan = Estimate.of(load_config(flags.split()), 8)
-    assert [layout.degrees_text for layout in plan.layouts.values()] == ["sp:8", "tp:8"]
+    assert [layout.degrees_text for layout in plan.job.layouts.values()] == ["sp:8", "tp:8"]
     return plan.totals.max() / 1e9
 
 

@@ -17,7 +17,6 @@ from megatron_hetero.estimate.measured import (
     LAST,
     MeasuredModule,
     ModulePart,
-    PartBytes,
     flash_workspace,
     measure,
 )
@@ -55,10 +54,6 @@ def shard_of(tokens: int, module: MeasuredModule, supervised: int = 0) -> Sequen
     )
 
 
-def kept(found: PartBytes) -> int:
-    return found.given + sum(found.saved)
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize(
     "changed",
@@ -79,7 +74,7 @@ def test_a_layer_takes_twice_as_much_for_twice_as_many_tokens(
 ) -> None:
     module = text(shapes, family, **changed)
     found = [measure(module, ModulePart("layer", 3), shard_of(tokens, module)) for tokens in (2048, 4096)]
-    assert kept(found[1]) == pytest.approx(2 * kept(found[0]), rel=1e-3)
+    assert found[1].saved == pytest.approx(2 * found[0].saved, rel=1e-3)
     assert (
         found[1].passed
         == 2 * found[0].passed
@@ -96,9 +91,9 @@ def test_what_a_setting_is_for_shows(shapes: dict[str, Any]) -> None:
         "selective": replace(usual, recompute=SELECTIVE),
         "chunks": replace(usual, recompute=Recompute("none", 512)),
     }
-    whole = kept(measure(usual, ModulePart("layer", 0), shard_of(4096, usual)))
+    whole = measure(usual, ModulePart("layer", 0), shard_of(4096, usual)).saved
     for name, module in others.items():
-        assert kept(measure(module, ModulePart("layer", 0), shard_of(4096, module))) < 0.9 * whole, name
+        assert measure(module, ModulePart("layer", 0), shard_of(4096, module)).saved < 0.9 * whole, name
 
 
 def test_what_is_recomputed_as_a_whole_and_layers_that_are_alike_are_measured_once(shapes: dict[str, Any]) -> None:
@@ -116,10 +111,10 @@ def test_the_ends_of_the_text_module(shapes: dict[str, Any]) -> None:
     """Which tokens they are is kept; of the head, gradients of its input and of few logits, and places."""
     module = text(shapes, "qwen2_5_vl", tp=4, sequence_parallel=True)
     shard, hidden = shard_of(4096, module, supervised=256), module.shape.hidden
-    assert kept(measure(module, FIRST, shard)) <= 4096 * 10
+    assert measure(module, FIRST, shard).saved <= 4096 * 10
     head = measure(module, LAST, shard)
     logits = 256 * module.shape.vocab // 4
-    assert kept(head) == pytest.approx(2 * (logits + 2 * 256 * hidden + 1024 * hidden) + 4 * 1024 + 256 * 16, rel=1e-3)
+    assert head.saved == pytest.approx(2 * (logits + 2 * 256 * hidden + 1024 * hidden) + 4 * 1024 + 256 * 16, rel=1e-3)
     assert head.backward > 2 * module.shape.vocab // 4 * hidden, "the gradient of its weight"
     frozen = measure(replace(module, frozen=frozenset(module.shape.architecture.tensors)), LAST, shard)
     assert frozen.backward < head.backward / 4
@@ -131,7 +126,7 @@ def test_the_workspace_of_attention_is_that_of_its_windows(
     """Here MLPs are so narrow that a layer's backward pass peaks in attention."""
     module = text(shapes, "qwen2_5_vl", name="vision", shape=shapes["qwen2_5_vl"].vision)
     windowed, full = (measure(module, ModulePart("layer", layer), shard_of(16384, module)) for layer in (0, 7))
-    assert kept(windowed) == pytest.approx(kept(full), rel=1e-3)
+    assert windowed.saved == pytest.approx(full.saved, rel=1e-3)
     more = flash_workspace(16384, 16384, 256, 16, 16, 80) - flash_workspace(16384, 16384, 1, 16, 16, 80)
     assert windowed.backward - full.backward == more > 0
 

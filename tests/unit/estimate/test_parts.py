@@ -7,8 +7,8 @@ import pytest
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.optimizers import OPTIMIZERS, PrecisionConfig
 from megatron_hetero.estimate.communicator_memory import NVLS_BYTES, PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
-from megatron_hetero.estimate.lifetimes import PartMemory, StageBytes, combined
-from megatron_hetero.estimate.measured import flash_workspace
+from megatron_hetero.estimate.lifetimes import StageBytes, combined
+from megatron_hetero.estimate.measured import PartBytes, flash_workspace
 from megatron_hetero.estimate.parameters import Parameter, parameter_bytes
 from megatron_hetero.estimate.traffic import traffic_of
 from megatron_hetero.layout.communicators import communicators
@@ -102,7 +102,7 @@ def test_memory_of_communicators() -> None:
     assert bytes_by_rank((), 1).tolist() == [0], "a rank alone has no communicator"
 
 
-LAYERS = [[PartMemory(10, 1)], [PartMemory(30)], [PartMemory(20, 2, again=100)], [PartMemory(5)]]
+LAYERS = [[PartBytes(10, 1)], [PartBytes(30)], [PartBytes(20, 2, again=100)], [PartBytes(5)]]
 
 
 def bytes_of(saved: int, passing: int, again: int, host: int) -> StageBytes:
@@ -124,8 +124,8 @@ def test_layers_that_are_offloaded_are_on_the_device_two_at_a_time() -> None:
 
 def test_workspace_is_that_of_the_part_that_takes_most_with_what_is_kept_then() -> None:
     """Backward the second layer has most: 10 and 20 are there, 30 more for its time, when 5 and 7 are gone."""
-    layers = [[PartMemory(10, forward=3, backward=20)], [PartMemory(20, forward=8, backward=30)], [PartMemory(5)]]
-    found = combined(layers, before=[PartMemory(1, 1)], after=[PartMemory(7, forward=9, backward=4)])
+    layers = [[PartBytes(10, forward=3, backward=20)], [PartBytes(20, forward=8, backward=30)], [PartBytes(5)]]
+    found = combined(layers, before=[PartBytes(1, 1)], after=[PartBytes(7, forward=9, backward=4)])
     assert (found.saved, found.forward, found.backward) == (43, 9, 30 - 12)
     assert combined(layers).backward == 30 - 5
 

@@ -109,7 +109,7 @@ def test_what_is_suggested_is_taken_and_fits(plan_flags: PlanFlags, case: Case, 
     for attempt in (*found.attempts, *filter(None, [found.larger])):
         again = _suggested(attempt, argv)
         assert again.totals.max() == attempt.needed <= limit
-        assert again.batch.step_samples == plan.batch.step_samples
+        assert again.job.batch.step_samples == plan.job.batch.step_samples
     if found.closest is not None:
         assert not found.attempts and found.closest.needed > limit
         assert _suggested(found.closest, argv).totals.max() == found.closest.needed
@@ -177,7 +177,8 @@ def test_layouts_of_some_ranks_grow_where_they_are(make_plan: MakePlan) -> None:
     plan = make_plan(3, "dp:1@0", "pp:2@1-2", flags)
     larger = find_fitting(plan, round(0.85 * plan.totals.max())).larger
     assert larger is not None and larger.estimate.world_size == 6
-    assert larger.estimate.layouts["vision"].ranks == (0, 1) and larger.estimate.layouts["text"].ranks == (2, 3, 4, 5)
+    layouts = larger.estimate.job.layouts
+    assert layouts["vision"].ranks == (0, 1) and layouts["text"].ranks == (2, 3, 4, 5)
 
 
 def test_an_entry_is_a_function_in_the_table(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:

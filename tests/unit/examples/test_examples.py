@@ -79,7 +79,7 @@ def test_memory_is_planned_as_the_example_says(model: str) -> None:
     said = re.search(r"planned at (\d+) GB per GPU, allowance", _comment(model))
     plan = _plan(model, RANKS[model])
     assert said and round(plan.totals.max() / 1e9) == int(said[1])
-    assert plan.assumed.sample.tokens > 0.95 * plan.config.data.max_seq_length
+    assert plan.assumed.sample.tokens > 0.95 * plan.job.config.data.max_seq_length
     assert problems_of(plan) == ()
 
 
