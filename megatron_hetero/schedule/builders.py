@@ -190,24 +190,15 @@ class Work(NamedTuple):
 
 def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
     """Order the work of a pipeline coordinate: 1F1B, interleaved if the module has virtual stages."""
-    pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
-    if module.virtual == 1:
-        warm_up, forwards = left, [Work("F", coordinate, m) for m in micro_batches]
-        backwards = [Work("B", coordinate, m) for m in micro_batches]
-    else:
-        warm_up = 2 * left + (module.virtual - 1) * pp
-        forwards = _interleaved("F", module, coordinate, micro_batches)
+    order = _interleaved("F", module, coordinate, micro_batches)
+    if module.backward:  # Run `warm_up` forwards, then backwards and forwards alternating, then the other backwards.
+        pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
+        warm_up = left if module.virtual == 1 else 2 * left + (module.virtual - 1) * pp
         backwards = _interleaved("B", module, coordinate, micro_batches)
-    order = forwards if not module.backward else _alternated(forwards, backwards, warm_up)
+        steady = max(0, len(order) - warm_up)
+        pairs = zip(order[warm_up:], backwards[:steady], strict=True)
+        order = [*order[:warm_up], *chain.from_iterable(pairs), *backwards[steady:]]
     return [work for work in order if work.micro_batch >= 0]
-
-
-def _alternated(forwards: list[Work], backwards: list[Work], warm_up: int) -> list[Work]:
-    """Run `warm_up` forwards, then forwards and backwards alternating, then the remaining backwards."""
-    warm_up = min(warm_up, len(forwards))
-    steady = len(forwards) - warm_up
-    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
-    return [*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[steady:]]
 
 
 def _interleaved(kind: WorkKind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:

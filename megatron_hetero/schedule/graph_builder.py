@@ -112,19 +112,12 @@ class _Graph:
             ) from None
 
     @cached_property
-    def roles(self) -> dict[StageId, frozenset[int]]:
-        """The roles that hold each stage, by index."""
-        roles = self.schedule.roles
-        return {
-            stage: frozenset(i for i, role in enumerate(roles) if stage in role.held_stages) for stage in self.following
-        }
-
-    @cached_property
     def depth(self) -> dict[StageId, int]:
         """One more than the changes of ranks on the longest path from each stage."""
         found: dict[StageId, int] = {}
         for stage in reversed(self.order):
-            after = ((n, self.roles[n].isdisjoint(self.roles[stage])) for n in self.following[stage])
+            roles = self.schedule.roles_of_stages
+            after = ((n, roles[n].isdisjoint(roles[stage])) for n in self.following[stage])
             found[stage] = max((found[n] + moves for n, moves in after), default=1)
         return found
 
@@ -132,12 +125,12 @@ class _Graph:
         """Whether the stage has a backward pass."""
         return self.schedule.module[stage[0]].backward
 
-    def executing(self, action: Action) -> frozenset[int]:
+    def executing(self, action: Action) -> set[int]:
         """Return the roles that execute the action, by index."""
         if action.op in ("start", "finish"):
-            edge, (own, stage) = action.edge, self.schedule.stages_of(action.edge)
-            return self.roles[edge.source, own] | self.roles[edge.target, stage]
-        return self.roles[action.module, action.own_stage]
+            sources, targets = self.schedule.roles_of_sides(action.edge)
+            return sources | targets
+        return self.schedule.roles_of_stages[action.module, action.own_stage]
 
 
 class _Work(NamedTuple):
@@ -202,11 +195,11 @@ class _Run:
 
     def _startable(self) -> list[_Work]:
         """Find the work that begins now. Work that waits for some of its ranks reserves the others."""
-        taken = {role for work in self.running for role in self.graph.roles[work.stage]}
+        taken = {role for work in self.running for role in self.graph.schedule.roles_of_stages[work.stage]}
         waiting = [work for stage in self.graph.order for work in self._ready(stage)]
         found: list[_Work] = []
         for work in sorted(waiting, key=self._urgency):
-            roles = self.graph.roles[work.stage]
+            roles = self.graph.schedule.roles_of_stages[work.stage]
             if taken.isdisjoint(roles):
                 found.append(work)
             taken |= roles
