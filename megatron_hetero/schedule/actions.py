@@ -137,6 +137,11 @@ class Action:
         return self.peer
 
     @property
+    def place(self) -> tuple[str, int]:
+        """The module and stage of work."""
+        return self.module, self.own_stage
+
+    @property
     def posted(self) -> Action:
         """The `irecv` of a `wait`, or the `start` of a `finish`."""
         op: Op = "irecv" if self.op == "wait" else "start"

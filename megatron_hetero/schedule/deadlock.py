@@ -33,13 +33,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from typing import Literal, NamedTuple
 
 from megatron_hetero.layout.communicators import EdgeUse, Link
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.program import Role, Schedule, starts_early, use_of
+from megatron_hetero.schedule.program import Role, Schedule, early_start, use_of
 
 Communicator = Callable[[Link | EdgeUse], str]
 """Names the communicator for a use. `str` names those that `Topology` creates: one for each use."""
@@ -77,8 +77,6 @@ class _Host:
         self.issued: list[Issue] = []
         self.crosses = {edge: schedule.crosses(role, edge) for edge in schedule.edges}
         self.position = {action: at for at, action in enumerate(role.actions)}
-        self.crossings = [a for a in role.actions if a.op in ("start", "finish")]
-        self.next_crossing = 0
         self.operation: dict[Action, int] = {}  # by irecv or start, its (last) operation
         self.early: dict[Action, int] = {}  # the `wait` of an irecv that is issued later
         self.ran: set[tuple[str, int | None, int]] = set()
@@ -97,10 +95,8 @@ class _Host:
                 self._wait(at, action)
             case "start":
                 self._start(action)
-                self.next_crossing += 1
             case "finish":
                 self._finish(at, action)
-                self.next_crossing += 1
 
     def _add(self, issue: Issue) -> int:
         self.issued.append(issue)
@@ -116,10 +112,9 @@ class _Host:
 
     def _run(self, at: int, action: Action) -> None:
         self._work(at, "", (action, 0))
-        if action.kind == "B" and (action.module, action.stage) in self.schedule.entering:
-            following = self.crossings[self.next_crossing] if self.next_crossing < len(self.crossings) else None
-            if following is not None and starts_early(self.schedule, action, following):
-                self._start(following)
+        if action.kind == "B" and action.place in self.schedule.entering:
+            if early := early_start(self.schedule, self.role.actions, at):
+                self._start(early)
             self._work(at, "the rest of ", (action, 1))
         if action.kind != "B":
             self.ran.add((action.module, action.stage, action.micro_batch))
@@ -334,14 +329,14 @@ def _short_cycle(graph: _EventGraph, stuck: set[Node]) -> list[Node]:
         node = before[node][0]
     nodes = list(path)
     cycle = nodes[nodes.index(node) :]
-    return min((_shortest(before, node, cycle) for node in cycle[:100]), key=len)
+    return min((_shortest(before, node) for node in cycle[:100]), key=len)
 
 
-def _shortest(before: dict[Node, list[Node]], first: Node, known: list[Node]) -> list[Node]:
-    """Find the shortest cycle through `first`; `known` is a cycle that contains it."""
+def _shortest(before: Mapping[Node, Sequence[Node]], first: Node) -> list[Node]:
+    """Find the shortest cycle through `first`. There is one."""
     reached: dict[Node, Node] = {}
     frontier = deque([first])
-    while frontier:
+    while True:
         node = frontier.popleft()
         for other in before[node]:
             if other == first:
@@ -352,7 +347,6 @@ def _shortest(before: dict[Node, list[Node]], first: Node, known: list[Node]) ->
             if other not in reached:
                 reached[other] = node
                 frontier.append(other)
-    return known
 
 
 # --------------------------------------------------------------------------------------------- in words

@@ -82,13 +82,11 @@ def _cells(names: Mapping[str, str], spans: Iterable[Span], unit: float) -> Iter
 
 def _short_names(schedule: Schedule) -> dict[str, str]:
     """Return the shortest distinct prefixes of the modules' names."""
-    names = [module.name for module in schedule.modules]
     found: dict[str, str] = {}
-    for name in names:
-        length = 1
-        while length < len(name) and any(other.startswith(name[:length]) for other in names if other != name):
-            length += 1
-        found[name] = name[:length]
+    for name in schedule.module:
+        others = [other for other in schedule.module if other != name]
+        prefixes = (name[:length] for length in range(1, len(name)))
+        found[name] = next((p for p in prefixes if not any(other.startswith(p) for other in others)), name)
     return found
 
 

@@ -194,6 +194,12 @@ class Schedule:
         own, stage = self.stages_of(edge)
         return self.roles_of_stages[edge.source, own], self.roles_of_stages[edge.target, stage]
 
+    def roles_of(self, action: Action) -> set[int]:
+        """Return the roles that execute an action, by index."""
+        if action.op in ("start", "finish"):
+            return set[int]().union(*self.roles_of_sides(action.edge))
+        return self.roles_of_stages[action.place]
+
     @cached_property
     def leaving(self) -> dict[StageId, tuple[Edge, ...]]:
         """The edges that leave each stage, by stage."""
@@ -312,16 +318,16 @@ def use_of(schedule: Schedule, action: Action) -> Link | EdgeUse:
     return Link(action.module, direction, schedule.module[action.module].coordinate(sender))
 
 
-def starts_early(schedule: Schedule, work: Action, following: Action | None) -> bool:
-    """Whether `following`, the next crossing of the rank after the backward `work`, starts amid it: it returns the
+def early_start(schedule: Schedule, actions: Sequence[Action], at: int) -> Action | None:
+    """Return the crossing that starts amid the backward at index `at`: the next one of the rank, if it returns the
     gradients of rows that entered this stage.
     """
-    return (
-        following is not None
-        and (following.op, following.kind, following.micro_batch) == ("start", "B", work.micro_batch)
-        and following.edge in schedule.entering.get((work.module, work.stage or 0), ())
-        and schedule.returns_early(following.edge)
-    )
+    work, later = actions[at], map(actions.__getitem__, range(at, len(actions)))
+    following = next((action for action in later if action.op in ("start", "finish")), None)
+    if following is None or (following.op, following.kind, following.micro_batch) != ("start", "B", work.micro_batch):
+        return None
+    entered = following.edge in schedule.entering.get(work.place, ())
+    return following if entered and schedule.returns_early(following.edge) else None
 
 
 def describe_action(schedule: Schedule, rank: int, action: Action) -> str:
