@@ -20,7 +20,6 @@ from megatron_hetero.estimate.plot import draw_estimate
 from megatron_hetero.estimate.problems import problems_of, shortened
 from megatron_hetero.models.shapes import item_type
 from megatron_hetero.schedule.drawing import require_plot, timeline
-from megatron_hetero.schedule.simulator import role_label
 
 NOT_COUNTED = (
     "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), and messages "
@@ -256,7 +255,7 @@ def _schedule(estimate: Estimate, width: int) -> Iterator[str]:
     if len(lines) > first + last + 1:
         lines[first:-last] = [f"… {len(lines) - first - last} more roles"]
     yield from lines
-    shares = {role_label(role): simulation.bubble(role.ranks[0]) for role in estimate.job.schedule.roles}
+    shares = {role.label: simulation.bubble(role.ranks[0]) for role in estimate.job.schedule.roles}
     low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
     cells = round(simulation.seconds / unit)
     if cells > columns:

@@ -56,7 +56,7 @@ What an action needs before it:
 
 Which actions a rank executes follows from its modules and stages alone (`expected_actions`); the builder determines
 their order. For `--vision-parallel dp:1@0 --text-parallel pp:2@1-2`, run-ahead 0 and two micro-batches, one step per
-line (``-`` is no action; columns wait for each other as specified above):
+line (``-`` is no action; each is below the actions of other ranks that it waits for):
 
     step  vision.0         text.0           text.1
           @0               @1               @2
@@ -135,6 +135,17 @@ class Action:
         """The other stage of a transfer."""
         assert isinstance(self.peer, int), f"{self.op} has no other stage"
         return self.peer
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The module and stage of work."""
+        return self.module, self.own_stage
+
+    @property
+    def posted(self) -> Action:
+        """The `irecv` of a `wait`, or the `start` of a `finish`."""
+        op: Op = "irecv" if self.op == "wait" else "start"
+        return Action(op, self.kind, self.module, self.micro_batch, self.stage, self.peer)
 
     @classmethod
     def parse(cls, text: str) -> Action:

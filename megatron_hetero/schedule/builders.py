@@ -42,7 +42,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise, product
-from typing import NamedTuple
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.graph import Edge, Ends, as_edge, edge_of
@@ -180,37 +179,20 @@ def _require_forward_only_exists(layouts: Mapping[str, Layout], forward_only: Co
 # --------------------------------------------------------------------------------------------- orders
 
 
-class Work(NamedTuple):
-    """A unit of work of the text module."""
-
-    kind: WorkKind
-    stage: int
-    micro_batch: int
-
-
-def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
+def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Action]:
     """Order the work of a pipeline coordinate: 1F1B, interleaved if the module has virtual stages."""
-    pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
-    if module.virtual == 1:
-        warm_up, forwards = left, [Work("F", coordinate, m) for m in micro_batches]
-        backwards = [Work("B", coordinate, m) for m in micro_batches]
-    else:
-        warm_up = 2 * left + (module.virtual - 1) * pp
-        forwards = _interleaved("F", module, coordinate, micro_batches)
+    order = _interleaved("F", module, coordinate, micro_batches)
+    if module.backward:  # Run `warm_up` forwards, then backwards and forwards alternating, then the other backwards.
+        pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
+        warm_up = left if module.virtual == 1 else 2 * left + (module.virtual - 1) * pp
         backwards = _interleaved("B", module, coordinate, micro_batches)
-    order = forwards if not module.backward else _alternated(forwards, backwards, warm_up)
+        steady = max(0, len(order) - warm_up)
+        pairs = zip(order[warm_up:], backwards[:steady], strict=True)
+        order = [*order[:warm_up], *chain.from_iterable(pairs), *backwards[steady:]]
     return [work for work in order if work.micro_batch >= 0]
 
 
-def _alternated(forwards: list[Work], backwards: list[Work], warm_up: int) -> list[Work]:
-    """Run `warm_up` forwards, then forwards and backwards alternating, then the remaining backwards."""
-    warm_up = min(warm_up, len(forwards))
-    steady = len(forwards) - warm_up
-    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
-    return [*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[steady:]]
-
-
-def _interleaved(kind: WorkKind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
+def _interleaved(kind: WorkKind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Action]:
     """Run pp micro-batches through each of the rank's stages in turn, then the next pp of them.
 
     The micro-batches are padded to a multiple of pp; the padding has number -1 and is dropped later. Dropping a
@@ -220,7 +202,7 @@ def _interleaved(kind: WorkKind, module: Module, coordinate: int, micro_batches:
     padded = [*micro_batches, *[-1] * (-len(micro_batches) % pp)]
     stages = range(coordinate, module.stages, pp)
     return [
-        Work(kind, stage, m)
+        run(kind, module.name, stage, m)
         for first in range(0, len(padded), pp)
         for stage in (stages if kind == "F" else reversed(stages))
         for m in padded[first : first + pp]
@@ -252,7 +234,7 @@ class _Context:
         return list(zip(self.schedule.returned, [*self.schedule.waves[1:], range(0)], strict=True))
 
     @cached_property
-    def pace(self) -> list[Work]:
+    def pace(self) -> list[Action]:
         """The work of the first text stage, in order."""
         return [work for part in self.text_parts(0) for work in part if work.stage == 0]
 
@@ -262,7 +244,7 @@ class _Context:
         names = [encoder.name for encoder in self.sharing]
         return any(self.schedule.returns_early(e) for e in self.schedule.edges if e.source in names)
 
-    def text_parts(self, stage: int | None) -> list[list[Work]]:
+    def text_parts(self, stage: int | None) -> list[list[Action]]:
         """Return the work, before each turn of the encoders, of ranks whose first text stage is `stage`."""
         schedule = self.schedule
         if stage is None:
@@ -270,7 +252,8 @@ class _Context:
         if schedule.text.virtual > 1:
             return [pipeline_order(schedule.text, stage, wave) for wave in schedule.waves]
         works = pipeline_order(schedule.text, stage, range(schedule.micro_batches))
-        cuts = [works.index(Work("F", stage, max(0, wave[0] - stage // 3))) for wave in schedule.waves[1:]]
+        firsts = (max(0, wave[0] - stage // 3) for wave in schedule.waves[1:])
+        cuts = [works.index(run("F", schedule.text.name, stage, m)) for m in firsts]
         return [works[first:last] for first, last in pairwise([0, *cuts, len(works)])]
 
     def crossed(self, role: Role, encoder: Module) -> list[tuple[Edge, int]]:
@@ -360,18 +343,18 @@ def _at(wave: Sequence[int], index: int) -> Sequence[int]:
     return wave[index : index + 1] if index >= 0 else ()
 
 
-def _text(ctx: _Context, role: Role, works: Sequence[Work]) -> Iterator[Action]:
+def _text(ctx: _Context, role: Role, works: Sequence[Action]) -> Iterator[Action]:
     """Run the role's text stages, with the crossings of their edges."""
     first = _first_stage(role, ctx.schedule.text)
     for work in works:
         if work.stage == first and work.kind == "F":
             yield from _receive_rows(ctx, ctx.arriving(role), work.micro_batch)
-        yield run(work.kind, ctx.schedule.text.name, work.stage, work.micro_batch)
+        yield work
         if work.kind == "B":
             yield from _send_gradients(ctx, role, work)
 
 
-def _send_gradients(ctx: _Context, role: Role, work: Work) -> Iterator[Action]:
+def _send_gradients(ctx: _Context, role: Role, work: Action) -> Iterator[Action]:
     """Send the gradients of rows back after the backward of the role's first stage: those of its later virtual stages
     are known before, but would wait there for an encoder that waits for the first stage. They are finished so late that
     encoders that run ahead hold up nothing.

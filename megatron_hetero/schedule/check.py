@@ -1,4 +1,4 @@
-"""Checks a schedule before it runs, and reports the first error with its location. Writes schedules as text.
+"""Checks a schedule before it runs, and reports the first error with its location.
 
 In this order, since each check relies on those before:
 
@@ -10,142 +10,97 @@ In this order, since each check relies on those before:
   4. residency: what a rank's GPU has begun and waits for other ranks leaves SMs for the rest (`most_resident`): a CTA
      of NCCL has up to 640 threads, and is counted as an SM;
   5. memory: no rank holds activations of more micro-batches than its module's style allows.
-
-The text of a schedule has a line per step and a column per role. Columns wait for each other as specified in `actions`:
-
-micro-batches: 2
-edges: vision>text
-vision: dp:1@0 ahead 0
-text: pp:2@1-2 text
-step  vision.0         text.0           text.1
-      @0               @1               @2
-   0  vision.0.F0      vision>text.F0   text.1<0.F0
-   1  vision>text.F0   -                -
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.communicators import gradient_uses, max_ctas
-from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.actions import Action, WorkKind, finish, run, start
 from megatron_hetero.schedule.deadlock import find_cycle, issues
-from megatron_hetero.schedule.program import Role, Schedule, use_of
-from megatron_hetero.schedule.semantics import Point, expected_actions, local_dependencies, replay, steps
+from megatron_hetero.schedule.program import Module, Role, Schedule, use_of
+from megatron_hetero.schedule.transfers import input_of, output_of
 
-EMPTY = "-"
-MARK = "<-- ERROR HERE"
+Point = tuple[int, int]
+"""A role and the index of one of its actions."""
+AROUND = 4
+"""The actions shown before and after an error."""
 SHOWN_ROLES = 6
-"""The most columns of an excerpt."""
-
-
-def format_schedule(schedule: Schedule) -> str:
-    """Write a schedule as text, each action of which `Action.parse` reads."""
-    roles = range(len(schedule.roles))
-    lines = _aligned([*_titles(schedule, roles), *_cells(schedule, roles, steps(replay(schedule)))])
-    edges = f"edges: {' '.join(map(str, schedule.edges)) or EMPTY}"
-    return "\n".join([f"micro-batches: {schedule.micro_batches}", edges, *map(str, schedule.modules), *lines])
-
-
-def excerpt(schedule: Schedule, points: Sequence[Point], around: int = 4) -> str:
-    """Write the grid around `points`, which are marked. Their roles come first."""
-    step = steps(replay(schedule))
-    marks = dict.fromkeys(points, f" {MARK}")
-    near = {step.get(point, step.get((point[0], point[1] - 1), 0)) for point in points}
-    roles = list(dict.fromkeys([role for role, _ in points] + list(range(len(schedule.roles)))))[:SHOWN_ROLES]
-    cells = _cells(schedule, roles, step, marks)
-    shown = [cell for cell in cells if any(abs(int(cell[0]) - at) <= around for at in near)]
-    left = len(schedule.roles) - len(roles)
-    more = [f"({left} other roles are left out)"] if left else []
-    return "\n".join([*_aligned([*_titles(schedule, roles), *shown]), *more])
-
-
-def _titles(schedule: Schedule, roles: Collection[int]) -> list[list[str]]:
-    held = [schedule.roles[role] for role in roles]
-    return [["step", *(role.name for role in held)], ["", *(role.ranks_text for role in held)]]
-
-
-def _cells(
-    schedule: Schedule, roles: Collection[int], step: Mapping[Point, int], marks: Mapping[Point, str] | None = None
-) -> list[list[str]]:
-    marks = marks or {}
-    height = max(step.values(), default=-1) + 1
-    columns: list[list[str]] = []
-    for role in roles:
-        actions = schedule.roles[role].actions
-        column = [EMPTY] * (height + 1)
-        for at, action in enumerate(actions):
-            column[step[role, at]] = f"{action}{marks.get((role, at), '')}"
-        if (role, len(actions)) in marks:
-            column[step.get((role, len(actions) - 1), -1) + 1] = marks[role, len(actions)].strip()
-        columns.append(column)
-    used = height + any(column[height] != EMPTY for column in columns)
-    return [[str(at), *(column[at] for column in columns)] for at in range(used)]
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned: list[str] = []
-    for first, *rest in lines:
-        cells = (cell.ljust(width) for cell, width in zip(rest, widths[1:], strict=True))
-        aligned.append("  ".join([first.rjust(widths[0]) if first.isdigit() else first.ljust(widths[0]), *cells]))
-    return [line.rstrip() for line in aligned]
+"""The most roles of which actions are shown."""
 
 
 class ScheduleError(UserError):
     """A schedule that cannot run."""
 
 
-@dataclass(frozen=True)
-class ScheduleProblem:
-    """An error in a schedule. `points`: its location, as roles and indices of actions, the main one first. `details`:
-    further lines of the message.
-    """
-
-    points: tuple[Point, ...]
-    found: str
-    expected: str
-    because: str
-    details: tuple[str, ...] = ()
-    fix: str = "fix the order of actions, or build the schedule with `build_schedule`"
-
-
 def check_schedule(schedule: Schedule) -> None:
     """Raise `ScheduleError` for the first problem, if any."""
-    problem = find_problem(schedule)
-    if problem is None:
-        return
-    role, at = problem.points[0]
+    _check_actions(schedule)
+    _check_order(schedule)
+    _check_deadlock(schedule)
+    _check_residency(schedule)
+    _check_activations(schedule)
+
+
+def _error(
+    schedule: Schedule,
+    points: Sequence[Point],
+    found: str,
+    expected: str,
+    because: str,
+    fix: str = "fix the order of actions, or build the schedule with `build_schedule`",
+    details: Sequence[str] = (),
+) -> ScheduleError:
+    """Build an error at `points`, the main one first. `details`: further lines of the message."""
+    role, at = points[0]
     actions = schedule.roles[role].actions
     what = f"`{actions[at]}`" if at < len(actions) else "the end"
-    message = UserError.at(
-        f"schedule, {schedule.roles[role]}, at {what}",
-        found=problem.found,
-        expected=problem.expected,
-        because=problem.because,
-        fix=problem.fix,
-    )
-    raise ScheduleError("\n".join([str(message), *problem.details, excerpt(schedule, problem.points)]))
+    where = f"schedule, {schedule.roles[role]}, at {what}"
+    message = UserError.at(where, found=found, expected=expected, because=because, fix=fix)
+    return ScheduleError("\n".join([str(message), *details, *_excerpt(schedule, points)]))
 
 
-def find_problem(schedule: Schedule) -> ScheduleProblem | None:
-    """Return the first problem of the schedule, if any."""
-    for find in (_wrong_actions, _wrong_order, _deadlocks, _too_many_resident, _too_many_activations):
-        problem = next(find(schedule), None)
-        if problem is not None:
-            return problem
-    return None
+def _excerpt(schedule: Schedule, points: Sequence[Point]) -> list[str]:
+    """Return the actions around `points`, which are marked, role by role."""
+    marked: dict[int, set[int]] = {}
+    for role, at in points:
+        marked.setdefault(role, set()).add(at)
+    lines: list[str] = []
+    for role, errors in [*marked.items()][:SHOWN_ROLES]:
+        lines.append(f"{schedule.roles[role]}:")
+        for at, action in enumerate([*schedule.roles[role].actions, "the end"]):
+            if any(abs(at - error) <= AROUND for error in errors):
+                lines.append(f"{at:6}  {action}{' <-- ERROR HERE' if at in errors else ''}")
+    return lines
 
 
 # ---------------------------------------------------------------------------------------- 1. the actions
 
 
-def _wrong_actions(schedule: Schedule) -> Iterator[ScheduleProblem]:
+def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
+    """Return the actions that the role executes, each once, in no particular order."""
+    found: list[Action] = []
+    for name, stage in role.held_stages:
+        module = schedule.module[name]
+        kinds: list[WorkKind] = [*module.forward_kinds, *(["B"] if module.backward else [])]
+        for kind in kinds:
+            for m in range(schedule.micro_batches):
+                work = run(kind, name, stage, m)
+                found += [*(input_of(module, work) or ()), work, *filter(None, [output_of(module, work)])]
+    for edge in schedule.edges:
+        if any(schedule.crosses(role, edge)):
+            for kind in ("F", "B") if schedule.returns(edge) else ("F",):
+                for m in range(schedule.micro_batches):
+                    found += [start(kind, edge, m), finish(kind, edge, m)]
+    return found
+
+
+def _check_actions(schedule: Schedule) -> None:
     once, because = "each of its actions once", "every action is executed once, on all ranks that take part"
     for index, role in enumerate(schedule.roles):
         expected = expected_actions(schedule, role)
@@ -154,51 +109,77 @@ def _wrong_actions(schedule: Schedule) -> Iterator[ScheduleProblem]:
         for at, action in enumerate(role.actions):
             if action not in known or action in seen:
                 found = f"`{action}` twice" if action in known else f"`{action}`, which is none of its actions"
-                closest = f"; `{_closest(action, missing)}` is missing" if missing else ""
-                yield ScheduleProblem(((index, at),), found, once, because + closest)
+                instead = f"; `{missing[0]}` is missing" if missing else ""
+                raise _error(schedule, [(index, at)], found, once, because + instead)
             seen.add(action)
         if missing:
             needing = (
                 at for at, each in enumerate(role.actions) if missing[0] in local_dependencies(schedule, role, each)
             )
-            point = index, next(needing, len(role.actions))
-            yield ScheduleProblem((point,), f"no `{missing[0]}`", once, because)
-
-
-def _closest(action: Action, others: Sequence[Action]) -> Action:
-    """Return the action that differs from `action` in the fewest fields."""
-    names = [each.name for each in fields(Action)]
-    return max(others, key=lambda other: sum(getattr(action, name) == getattr(other, name) for name in names))
+            at = next(needing, len(role.actions))
+            raise _error(schedule, [(index, at)], f"no `{missing[0]}`", once, because)
 
 
 # ------------------------------------------------------------------------------------- 2. order on a rank
 
 
-def _wrong_order(schedule: Schedule) -> Iterator[ScheduleProblem]:
+def local_dependencies(schedule: Schedule, role: Role, action: Action) -> list[Action]:
+    """Return the actions that the same rank must have executed before `action`."""
+    match action.op:
+        case "run":
+            return _dependencies_of_work(schedule, schedule.module[action.module], action)
+        case "send":
+            return [run(action.kind, action.module, action.own_stage, action.micro_batch)]
+        case "irecv":
+            return []
+        case "wait" | "finish":
+            return [action.posted]
+        case "start":
+            (leaves, enters), (own, stage) = schedule.crosses(role, action.edge), schedule.stages_of(action.edge)
+            if action.kind == "F":
+                return [run("F", action.module, own, action.micro_batch)] if leaves else []
+            return [run("B", action.edge.target, stage, action.micro_batch)] if enters else []
+
+
+def _dependencies_of_work(schedule: Schedule, module: Module, work: Action) -> list[Action]:
+    stage, m = work.own_stage, work.micro_batch
+    here = module.name, stage
+    needed = [arriving[1]] if (arriving := input_of(module, work)) else []
+    if work.kind == "R":
+        needed.append(run("F", module.name, stage, m))
+    if work.kind == "B":
+        needed.append(run(module.forward_kinds[-1], module.name, stage, m))
+        needed += [finish("B", edge, m) for edge in schedule.leaving.get(here, ()) if schedule.returns(edge)]
+    else:
+        needed += [finish("F", edge, m) for edge in schedule.entering.get(here, ())]
+    return needed
+
+
+def _check_order(schedule: Schedule) -> None:
     for index, role in enumerate(schedule.roles):
         done: set[Action] = set()
         for at, action in enumerate(role.actions):
             for needed in local_dependencies(schedule, role, action):
                 if needed not in done:
-                    found, because = f"`{needed}` after it", f"`{action}` depends on it"
-                    yield ScheduleProblem(
-                        ((index, at), (index, role.actions.index(needed))), found, "it before", because
-                    )
+                    points = [(index, at), (index, role.actions.index(needed))]
+                    because = f"`{action}` depends on it"
+                    raise _error(schedule, points, f"`{needed}` after it", "it before", because)
             done.add(action)
 
 
 # --------------------------------------------------------------------------------------------- 3. deadlock
 
 
-def _deadlocks(schedule: Schedule) -> Iterator[ScheduleProblem]:
+def _check_deadlock(schedule: Schedule) -> None:
     if cycle := find_cycle(schedule):
-        names = [name for name, _ in groupby((*cycle, cycle[0]), key=lambda each: each.ranks)]
-        yield ScheduleProblem(
-            tuple(dict.fromkeys((schedule.role_index[each.rank], each.at) for each in cycle)),
+        names = [str(schedule.roles[role]) for role, _ in groupby([*cycle, cycle[0]], key=lambda each: each.role)]
+        raise _error(
+            schedule,
+            [*dict.fromkeys((each.role, each.at) for each in cycle)],
             "a deadlock",
             "an order in which all can proceed",
             f"on NCCL they wait in a cycle: {' for '.join(names)}",
-            tuple(map(str, cycle)),
+            details=[each.text for each in cycle],
         )
 
 
@@ -240,17 +221,18 @@ def most_resident(schedule: Schedule, role: Role) -> Resident:
     return most
 
 
-def _too_many_resident(schedule: Schedule) -> Iterator[ScheduleProblem]:
+def _check_residency(schedule: Schedule) -> None:
     for index, role in enumerate(schedule.roles):
         most = most_resident(schedule, role)
         if most.ctas > MOST_CTAS:
-            yield ScheduleProblem(
-                ((index, most.at),),
+            raise _error(
+                schedule,
+                [(index, most.at)],
                 f"communication that may occupy {most.ctas} SMs of a GPU at a time",
                 f"at most {MOST_CTAS}",
                 "waiting kernels may occupy the SMs that the kernels they wait for need",
-                (f"operations that have begun: {', '.join(most.communicators)}",),
                 "give modules ranks of their own, so that a rank takes part in fewer edges and pipelines",
+                [f"operations that have begun: {', '.join(most.communicators)}"],
             )
 
 
@@ -271,14 +253,13 @@ def live_activations(schedule: Schedule, role: Role, module: str) -> list[int]:
     return counts
 
 
-def _too_many_activations(schedule: Schedule) -> Iterator[ScheduleProblem]:
+def _check_activations(schedule: Schedule) -> None:
     for index, role in enumerate(schedule.roles):
         coordinates = ((name, schedule.module[name].coordinate(stage)) for name, stage in role.held_stages)
         for name, coordinate in dict.fromkeys(coordinates):
             bound = schedule.activation_bound(schedule.module[name], coordinate)
-            counts = live_activations(schedule, role, name)
-            if max(counts, default=0) > bound:
-                at = next(i for i, count in enumerate(counts) if count > bound)
-                found, expected = f"activations of {counts[at]} micro-batches of `{name}`", f"at most {bound}"
-                because = f"`{schedule.module[name]}` bounds them, however many micro-batches there are"
-                yield ScheduleProblem(((index, at),), found, expected, because)
+            for at, count in enumerate(live_activations(schedule, role, name)):
+                if count > bound:
+                    found, expected = f"activations of {count} micro-batches of `{name}`", f"at most {bound}"
+                    because = f"`{schedule.module[name]}` bounds them, however many micro-batches there are"
+                    raise _error(schedule, [(index, at)], found, expected, because)

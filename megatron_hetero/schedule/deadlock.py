@@ -26,23 +26,20 @@ docs/schedules.md, "How deadlocks are excluded", has the rules and what they ass
 predecessors, so a schedule ends if and only if the graph of beginnings and ends has no cycle, whatever the durations.
 What a batch of data skips, it skips on all ranks that take part, which adds no cycle.
 
-Ranks are checked in classes. First by role, as if each rank depended on what any rank of the role depends on, which
-finds every cycle. If there is one, again by classes of ranks whose peers in all pipelines are of one class too. Then
-each rank has the dependencies of its class, so that a cycle of classes is one of ranks.
+All ranks of a role issue the same, and their peers have one role, so that a cycle of roles is one of ranks.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from typing import Literal, NamedTuple
 
 from megatron_hetero.layout.communicators import EdgeUse, Link
-from megatron_hetero.schedule.actions import Action, start
-from megatron_hetero.schedule.program import Role, Schedule, starts_early, use_of
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.program import Role, Schedule, early_start, use_of
 
 Communicator = Callable[[Link | EdgeUse], str]
 """Names the communicator for a use. `str` names those that `Topology` creates: one for each use."""
@@ -63,15 +60,9 @@ class Issue(NamedTuple):
     waits: int | None = None
 
 
-LinkOf = Callable[[Action], Hashable]
-"""Distinguishes the transfers of one stage, kind and micro-batch whose ranks have different peers."""
-
-
-def issues(
-    schedule: Schedule, role: Role, communicator: Communicator = str, link: LinkOf = lambda action: None
-) -> list[Issue]:
+def issues(schedule: Schedule, role: Role, communicator: Communicator = str) -> list[Issue]:
     """Return what the host of each rank of the role issues, in order. Its actions must be complete, each once."""
-    host = _Host(schedule, role, communicator, link)
+    host = _Host(schedule, role, communicator)
     for at, action in enumerate(role.actions):
         host.issue(at, action)
     return host.issued
@@ -80,13 +71,12 @@ def issues(
 class _Host:
     """The host of one role: turns its actions into issues."""
 
-    def __init__(self, schedule: Schedule, role: Role, communicator: Communicator, link: LinkOf):
-        self.schedule, self.communicator, self.link = schedule, communicator, link
+    def __init__(self, schedule: Schedule, role: Role, communicator: Communicator):
+        self.schedule, self.role, self.communicator = schedule, role, communicator
+        self.index = schedule.role_index[role.ranks[0]]
         self.issued: list[Issue] = []
         self.crosses = {edge: schedule.crosses(role, edge) for edge in schedule.edges}
         self.position = {action: at for at, action in enumerate(role.actions)}
-        self.crossings = [a for a in role.actions if a.op in ("start", "finish")]
-        self.next_crossing = 0
         self.operation: dict[Action, int] = {}  # by irecv or start, its (last) operation
         self.early: dict[Action, int] = {}  # the `wait` of an irecv that is issued later
         self.ran: set[tuple[str, int | None, int]] = set()
@@ -98,17 +88,15 @@ class _Host:
             case "run":
                 self._run(at, action)
             case "send":
-                self._transfer(at, action, "send")
+                self._transfer(at, action)
             case "irecv":
                 self._irecv(action)
             case "wait":
                 self._wait(at, action)
             case "start":
                 self._start(action)
-                self.next_crossing += 1
             case "finish":
                 self._finish(at, action)
-                self.next_crossing += 1
 
     def _add(self, issue: Issue) -> int:
         self.issued.append(issue)
@@ -124,10 +112,9 @@ class _Host:
 
     def _run(self, at: int, action: Action) -> None:
         self._work(at, "", (action, 0))
-        if action.kind == "B" and (action.module, action.stage) in self.schedule.entering:
-            following = self.crossings[self.next_crossing] if self.next_crossing < len(self.crossings) else None
-            if following is not None and starts_early(self.schedule, action, following):
-                self._start(following)
+        if action.kind == "B" and action.place in self.schedule.entering:
+            if early := early_start(self.schedule, self.role.actions, at):
+                self._start(early)
             self._work(at, "the rest of ", (action, 1))
         if action.kind != "B":
             self.ran.add((action.module, action.stage, action.micro_batch))
@@ -138,10 +125,12 @@ class _Host:
 
     # ------------------------------------------------------------------------------------------- pipelines
 
-    def _transfer(self, at: int, action: Action, what: Literal["send", "irecv"]) -> int:
-        source, stream = action.stage if what == "send" else action.peer, self._stream(action)
-        message = action.kind, action.module, source, action.micro_batch, self.link(action)
-        return self._add(Issue(at, "", stream, message, message))
+    def _transfer(self, at: int, action: Action) -> int:
+        """Issue a send or receive, whose message is known by its sender."""
+        sends = action.op == "send"
+        sender = self.index if sends else self.schedule.peer_role(self.role, action)
+        message = action.kind, action.module, sender, action.stage if sends else action.peer, action.micro_batch
+        return self._add(Issue(at, "", self._stream(action), message, message))
 
     def _irecv(self, action: Action) -> None:
         if action.kind != "B":
@@ -157,13 +146,13 @@ class _Host:
             self._receive(waiting.popleft())
 
     def _receive(self, action: Action) -> None:
-        self.operation[action] = self._transfer(self.position[action], action, "irecv")
+        self.operation[action] = self._transfer(self.position[action], action)
         if action in self.early:
             wait = self.early[action]
             self.issued[wait] = self.issued[wait]._replace(waits=self.operation[action])
 
     def _wait(self, at: int, action: Action) -> None:
-        posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
+        posted = action.posted
         if posted not in self.operation:  # The receive is issued later.
             self.early[posted] = len(self.issued)
         self._stream_wait(at, "", self.operation.get(posted, -1))
@@ -191,8 +180,7 @@ class _Host:
         if embeds and (key := (action.edge.target, action.micro_batch)) not in self.embedded:
             self.embedded.add(key)
             self._work(at, "the embedding before ", ("embed", key))
-        started = start(action.kind, action.edge, action.micro_batch)
-        self._stream_wait(at, "", self.operation[started])
+        self._stream_wait(at, "", self.operation[action.posted])
         if not self.schedule.collective[action.edge] and not self._gathers(action):
             return
         key = (action.kind, action.edge, action.micro_batch), 2
@@ -210,77 +198,36 @@ class _Host:
 Reason = Literal["begin", "end", "behind", "after"]
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """An action in which ranks of a role wait for the action of the next `Waiting` of the cycle.
+class Waiting(NamedTuple):
+    """An action in which a role waits for the action of the next `Waiting` of the cycle.
 
-    `ranks`: such as ``rank 0 (vision.0)``; `rank`: the first of them; `at`: the index of their action. `reason`: they
-    wait for other ranks to `begin` the next action; for the `end` of their own operation; they are `behind` another
-    operation on their communicator; or begin `after` what they issued before. `text` has all of it in words.
+    `role`, `at`: the index of the role and of its action. `reason`: it waits for other ranks to `begin` the next
+    action; for the `end` of its own operation; it is `behind` another operation on its communicator; or begins `after`
+    what its ranks issued before. `text` has all of it in words.
     """
 
-    rank: int
-    ranks: str
+    role: int
     at: int
     reason: Reason
     text: str
 
-    def __str__(self) -> str:
-        return self.text
-
 
 def find_cycle(
     schedule: Schedule, communicator: Communicator = str, *, single_queue: bool = True
-) -> tuple[Waiting, ...] | None:
-    """Find the cycle of ranks that wait for each other; None if the schedule ends.
+) -> list[Waiting] | None:
+    """Find the cycle of roles that wait for each other; None if the schedule ends.
 
     Args:
         schedule: its roles have all of their actions once, and finish what they start.
         communicator: names the communicator for a use.
         single_queue: all streams of a rank share one hardware queue. A schedule that ends with one ends with more.
     """
-    found = _cycle(schedule, schedule.roles, lambda role: lambda action: None, communicator, single_queue)
-    if found is None:
+    issued = [issues(schedule, role, communicator) for role in schedule.roles]
+    graph = _EventGraph(issued, single_queue)
+    stuck = graph.stuck()
+    if not stuck:
         return None
-    classes = _classes(schedule)
-    index = {rank: at for at, each in enumerate(classes) for rank in each.ranks}
-
-    def link(role: Role) -> LinkOf:
-        rank = role.ranks[0]
-
-        def sender(action: Action) -> int:
-            return index[rank if action.op == "send" else schedule.peer_rank(rank, action)]
-
-        return sender
-
-    return _cycle(schedule, classes, link, communicator, single_queue)
-
-
-def _classes(schedule: Schedule) -> list[Role]:
-    """Refine the roles until the peers of a class's ranks in each pipeline are all of one class."""
-    color = dict(schedule.role_index)
-    pipelines = [[m.stage_ranks(s) for s in range(m.layout.pp)] for m in schedule.modules if m.layout.pp > 1]
-    neighbors = [_neighbors(stages) for stages in pipelines]
-    while True:
-        signs = {
-            rank: (own, *(tuple(color[other] for other in each.get(rank, ())) for each in neighbors))
-            for rank, own in color.items()
-        }
-        numbers: dict[Hashable, int] = {}
-        refined = {rank: numbers.setdefault(sign, len(numbers)) for rank, sign in signs.items()}
-        if len(numbers) == len(set(color.values())):
-            break
-        color = refined
-    members: dict[int, list[int]] = {}
-    for rank in sorted(color):
-        members.setdefault(color[rank], []).append(rank)
-    return [replace(schedule.roles[schedule.role_index[ranks[0]]], ranks=tuple(ranks)) for ranks in members.values()]
-
-
-def _neighbors(stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
-    """Return the previous and the next rank of each rank in its pipeline, taken as a ring."""
-    rings = zip(*stages, strict=True)
-    return {rank: (ring[at - 1], ring[(at + 1) % len(ring)]) for ring in rings for at, rank in enumerate(ring)}
+    return _described(schedule, issued, [*filter(None, map(graph.issue_of, _short_cycle(graph, stuck)))])
 
 
 # --------------------------------------------------------------------------------------------- the graph
@@ -290,9 +237,9 @@ Node = int
 
 
 class _IssueEnd(NamedTuple):
-    """The issue, of a party, that a node is the beginning or the end of."""
+    """The issue, of a role, that a node is the beginning or the end of."""
 
-    party: int
+    role: int
     issue: int
     is_end: bool
 
@@ -315,12 +262,12 @@ class _EventGraph:
                     self.followers[begin].append(following)
 
     def issue_of(self, node: Node) -> _IssueEnd | None:
-        """Return the issue of a node; None for a node of several parties."""
+        """Return the issue of a node; None for a node of several roles."""
         if node >= self.first[-1]:
             return None
-        party = bisect_right(self.first, node) - 1
-        at, is_end = divmod(node - self.first[party], 2)
-        return _IssueEnd(party, at, bool(is_end))
+        role = bisect_right(self.first, node) - 1
+        at, is_end = divmod(node - self.first[role], 2)
+        return _IssueEnd(role, at, bool(is_end))
 
     def _add_streams(self, first: Node, issued: Sequence[Issue]) -> None:
         followers, computed = self.followers, None
@@ -369,22 +316,6 @@ class _EventGraph:
         return {node for node, n in enumerate(before) if n}
 
 
-def _cycle(
-    schedule: Schedule,
-    parties: Sequence[Role],
-    link: Callable[[Role], LinkOf],
-    communicator: Communicator,
-    single_queue: bool,
-) -> tuple[Waiting, ...] | None:
-    """Find the cycle, if any, of parties that each execute the actions of their role."""
-    issued = [issues(schedule, party, communicator, link(party)) for party in parties]
-    graph = _EventGraph(issued, single_queue)
-    stuck = graph.stuck()
-    if not stuck:
-        return None
-    return _described(parties, issued, [*filter(None, map(graph.issue_of, _short_cycle(graph, stuck)))])
-
-
 def _short_cycle(graph: _EventGraph, stuck: set[Node]) -> list[Node]:
     """Find a short cycle among `stuck`; each node waits for the next."""
     before: dict[Node, list[Node]] = {node: [] for node in stuck}
@@ -398,14 +329,14 @@ def _short_cycle(graph: _EventGraph, stuck: set[Node]) -> list[Node]:
         node = before[node][0]
     nodes = list(path)
     cycle = nodes[nodes.index(node) :]
-    return min((_shortest(before, node, cycle) for node in cycle[:100]), key=len)
+    return min((_shortest(before, node) for node in cycle[:100]), key=len)
 
 
-def _shortest(before: dict[Node, list[Node]], first: Node, known: list[Node]) -> list[Node]:
-    """Find the shortest cycle through `first`; `known` is a cycle that contains it."""
+def _shortest(before: Mapping[Node, Sequence[Node]], first: Node) -> list[Node]:
+    """Find the shortest cycle through `first`. There is one."""
     reached: dict[Node, Node] = {}
     frontier = deque([first])
-    while frontier:
+    while True:
         node = frontier.popleft()
         for other in before[node]:
             if other == first:
@@ -416,25 +347,22 @@ def _shortest(before: dict[Node, list[Node]], first: Node, known: list[Node]) ->
             if other not in reached:
                 reached[other] = node
                 frontier.append(other)
-    return known
 
 
 # --------------------------------------------------------------------------------------------- in words
 
 
-def _described(
-    parties: Sequence[Role], issued: Sequence[Sequence[Issue]], cycle: Sequence[_IssueEnd]
-) -> tuple[Waiting, ...]:
-    """Describe a cycle, from an operation that is queued behind another one, or else from a change of ranks."""
+def _described(schedule: Schedule, issued: Sequence[Sequence[Issue]], cycle: Sequence[_IssueEnd]) -> list[Waiting]:
+    """Describe a cycle, from an operation that is queued behind another one, or else from a change of roles."""
     # The beginning and the end of an issue share a line, and so do successive "after"s.
     ends = [end for at, end in enumerate(cycle) if end[:2] != cycle[at - 1][:2]]
     reasons = [_reason(issued, *pair) for pair in _around(ends)]
     shown = [end for at, end in enumerate(ends) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]]
-    found = [_waiting(parties, issued, *pair) for pair in _around(shown)]
+    found = [_waiting(schedule, issued, *pair) for pair in _around(shown)]
     behind = (at for at, each in enumerate(found) if each.reason == "behind")
-    others = (at for at, each in enumerate(found) if each.ranks != found[at - 1].ranks)
+    others = (at for at, each in enumerate(found) if each.role != found[at - 1].role)
     first = next(behind, next(others, 0))
-    return (*found[first:], *found[:first])
+    return [*found[first:], *found[:first]]
 
 
 def _around(ends: Sequence[_IssueEnd]) -> Iterator[tuple[_IssueEnd, _IssueEnd]]:
@@ -443,17 +371,17 @@ def _around(ends: Sequence[_IssueEnd]) -> Iterator[tuple[_IssueEnd, _IssueEnd]]:
 
 
 def _reason(issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd) -> Reason:
-    one, two = issued[mine.party][mine.issue], issued[other.party][other.issue]
-    if mine.party != other.party:
+    one, two = issued[mine.role][mine.issue], issued[other.role][other.issue]
+    if mine.role != other.role:
         return "begin"
     if one.waits == other.issue:
         return "end"
     return "behind" if one.stream is not None and one.stream == two.stream and other.is_end else "after"
 
 
-def _waiting(parties: Sequence[Role], issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd) -> Waiting:
-    role, issue = parties[mine.party], issued[mine.party][mine.issue]
-    whom, there = parties[other.party], issued[other.party][other.issue]
+def _waiting(schedule: Schedule, issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd) -> Waiting:
+    role, issue = schedule.roles[mine.role], issued[mine.role][mine.issue]
+    whom, there = schedule.roles[other.role], issued[other.role][other.issue]
     what, on = f"{there.part}`{whom.actions[there.at]}`", f" on communicator `{issue.stream}`" if issue.stream else ""
     reason = _reason(issued, mine, other)
     waits = {
@@ -462,5 +390,4 @@ def _waiting(parties: Sequence[Role], issued: Sequence[Sequence[Issue]], mine: _
         "behind": f"is queued behind {what}",
         "after": f"begins after {what}",
     }[reason]
-    text = f"{role}: {issue.part}`{role.actions[issue.at]}`{on} {waits}"
-    return Waiting(role.ranks[0], str(role), issue.at, reason, text)
+    return Waiting(mine.role, issue.at, reason, f"{role}: {issue.part}`{role.actions[issue.at]}`{on} {waits}")

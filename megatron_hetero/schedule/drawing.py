@@ -1,15 +1,17 @@
-"""Timelines of ranks, as text, and as SVG or PNG with matplotlib."""
+"""Schedules as text, and timelines of ranks as text and as SVG or PNG with matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.simulator import Simulation, Span, role_label
+from megatron_hetero.schedule.simulator import Event, Simulation, Span, in_order
 
 Timelines = Mapping[str, Sequence[Span]]
 """Spans, simulated or recorded, by the label of their row in the plot."""
@@ -18,10 +20,29 @@ Timelines = Mapping[str, Sequence[Span]]
 def timelines_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
     """Return the timelines of a simulation, one per role."""
     pairs = zip(simulation.schedule.roles, simulation.spans, strict=True)
-    return {role_label(role): spans for role, spans in pairs}
+    return {role.label: spans for role, spans in pairs}
 
 
 # ---------------------------------------------------------------------------------------------------- text
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """Write a schedule as text: a line per step and a column per role, in which an action is below what it waits for on
+    other ranks, and ``-`` is no action.
+    """
+    step: dict[Event, int] = {}
+    columns: list[list[str]] = [[] for _ in schedule.roles]
+    for role, action, awaited in in_order(schedule):
+        step[role, action] = max([len(columns[role]), *(step[event] + 1 for event in awaited)])
+        columns[role] += [*["-"] * (step[role, action] - len(columns[role])), str(action)]
+    names = ["step", *(role.name for role in schedule.roles)]
+    ranks = ["", *(f"@{format_ranks(role.ranks)}" for role in schedule.roles)]
+    rows = ([f"{at:4}", *row] for at, row in enumerate(zip_longest(*columns, fillvalue="-")))
+    cells = [names, ranks, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    edges = f"edges: {' '.join(map(str, schedule.edges)) or '-'}"
+    return "\n".join([f"micro-batches: {schedule.micro_batches}", edges, *map(str, schedule.modules), *lines])
 
 
 def timeline(simulation: Simulation, *, unit: float | None = None, columns: int = 40) -> str:
@@ -38,12 +59,13 @@ def timeline(simulation: Simulation, *, unit: float | None = None, columns: int 
     unit = unit or min((s.end - s.start for s in works), default=1.0)
     names = _short_names(simulation.schedule)
     width = max((len(_label(names, s.action)) for s in works), default=1)
-    labels = [role_label(role) for role in simulation.schedule.roles]
+    rows = timelines_of(simulation)
+    wide = max(map(len, rows))
     lines: list[str] = []
-    for label, spans in zip(labels, simulation.spans, strict=True):
+    for label, spans in rows.items():
         cells = list(_cells(names, spans, unit))
         line = " ".join(cell.ljust(width) for cell in cells[:columns]).rstrip()
-        lines.append(f"{label:<{max(map(len, labels))}}  {line}{' …' if len(cells) > columns else ''}".rstrip())
+        lines.append(f"{label:<{wide}}  {line}{' …' if len(cells) > columns else ''}".rstrip())
     return "\n".join(lines)
 
 
@@ -60,13 +82,11 @@ def _cells(names: Mapping[str, str], spans: Iterable[Span], unit: float) -> Iter
 
 def _short_names(schedule: Schedule) -> dict[str, str]:
     """Return the shortest distinct prefixes of the modules' names."""
-    names = [module.name for module in schedule.modules]
     found: dict[str, str] = {}
-    for name in names:
-        length = 1
-        while length < len(name) and any(other.startswith(name[:length]) for other in names if other != name):
-            length += 1
-        found[name] = name[:length]
+    for name in schedule.module:
+        others = [other for other in schedule.module if other != name]
+        prefixes = (name[:length] for length in range(1, len(name)))
+        found[name] = next((p for p in prefixes if not any(other.startswith(p) for other in others)), name)
     return found
 
 

@@ -11,11 +11,8 @@ action that has not ended can proceed, and nothing deadlocks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
-from typing import NamedTuple
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.graph import Edge, as_edge
@@ -36,16 +33,17 @@ def build_graph_schedule(
     modules = tuple(
         Module(name, layout, "graph", backward=name not in forward_only) for name, layout in layouts.items()
     )
-    graph = _Graph(Schedule(modules, named, micro_batches, find_roles(modules)))
-    require_trained_through(graph.schedule)
-    bounded = tuple(replace(m, window=max(graph.depth[m.name, stage] for stage in range(m.stages))) for m in modules)
-    schedule = replace(graph.schedule, modules=bounded)
+    schedule = Schedule(modules, named, micro_batches, find_roles(modules))
+    require_trained_through(schedule)
+    simulated = _Run(schedule)
     orders: list[list[Action]] = [[] for _ in schedule.roles]
-    for action in _Run(graph).sequence():
-        for role in graph.executing(action):
+    for action in simulated.sequence():
+        for role in schedule.roles_of(action):
             orders[role].append(action)
+    depth = {name: max(depth for (owner, _), depth in simulated.depth.items() if owner == name) for name in layouts}
+    bounded = tuple(replace(module, window=depth[module.name]) for module in modules)
     roles = (replace(role, actions=tuple(order)) for role, order in zip(schedule.roles, orders, strict=True))
-    return replace(schedule, roles=tuple(roles))
+    return replace(schedule, modules=bounded, roles=tuple(roles))
 
 
 def _require_edges(layouts: Mapping[str, Layout], edges: Collection[Edge]) -> None:
@@ -71,167 +69,122 @@ def require_trained_through(schedule: Schedule) -> None:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class _Graph:
-    """The stages of a schedule without actions, and what follows what."""
-
-    schedule: Schedule
-
-    @cached_property
-    def following(self) -> dict[StageId, tuple[StageId, ...]]:
-        """The stages that each stage feeds: the next of its module, and those that its rows enter."""
-        found: dict[StageId, list[StageId]] = {}
-        for module in self.schedule.modules:
-            stages = [(module.name, stage) for stage in range(module.stages)]
-            found.update({stage: [] for stage in stages})
-            for stage, after in pairwise(stages):
-                found[stage].append(after)
-        for edge in self.schedule.edges:
-            own, stage = self.schedule.stages_of(edge)
+def _following(schedule: Schedule) -> dict[StageId, list[StageId]]:
+    """Return the stages that each stage feeds: the next of its module, and those that its rows enter."""
+    found: dict[StageId, list[StageId]] = {}
+    for module in schedule.modules:
+        stages = [(module.name, stage) for stage in range(module.stages)]
+        found |= {stage: stages[at + 1 : at + 2] for at, stage in enumerate(stages)}
+    for edge in schedule.edges:
+        own, stage = schedule.stages_of(edge)
+        if (edge.target, stage) not in found[edge.source, own]:
             found[edge.source, own].append((edge.target, stage))
-        return {stage: tuple(dict.fromkeys(after)) for stage, after in found.items()}
+    return found
 
-    @cached_property
-    def preceding(self) -> dict[StageId, tuple[StageId, ...]]:
-        """The stages that feed each stage."""
-        return {stage: tuple(s for s, after in self.following.items() if stage in after) for stage in self.following}
 
-    @cached_property
-    def order(self) -> tuple[StageId, ...]:
-        """All stages, each after those that feed it. Raises `UserError`."""
-        try:
-            return tuple(TopologicalSorter(self.preceding).static_order())
-        except CycleError as error:
-            cycle = " > ".join(f"{module}.{stage}" for module, stage in error.args[1])
-            raise UserError.at(
-                "edges",
-                found=f"a cycle, {cycle}",
-                expected="none",
-                because="a stage would need rows of its own micro-batch before it has run it",
-                fix="remove one of these edges",
-            ) from None
+def _sorted(preceding: Mapping[StageId, Collection[StageId]]) -> tuple[StageId, ...]:
+    """Return all stages, each after those that feed it. Raises `UserError`."""
+    try:
+        return tuple(TopologicalSorter(preceding).static_order())
+    except CycleError as error:
+        cycle = " > ".join(f"{module}.{stage}" for module, stage in error.args[1])
+        raise UserError.at(
+            "edges",
+            found=f"a cycle, {cycle}",
+            expected="none",
+            because="a stage would need rows of its own micro-batch before it has run it",
+            fix="remove one of these edges",
+        ) from None
 
-    @cached_property
-    def roles(self) -> dict[StageId, frozenset[int]]:
-        """The roles that hold each stage, by index."""
-        roles = self.schedule.roles
-        return {
-            stage: frozenset(i for i, role in enumerate(roles) if stage in role.held_stages) for stage in self.following
-        }
 
-    @cached_property
-    def depth(self) -> dict[StageId, int]:
-        """One more than the changes of ranks on the longest path from each stage."""
-        found: dict[StageId, int] = {}
-        for stage in reversed(self.order):
+class _Run:
+    """A simulated run of a schedule without actions.
+
+    `following`, `preceding`: the stages that each stage feeds, and those that feed it. `depth`: one more than the
+    changes of ranks on the longest path from each stage. `begun`, `ended`: how many micro-batches of each kind and
+    stage have.
+    """
+
+    def __init__(self, schedule: Schedule):
+        self.schedule, self.roles = schedule, schedule.roles_of_stages
+        self.following = _following(schedule)
+        self.preceding = {n: [s for s, after in self.following.items() if n in after] for n in self.following}
+        self.order = _sorted(self.preceding)
+        self.to_the_end = {stage: n for n, stage in enumerate(reversed(self.order))}
+        self.depth: dict[StageId, int] = {}
+        for stage in self.to_the_end:
             after = ((n, self.roles[n].isdisjoint(self.roles[stage])) for n in self.following[stage])
-            found[stage] = max((found[n] + moves for n, moves in after), default=1)
-        return found
+            self.depth[stage] = max((self.depth[n] + moves for n, moves in after), default=1)
+        works = [(kind, stage) for stage in self.order for kind in ("F", "B")]
+        self.begun, self.ended = dict.fromkeys(works, 0), dict.fromkeys(works, 0)
+        self.running: dict[Action, int] = {}  # and when it ends
 
     def has_backward(self, stage: StageId) -> bool:
         """Whether the stage has a backward pass."""
         return self.schedule.module[stage[0]].backward
-
-    def executing(self, action: Action) -> frozenset[int]:
-        """Return the roles that execute the action, by index."""
-        if action.op in ("start", "finish"):
-            edge, (own, stage) = action.edge, self.schedule.stages_of(action.edge)
-            return self.roles[edge.source, own] | self.roles[edge.target, stage]
-        return self.roles[action.module, action.own_stage]
-
-
-class _Work(NamedTuple):
-    kind: WorkKind
-    stage: StageId
-    micro_batch: int
-
-
-class _Run:
-    """A simulated run. `begun` and `ended`: how many micro-batches of each kind and stage have."""
-
-    def __init__(self, graph: _Graph):
-        self.graph = graph
-        works = [(kind, stage) for stage in graph.order for kind in ("F", "B")]
-        self.begun, self.ended = dict.fromkeys(works, 0), dict.fromkeys(works, 0)
-        self.running: dict[_Work, int] = {}  # and when it ends
-        self.to_the_end = {stage: n for n, stage in enumerate(reversed(graph.order))}
 
     def sequence(self) -> Iterator[Action]:
         """Yield all actions of the step."""
         now = 0
         while True:
             for work in self._startable():
-                self.begun[work.kind, work.stage] += 1
+                self.begun[work.kind, work.place] += 1
                 self.running[work] = now + _UNITS[work.kind]
                 yield from self._crossings(work, before=True)
-                yield from self._with_wait(run(work.kind, *work.stage, work.micro_batch))
+                if arriving := input_of(self.schedule.module[work.module], work):
+                    yield arriving[1]
+                yield work
             if not self.running:
                 break
             now = min(self.running.values())
             for work in [work for work, end in self.running.items() if end == now]:
                 del self.running[work]
-                self.ended[work.kind, work.stage] += 1
-                yield from self._transfer(run(work.kind, *work.stage, work.micro_batch))
+                self.ended[work.kind, work.place] += 1
+                if sending := output_of(self.schedule.module[work.module], work):
+                    # The receive is not posted later: a send blocks those behind it until then.
+                    yield from (sending, receive_of(sending))
                 yield from self._crossings(work, before=False)
-        every = self.graph.schedule.micro_batches
-        assert all(n == every for (kind, s), n in self.ended.items() if kind == "F" or self.graph.has_backward(s)), (
-            "work is left"
-        )
+        every = self.schedule.micro_batches
+        left = [s for (kind, s), n in self.ended.items() if n < every and (kind == "F" or self.has_backward(s))]
+        assert not left, f"work of {left} is left"
 
-    def _with_wait(self, work: Action) -> Iterator[Action]:
-        """Yield the work, after what it waits for from another stage of its module."""
-        if arriving := input_of(self.graph.schedule.module[work.module], work):
-            yield arriving[1]
-        yield work
-
-    def _transfer(self, work: Action) -> Iterator[Action]:
-        """Transfer the output of work to another stage of its module. The receive is not posted later: a send blocks
-        those behind it until then.
-        """
-        if sending := output_of(self.graph.schedule.module[work.module], work):
-            yield sending
-            yield receive_of(sending)
-
-    def _crossings(self, work: _Work, *, before: bool) -> Iterator[Action]:
+    def _crossings(self, work: Action, *, before: bool) -> Iterator[Action]:
         """Finish crossings `before` the work, or start them after it."""
-        schedule = self.graph.schedule
-        entering, leaving = (side.get(work.stage, ()) for side in (schedule.entering, schedule.leaving))
-        for edge in entering if before == (work.kind == "F") else leaving:
-            if work.kind == "F" or schedule.returns(edge):
+        sides = self.schedule.entering, self.schedule.leaving
+        for edge in sides[before != (work.kind == "F")].get(work.place, ()):
+            if work.kind == "F" or self.schedule.returns(edge):
                 yield (finish if before else start)(work.kind, edge, work.micro_batch)
 
-    def _startable(self) -> list[_Work]:
+    def _startable(self) -> list[Action]:
         """Find the work that begins now. Work that waits for some of its ranks reserves the others."""
-        taken = {role for work in self.running for role in self.graph.roles[work.stage]}
-        waiting = [work for stage in self.graph.order for work in self._ready(stage)]
-        found: list[_Work] = []
+        taken = {role for work in self.running for role in self.roles[work.place]}
+        waiting = [work for stage in self.order for work in self._ready(stage)]
+        found: list[Action] = []
         for work in sorted(waiting, key=self._urgency):
-            roles = self.graph.roles[work.stage]
-            if taken.isdisjoint(roles):
+            if taken.isdisjoint(self.roles[work.place]):
                 found.append(work)
-            taken |= roles
+            taken |= self.roles[work.place]
         return found
 
-    def _urgency(self, work: _Work) -> tuple[bool, int, int]:
+    def _urgency(self, work: Action) -> tuple[bool, int, int]:
         """Sort backwards first, then what is nearer to an end of the graph."""
-        return work.kind == "F", self.to_the_end[work.stage], work.micro_batch
+        return work.kind == "F", self.to_the_end[work.place], work.micro_batch
 
-    def _ready(self, stage: StageId) -> Iterator[_Work]:
+    def _ready(self, stage: StageId) -> Iterator[Action]:
         """Yield the next backward and forward of the stage, where they depend on nothing more."""
-        graph, every = self.graph, self.graph.schedule.micro_batches
-        following, m = graph.following[stage], self.begun["B", stage]
-        back = (self.ended["B", other] for other in following if graph.has_backward(other))
-        if graph.has_backward(stage) and m < min(self.ended["F", stage], *back, every):
-            yield _Work("B", stage, m)
-        m, arrived = self.begun["F", stage], (self.ended["F", other] for other in graph.preceding[stage])
-        if m < min(every, self._done_with(stage) + graph.depth[stage], *arrived):
-            yield _Work("F", stage, m)
+        following, every, m = self.following[stage], self.schedule.micro_batches, self.begun["B", stage]
+        back = (self.ended["B", other] for other in following if self.has_backward(other))
+        if self.has_backward(stage) and m < min(self.ended["F", stage], *back, every):
+            yield run("B", *stage, m)
+        m, arrived = self.begun["F", stage], (self.ended["F", other] for other in self.preceding[stage])
+        if m < min(every, self._done_with(stage) + self.depth[stage], *arrived):
+            yield run("F", *stage, m)
 
     def _done_with(self, stage: StageId) -> int:
         """Count the micro-batches whose activations the stage no longer needs."""
-        if self.graph.has_backward(stage):
+        if self.has_backward(stage):
             return self.ended["B", stage]
-        return min((self.ended["F", n] for n in self.graph.following[stage]), default=self.ended["F", stage])
+        return min((self.ended["F", n] for n in self.following[stage]), default=self.ended["F", stage])
 
 
 def fed_by_all(modules: Collection[str], edges: Collection[Edge]) -> str | None:

@@ -1,16 +1,16 @@
 """A schedule: modules, and the actions of every rank in a step, with their peers and communicators. Pure data; actions
 are specified in `actions`.
 
-Ranks that hold the same stages of the same modules share one *role* and one list of actions, so the size of a schedule
-grows with the number of roles (about that of pipeline stages), not of ranks.
+Ranks that hold the same stages of the same modules, and whose peers in other stages do too, share one *role* and one
+list of actions, so the size of a schedule grows with the number of roles (about that of pipeline stages), not of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 from megatron_hetero.layout.communicators import Direction, EdgeUse, Link
@@ -52,9 +52,12 @@ class Module:
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that hold `stage`, ascending. The i-th ranks of two stages are peers."""
-        per_stage = self.layout.size // self.layout.pp  # `pp` varies slowest among ranks.
-        first = self.coordinate(stage) * per_stage
-        return self.layout.ranks[first : first + per_stage]
+        return self._ranks[self.coordinate(stage)]
+
+    @cached_property
+    def _ranks(self) -> tuple[tuple[int, ...], ...]:
+        ranks, of_stage = self.layout.ranks, self.layout.stage_size  # `pp` varies slowest among ranks.
+        return tuple(ranks[first : first + of_stage] for first in range(0, len(ranks), of_stage))
 
     @cached_property
     def forward_kinds(self) -> tuple[WorkKind, ...]:
@@ -75,7 +78,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks that hold the same `held_stages` and execute the same `actions`."""
+    """Ranks that hold the same `held_stages`, execute the same `actions` and have peers of the same roles."""
 
     held_stages: tuple[StageId, ...]
     ranks: tuple[int, ...]
@@ -87,9 +90,9 @@ class Role:
         return "+".join(f"{module}.{stage}" for module, stage in self.held_stages)
 
     @property
-    def ranks_text(self) -> str:
-        """The ranks as text, such as ``@0-3``."""
-        return f"@{format_ranks(self.ranks)}"
+    def label(self) -> str:
+        """Ranks and name, such as ``0-3 vision.0+text.1``."""
+        return f"{format_ranks(self.ranks)} {self.name}"
 
     def __str__(self) -> str:
         return f"{'rank' if len(self.ranks) == 1 else 'ranks'} {format_ranks(self.ranks)} ({self.name})"
@@ -97,16 +100,33 @@ class Role:
 
 def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
     """Find the roles of all ranks, without actions, in the order of their first ranks."""
-    stages_of_rank: dict[int, tuple[StageId, ...]] = {}
+    held_stages: dict[int, tuple[StageId, ...]] = {}
+    rings: list[dict[int, int]] = []  # by module with stages, the peer of each rank in the next stage
     for module in modules:
-        for coordinate in range(module.layout.pp):
+        stages = [module.stage_ranks(coordinate) for coordinate in range(module.layout.pp)]
+        for coordinate, ranks in enumerate(stages):
             held = tuple((module.name, stage) for stage in range(coordinate, module.stages, module.layout.pp))
-            for rank in module.stage_ranks(coordinate):
-                stages_of_rank[rank] = stages_of_rank.get(rank, ()) + held
-    ranks: dict[tuple[StageId, ...], list[int]] = {}
-    for rank in sorted(stages_of_rank):
-        ranks.setdefault(stages_of_rank[rank], []).append(rank)
-    return tuple(Role(held, tuple(members)) for held, members in ranks.items())
+            for rank in ranks:
+                held_stages[rank] = held_stages.get(rank, ()) + held
+        if len(stages) > 1:
+            rings.append(dict(zip(chain(*stages), chain(*stages[1:], stages[0]), strict=True)))
+    role_of = _numbered(held_stages)
+    while True:  # Part roles whose peers have different roles, until there are none.
+        peers = {rank: (own, *(role_of[ring[rank]] for ring in rings if rank in ring)) for rank, own in role_of.items()}
+        parted = _numbered(peers)
+        if len({*parted.values()}) == len({*role_of.values()}):
+            break
+        role_of = parted
+    members: dict[int, list[int]] = {}
+    for rank in sorted(role_of):
+        members.setdefault(role_of[rank], []).append(rank)
+    return tuple(Role(held_stages[ranks[0]], tuple(ranks)) for ranks in members.values())
+
+
+def _numbered(keys: Mapping[int, Hashable]) -> dict[int, int]:
+    """Number the distinct keys of all ranks."""
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
+    return {rank: numbers[key] for rank, key in keys.items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,6 +175,30 @@ class Schedule:
         """Return the other rank of a `send`, `irecv` or `wait` of `rank`."""
         module = self.module[action.module]
         return module.stage_ranks(action.peer_stage)[module.stage_ranks(action.own_stage).index(rank)]
+
+    def peer_role(self, role: Role, action: Action) -> int:
+        """Return the index of the role of the peers in a `send`, `irecv` or `wait` of `role`."""
+        return self.role_index[self.peer_rank(role.ranks[0], action)]
+
+    @cached_property
+    def roles_of_stages(self) -> dict[StageId, set[int]]:
+        """The roles that hold each stage, by index."""
+        found: dict[StageId, set[int]] = {}
+        for index, role in enumerate(self.roles):
+            for stage in role.held_stages:
+                found.setdefault(stage, set()).add(index)
+        return found
+
+    def roles_of_sides(self, edge: Edge) -> tuple[set[int], set[int]]:
+        """Return the roles that rows of an edge leave, and those that they enter, by index."""
+        own, stage = self.stages_of(edge)
+        return self.roles_of_stages[edge.source, own], self.roles_of_stages[edge.target, stage]
+
+    def roles_of(self, action: Action) -> set[int]:
+        """Return the roles that execute an action, by index."""
+        if action.op in ("start", "finish"):
+            return set[int]().union(*self.roles_of_sides(action.edge))
+        return self.roles_of_stages[action.place]
 
     @cached_property
     def leaving(self) -> dict[StageId, tuple[Edge, ...]]:
@@ -274,16 +318,16 @@ def use_of(schedule: Schedule, action: Action) -> Link | EdgeUse:
     return Link(action.module, direction, schedule.module[action.module].coordinate(sender))
 
 
-def starts_early(schedule: Schedule, work: Action, following: Action | None) -> bool:
-    """Whether `following`, the next crossing of the rank after the backward `work`, starts amid it: it returns the
+def early_start(schedule: Schedule, actions: Sequence[Action], at: int) -> Action | None:
+    """Return the crossing that starts amid the backward at index `at`: the next one of the rank, if it returns the
     gradients of rows that entered this stage.
     """
-    return (
-        following is not None
-        and (following.op, following.kind, following.micro_batch) == ("start", "B", work.micro_batch)
-        and following.edge in schedule.entering.get((work.module, work.stage or 0), ())
-        and schedule.returns_early(following.edge)
-    )
+    work, later = actions[at], map(actions.__getitem__, range(at, len(actions)))
+    following = next((action for action in later if action.op in ("start", "finish")), None)
+    if following is None or (following.op, following.kind, following.micro_batch) != ("start", "B", work.micro_batch):
+        return None
+    entered = following.edge in schedule.entering.get(work.place, ())
+    return following if entered and schedule.returns_early(following.edge) else None
 
 
 def describe_action(schedule: Schedule, rank: int, action: Action) -> str:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.schedule.actions import Action, start
+from megatron_hetero.schedule.actions import Action, send
 from megatron_hetero.schedule.check import ScheduleError, check_schedule, live_activations
-from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.semantics import Dependencies, replay
+from megatron_hetero.schedule.program import Schedule
 
 DurationKey = tuple[str, str, int]
 """Work: (module, kind (F, R, B), stage). Transfer: the same, of the sender. Crossing: (encoder, kind, -1)."""
 Durations = Callable[[str, str, int], float] | Mapping[DurationKey, float] | float
+Event = tuple[int, Action]
+"""A role has begun an action."""
 
 
 class Span(NamedTuple):
@@ -72,9 +74,22 @@ def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.
         ScheduleError: the schedule deadlocks.
         UserError: a duration is missing.
     """
-    clock = _Clock(schedule, _lookup("durations", durations), _lookup("transfers", transfers))
-    found = replay(schedule)
-    if found.stuck:
+    duration, transfer = _lookup("durations", durations), _lookup("transfers", transfers)
+    spans: list[list[Span]] = [[] for _ in schedule.roles]
+    begun: dict[Event, float] = {}
+    for role, action, awaited in in_order(schedule):
+        now = end = spans[role][-1].end if spans[role] else 0.0
+        match action.op:
+            case "run":
+                end += duration((action.module, action.kind, action.own_stage))
+            case "send" | "irecv" | "start":
+                begun[role, action] = now
+            case "wait" | "finish":
+                ready = max(begun[event] for event in ((role, action.posted), *awaited))
+                sender = action.peer_stage if action.op == "wait" else -1
+                end = max(now, ready + transfer((action.module, action.kind, sender)))
+        spans[role].append(Span(action, now, end))
+    if any(len(each) < len(role.actions) for each, role in zip(spans, schedule.roles, strict=True)):
         check_schedule(schedule)
         raise ScheduleError.at(
             "schedule",
@@ -82,52 +97,47 @@ def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.
             expected="an order in which all ranks can proceed",
             fix="build the schedule with `build_schedule`",
         )
-    for role, at in found.order:
-        clock.advance(role, schedule.roles[role].actions[at])
-    return Simulation(schedule, tuple(map(tuple, clock.spans)))
+    return Simulation(schedule, tuple(map(tuple, spans)))
 
 
-class _Clock:
-    """Clocks of all roles, advanced action by action."""
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Action, list[Event]]]:
+    """Yield all actions in an order in which they can happen: the role, the action, and what it waits for on other
+    roles. If they wait for each other forever, the rest is left out.
+    """
+    begun: set[Event] = set()
+    sleeping: dict[Event, list[int]] = defaultdict(list)
+    position = [0] * len(schedule.roles)
+    awake = deque(range(len(schedule.roles)))
+    while awake:
+        role = awake.popleft()
+        actions = schedule.roles[role].actions
+        for at in range(position[role], len(actions)):
+            action = actions[at]
+            awaited = _awaited(schedule, role, action)
+            missing = next((event for event in awaited if event not in begun), None)
+            if missing is not None:
+                sleeping[missing].append(role)
+                break
+            position[role] = at + 1
+            if action.op in ("send", "start"):
+                begun.add((role, action))
+                awake.extend(sleeping.pop((role, action), ()))
+            yield role, action, awaited
 
-    def __init__(
-        self, schedule: Schedule, duration: Callable[[DurationKey], float], transfer: Callable[[DurationKey], float]
-    ):
-        self._schedule, self._duration, self._transfer = schedule, duration, transfer
-        self._dependencies = Dependencies(schedule)
-        self._ready: dict[tuple[int, Action], float] = {}
-        """When each send, irecv and start was executed."""
-        self.spans: list[list[Span]] = [[] for _ in schedule.roles]
 
-    def advance(self, role: int, action: Action) -> None:
-        now = self.spans[role][-1].end if self.spans[role] else 0.0
-        end = now
-        match action.op:
-            case "run":
-                end = now + self._duration((action.module, action.kind, action.own_stage))
-            case "wait":
-                end = max(now, self._arrival_of_transfer(role, action))
-            case "finish":
-                end = max(now, self._arrival_of_crossing(role, action))
-            case _:
-                self._ready[role, action] = now
-        self.spans[role].append(Span(action, now, end))
-
-    def _arrival_of_transfer(self, role: int, action: Action) -> float:
-        """Return when a transfer ends that begins when it is sent and its receive is posted."""
-        posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
-        sent = [self._ready[event] for event in ((e.role, e.action) for e in self._dependencies.of(role, action))]
-        took = self._transfer((action.module, action.kind, action.peer_stage))
-        return max(self._ready[role, posted], *sent) + took
-
-    def _arrival_of_crossing(self, role: int, action: Action) -> float:
-        """Return when a crossing ends that begins when this rank and all that it exchanges rows with have started."""
-        started = start(action.kind, action.edge, action.micro_batch)
-        own, other = self._dependencies.own_and_other_side(role, action.edge)
-        members = {*own, *other} if self._schedule.collective[action.edge] else {role, *other}
-        return max(self._ready[member, started] for member in members) + self._transfer(
-            (action.module, action.kind, -1)
-        )
+def _awaited(schedule: Schedule, role: int, action: Action) -> list[Event]:
+    """Return what an action of a role waits for on others: the `send` of a `wait`; for a `finish`, each `start` of the
+    side that rows leave or, if they share ranks, of both sides.
+    """
+    if action.op == "wait":
+        sent = send(action.kind, action.module, action.peer_stage, action.own_stage, action.micro_batch)
+        return [(schedule.peer_role(schedule.roles[role], action), sent)]
+    if action.op != "finish":
+        return []
+    sources, targets = schedule.roles_of_sides(action.edge)
+    both = schedule.collective[action.edge]
+    others = sources | targets if both else targets if role in sources else sources
+    return [(other, action.posted) for other in others]
 
 
 def _lookup(name: str, durations: Durations) -> Callable[[DurationKey], float]:
@@ -144,8 +154,3 @@ def _found(name: str, durations: Mapping[DurationKey, float], key: DurationKey) 
         expected = "seconds for each module, kind and stage"
         raise UserError.at(where, found=f"nothing for {key}", expected=expected, fix=f"add {key} to them")
     return durations[key]
-
-
-def role_label(role: Role) -> str:
-    """Return the label of a role in plots, such as ``0-3 vision.0+text.1``."""
-    return f"{role.ranks_text[1:]} {role.name}"

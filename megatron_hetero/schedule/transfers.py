@@ -7,15 +7,15 @@ it from the same rank are posted with it.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_hetero.schedule.actions import Action, irecv, send, wait
 from megatron_hetero.schedule.program import Module, Role, Schedule
 
-Source = tuple[str, int]
-"""A module and the sender's pipeline coordinate."""
+Hop = tuple[str, int, int]
+"""A module, and the pipeline coordinates of a sender and a receiver."""
 
 
 def input_of(module: Module, work: Action) -> tuple[Action, Action] | None:
@@ -42,69 +42,47 @@ def receive_of(sending: Action) -> Action:
 
 def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[Role, ...]:
     """Return the roles with actions: `orders`, the work and crossings of each, and the transfers between stages."""
-    sent = _sent(schedule, orders)
+    sent: dict[Hop, list[Action]] = {}
+    for order in orders:  # All ranks of a stage run the module in one order, whatever other modules they hold.
+        sent |= _sent(schedule, order)
     return tuple(
-        replace(role, actions=tuple(_completed(schedule, role, order, sent)))
+        replace(role, actions=tuple(_completed(schedule, order, sent)))
         for role, order in zip(schedule.roles, orders, strict=True)
     )
 
 
-def _sent(schedule: Schedule, orders: Iterable[Sequence[Action]]) -> dict[tuple[Source, int], list[Action]]:
-    """Collect the messages from each source to each coordinate of its module, in order, as the receiver's `irecv`."""
-    found: dict[tuple[Source, int], list[Action]] = {}
-    known: set[Source] = set()
-    for role, order in zip(schedule.roles, orders, strict=True):
-        # All ranks of a stage run the module in one order, whatever other modules they hold.
-        new = {_source(schedule, name, stage) for name, stage in role.held_stages} - known
-        known |= new
-        for work in order:
-            if work.op != "run" or (source := _source(schedule, work.module, work.own_stage)) not in new:
-                continue
-            module = schedule.module[work.module]
-            if sending := output_of(module, work):
-                to = module.coordinate(sending.peer_stage)
-                found.setdefault((source, to), []).append(receive_of(sending))
+def _sent(schedule: Schedule, order: Sequence[Action]) -> dict[Hop, list[Action]]:
+    """Collect the messages that leave a role, in order, as the receiver's `irecv`."""
+    found: defaultdict[Hop, list[Action]] = defaultdict(list)
+    for work in order:
+        if work.op == "run" and (sending := output_of(schedule.module[work.module], work)):
+            message = receive_of(sending)
+            found[_hop(schedule, message)].append(message)
     return found
 
 
-def _source(schedule: Schedule, module: str, stage: int) -> Source:
-    return module, schedule.module[module].coordinate(stage)
+def _hop(schedule: Schedule, message: Action) -> Hop:
+    module = schedule.module[message.module]
+    return module.name, module.coordinate(message.peer_stage), module.coordinate(message.own_stage)
 
 
-def _completed(
-    schedule: Schedule, role: Role, order: Sequence[Action], sent: dict[tuple[Source, int], list[Action]]
-) -> Iterator[Action]:
-    queues: dict[Source, deque[Action]] = {}
-    for name, stage in role.held_stages:
-        module = schedule.module[name]
-        for coordinate in {(module.coordinate(stage) + by) % module.layout.pp for by in (1, -1)}:
-            arriving = sent.get(((name, coordinate), module.coordinate(stage)), ())
-            queues[name, coordinate] = deque(arriving)
+def _completed(schedule: Schedule, order: Sequence[Action], sent: Mapping[Hop, Sequence[Action]]) -> Iterator[Action]:
+    queues = {hop: iter(messages) for hop, messages in sent.items()}
     posted: set[Action] = set()
-    works = [action for action in order if action.op == "run"]
-    following = iter([*works[1:], None])
+    following = iter([*[action for action in order if action.op == "run"][1:], None])
     for action in order:
         if action.op != "run":
             yield action
             continue
         for work in (action, next(following)):
-            yield from _irecvs(schedule, work, queues, posted)
+            arriving = work and input_of(schedule.module[work.module], work)
+            while arriving and arriving[0] not in posted:
+                message = next(queues[_hop(schedule, arriving[0])])
+                posted.add(message)
+                yield message
         module = schedule.module[action.module]
         if arriving := input_of(module, action):
             yield arriving[1]
         yield action
         if sending := output_of(module, action):
             yield sending
-
-
-def _irecvs(
-    schedule: Schedule, work: Action | None, queues: dict[Source, deque[Action]], posted: set[Action]
-) -> Iterator[Action]:
-    """Post the receive of the input of `work`, and before it all earlier ones from the same sender."""
-    arriving = work and input_of(schedule.module[work.module], work)
-    if not arriving:
-        return
-    queue = queues[_source(schedule, arriving[0].module, arriving[0].peer_stage)]
-    while arriving[0] not in posted:
-        posted.add(queue[0])
-        yield queue.popleft()

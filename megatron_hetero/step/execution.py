@@ -43,7 +43,7 @@ from megatron_hetero.schedule.contract import (
     require_known,
 )
 from megatron_hetero.schedule.gathering import stays_gathered
-from megatron_hetero.schedule.program import Schedule, describe_action, starts_early, use_of
+from megatron_hetero.schedule.program import Schedule, describe_action, early_start, use_of
 from megatron_hetero.step.resources import (
     RankResources,
     ReceivedRows,
@@ -485,9 +485,8 @@ class StepExecution:
         """If this rank's next crossing returns the gradients of rows that entered the stage, start it as soon as they
         are computed, during the backward.
         """
-        later = map(self.actions.__getitem__, range(self.position, len(self.actions)))
-        following = next((a for a in later if a.op in ("start", "finish")), None)
-        if following is None or not starts_early(self.schedule, action, following):
+        following = early_start(self.schedule, self.actions, self.position)
+        if following is None:
             return
         rows = self.rows.get((following.edge, action.micro_batch))
         if rows is not None:

@@ -42,6 +42,11 @@ class Entry:
     begun: bool = False
     ended: bool = False
 
+    @property
+    def others(self) -> set[int]:
+        """Further ranks that it needs."""
+        return {rank for _, rank in self.needs} - {self.rank}
+
 
 class Gpu:
     """One rank: its entries, and for each queue the numbers of those that have not ended, the next one last."""
@@ -106,7 +111,7 @@ class Gpus:
 
     def run(self) -> list[Entry]:
         """Execute everything; what never ends."""
-        lists = [self._issued(rank) for role in self.schedule.roles for rank in role.ranks]
+        lists = [self.issued(rank) for role in self.schedule.roles for rank in role.ranks]
         for each in lists if self.streams else ():
             self._share_streams(each)
         gpus = [Gpu(each, self.one_queue, self._free(each[0].rank), self._ctas) for each in lists if each]
@@ -137,7 +142,8 @@ class Gpus:
 
     # --------------------------------------------------------------------------------- what a rank's host issues
 
-    def _issued(self, rank: int) -> list[Entry]:
+    def issued(self, rank: int) -> list[Entry]:
+        """What the host of a rank issues, in order."""
         made: list[Entry] = []
         actions = self.schedule.actions_of(rank)
         deferred: dict[str, list[Action]] = defaultdict(list)
@@ -212,7 +218,7 @@ class Gpus:
     def _queue(self, a: Action) -> str:
         return f"{a.edge} {a.kind}" if self.directions else str(a.edge)
 
-    def _sides(self, rank: int, a: Action) -> tuple[set[int], set[int], bool]:
+    def sides(self, rank: int, a: Action) -> tuple[set[int], set[int], bool]:
         """The rank's own side, the other one, and whether the own one receives; for a collective all, and none."""
         encoder, text = map(set, self.schedule.sides(a.edge))
         if encoder & text:
@@ -225,7 +231,7 @@ class Gpus:
         return self._together(rank, a, self._queue(a), name, others)
 
     def _start(self, rank: int, a: Action) -> list[Entry]:
-        own, other, receives = self._sides(rank, a)
+        own, other, receives = self.sides(rank, a)
         if not other:
             return [self._together(rank, a, self._queue(a), ("first", a.kind, a.edge, a.micro_batch), own)]
         found = [self._batch(rank, a, "rows", other)]
@@ -235,7 +241,7 @@ class Gpus:
         return found
 
     def _finish(self, rank: int, a: Action, done: set[Action]) -> list[Entry]:
-        own, other, receives = self._sides(rank, a)
+        own, other, receives = self.sides(rank, a)
         found: list[Entry] = []
         first = self.schedule.module[a.edge.target].stage_ranks(0)
         embedding = Action("run", "F", f"embedding of {a.edge.target}", a.micro_batch)

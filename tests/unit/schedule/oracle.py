@@ -2,7 +2,7 @@
 
 Ranks advance in random order. Messages between two ranks are a queue without tags, collectives are matched by their
 number in the group, and work looks for its inputs in what the rank holds. Nothing here is shared with
-`megatron_hetero.schedule.semantics`.
+`megatron_hetero.schedule.check`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ import pytest
 import megatron_hetero.schedule.actions as actions
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.check import format_schedule
-from megatron_hetero.schedule.drawing import draw, timeline, timelines_of
+from megatron_hetero.schedule.drawing import draw, format_schedule, timeline, timelines_of
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.schedule.simulator import simulate
 from tests.unit.schedule.shapes import layouts
