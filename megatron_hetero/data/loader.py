@@ -32,14 +32,16 @@ from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.routes import is_identity
-from megatron_hetero.data.dealing import Deal, Dealing, PackMetadata
+from megatron_hetero.data.dealing import Deal, Dealing, PackMetadata, dealing_of
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.packing import PackedBatch, TokenizedSample, pack
+from megatron_hetero.data.packing import PackedBatch, SampleLimits, TokenizedSample, pack
 from megatron_hetero.data.partition import MicroBatchShare, PatchShare, StepPartitioner
-from megatron_hetero.data.readers import Reader, Wanted
+from megatron_hetero.data.processor import Processor
+from megatron_hetero.data.worker_process import ReaderProcesses
 from megatron_hetero.groups.collective import on_every, require_alike
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.job import JobSpec
 from megatron_hetero.models.items.types import ItemShape, Piece, Size
 
 T = TypeVar("T")
@@ -91,12 +93,23 @@ class StepLoader:
     """
 
     mixture: Mixture
-    reader: Reader
+    reader: Processor | ReaderProcesses
     topology: Topology
     partitioner: StepPartitioner
     dealing: Dealing
+    limits: SampleLimits
     text_work: Callable[[int], float]
     what: str = "step"
+
+    @classmethod
+    def of(
+        cls, job: JobSpec, mixture: Mixture, processor: Processor, topology: Topology, partitioner: StepPartitioner
+    ) -> StepLoader:
+        """The loader of a job, which reads in processes of its own if `data.worker_type` says so."""
+        data, patches = job.config.data, None if job.budget is None else job.budget.patches
+        reader = ReaderProcesses(processor, data.workers) if data.worker_type == "process" else processor
+        limits = SampleLimits(data.max_seq_length, patches, data.too_long)
+        return cls(mixture, reader, topology, partitioner, dealing_of(job), limits, job.text_work)
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
@@ -221,7 +234,9 @@ class StepLoader:
         return sample
 
     def _tokenise(self, number: int) -> TokenizedSample | None:
-        return self.reader.tokenise(self.mixture[number])
+        """Sample `number` of the stream as tokens; None if it is too long and skipped."""
+        sample = self.reader.tokenize(self.mixture[number])
+        return sample if self.limits.admits(sample, self.partitioner.encoders) else None
 
     def _decode(
         self, shares: Sequence[MicroBatchShare], gathered: Sequence[Sequence[PackMetadata]], run: Run
@@ -238,9 +253,9 @@ class StepLoader:
                 chosen = [pieces[k] for k in own.decodes]
                 for (sample, item), of_item in groupby(chosen, lambda pair: pair[0][:2]):
                     of_one = [Piece(source.piece, size) for source, size in of_item]
-                    wanted.append((m, name, Wanted(self.mixture[sample], item, of_one)))
+                    wanted.append((m, name, (self.mixture[sample], item, of_one)))
         decoded: list[dict[str, list[np.ndarray]]] = [{} for _ in shares]
-        of_items = run(self.reader.patches, [each for *_, each in wanted])
+        of_items = run(lambda each: self.reader.patches(*each), [each for *_, each in wanted])
         for (m, name, _), patches in zip(wanted, of_items, strict=True):
             decoded[m].setdefault(name, []).append(patches)
         return decoded
