@@ -31,11 +31,12 @@ from torch import Tensor
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
+from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import is_identity
 from megatron_hetero.data.dealing import Deal, Dealing, PackMetadata, dealing_of
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, SampleLimits, TokenizedSample, pack
-from megatron_hetero.data.partition import MicroBatchShare, PatchShare, StepPartitioner
+from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.worker_process import ReaderProcesses
 from megatron_hetero.groups.collective import on_every, require_alike
@@ -152,7 +153,10 @@ class StepLoader:
         because, ranks = "every rank computes shares from the same integers", range(self.topology.world_size)
         require_alike(where, self._exchange(where, read_own), ranks, fix, because, absent=None)
         patches = [
-            {name: self._exchange_patches(name, part, parts.get(name, [])) for name, part in share.patches.items()}
+            {
+                name: self._exchange_patches(name, part.exchange, share.encoders[name].padding, parts.get(name, []))
+                for name, part in share.patches.items()
+            }
             for share, parts in zip(shares, decoded, strict=True)
         ]
         numbers = [() if self._replica is None else tuple(of_round[self._replica]) for of_round in deal]
@@ -276,23 +280,25 @@ class StepLoader:
 
         return on_every(self.topology.host, attempt)
 
-    def _exchange_patches(self, encoder: str, share: PatchShare, decoded: Sequence[np.ndarray]) -> Tensor:
+    def _exchange_patches(
+        self, encoder: str, exchange: RankPlan, padding: int, decoded: Sequence[np.ndarray]
+    ) -> Tensor:
         """Sends the patches that this rank decoded, fp32 [patches, elements] each, to the ranks that embed them.
         Returns the patches that this rank embeds, with zeros for padding after them; in pinned memory for a GPU.
         """
         shape, pinned = self.partitioner.encoders[encoder], self.topology.platform.is_cuda
-        width, elements, direction = shape.unit_width, shape.unit_width // shape.unit, share.exchange.forward
+        width, elements, direction = shape.unit_width, shape.unit_width // shape.unit, exchange.forward
         parts = [torch.from_numpy(patches).view(-1, width) for patches in decoded]
         units = parts[0] if len(parts) == 1 else torch.cat([torch.zeros(0, width), *parts])
         if direction.exchanges:
-            units = self._communicators[encoder].forward(load_plan(share.exchange, CPU), units)
+            units = self._communicators[encoder].forward(load_plan(exchange, CPU), units)
         elif not is_identity(direction):
             own = units[torch.from_numpy(direction.local_from)]
             units = own.new_zeros(direction.needed, width).index_copy_(0, torch.from_numpy(direction.local_to), own)
         patches = units.view(-1, elements)
-        if not share.padding and not pinned:
+        if not padding and not pinned:
             return patches
-        out = torch.empty(len(patches) + share.padding, elements, pin_memory=pinned)
+        out = torch.empty(len(patches) + padding, elements, pin_memory=pinned)
         out[: len(patches)] = patches
         out[len(patches) :] = 0
         return out

@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from megatron_hetero.base.errors import ROWS
-from megatron_hetero.data.encoder_shards import cut_replica
+from megatron_hetero.data.encoder_shards import ReplicaShards
 from megatron_hetero.models.families.qwen3_vl.family import rope_settings
 from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape, taps
 from megatron_hetero.models.items.pictures import ImageSize, picture_order
@@ -65,8 +65,8 @@ def test_padding_takes_some_position() -> None:
 
 
 def test_an_image_is_cut_between_any_units() -> None:
-    plan = cut_replica(SHAPE, [0, 1], [(1, 6, 2), (1, 2, 4)], sp=5, cp=1)
-    assert plan.lengths == (4, 4, 4, 4, 4) and plan.sequences == (12, 8)
+    plan = ReplicaShards(SHAPE, {0: (1, 6, 2), 1: (1, 2, 4)}, sp=5, cp=1)
+    assert plan.units.tolist() == [1] * 5 and plan.sequences == (12, 8)
 
 
 def test_outputs_and_their_places() -> None:
