@@ -203,10 +203,11 @@ class ReplicaShards:
 
     def positions(self, member: int) -> np.ndarray:
         """The coordinates of a shard's patches, int64 [dims, patches]."""
-        parts = [
-            self.shape.order(self.pieces[part.piece]).positions(part.start, part.stop) for part in self.slices(member)
-        ]
-        return np.concatenate([np.zeros((self.shape.position_dims, 0), np.int64), *parts], axis=1)
+        parts = [np.zeros((self.shape.position_dims, 0), np.int64)]
+        for piece, start, stop in self.slices(member):
+            size = self.pieces[piece]
+            parts.append(self.shape.positions(size, self.shape.order(size).units[start:stop]))
+        return np.concatenate(parts, axis=1)
 
 
 def _totals(values: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.models.items.image_files import image_place, load_picture, picture_size
-from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
+from megatron_hetero.models.items.types import Block, Item, ItemOrder, ItemTokens, Modality, Piece
 
 if TYPE_CHECKING:
     from megatron_hetero.config.sections import EstimateConfig
@@ -32,54 +32,28 @@ class ImageSize(NamedTuple):
     columns: int
 
 
-@dataclass(frozen=True, eq=False)
-class PictureOrder:
-    """One picture in *window order*: all units of the first window in raster order, then of the second, ...
-
-    `units`: int32 [units], raster index of each unit. `windows`: int32 [windows], units of each window. `rows`,
-    `columns`: size of a frame in units. `merge`: patches per side of a unit. `sides`: whether positions include the
-    size of the picture.
-    """
-
-    units: np.ndarray
-    windows: np.ndarray
-    rows: int
-    columns: int
-    merge: int
-    sides: bool
-
-    def positions(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Row and column of each patch of the units [start, stop), and with `sides` the picture's rows and columns of
-        patches: int64 [2 or 4, patches].
-        """
-        units = self.units[start:stop].astype(np.int64)[:, None, None]
-        inside = np.arange(self.merge)
-        row = units // self.columns % self.rows * self.merge + inside[:, None]
-        column = units % self.columns * self.merge + inside[None, :]
-        places = np.stack([x.ravel() for x in np.broadcast_arrays(row, column)])
-        if not self.sides:
-            return places
-        sides = np.array([[self.rows * self.merge], [self.columns * self.merge]])
-        return np.concatenate([places, np.broadcast_to(sides, places.shape)])
-
-
 @lru_cache(maxsize=1024)
-def picture_order(size: ImageSize, merge: int, window: int, sides: bool = False) -> PictureOrder:
-    """The order of a picture in windows of `window` x `window` units, smaller at the lower and right edges. Windows of
-    one unit are raster order.
+def picture_order(size: ImageSize, merge: int, window: int) -> ItemOrder:
+    """A picture in windows of `window` x `window` units, smaller at the lower and right edges: all units of the first
+    window in raster order, then of the second, ... Windows of one unit are raster order.
     """
     frames, rows, columns = size[0], size[1] // merge, size[2] // merge
     frame, row, column = np.indices((frames, rows, columns))
     across, down = -(-columns // window), -(-rows // window)
     window_of = ((frame * down + row // window) * across + column // window).ravel()
-    return PictureOrder(
+    return ItemOrder(
         units=np.argsort(window_of, kind="stable").astype(np.int32),
         windows=np.bincount(window_of, minlength=frames * down * across).astype(np.int32),
-        rows=rows,
-        columns=columns,
-        merge=merge,
-        sides=sides,
     )
+
+
+def patch_positions(size: ImageSize, merge: int, units: np.ndarray) -> np.ndarray:
+    """Row and column of each patch of these units of a picture, by raster index: int64 [2, patches]."""
+    rows, columns, inside = size[1] // merge, size[2] // merge, np.arange(merge)
+    units = units.astype(np.int64)[:, None, None]
+    row = units // columns % rows * merge + inside[:, None]
+    column = units % columns * merge + inside[None, :]
+    return np.stack([x.ravel() for x in np.broadcast_arrays(row, column)])
 
 
 def rope_positions(length: int, starts: np.ndarray, places: Sequence[np.ndarray]) -> np.ndarray:

@@ -19,23 +19,6 @@ class Tone(NamedTuple):
     patches: int
 
 
-@dataclass(frozen=True, eq=False)
-class ToneOrder:
-    """A tone from its beginning to its end: each unit is a window of its own."""
-
-    units: np.ndarray
-    unit: int
-
-    @property
-    def windows(self) -> np.ndarray:
-        return np.ones(len(self.units), np.int32)
-
-    def positions(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The number of each patch: int64 [1, patches]."""
-        units = self.units[start:stop].astype(np.int64)
-        return (units[:, None] * self.unit + np.arange(self.unit)).reshape(1, -1)
-
-
 @dataclass(frozen=True)
 class ToneReader:
     """Reads tones in patches of `samples`, in whole units."""

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from megatron_hetero.data.encoder_shards import PieceSlice, ReplicaShards
-from megatron_hetero.models.items.pictures import ImageSize, PictureOrder, picture_order
+from megatron_hetero.models.items.pictures import ImageSize, patch_positions, picture_order
+from megatron_hetero.models.items.types import ItemOrder
 
 PATCH = 14
 COST = (1.0, 0.01)
@@ -39,14 +40,14 @@ class Encoder:
     def rows(self, size: ImageSize) -> int:
         return prod(size) // self.unit
 
-    def order(self, size: ImageSize) -> PictureOrder:
+    def order(self, size: ImageSize) -> ItemOrder:
         return picture_order(size, self.merge, self.window)
 
     def sequences(self, size: ImageSize) -> tuple[int, ...]:
         return (size[1] * size[2],) * size[0]
 
-    def windows(self, size: ImageSize) -> list[int]:
-        return (self.order(size).windows * self.unit).tolist()
+    def positions(self, size: ImageSize, units: np.ndarray) -> np.ndarray:
+        return patch_positions(size, self.merge, units)
 
     def cost(self, size: ImageSize) -> float:
         return prod(size) * self.cost_per_patch(size)
@@ -78,7 +79,8 @@ def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, l
     first = np.cumsum([0] + [len(g.units) for g in ours])
     assert np.concatenate([g.units + at for g, at in zip(ours, first, strict=False)]).tolist() == index.tolist()
     assert np.cumsum(np.concatenate([g.windows for g in ours]) * merge**2).tolist() == ends.tolist()[1:]
-    np.testing.assert_array_equal(np.concatenate([g.positions() for g in ours], axis=1), positions.T.numpy())
+    found = [patch_positions(size, merge, order.units) for size, order in zip(images, ours, strict=True)]
+    np.testing.assert_array_equal(np.concatenate(found, axis=1), positions.T.numpy())
 
 
 def plan(grids: list[ImageSize], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> ReplicaShards:
