@@ -92,22 +92,14 @@ class ItemReader(Protocol):
 
 
 class ItemType(Protocol):
-    """A type of items. Importing one imports neither torch nor transformers; its methods do."""
+    """Base of a type of items. Importing one imports neither torch nor transformers; its methods do."""
 
-    @property
-    def modality(self) -> Modality:
-        """The kind of its items."""
-        ...
-
-    @property
-    def tokens(self) -> ItemTokens:
-        """The tokens of an item in the text."""
-        ...
-
-    @property
-    def processor(self) -> str:
-        """Name of the processor of `transformers` that reads its items, for messages."""
-        ...
+    modality: Modality
+    """The kind of its items."""
+    tokens: ItemTokens
+    """The tokens of an item in the text."""
+    processor: str
+    """Name of the processor of `transformers` that reads its items, for messages."""
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ItemReader:
         """The reader of an encoder's folder, which `setting` names.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_hetero.base.errors import UserError, reason
-from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
+from megatron_hetero.models.items.types import Block, Item, ItemTokens, ItemType, Modality, Piece
 
 
 class Tone(NamedTuple):
@@ -69,7 +69,7 @@ _TOKENS = ItemTokens("tone_start_id", "tone_id", "tone_end_id")
 
 
 @dataclass(frozen=True)
-class Tones:
+class Tones(ItemType):
     """Tones as an item type."""
 
     modality: Modality = "audio"
