@@ -23,10 +23,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.report import table, verdict
+from megatron_hetero.base.errors import ROWS
 from megatron_hetero.boundary.ownership import Groups, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.data.dealing import PackShape, Pieces
 from megatron_hetero.data.partition import StepPartitioner
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 
@@ -122,9 +124,9 @@ def _measure_step(vision: str, text: str, ranks: int, rows: int, rounds: int) ->
     milliseconds = []
     for rank in np.linspace(0, ranks - 1, rounds).astype(int).tolist():
         encoders, sharded = {"vision": SHAPE}, {"vision": True, "text": True}
-        partitioner = StepPartitioner(encoders, layouts, sharded, rank, row_bytes=2)
+        partitioner = StepPartitioner(encoders, layouts, sharded, rank, 2, {Edge("vision", "text"): (ROWS,)})
         begin = time.perf_counter()
-        partitioner.share(packs)
+        partitioner.step_shares([packs])
         milliseconds.append(1e3 * (time.perf_counter() - begin))
     return {"pair": f"{vision} → {text}, everything in a step", "milliseconds": milliseconds}
 

@@ -226,7 +226,7 @@ def plain_batch(mixture: Mixture, processor: Processor, case: int, device: torch
     inputs["num_items_in_batch"] = torch.tensor(supervised / dist.get_world_size())
     if not mine.sizes:
         reader: Any = processor.readers[IMAGES[0]]
-        width = 3 * reader.image_processor.temporal_patch_size * reader.patch_size**2
+        width = 3 * reader.image_processor.temporal_patch_size * reader.image_processor.patch_size**2
         inputs |= {"dummy": torch.zeros(4, width), "dummy_grid": torch.tensor([[1, 2, 2]])}
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     return {"inputs": moved, "tokens": sum(map(len, samples))}

@@ -64,7 +64,7 @@ class ScheduleBench:
         self._batches = {}
         for name, schedule in self._schedules.items():
             runs = {encoder: schedule.in_one_call(encoder) for encoder in run.partitioner.encoders}
-            partitioner = run.partitioner.with_runs(lambda _, runs=runs: runs)
+            partitioner = replace(run.partitioner, runs=lambda _, runs=runs: runs)
             self._batches[name] = replace(run.loader, partitioner=partitioner).load(1, map)
 
     def schedule(self, name: str) -> Schedule:

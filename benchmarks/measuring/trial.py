@@ -95,7 +95,7 @@ def _patches(encoders: Mapping[str, EncoderShape], share: MicroBatchShare) -> di
     found = {}
     for name, own in share.patches.items():
         shape, generator = encoders[name], torch.Generator().manual_seed(0)
-        patches = own.exchange.forward.needed * shape.unit + own.padding
+        patches = own.exchange.forward.needed * shape.unit + share.encoders[name].padding
         found[name] = torch.randn(patches, shape.patch_elements, generator=generator)
     return found
 

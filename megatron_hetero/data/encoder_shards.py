@@ -12,10 +12,10 @@ crosses ranks. Shards are numbered with `sp` varying faster than `cp`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -61,8 +61,10 @@ class EncoderShards:
     sizes: tuple[Size, ...]
     assigned: tuple[tuple[int, ...], ...]
 
-    def _sizes_of(self, replica: int) -> list[Size]:
-        return [self.sizes[i] for i in self.assigned[replica]]
+    def replica(self, number: int) -> ReplicaShards:
+        """The shards of the members of one replica."""
+        pieces = {i: self.sizes[i] for i in self.assigned[number]}
+        return ReplicaShards(self.shape, pieces, self.layout.sp, self.layout.cp)
 
     @cached_property
     def _first_row(self) -> np.ndarray:
@@ -81,11 +83,7 @@ class EncoderShards:
     @cached_property
     def _units(self) -> np.ndarray:
         """Units of each member's shard, int64 [replicas * members]."""
-        sp, cp = self.layout.sp, self.layout.cp
-        sizes = [self._sizes_of(replica) for replica in range(len(self.assigned))]
-        if sp * cp == 1:
-            return np.array([sum(map(self.shape.rows, of_replica)) for of_replica in sizes], np.int64)
-        return np.concatenate([_cut(self.shape, of_replica, sp, cp).units for of_replica in sizes])
+        return np.concatenate([self.replica(number).units for number in range(len(self.assigned))])
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -101,49 +99,39 @@ class EncoderShards:
         return whole.of_groups(replica * size, (replica + 1) * size)
 
     def decoded(self, replica: int, turn: int) -> Ownership:
-        """The units that each rank of a replica decodes: whole pieces, in raster order.
-
-        `turn`: number of the micro-batch; with fewer pieces than ranks, other ranks decode in each.
-        """
+        """The units that each rank of a replica decodes, see `decoders`: whole pieces, in raster order."""
         first, units = self._first_row, dict[tuple[int, ...], np.ndarray]()
-        for rank, pieces in self._decoders(replica, turn).items():
+        for rank, pieces in self.decoders(replica, turn).items():
             parts: list[np.ndarray] = [np.arange(first[i], first[i + 1]) for i in pieces]
             units[rank,] = np.concatenate([np.zeros(0, np.int64), *parts])
         return Ownership.of(units)
 
-    def decodes(self, rank: int, turn: int) -> tuple[int, ...]:
-        """The numbers of the pieces that `rank` decodes, in the order of `decoded`."""
-        return tuple(self._decoders(self.layout.replica_of(rank), turn)[rank])
+    def decoders(self, replica: int, turn: int) -> dict[int, tuple[int, ...]]:
+        """The numbers of the pieces that each rank of a replica decodes, assigned so that patches are even.
 
-    def _decoders(self, replica: int, turn: int) -> dict[int, list[int]]:
-        """The pieces that each rank of a replica decodes, assigned so that patches are even."""
+        `turn`: number of the micro-batch; with fewer pieces than ranks, other ranks decode in each.
+        """
         pieces = self.assigned[replica]
         ranks = self.layout.group_of(self.layout.rank_at(dp=replica), *axes_of("weights", "tokens"))
         assigned = assign([float(self.shape.rows(self.sizes[i]) * self.shape.unit) for i in pieces], len(ranks))
-        return {rank: [pieces[i] for i in assigned[(at - turn) % len(ranks)]] for at, rank in enumerate(ranks)}
+        return {rank: tuple(pieces[i] for i in assigned[(at - turn) % len(ranks)]) for at, rank in enumerate(ranks)}
 
     def share(self, rank: int) -> EncoderShare:
         """What `rank` encodes."""
         at, layout, unit = self.layout.coordinate(rank), self.layout, self.shape.unit
-        member = at.cp * layout.sp + at.sp
-        shards = cut_replica(self.shape, self.assigned[at.dp], self._sizes_of(at.dp), layout.sp, layout.cp)
-        lengths = np.array(shards.lengths).reshape(layout.cp, layout.sp)
-        cp_lengths = tuple(lengths.sum(axis=1).tolist())
-        units = shards.lengths[member] // unit
+        member, shards = at.cp * layout.sp + at.sp, self.replica(at.dp)
+        lengths = unit * shards.units.reshape(layout.cp, layout.sp)
+        cp_lengths, units = tuple(lengths.sum(axis=1).tolist()), int(shards.units[member])
         share = int(tp_share(np.array(units), layout.tp if self.sharded else 1))
         embedded = max(0, min(units - share * at.tp, share)) if self.sharded else units
         return EncoderShare(
             padding=(share - embedded) * unit,
-            positions=self._positions(shards.slices[member]),
-            windows=shards.windows[member],
+            positions=shards.positions(member),
+            windows=shards.windows(member),
             sp_lengths=tuple(lengths[at.cp].tolist()),
             cp_lengths=cp_lengths,
             segments=contiguous_segments(shards.sequences, cp_lengths, at.cp),
         )
-
-    def _positions(self, slices: Sequence[PieceSlice]) -> np.ndarray:
-        parts = [self.shape.order(self.sizes[part.piece]).positions(part.start, part.stop) for part in slices]
-        return np.concatenate([np.zeros((self.shape.position_dims, 0), np.int64), *parts], axis=1)
 
 
 class PieceSlice(NamedTuple):
@@ -154,75 +142,77 @@ class PieceSlice(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReplicaShards:
-    """The shards of the members of one encoder replica; member number is cp_rank * sp + sp_rank. Lengths in patches.
-
-    `slices`: for each member, its parts of pieces. `windows`: for each member, the lengths of its windows.
-    `sequences`: lengths of the segments of full attention over all members.
-    """
-
-    slices: tuple[tuple[PieceSlice, ...], ...]
-    windows: tuple[tuple[int, ...], ...]
-    sequences: tuple[int, ...]
-
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """The length of each member's shard."""
-        return tuple(sum(windows) for windows in self.windows)
-
-
-class _Cut(NamedTuple):
-    """The windows of a replica's pieces, cut.
-
-    `orders`: of the pieces. `ends`: int64 [windows + 1], units before each window and in all. `starts`: int64
-    [members + 1], the first window of each shard, and the number of windows.
-    """
-
-    orders: list[ItemOrder]
-    ends: np.ndarray
-    starts: np.ndarray
-
-    @property
-    def units(self) -> np.ndarray:
-        """Units of each member's shard, int64 [members]."""
-        return np.diff(self.ends[self.starts])
-
-
-def cut_replica(shape: ItemShape, pieces: Sequence[int], sizes: Sequence[Size], sp: int, cp: int) -> ReplicaShards:
-    """Cuts the windows of a replica's `pieces` (numbers, with their `sizes`) into cp * sp contiguous shards.
+    """The pieces of one encoder replica, sizes by number, in cp * sp contiguous shards of whole windows. Member number
+    is cp_rank * sp + sp_rank. Lengths in patches.
 
     The runs of the `cp` members are as even in predicted flops as whole windows allow: each computes the attention of
     its queries to all keys of a sequence. Each run is cut over its `sp` members evenly in patches: in full attention
     these exchange heads, evenly in any cut. Shards may be empty.
     """
-    orders, ends, starts = _cut(shape, sizes, sp, cp)
-    first_units = [0, *accumulate(len(order.units) for order in orders)]
-    patches = (np.diff(ends) * shape.unit).tolist()
-    return ReplicaShards(
-        slices=tuple(
-            tuple(_slices(pieces, first_units, first, last)) for first, last in pairwise(ends[starts].tolist())
-        ),
-        windows=tuple(tuple(patches[first:last]) for first, last in pairwise(starts.tolist())),
-        sequences=tuple(length for size in sizes for length in shape.sequences(size)),
-    )
+
+    shape: ItemShape
+    pieces: Mapping[int, Size]
+    sp: int
+    cp: int
+
+    @cached_property
+    def _orders(self) -> list[ItemOrder]:
+        return [self.shape.order(size) for size in self.pieces.values()]
+
+    @cached_property
+    def _window_units(self) -> np.ndarray:
+        """Units of each window."""
+        return np.concatenate([np.zeros(0, np.int64), *(order.windows for order in self._orders)])
+
+    @cached_property
+    def _first_windows(self) -> np.ndarray:
+        """The first window of each shard, and the number of windows, int64 [members + 1]."""
+        units, counts = self._window_units, [len(order.windows) for order in self._orders]
+        costs = np.repeat([self.shape.cost_per_patch(size) for size in self.pieces.values()], counts)
+        by_work = _even_cuts(_totals(units * costs), np.array([0, len(units)]), self.cp)
+        return _even_cuts(_totals(units), by_work, self.sp)
+
+    @cached_property
+    def units(self) -> np.ndarray:
+        """Units of each shard, int64 [members]."""
+        if self.sp * self.cp == 1:
+            return np.array([sum(map(self.shape.rows, self.pieces.values()))], np.int64)
+        return np.diff(_totals(self._window_units)[self._first_windows])
+
+    def windows(self, member: int) -> tuple[int, ...]:
+        """The lengths of a shard's windows."""
+        first, last = self._first_windows[member : member + 2]
+        return tuple((self._window_units[first:last] * self.shape.unit).tolist())
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The lengths of the segments of full attention over all members."""
+        return tuple(length for size in self.pieces.values() for length in self.shape.sequences(size))
+
+    def slices(self, member: int) -> Iterator[PieceSlice]:
+        """The parts of pieces in a shard."""
+        numbers, first_units = list(self.pieces), [0, *accumulate(len(order.units) for order in self._orders)]
+        first, last = _totals(self.units)[member : member + 2].tolist()
+        place = bisect_right(first_units, first) - 1
+        while first < last:
+            start, stop = first_units[place], min(last, first_units[place + 1])
+            yield PieceSlice(numbers[place], first - start, stop - start)
+            first, place = stop, place + 1
+
+    def positions(self, member: int) -> np.ndarray:
+        """The coordinates of a shard's patches, int64 [dims, patches]."""
+        parts = [np.zeros((self.shape.position_dims, 0), np.int64)]
+        for piece, start, stop in self.slices(member):
+            size = self.pieces[piece]
+            parts.append(self.shape.positions(size, self.shape.order(size).units[start:stop]))
+        return np.concatenate(parts, axis=1)
 
 
-def _slices(pieces: Sequence[int], first_units: Sequence[int], first: int, last: int) -> Iterator[PieceSlice]:
-    """The units [first, last), counted over `pieces`, as slices of them."""
-    place = bisect_right(first_units, first) - 1
-    while first < last:
-        start, stop = first_units[place], min(last, first_units[place + 1])
-        yield PieceSlice(pieces[place], first - start, stop - start)
-        first, place = stop, place + 1
-
-
-def _cut(shape: ItemShape, sizes: Sequence[Size], sp: int, cp: int) -> _Cut:
-    orders = [shape.order(size) for size in sizes]
-    units = np.concatenate([np.zeros(0, np.int64), *(order.windows for order in orders)])
-    costs = np.repeat([shape.cost_per_patch(size) for size in sizes], [len(order.windows) for order in orders])
-    ends, flops = (np.concatenate([[0], np.cumsum(lengths)]) for lengths in (units, units * costs))
-    return _Cut(orders, ends, _even_cuts(ends, _even_cuts(flops, np.array([0, len(units)]), cp), sp))
+def _totals(values: np.ndarray) -> np.ndarray:
+    """The sum of the values before each, and of all."""
+    return np.concatenate([[0], np.cumsum(values)])
 
 
 def _even_cuts(ends: np.ndarray, runs: np.ndarray, parts: int) -> np.ndarray:

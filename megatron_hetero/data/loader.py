@@ -31,15 +31,18 @@ from torch import Tensor
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
+from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import is_identity
-from megatron_hetero.data.dealing import Deal, Dealing, PackMetadata
+from megatron_hetero.data.dealing import Deal, Dealing, PackMetadata, dealing_of
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.packing import PackedBatch, TokenizedSample, pack
-from megatron_hetero.data.partition import MicroBatchShare, PatchShare, StepPartitioner
-from megatron_hetero.data.readers import Reader, Wanted
+from megatron_hetero.data.packing import PackedBatch, SampleLimits, TokenizedSample, pack
+from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
+from megatron_hetero.data.processor import Processor
+from megatron_hetero.data.worker_process import ReaderProcesses
 from megatron_hetero.groups.collective import on_every, require_alike
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.job import JobSpec
 from megatron_hetero.models.items.types import ItemShape, Piece, Size
 
 T = TypeVar("T")
@@ -91,12 +94,23 @@ class StepLoader:
     """
 
     mixture: Mixture
-    reader: Reader
+    reader: Processor | ReaderProcesses
     topology: Topology
     partitioner: StepPartitioner
     dealing: Dealing
+    limits: SampleLimits
     text_work: Callable[[int], float]
     what: str = "step"
+
+    @classmethod
+    def of(
+        cls, job: JobSpec, mixture: Mixture, processor: Processor, topology: Topology, partitioner: StepPartitioner
+    ) -> StepLoader:
+        """The loader of a job, which reads in processes of its own if `data.worker_type` says so."""
+        data, patches = job.config.data, None if job.budget is None else job.budget.patches
+        reader = ReaderProcesses(processor, data.workers) if data.worker_type == "process" else processor
+        limits = SampleLimits(data.max_seq_length, patches, data.too_long)
+        return cls(mixture, reader, topology, partitioner, dealing_of(job), limits, job.text_work)
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
@@ -139,7 +153,10 @@ class StepLoader:
         because, ranks = "every rank computes shares from the same integers", range(self.topology.world_size)
         require_alike(where, self._exchange(where, read_own), ranks, fix, because, absent=None)
         patches = [
-            {name: self._exchange_patches(name, part, parts.get(name, [])) for name, part in share.patches.items()}
+            {
+                name: self._exchange_patches(name, part.exchange, share.encoders[name].padding, parts.get(name, []))
+                for name, part in share.patches.items()
+            }
             for share, parts in zip(shares, decoded, strict=True)
         ]
         numbers = [() if self._replica is None else tuple(of_round[self._replica]) for of_round in deal]
@@ -221,7 +238,9 @@ class StepLoader:
         return sample
 
     def _tokenise(self, number: int) -> TokenizedSample | None:
-        return self.reader.tokenise(self.mixture[number])
+        """Sample `number` of the stream as tokens; None if it is too long and skipped."""
+        sample = self.reader.tokenize(self.mixture[number])
+        return sample if self.limits.admits(sample, self.partitioner.encoders) else None
 
     def _decode(
         self, shares: Sequence[MicroBatchShare], gathered: Sequence[Sequence[PackMetadata]], run: Run
@@ -238,9 +257,9 @@ class StepLoader:
                 chosen = [pieces[k] for k in own.decodes]
                 for (sample, item), of_item in groupby(chosen, lambda pair: pair[0][:2]):
                     of_one = [Piece(source.piece, size) for source, size in of_item]
-                    wanted.append((m, name, Wanted(self.mixture[sample], item, of_one)))
+                    wanted.append((m, name, (self.mixture[sample], item, of_one)))
         decoded: list[dict[str, list[np.ndarray]]] = [{} for _ in shares]
-        of_items = run(self.reader.patches, [each for *_, each in wanted])
+        of_items = run(lambda each: self.reader.patches(*each), [each for *_, each in wanted])
         for (m, name, _), patches in zip(wanted, of_items, strict=True):
             decoded[m].setdefault(name, []).append(patches)
         return decoded
@@ -261,23 +280,25 @@ class StepLoader:
 
         return on_every(self.topology.host, attempt)
 
-    def _exchange_patches(self, encoder: str, share: PatchShare, decoded: Sequence[np.ndarray]) -> Tensor:
+    def _exchange_patches(
+        self, encoder: str, exchange: RankPlan, padding: int, decoded: Sequence[np.ndarray]
+    ) -> Tensor:
         """Sends the patches that this rank decoded, fp32 [patches, elements] each, to the ranks that embed them.
         Returns the patches that this rank embeds, with zeros for padding after them; in pinned memory for a GPU.
         """
         shape, pinned = self.partitioner.encoders[encoder], self.topology.platform.is_cuda
-        width, elements, direction = shape.unit_width, shape.unit_width // shape.unit, share.exchange.forward
+        width, elements, direction = shape.unit_width, shape.unit_width // shape.unit, exchange.forward
         parts = [torch.from_numpy(patches).view(-1, width) for patches in decoded]
         units = parts[0] if len(parts) == 1 else torch.cat([torch.zeros(0, width), *parts])
         if direction.exchanges:
-            units = self._communicators[encoder].forward(load_plan(share.exchange, CPU), units)
+            units = self._communicators[encoder].forward(load_plan(exchange, CPU), units)
         elif not is_identity(direction):
             own = units[torch.from_numpy(direction.local_from)]
             units = own.new_zeros(direction.needed, width).index_copy_(0, torch.from_numpy(direction.local_to), own)
         patches = units.view(-1, elements)
-        if not share.padding and not pinned:
+        if not padding and not pinned:
             return patches
-        out = torch.empty(len(patches) + share.padding, elements, pin_memory=pinned)
+        out = torch.empty(len(patches) + padding, elements, pin_memory=pinned)
         out[: len(patches)] = patches
         out[len(patches) :] = 0
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,13 +10,10 @@ import numpy as np
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.records import Record
-from megatron_hetero.models.items.types import Size
+from megatron_hetero.models.items.types import ItemShape, Size
 
 IGNORED = -100
 """Label of a position that is not trained on."""
-
-TooLong = Literal["error", "skip"]
-"""What happens to a sample that exceeds a limit. Samples are never truncated."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,36 +77,47 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
     )
 
 
-def check_length(sample: TokenizedSample, max_seq_length: int, too_long: TooLong = "error") -> bool:
-    """Whether the sample has at most ``max_seq_length`` tokens. Raises `UserError` if not and ``too_long`` is error."""
-    return len(sample) <= max_seq_length or _skips(
-        sample.record,
-        too_long,
-        found=f"a sample of {len(sample)} tokens, {len(sample.row_positions)} of them for images",
-        expected=f"at most data.max_seq_length = {max_seq_length}",
-        because="samples are never truncated",
-        fix="raise data.max_seq_length, lower data.max_pixels, or set data.too_long to skip",
-    )
+@dataclass(frozen=True)
+class SampleLimits:
+    """Limits of a sample, which is never truncated.
 
-
-def check_patches(sample: TokenizedSample, patches: int, most: int, too_long: TooLong = "error") -> bool:
-    """Whether `patches`, the sample's number of patches, is at most ``most``. Raises `UserError` if not and
-    ``too_long`` is error.
+    `patches`: for each encoder; None: no limit. `too_long`: whether a larger sample is an error or skipped.
     """
-    return patches <= most or _skips(
-        sample.record,
-        too_long,
-        found=f"images of {patches} patches",
-        expected=f"at most train.patches_per_micro_batch = {most}",
-        because="a sample is never split over micro-batches",
-        fix="raise train.patches_per_micro_batch, lower data.max_pixels, or set data.too_long to skip",
-    )
+
+    tokens: int
+    patches: int | None = None
+    too_long: Literal["error", "skip"] = "error"
+
+    def admits(self, sample: TokenizedSample, encoders: Mapping[str, ItemShape]) -> bool:
+        """Return whether the sample is within the limits. Raises `UserError` for a larger one that is not skipped."""
+        if len(sample) > self.tokens:
+            problem = {
+                "found": f"a sample of {len(sample)} tokens, {len(sample.row_positions)} of them for images",
+                "expected": f"at most data.max_seq_length = {self.tokens}",
+                "because": "samples are never truncated",
+                "fix": "raise data.max_seq_length, lower data.max_pixels, or set data.too_long to skip",
+            }
+        elif self.patches is not None and (patches := _most_patches(sample, encoders)) > self.patches:
+            problem = {
+                "found": f"images of {patches} patches",
+                "expected": f"at most train.patches_per_micro_batch = {self.patches}",
+                "because": "a sample is never split over micro-batches",
+                "fix": "raise train.patches_per_micro_batch, lower data.max_pixels, or set data.too_long to skip",
+            }
+        else:
+            return True
+        if self.too_long == "skip":
+            return False
+        raise UserError.at(sample.record.where, **problem)
 
 
-def _skips(record: Record, too_long: TooLong, **problem: str) -> bool:
-    if too_long == "skip":
-        return False
-    raise UserError.at(record.where, **problem)
+def _most_patches(sample: TokenizedSample, encoders: Mapping[str, ItemShape]) -> int:
+    """The largest number of the sample's patches for one encoder."""
+    patches = dict.fromkeys(encoders, 0)
+    for ref, pieces in zip(sample.record.items, sample.pieces, strict=True):
+        shape = encoders[ref.field.encoder]
+        patches[ref.field.encoder] += sum(map(shape.rows, pieces)) * shape.unit
+    return max(patches.values())
 
 
 def _labels(sample: TokenizedSample) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_hetero.base.errors import ROWS, TEXT
+from megatron_hetero.base.errors import TEXT
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import RankPlan, plan_boundary
 from megatron_hetero.data.balance import assign, assign_in_order, cut_calls, loads_of
@@ -37,12 +37,11 @@ class PatchShare:
     """The patches that one rank of an encoder's first stage decodes and embeds.
 
     `decodes`: numbers of the pieces that this rank decodes. `exchange`: boundary plan by which the units of patches
-    reach the ranks of the replica that embed them (forward direction). `padding`: patches of zeros after them.
+    reach the ranks of the replica that embed them (forward direction).
     """
 
     decodes: tuple[int, ...]
     exchange: RankPlan
-    padding: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,68 +93,46 @@ class _Call:
     boundaries: tuple[Mapping[Edge, RankPlan], ...]
 
 
+@dataclass(eq=False)
 class StepPartitioner:
-    """Computes the share of `rank` in micro-batches.
+    """Computes the share of `rank`, a rank of any module, in micro-batches.
 
-    Args:
+    Attributes:
         encoders: shapes by name.
         layouts: layouts of the encoders and of "text".
-        sequence_parallel: for each module, whether activations are sharded over tp.
-        rank: a rank of any of the modules.
+        sharded: for each module, whether activations are sharded over tp.
         row_bytes: bytes of a row of one output on the wire.
+        edges: edges along which the rows of encoders reach the text module, with the outputs that cross there.
         balance: how pieces are assigned to an encoder's replicas.
-        edges: edges along which the rows of encoders reach the text module, with the outputs that cross there; None:
-            the rows of each encoder go from its last stage to the text module's first.
         runs: which micro-batches of a step one call of an encoder may encode; None: each by itself.
     """
 
-    def __init__(
-        self,
-        encoders: Mapping[str, ItemShape],
-        layouts: Mapping[str, Layout],
-        sequence_parallel: Mapping[str, bool],
-        rank: int,
-        row_bytes: int,
-        balance: Balance = "replica",
-        edges: Mapping[Edge, Sequence[str]] | None = None,
-        runs: CallRuns | None = None,
-    ):
-        self.encoders, self.layouts = dict(encoders), dict(layouts)
-        self.text = layouts[TEXT]
-        self.sharded = dict(sequence_parallel)
-        self.rank = rank
-        self.row_bytes = row_bytes
-        self.balance: Balance = balance
-        self.edges = dict(edges or {Edge(name, TEXT): (ROWS,) for name in encoders})
-        self.runs = runs
+    encoders: Mapping[str, ItemShape]
+    layouts: Mapping[str, Layout]
+    sharded: Mapping[str, bool]
+    rank: int
+    row_bytes: int
+    edges: Mapping[Edge, Sequence[str]]
+    balance: Balance = "replica"
+    runs: CallRuns | None = None
+
+    def __post_init__(self) -> None:
+        self.text = self.layouts[TEXT]
         self._numbers = {name: i for i, name in enumerate(self.encoders)}
         self._read = lru_cache(maxsize=32)(self._reading)  # The largest values.
         self._encode = lru_cache(maxsize=64)(self._call)
         self._decode = lru_cache(maxsize=64)(self._patch_share)
 
-    def with_runs(self, runs: CallRuns) -> StepPartitioner:
-        """The same with other runs of micro-batches that one call may encode."""
-        return StepPartitioner(
-            self.encoders, self.layouts, self.sharded, self.rank, self.row_bytes, self.balance, self.edges, runs
-        )
-
-    def share(self, packs: Sequence[PackShape], turn: int = 0) -> MicroBatchShare:
-        """The share in micro-batch number `turn`, encoded by itself. `packs`: one for each replica of the text
+    def step_shares(self, packs: Sequence[Sequence[PackShape]]) -> list[MicroBatchShare]:
+        """The shares in all micro-batches of a step. `packs`: for each micro-batch, one for each replica of the text
         module.
         """
-        return self._shares([tuple(packs)], {}, turn)[0]
-
-    def step_shares(self, packs: Sequence[Sequence[PackShape]]) -> list[MicroBatchShare]:
-        """The shares in all micro-batches of a step. `packs`: for each micro-batch, as for `share`."""
-        runs = {} if self.runs is None else self.runs(len(packs))
-        return self._shares([tuple(of_one) for of_one in packs], runs, 0)
-
-    def _shares(self, packs: Sequence[Packs], runs: Mapping[str, Sequence[range]], turn: int) -> list[MicroBatchShare]:
-        shares = [MicroBatchShare(self._read(of_one).share) for of_one in packs]
+        runs, of_step = {} if self.runs is None else self.runs(len(packs)), [tuple(of_one) for of_one in packs]
+        shares = [MicroBatchShare(self._read(of_one).share) for of_one in of_step]
         for name in self.encoders:
-            for call in self._calls(name, packs, runs.get(name)):
-                if any(self._sizes(name, of_one) for of_one in packs[call.start : call.stop]):
-                    self._add_call(shares, name, call, packs, turn)
+            for call in self._calls(name, of_step, runs.get(name)):
+                if any(self._sizes(name, of_one) for of_one in of_step[call.start : call.stop]):
+                    self._add_call(shares, name, call, of_step)
         return shares
 
     def _calls(self, name: str, packs: Sequence[Packs], runs: Sequence[range] | None) -> tuple[range, ...]:
@@ -169,15 +146,13 @@ class StepPartitioner:
         """The sizes of all pieces of a micro-batch for an encoder."""
         return tuple(size for pack in packs for size in pack.pieces[self._numbers[name]].sizes)
 
-    def _add_call(
-        self, shares: list[MicroBatchShare], name: str, call: range, packs: Sequence[Packs], turn: int
-    ) -> None:
+    def _add_call(self, shares: list[MicroBatchShare], name: str, call: range, packs: Sequence[Packs]) -> None:
         """Add what one call encodes to the share in its first micro-batch, and what crosses to the share in each."""
         encoded, first = self._encode(name, tuple(packs[call.start : call.stop])), shares[call.start]
         shards, patches = encoded.shards, first.patches
         if self.rank in shards.layout:
             decoders = shards.layout.size // shards.layout.dp
-            patches = {**patches, name: self._decode(name, shards, (turn + call.start) % decoders)}
+            patches = {**patches, name: self._decode(name, shards, call.start % decoders)}
         shares[call.start] = replace(
             first,
             patches=patches,
@@ -237,6 +212,4 @@ class StepPartitioner:
         replica = shards.layout.replica_of(self.rank)
         unit_bytes = 4 * self.encoders[name].unit_width
         patches = plan_boundary(shards.decoded(replica, turn), shards.replica_ownership(replica), unit_bytes)
-        return PatchShare(
-            shards.decodes(self.rank, turn), patches.rank(self.rank, backward=False), shards.share(self.rank).padding
-        )
+        return PatchShare(shards.decoders(replica, turn)[self.rank], patches.rank(self.rank, backward=False))

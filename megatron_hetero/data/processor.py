@@ -287,13 +287,12 @@ def _check_special_tokens(path: Path, tokenizer: Any, config: Any) -> None:
     family = family_of(config.model_type)
     names = [name for each in family.items for name in (each.tokens.row, each.tokens.start)]
     wanted = {family.tokens[name]: getattr(config, name) for name in names}
-    vocabulary = tokenizer.get_vocab()
     for token, number in {**wanted, chat.END_OF_TURN: None}.items():
-        found = vocabulary.get(token)
-        if found is None or (number is not None and found != number):
+        found = tokenizer(token, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(found) != 1 or number not in (None, *found):
             raise UserError.at(
                 f"model.hf_path: {path}",
-                found=f"token {token} with id {found} in the tokenizer",
-                expected=f"id {number}, as in config.json" if number is not None else "a token that ends turns",
-                fix="copy config.json and the tokenizer files from the same model",
+                found=f"token {token} with id {', '.join(map(str, found))} in the tokenizer",
+                expected=f"id {number}, as in config.json" if number is not None else "one token that ends turns",
+                fix="copy config.json and the tokenizer files from the same model, without split_special_tokens",
             )

@@ -10,36 +10,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BufferedReader
-from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 
 from megatron_hetero.base.errors import UserError, quoted, reason
-from megatron_hetero.base.files import open_regular, read_text
+from megatron_hetero.base.files import open_regular, read_bytes
 from megatron_hetero.data.validation import IMAGES, ItemField, ItemRef, validate_record
 from megatron_hetero.models.items.types import Item
 
 ChatRole = Literal["system", "user", "assistant"]
 
 MOST_RECORD_BYTES = 8 * 2**20
-"""Limit of a JSONL line in bytes, and of an element of a list in characters."""
+"""Limit of a JSONL line."""
 MOST_LIST_BYTES = 2**32
 """Limit of a file with a JSON list, whose text every rank reads at once."""
 
 _BOM = b"\xef\xbb\xbf"
 _FORMATS = "a JSON list of records, or JSONL with one record on each line"
-_DECODER = json.JSONDecoder()
-
-
-@dataclass(frozen=True)
-class RawRecord:
-    """One decoded JSON value and the place it comes from (``line`` is 0 in a JSON list)."""
-
-    value: Any
-    where: str
-    line: int
 
 
 def record_place(path: Path, index: int, line: int) -> str:
@@ -47,8 +36,8 @@ def record_place(path: Path, index: int, line: int) -> str:
     return f"{path}:{line}" if line else f"{path} record {index + 1}"
 
 
-def read_records(path: Path) -> Iterator[RawRecord]:
-    """Yields the records of an annotation file in order.
+def read_records(path: Path) -> Iterator[tuple[Any, int]]:
+    """Yields the records of an annotation file in order, as decoded JSON, with their lines; these are 0 in a JSON list.
 
     The format follows from the first character, not from the suffix: many ``.json`` files hold JSONL.
 
@@ -57,9 +46,11 @@ def read_records(path: Path) -> Iterator[RawRecord]:
     """
     try:
         with open_regular(path) as file:
-            first = _first_character(file)
-            file.seek(0)
-            yield from _read_list(path) if first == b"[" else _read_lines(path, file)
+            if _first_character(file) == b"[":
+                yield from ((value, 0) for value in _decoded(path, read_bytes(path, MOST_LIST_BYTES), 1))
+            else:
+                file.seek(0)
+                yield from _read_lines(path, file)
     except FileNotFoundError as error:
         fix = "correct its path: `annotations` in data.registry, or --annotations of cli.evaluate"
         raise UserError.at(path, problem="no such file", fix=fix) from error
@@ -77,92 +68,41 @@ def _first_character(file: BufferedReader) -> bytes:
     return b""
 
 
-def _read_lines(path: Path, file: BufferedReader) -> Iterator[RawRecord]:
-    index = 0
+def _read_lines(path: Path, file: BufferedReader) -> Iterator[tuple[Any, int]]:
     # One byte more than a record may have: the rest of such a line is never read.
     for line, raw in enumerate(iter(lambda: file.readline(MOST_RECORD_BYTES + 1), b""), start=1):
-        where = f"{path}:{line}"
         if len(raw) > MOST_RECORD_BYTES:
-            raise _too_large(where, "line", "bytes")
-        try:
-            text = (raw.removeprefix(_BOM) if line == 1 else raw).decode("utf-8").rstrip()
-            if text:
-                yield RawRecord(_DECODER.decode(text), where, line)
-                index += 1
-        except UnicodeDecodeError as error:
-            raise _not_utf8(where, error) from error
-        except (ValueError, RecursionError) as error:
-            raise _broken(where, error) from None
+            raise UserError.at(
+                f"{path}:{line}",
+                found=f"a line of more than {MOST_RECORD_BYTES} bytes",
+                expected=_FORMATS,
+                because="no model takes more text",
+                fix="split or remove the record; if the file is damaged, copy it again",
+            )
+        if text := raw.removeprefix(_BOM).rstrip():
+            yield _decoded(path, text, line), line
 
 
-def _read_list(path: Path) -> Iterator[RawRecord]:
+def _decoded(path: Path, raw: bytes, line: int) -> Any:
+    """The value of JSON text that begins on `line` of a file. Raises `UserError`."""
     try:
-        text = read_text(path, MOST_LIST_BYTES).removeprefix("\ufeff")
+        return json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise _not_utf8(f"{path}:{line}", error) from error
-    at = _after_blank(text, text.index("[") + 1)
-    index, closed = 0, text[at : at + 1] == "]"
-    # One element at a time: the Python objects of a whole list take several times its text.
-    while not closed:
-        where = record_place(path, index, 0)
-        try:
-            value, end = _DECODER.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            raise _broken_at(path, text, at, error) from None
-        if end - at > MOST_RECORD_BYTES:
-            raise _too_large(where, "record", "characters")
-        yield RawRecord(value, where, 0)
-        at = _after_blank(text, end)
-        closed = text[at : at + 1] == "]"
-        if not closed and text[at : at + 1] != ",":
-            raise _broken_at(path, text, at, json.JSONDecodeError("Expecting ',' or ']'", text, at))
-        at = at if closed else _after_blank(text, at + 1)
-        index += 1
-    at = _after_blank(text, at + 1)
-    if at < len(text):
-        raise _broken_at(path, text, at, json.JSONDecodeError("Extra data after the list", text, at))
-
-
-def _after_blank(text: str, at: int) -> int:
-    return WHITESPACE.match(text, at).end()
-
-
-def _broken_at(path: Path, text: str, at: int, error: Exception) -> UserError:
-    """The error of a list; `at`: the character at which decoding began."""
-    if not isinstance(error, json.JSONDecodeError):
-        error = json.JSONDecodeError(str(error), text, at)
-    return _broken(f"{path}:{error.lineno}", error)
-
-
-def _broken(where: str, error: Exception) -> UserError:
-    """`error`: of syntax, of nesting too deep, or of a number of too many digits."""
-    column, what = (error.colno, error.msg) if isinstance(error, json.JSONDecodeError) else (1, str(error))
-    return UserError.at(
-        where,
-        found=f"broken JSON at column {column} ({what})",
-        expected=_FORMATS,
-        fix="fix or remove this line; if the file is truncated, copy it again",
-    )
-
-
-def _too_large(where: str, what: str, unit: str) -> UserError:
-    return UserError.at(
-        where,
-        found=f"a {what} of more than {MOST_RECORD_BYTES} {unit}",
-        expected=_FORMATS,
-        because="no model takes more text",
-        fix="split or remove the record; if the file is damaged, copy it again",
-    )
-
-
-def _not_utf8(where: str, error: UnicodeDecodeError) -> UserError:
-    return UserError.at(
-        where,
-        found=f"byte 0x{error.object[error.start]:02x}, which is not UTF-8",
-        expected="UTF-8 text",
-        fix="unpack a compressed file, or convert the text, for example with iconv -t utf-8",
-    )
+        line += error.object.count(b"\n", 0, error.start)
+        raise UserError.at(
+            f"{path}:{line}",
+            found=f"byte 0x{error.object[error.start]:02x}, which is not UTF-8",
+            expected="UTF-8 text",
+            fix="unpack a compressed file, or convert the text, for example with iconv -t utf-8",
+        ) from error
+    except (ValueError, RecursionError) as error:  # Nesting too deep, or a number of too many digits, has no place.
+        place = (error.lineno, error.colno, error.msg) if isinstance(error, json.JSONDecodeError) else (1, 1, error)
+        raise UserError.at(
+            f"{path}:{line - 1 + place[0]}",
+            found=f"broken JSON at column {place[1]} ({place[2]})",
+            expected=_FORMATS,
+            fix="fix or remove this line; if the file is truncated, copy it again",
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -243,21 +183,22 @@ class Annotations(Sequence[Record]):
         self.images = images
         self._fields = {field.key: field for field in fields}
         buffer, ends, lines = bytearray(), [0], []
-        for raw in read_records(self.path):
-            turns, refs = validate_record(raw.value, raw.where, has_image_folder=images is not None, fields=fields)
+        for index, (value, line) in enumerate(read_records(self.path)):
+            where = record_place(self.path, index, line)
+            turns, refs = validate_record(value, where, has_image_folder=images is not None, fields=fields)
             shown = [(ref.field.key, ref.file) for ref in refs]
             text = json.dumps([turns, shown], ensure_ascii=False, separators=(",", ":"))
             try:
                 buffer += text.encode("utf-8")
             except UnicodeEncodeError as error:
                 raise UserError.at(
-                    raw.where,
+                    where,
                     problem=f"lone surrogate (\\u{ord(text[error.start]):04x})",
                     because="UTF-8 cannot encode it",
                     fix="correct the escape sequence",
                 ) from error
             ends.append(len(buffer))
-            lines.append(raw.line)
+            lines.append(line)
         if not lines:
             raise UserError.at(
                 path,

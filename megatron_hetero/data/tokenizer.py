@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_hetero.base.errors import UserError, in_short
-from megatron_hetero.base.files import MOST_JSON_BYTES, Only, check, is_unfit, read_object
+from megatron_hetero.base.files import MOST_JSON_BYTES, is_unfit, read_object
 from megatron_hetero.base.outputs import advice_to_export
 from megatron_hetero.hf.model_files import COMPANIONS, PROCESSOR_FILES
 from megatron_hetero.models.folders import ModelFolders
@@ -35,14 +35,6 @@ JSON_FILES = (
     *("added_tokens.json", *IMAGE_FILES, "chat_template.json"),
 )
 """JSON files that are read here or exported."""
-_IMAGES = {"do_resize": Only((True,), because="the number of image tokens follows from the resized picture")}
-_ONLY: Mapping[str, Mapping[str, Only]] = {
-    "tokenizer_config.json": {
-        "split_special_tokens": Only((False, None), because="the image placeholder is one token")
-    },
-    **dict.fromkeys(IMAGE_FILES, _IMAGES),
-}
-"""The only values that training supports, by file."""
 
 Needed = tuple[tuple[str, ...], ...]
 TEXT_FILES: Needed = (("config.json",), ("tokenizer.json", "vocab.json"))
@@ -76,11 +68,10 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
 
 
 def check_files(path: Path, names: Iterable[str] = JSON_FILES) -> None:
-    """Check the folder's JSON files among `names`. Raises `UserError`."""
+    """Check that the folder's files among `names` are JSON objects. Raises `UserError`."""
     for file in (path / name for name in names):
         if file.is_file():
-            content = read_object(file, MOST_TOKENIZER_BYTES if file.name == TOKENIZER else MOST_JSON_BYTES)
-            check(file, content, _ONLY.get(file.name, {}))
+            read_object(file, MOST_TOKENIZER_BYTES if file.name == TOKENIZER else MOST_JSON_BYTES)
 
 
 @contextmanager

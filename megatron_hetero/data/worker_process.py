@@ -18,7 +18,7 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -30,9 +30,8 @@ from megatron_hetero.base.errors import UserError
 if TYPE_CHECKING:
     from megatron_hetero.data.packing import TokenizedSample
     from megatron_hetero.data.processor import Processor
-    from megatron_hetero.data.readers import Reader, Wanted
     from megatron_hetero.data.records import Record
-    from megatron_hetero.job import JobSpec
+    from megatron_hetero.models.items.types import Piece
 
 _NUMBER = struct.Struct("<Q")
 _ENDS_S = 5.0
@@ -41,39 +40,29 @@ _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 """Signals that are sent to a whole group of processes: the rank decides when its processes end."""
 
 
-def reader_of(job: JobSpec, processor: Processor) -> Reader:
-    """The reader of a job, in this process or in others, as `data.worker_type` says."""
-    from megatron_hetero.data.readers import SampleReader  # Processes that start need it later.
-
-    data, budget = job.config.data, job.budget
-    most_patches = None if budget is None else budget.patches
-    here = SampleReader(processor, job.shapes.encoders, data.max_seq_length, data.too_long, most_patches)
-    return ReaderProcesses(here, data.workers) if data.worker_type == "process" else here
-
-
 class ReaderProcesses:
-    """A `Reader` that reads in `count` processes, for any number of threads."""
+    """Reads as `processor` does, in `count` processes, for any number of threads."""
 
-    def __init__(self, reader: Reader, count: int):
+    def __init__(self, processor: Processor, count: int):
         self._idle: SimpleQueue[_Process] = SimpleQueue()
-        processes = [_Process(reader) for _ in range(count)]
+        processes = [_Process(processor) for _ in range(count)]
         for each in processes:
             self._idle.put(each)
         self.close = finalize(self, _close, processes)
         """Ends the processes; so does the end of this one."""
 
-    def tokenise(self, record: Record) -> TokenizedSample | None:
-        """See `Reader`."""
-        return self._call("tokenise", record, record)
+    def tokenize(self, record: Record) -> TokenizedSample:
+        """See `Processor.tokenize`."""
+        return self._call("tokenize", record)
 
-    def patches(self, wanted: Wanted) -> np.ndarray:
-        """See `Reader`."""
-        return self._call("patches", wanted, wanted.record)
+    def patches(self, record: Record, k: int, pieces: Sequence[Piece]) -> np.ndarray:
+        """See `Processor.patches`."""
+        return self._call("patches", record, k, pieces)
 
-    def _call(self, method: str, argument: Any, record: Record) -> Any:
+    def _call(self, method: str, record: Record, *further: Any) -> Any:
         free = self._idle.get()
         try:
-            return free.call(method, argument, record)
+            return free.call(method, record, *further)
         finally:
             self._idle.put(free)
 
@@ -81,24 +70,22 @@ class ReaderProcesses:
 class _Process:
     """One process, started when it is first used. For one thread at a time."""
 
-    def __init__(self, reader: Reader):
-        self._reader = reader
+    def __init__(self, processor: Processor):
+        self._processor = processor
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def call(self, method: str, argument: Any, record: Record) -> Any:
-        """The result of a method of the reader. Raises its errors, and `UserError` if the process has ended."""
+    def call(self, method: str, record: Record, *further: Any) -> Any:
+        """The result of a method of the processor. Raises its errors, and `UserError` if the process has ended."""
         try:
             to = self._socket or self._start()
-            send(to, (method, argument))
-            value, refusal, trace = receive(to)
+            send(to, (method, record, *further))
+            answer = receive(to)
         except (EOFError, OSError) as error:
             raise self._ended(record) from error
-        if refusal is not None:
-            raise UserError(refusal)
-        if trace is not None:
-            raise RuntimeError(f"in a process of data.workers:\n{trace}")
-        return value
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _start(self) -> socket.socket:
         self._socket, theirs = socket.socketpair()
@@ -116,7 +103,7 @@ class _Process:
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-        send(self._socket, self._reader)
+        send(self._socket, self._processor)
         return self._socket
 
     def _ended(self, record: Record) -> UserError:
@@ -179,24 +166,24 @@ def _receive_bytes(source: socket.socket, size: int) -> bytearray:
 
 
 def main(descriptor: int) -> None:
-    """Receives a reader, then answers calls of its methods (name, argument) until the rank ends."""
+    """Receives a processor, then answers calls of its methods (name, arguments) until the rank ends."""
     with socket.socket(fileno=descriptor) as rank:
         try:
-            reader = receive(rank)
+            processor = receive(rank)
             while True:
-                send(rank, _answer(reader, *receive(rank)))
+                send(rank, _answer(processor, *receive(rank)))
         except (EOFError, ConnectionError):
             return
 
 
-def _answer(reader: Any, method: str, argument: Any) -> tuple[Any, str | None, str | None]:
-    """What a call returns; or the message of its `UserError`, or the trace of another error."""
+def _answer(processor: Any, method: str, *arguments: Any) -> Any:
+    """The result of a call, or the error that the rank raises."""
     try:
-        return getattr(reader, method)(argument), None, None
+        return getattr(processor, method)(*arguments)
     except UserError as error:
-        return None, str(error), None
+        return error
     except Exception:
-        return None, None, traceback.format_exc()
+        return RuntimeError(f"in a process of data.workers:\n{traceback.format_exc()}")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import TYPE_CHECKING, TypeVar, Union
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from megatron_hetero.base.errors import UserError, os_errors_as, reason
 from megatron_hetero.base.files import read_object, shown, try_to_write
@@ -39,7 +39,6 @@ ENCODERS = "encoders"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
-_AGAIN = "download it again"
 _MOST_INDEX_BYTES = 64 * 2**20
 """Enough for half a million tensors."""
 NO_CHANGES: Mapping[str, str | None] = {}
@@ -51,24 +50,21 @@ Companions = Mapping[str, bytes]
 K = TypeVar("K")
 
 
-def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The weight files of a folder, with the tensors that its index lists for each; None without an index.
-
-    Raises:
-        UserError: there are no such files, or the index cannot be read or names files elsewhere.
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a folder. Raises `UserError` if there are none, or if the index cannot be read or names files
+    elsewhere.
     """
     index = folder / INDEX
     if index.is_file():
         weight_map = read_object(index, _MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not all(_FILE_NAME.fullmatch(str(file)) for file in weight_map.values()):
             expected = "a file of this folder (*.safetensors) for each tensor"
-            raise UserError.at(f"{index}: weight_map", found=shown(weight_map), expected=expected, fix=_AGAIN)
-        files: dict[Path, set[str]] = {}
-        for name, file in weight_map.items():
-            files.setdefault(folder / file, set()).add(name)
-        return dict(files)
+            raise UserError.at(
+                f"{index}: weight_map", found=shown(weight_map), expected=expected, fix="download it again"
+            )
+        return [folder / file for file in sorted(set(weight_map.values()))]
     if (folder / SINGLE).is_file():
-        return {folder / SINGLE: None}
+        return [folder / SINGLE]
     raise UserError.at(
         folder,
         found="no safetensors weights",
@@ -76,27 +72,6 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
         because="pickles are never loaded",
         fix="convert the model with save_pretrained(..., safe_serialization=True)",
     )
-
-
-def open_file(path: Path) -> Any:
-    """A handle that reads tensors on demand. Raises `UserError`."""
-    if not path.is_file():
-        expected = f"it because {INDEX} names it"
-        raise UserError.at(path, found="no such file", expected=expected, fix="download the folder again")
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        found = f"a file that is truncated or not safetensors ({error})"
-        raise UserError.at(path, found=found, expected="an intact one", fix="restore or download it again") from error
-
-
-@contextlib.contextmanager
-def readable(path: Path, stored: str) -> Iterator[None]:
-    """Convert a failure to read the tensor `stored` to a `UserError`."""
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise UserError.at(path, problem=f"unreadable tensor {stored} ({error})", fix=_AGAIN) from error
 
 
 def all_finite(values: Tensor) -> bool:

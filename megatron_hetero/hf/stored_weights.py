@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, listed
-from megatron_hetero.hf.model_files import INDEX, all_finite, open_file, readable, weight_files
+from megatron_hetero.hf.model_files import INDEX, all_finite, weight_files
 from megatron_hetero.hf.weight_map import TensorSlice
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -23,7 +24,6 @@ class StoredWeights:
     """Tensors of a folder, read on demand. `shapes`: by canonical name; `fresh`: tensors that replace the folder's."""
 
     folder: Path
-    canonical: Callable[[str], str]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     fresh: Mapping[str, Tensor] = field(default_factory=dict)
     _types: dict[str, str] = field(default_factory=dict)
@@ -35,9 +35,9 @@ class StoredWeights:
         """Open every file of weights. `canonical` maps stored names to canonical ones. Raises `UserError` for a
         missing, truncated or unreadable file, and for a name stored twice.
         """
-        weights = cls(folder, canonical)
-        for path, expected in sorted(weight_files(folder).items()):
-            weights._add(path, expected)
+        weights = cls(folder)
+        for path in weight_files(folder):
+            weights._add(path, canonical)
         return weights
 
     @property
@@ -45,18 +45,14 @@ class StoredWeights:
         """Files with the weights."""
         return tuple(self._open)
 
-    def _add(self, path: Path, expected: set[str] | None) -> None:
-        handle = self._open[path] = open_file(path)
-        found = set(handle.keys())
-        if expected is not None and not expected <= found:
-            raise UserError.at(
-                path,
-                found=f"no tensor {listed(expected - found)}",
-                expected=f"it because {INDEX} lists it here",
-                fix="download the folder again",
-            )
-        for stored in found:
-            name = self.canonical(stored)
+    def _add(self, path: Path, canonical: Callable[[str], str]) -> None:
+        if not path.is_file():
+            expected = f"it because {INDEX} names it"
+            raise UserError.at(path, found="no such file", expected=expected, fix="download the folder again")
+        with _intact(path, "a file that is truncated or not safetensors"):
+            handle = self._open[path] = safe_open(path, framework="pt", device="cpu")
+        for stored in handle.keys():  # noqa: SIM118 (handles are no mappings)
+            name = canonical(stored)
             if name in self._where:
                 raise UserError.at(
                     path,
@@ -107,7 +103,7 @@ class StoredWeights:
             return self.fresh[name]
         path, stored = self._where[name]
         # A handle of its own: what a handle has mapped is this process's memory until it is closed.
-        with readable(path, stored), safe_open(path, framework="pt", device="cpu") as handle:
+        with _intact(path, f"an unreadable tensor {stored}"), safe_open(path, framework="pt", device="cpu") as handle:
             values = handle.get_tensor(stored)
         self._require_finite(name, values)
         return values
@@ -137,7 +133,7 @@ class StoredWeights:
             return drawn[tensor_slice.source if tensor_slice.columns else tensor_slice.source[0]]
         columns = () if tensor_slice.columns is None else (slice(*tensor_slice.columns),)
         path, stored = self._where[tensor_slice.name]
-        with readable(path, stored):
+        with _intact(path, f"an unreadable tensor {stored}"):
             values = self._open[path].get_slice(stored)[(slice(*tensor_slice.rows), *columns)]
         self._require_finite(tensor_slice.name, values)
         return values.flatten(1) if values.dim() > 2 else values
@@ -152,3 +148,14 @@ class StoredWeights:
             expected="finite values",
             fix="download the file again, or use the weights of an earlier training step",
         )
+
+
+@contextmanager
+def _intact(path: Path, problem: str) -> Iterator[None]:
+    """Convert a failure to read a file to a `UserError`."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise UserError.at(
+            path, found=f"{problem} ({error})", expected="an intact one", fix="restore or download it again"
+        ) from error

@@ -64,7 +64,7 @@ class HeldOut:
     def of(cls, name: str, samples: Mixture, run: Trainer) -> HeldOut:
         """Prepare one epoch of `samples`, in batches of at most the training batch size."""
         dealing = run.loader.dealing.once(len(samples))
-        partitioner = run.loader.partitioner.with_runs(partial(run.job.encoder_calls, evaluation=True))
+        partitioner = replace(run.loader.partitioner, runs=partial(run.job.encoder_calls, evaluation=True))
         what = f"evaluation of {name}, batch"
         return cls(name, replace(run.loader, mixture=samples, dealing=dealing, partitioner=partitioner, what=what))
 

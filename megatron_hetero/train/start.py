@@ -11,9 +11,7 @@ from megatron_hetero.checkpoint.resume import resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.config.schema import Config, to_yaml
-from megatron_hetero.data.dealing import dealing_of
 from megatron_hetero.data.loader import StepLoader
-from megatron_hetero.data.worker_process import reader_of
 from megatron_hetero.groups.collective import FIRST, on_first
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
@@ -50,10 +48,9 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
         writer = _open_writer(config, topology, resumed)
     # Ranks that still read their weights take longer than any step may.
     steps.wait_for_all("the start of all other ranks")
-    reader = reader_of(job, inputs.processor)
     return Trainer(
         **{field.name: getattr(steps, field.name) for field in fields(steps)},
-        loader=StepLoader(inputs.mixture, reader, topology, steps.partitioner, dealing_of(job), job.text_work),
+        loader=StepLoader.of(job, inputs.mixture, inputs.processor, topology, steps.partitioner),
         held_out=inputs.held_out,
         writer=writer,
         resumed=resumed,

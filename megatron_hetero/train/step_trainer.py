@@ -292,7 +292,7 @@ class StepTrainer:
         return [
             float(sum(text.padded - len(text.tokens) for text in texts)),
             float(sum(len(text.tokens) for text in texts)),
-            float(sum(patches.padding for _, patches in embedded)),
+            float(sum(share.encoders[name].padding for share in shares for name in share.patches)),
             float(sum(patches.exchange.forward.needed * encoders[name].unit for name, patches in embedded)),
         ]
 

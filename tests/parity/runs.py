@@ -59,7 +59,7 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
     rebuilt = [build_schedule(layouts, micro_batches, settings, edges=run.job.schedule.edges) for settings in others]
     for schedule in [run.job.schedule, *rebuilt]:
         runs = {name: schedule.in_one_call(name) for name in run.partitioner.encoders}
-        partitioner = run.partitioner.with_runs(lambda _, runs=runs: runs)
+        partitioner = replace(run.partitioner, runs=lambda _, runs=runs: runs)
         batch = replace(run.loader, partitioner=partitioner).load(1, map)
         with mock.patch.object(JobSpec, "schedule_of", lambda *_, schedule=schedule: schedule):
             summary = run.gradients(batch)

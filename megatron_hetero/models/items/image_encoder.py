@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, Self
 
+import numpy as np
+
 from megatron_hetero.models.family import EncoderShape
-from megatron_hetero.models.items.pictures import ImageSize, PictureOrder
+from megatron_hetero.models.items.pictures import ImageSize, patch_positions
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
 from megatron_hetero.models.layers.rotary import AxialRotary
 
@@ -88,26 +90,20 @@ class ImageEncoderShape(EncoderShape):
         sizes = list(sizes)
         return Tokens(
             [patches for size in sizes for patches in self.sequences(size)],
-            [patches for size in sizes for patches in self.windows(size)],
+            [patches for size in sizes for patches in (self.order(size).windows * self.unit).tolist()],
         )
 
-    def order(self, size: ImageSize) -> PictureOrder:
-        """The image in the order in which the encoder works."""
-        raise NotImplementedError
-
-    def windows(self, size: ImageSize) -> list[int]:
-        """Patches of each window of local attention; one unit per window without local attention."""
-        return (self.order(size).windows * self.unit).tolist()
+    def positions(self, size: ImageSize, units: np.ndarray) -> np.ndarray:
+        """Row and column of each patch of these units: int64 [2, patches]."""
+        return patch_positions(size, self.merge, units)
 
     def cost(self, size: ImageSize) -> float:
         """Predicted forward flops of encoding an image."""
-        linear, quadratic = self.flops_per_patch()
-        frame = float(math.prod(size[1:]))
-        return size[0] * (linear * frame + quadratic * frame * frame)
+        return math.prod(size) * self.cost_per_patch(size)
 
     def cost_per_patch(self, size: ImageSize) -> float:
         """Predicted forward flops of one patch, which attends to all patches of its frame."""
-        linear, quadratic = self.flops_per_patch()
+        linear, quadratic = self.flops_per_patch
         return linear + quadratic * size[1] * size[2]
 
     @property
@@ -120,16 +116,13 @@ class ImageEncoderShape(EncoderShape):
         """Rotary embedding of queries and keys."""
         return AxialRotary(self.rope_theta, self.head_dim)
 
+    @cached_property
     def flops_per_patch(self) -> tuple[float, float]:
-        """Forward flops per patch, and per pair of patches of one sequence in layers of full attention."""
-        return _flops_per_patch(self)
-
-
-@lru_cache
-def _flops_per_patch(shape: ImageEncoderShape) -> tuple[float, float]:
-    """Solves linear * n + quadratic * n^2 for the operations of images of one and two windows of n patches."""
-    n = shape.window_patches
-    one, two = (
-        shape.architecture.operations(Tokens([windows * n], [n] * windows), passes=FORWARD) for windows in (1, 2)
-    )
-    return float((4 * one - two) // (2 * n)), float((two - 2 * one) // (2 * n * n))
+        """Forward flops per patch, and per pair of patches of one sequence in layers of full attention: `linear` and
+        `quadratic` of linear * n + quadratic * n^2 for images of one and two windows of n patches.
+        """
+        n = self.window_patches
+        one, two = (
+            self.architecture.operations(Tokens([windows * n], [n] * windows), passes=FORWARD) for windows in (1, 2)
+        )
+        return float((4 * one - two) // (2 * n)), float((two - 2 * one) // (2 * n * n))

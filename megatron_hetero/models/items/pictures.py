@@ -8,7 +8,7 @@ merge x merge places, row by row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -18,7 +18,7 @@ from PIL import Image
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.models.items.image_files import image_place, load_picture, picture_size
-from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
+from megatron_hetero.models.items.types import Block, Item, ItemOrder, ItemTokens, ItemType, Modality, Piece
 
 if TYPE_CHECKING:
     from megatron_hetero.config.sections import EstimateConfig
@@ -32,54 +32,28 @@ class ImageSize(NamedTuple):
     columns: int
 
 
-@dataclass(frozen=True, eq=False)
-class PictureOrder:
-    """One picture in *window order*: all units of the first window in raster order, then of the second, ...
-
-    `units`: int32 [units], raster index of each unit. `windows`: int32 [windows], units of each window. `rows`,
-    `columns`: size of a frame in units. `merge`: patches per side of a unit. `sides`: whether positions include the
-    size of the picture.
-    """
-
-    units: np.ndarray
-    windows: np.ndarray
-    rows: int
-    columns: int
-    merge: int
-    sides: bool
-
-    def positions(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Row and column of each patch of the units [start, stop), and with `sides` the picture's rows and columns of
-        patches: int64 [2 or 4, patches].
-        """
-        units = self.units[start:stop].astype(np.int64)[:, None, None]
-        inside = np.arange(self.merge)
-        row = units // self.columns % self.rows * self.merge + inside[:, None]
-        column = units % self.columns * self.merge + inside[None, :]
-        places = np.stack([x.ravel() for x in np.broadcast_arrays(row, column)])
-        if not self.sides:
-            return places
-        sides = np.array([[self.rows * self.merge], [self.columns * self.merge]])
-        return np.concatenate([places, np.broadcast_to(sides, places.shape)])
-
-
 @lru_cache(maxsize=1024)
-def picture_order(size: ImageSize, merge: int, window: int, sides: bool = False) -> PictureOrder:
-    """The order of a picture in windows of `window` x `window` units, smaller at the lower and right edges. Windows of
-    one unit are raster order.
+def picture_order(size: ImageSize, merge: int, window: int) -> ItemOrder:
+    """A picture in windows of `window` x `window` units, smaller at the lower and right edges: all units of the first
+    window in raster order, then of the second, ... Windows of one unit are raster order.
     """
     frames, rows, columns = size[0], size[1] // merge, size[2] // merge
     frame, row, column = np.indices((frames, rows, columns))
     across, down = -(-columns // window), -(-rows // window)
     window_of = ((frame * down + row // window) * across + column // window).ravel()
-    return PictureOrder(
+    return ItemOrder(
         units=np.argsort(window_of, kind="stable").astype(np.int32),
         windows=np.bincount(window_of, minlength=frames * down * across).astype(np.int32),
-        rows=rows,
-        columns=columns,
-        merge=merge,
-        sides=sides,
     )
+
+
+def patch_positions(size: ImageSize, merge: int, units: np.ndarray) -> np.ndarray:
+    """Row and column of each patch of these units of a picture, by raster index: int64 [2, patches]."""
+    rows, columns, inside = size[1] // merge, size[2] // merge, np.arange(merge)
+    units = units.astype(np.int64)[:, None, None]
+    row = units // columns % rows * merge + inside[:, None]
+    column = units % columns * merge + inside[None, :]
+    return np.stack([x.ravel() for x in np.broadcast_arrays(row, column)])
 
 
 def rope_positions(length: int, starts: np.ndarray, places: Sequence[np.ndarray]) -> np.ndarray:
@@ -113,34 +87,26 @@ _GREY = (128, 128, 128)
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
+@dataclass(frozen=True, eq=False)
 class ImageReader:
     """The image processor of a model folder. See `megatron_hetero.models.items.types.ItemReader`.
 
-    Attributes:
-        token_id: the token that stands for one merged patch.
-        patch_size: side of a patch in pixels.
-        merge_size: patches per token and side.
-        min_pixels, max_pixels: areas that pictures are enlarged or reduced to.
+    `token_id`: the token that stands for one merged patch. `blanked`: whether pictures are grey.
     """
 
-    def __init__(self, image_processor: Any, token_id: int) -> None:
-        self.image_processor = image_processor
-        self.token_id = token_id
-        self.patch_size: int = image_processor.patch_size
-        self.merge_size: int = image_processor.merge_size
-        self.min_pixels: int = image_processor.size["shortest_edge"]
-        self.max_pixels: int = image_processor.size["longest_edge"]
+    image_processor: Any
+    token_id: int
+    blanked: bool = False
 
     def size(self, item: Item) -> ImageSize:
         """The size of a picture as the encoder takes it, from its header."""
         # Imports torch; see `megatron_hetero.data.tokenizer`.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        width, height = picture_size(*item)
+        processor, (width, height) = self.image_processor, picture_size(*item)
+        limits = processor.size["shortest_edge"], processor.size["longest_edge"]
         try:
-            height, width = smart_resize(
-                height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
-            )
+            height, width = smart_resize(height, width, processor.patch_size * processor.merge_size, *limits)
         except (ValueError, ZeroDivisionError) as error:
             raise UserError.at(
                 image_place(item.where, item.path),
@@ -148,7 +114,7 @@ class ImageReader:
                 expected="sides that differ by a factor below 200",
                 fix="crop or split the picture, or remove the record",
             ) from error
-        return ImageSize(1, height // self.patch_size, width // self.patch_size)
+        return ImageSize(1, height // processor.patch_size, width // processor.patch_size)
 
     def pieces(self, size: ImageSize) -> tuple[ImageSize, ...]:
         """The picture as its only piece."""
@@ -156,22 +122,18 @@ class ImageReader:
 
     def blocks(self, size: ImageSize) -> Sequence[Block]:
         """One block: frame, row and column of each merged patch in raster order."""
-        frames, rows, columns = size
-        return (Block(np.indices((frames, rows // self.merge_size, columns // self.merge_size)).reshape(3, -1)),)
+        (frames, rows, columns), merge = size, self.image_processor.merge_size
+        return (Block(np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)),)
 
     def blank(self) -> ImageReader:
         """A reader that returns grey pictures of the same sizes."""
-        return _GreyReader(self.image_processor, self.token_id)
+        return replace(self, blanked=True)
 
     def describe(self, item: Item, size: ImageSize) -> str:
         """The picture's own size, its size for the encoder, and its grid of patches."""
-        width, height = picture_size(*item)
-        resized = f"{size.columns * self.patch_size}×{size.rows * self.patch_size} px"
+        (width, height), patch = picture_size(*item), self.image_processor.patch_size
+        resized = f"{size.columns * patch}×{size.rows * patch} px"
         return f"{width}×{height} px → {resized}, grid {tuple(size)} (t, h, w)"
-
-    def load_image(self, item: Item) -> Image.Image:
-        """The decoded picture, upright, in mode RGB, at its own size. Raises `UserError`."""
-        return load_picture(*item)
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
         """Decodes one picture, of one piece.
@@ -182,8 +144,9 @@ class ImageReader:
         Raises:
             UserError: the picture cannot be decoded, or differs in size from its header.
         """
-        [(_, size)] = pieces
-        output = self.image_processor(images=[self.load_image(item)], return_tensors="np")
+        [(_, size)], picture = pieces, load_picture(*item)
+        shown = Image.new("RGB", picture.size, _GREY) if self.blanked else picture
+        output = self.image_processor(images=[shown], return_tensors="np")
         found, expected = output["image_grid_thw"][0].tolist(), list(cast(ImageSize, size))
         if found != expected:
             raise UserError.at(
@@ -193,11 +156,6 @@ class ImageReader:
                 fix="do not change pictures during training; if this one is damaged, replace it",
             )
         return np.ascontiguousarray(output["pixel_values"], dtype=np.float32)
-
-
-class _GreyReader(ImageReader):
-    def load_image(self, item: Item) -> Image.Image:
-        return Image.new("RGB", super().load_image(item).size, _GREY)
 
 
 class PixelLimits(NamedTuple):
@@ -226,9 +184,9 @@ def load_image_processor(folder: Path, of_class: type, section: Any, setting: st
     if not isinstance(image_processor, of_class):
         raise TypeError(f"it is of type {type(image_processor).__name__}")
     size = dict(image_processor.size)
-    limits = PixelLimits(*(getattr(section, field, None) for field in PixelLimits._fields))
-    low = size.get("shortest_edge") or size.get("min_pixels") if limits.min_pixels is None else limits.min_pixels
-    high = size.get("longest_edge") or size.get("max_pixels") if limits.max_pixels is None else limits.max_pixels
+    low, high = (getattr(section, field, None) for field in PixelLimits._fields)
+    low = size.get("shortest_edge") or size.get("min_pixels") if low is None else low
+    high = size.get("longest_edge") or size.get("max_pixels") if high is None else high
     if low is None or high is None or not 0 < low <= high:
         place = "data" if setting.startswith("model.hf_path") else setting.removesuffix(".hf_path")
         raise UserError.at(
@@ -243,10 +201,11 @@ def load_image_processor(folder: Path, of_class: type, section: Any, setting: st
 
 
 def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
-    """Check that the image processor cuts patches as the encoder expects them, tried on a picture of one row. Raises
-    `UserError`, or the errors of a broken image processor.
+    """Check that the image processor cuts patches as the encoder expects them, and that it works. Raises `UserError`,
+    or the errors of a broken image processor.
     """
     pairs = {
+        "do_resize": (image_processor.do_resize, True),
         "patch_size": (image_processor.patch_size, vision.patch_size),
         "merge_size": (image_processor.merge_size, vision.spatial_merge_size),
         "temporal_patch_size": (image_processor.temporal_patch_size, vision.temporal_patch_size),
@@ -256,18 +215,15 @@ def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
             raise UserError.at(
                 folder / "preprocessor_config.json",
                 found=f"{name} {ours}",
-                expected=f"{theirs}, as in vision_config of config.json",
+                expected=f"{theirs}, by vision_config of config.json and the number of image tokens",
                 fix="copy both files from the same model",
             )
     side = vision.patch_size * vision.spatial_merge_size
     size = {"shortest_edge": side**2, "longest_edge": side**2}
     with np.errstate(all="ignore"):
-        output = image_processor(images=[Image.new("RGB", (side, side))], size=size, return_tensors="np")
-    patches = output["pixel_values"]
-    elements = 3 * vision.temporal_patch_size * vision.patch_size**2
-    if patches.shape != (vision.spatial_merge_size**2, elements) or not np.isfinite(patches).all():
-        values = f"of values from {patches.min()} to {patches.max()}"
-        raise ValueError(f"a black picture of {side} x {side} pixels becomes patches {patches.shape} {values}")
+        patches = image_processor([Image.new("RGB", (side, side))], size=size, return_tensors="np")["pixel_values"]
+    if not np.isfinite(patches).all():
+        raise ValueError(f"black pixels become values from {patches.min()} to {patches.max()}")
 
 
 _TOKENS = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
@@ -281,7 +237,7 @@ IMAGE_TOKENS = {
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Pictures(ItemType):
     """See `megatron_hetero.models.items.types.ItemType`. Sizes are `ImageSize`s; a picture is one piece."""
 
     image_processor_class: Callable[[], type]

@@ -92,22 +92,14 @@ class ItemReader(Protocol):
 
 
 class ItemType(Protocol):
-    """A type of items. Importing one imports neither torch nor transformers; its methods do."""
+    """Base of a type of items. Importing one imports neither torch nor transformers; its methods do."""
 
-    @property
-    def modality(self) -> Modality:
-        """The kind of its items."""
-        ...
-
-    @property
-    def tokens(self) -> ItemTokens:
-        """The tokens of an item in the text."""
-        ...
-
-    @property
-    def processor(self) -> str:
-        """Name of the processor of `transformers` that reads its items, for messages."""
-        ...
+    modality: Modality
+    """The kind of its items."""
+    tokens: ItemTokens
+    """The tokens of an item in the text."""
+    processor: str
+    """Name of the processor of `transformers` that reads its items, for messages."""
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ItemReader:
         """The reader of an encoder's folder, which `setting` names.
@@ -138,22 +130,15 @@ class ItemType(Protocol):
         ...
 
 
-class ItemOrder(Protocol):
-    """One piece in the order in which its encoder works."""
+class ItemOrder(NamedTuple):
+    """One piece in the order in which its encoder works.
 
-    @property
-    def units(self) -> np.ndarray:
-        """int32 [units], the number of each unit, in the order of rows."""
-        ...
+    `units`: int32 [units], the number of each unit, in the order of rows. `windows`: int32 [windows], units of each
+    window of local attention.
+    """
 
-    @property
-    def windows(self) -> np.ndarray:
-        """int32 [windows], units of each window."""
-        ...
-
-    def positions(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Coordinates of each patch of the units [start, stop) of this order: int64 [dims, patches]."""
-        ...
+    units: np.ndarray
+    windows: np.ndarray
 
 
 class ItemShape(Protocol):
@@ -182,12 +167,12 @@ class ItemShape(Protocol):
         """The piece in the order in which the encoder works."""
         ...
 
-    def sequences(self, size: Any) -> tuple[int, ...]:
-        """Patches of each sequence of full attention."""
+    def positions(self, size: Any, units: np.ndarray) -> np.ndarray:
+        """Coordinates of each patch of these units of the piece, by number: int64 [dims, patches]."""
         ...
 
-    def windows(self, size: Any) -> list[int]:
-        """Patches of each window of local attention, in the encoder's order."""
+    def sequences(self, size: Any) -> tuple[int, ...]:
+        """Patches of each sequence of full attention."""
         ...
 
     def cost(self, size: Any) -> float:

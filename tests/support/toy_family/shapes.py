@@ -13,6 +13,7 @@ from megatron_hetero.base.errors import ROWS
 from megatron_hetero.layout.axes import Split
 from megatron_hetero.models import family
 from megatron_hetero.models.architecture import Architecture, End
+from megatron_hetero.models.items.types import ItemOrder
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Head, Merger, PatchEmbedding, TokenEmbedding
 from megatron_hetero.models.layers.layer import Layer
@@ -20,7 +21,7 @@ from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import FORWARD, MLPPart, Tokens
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 from tests.support.toy_family.layers import SLOTS, Pairs, Slots
-from tests.support.toy_family.tones import Tone, ToneOrder
+from tests.support.toy_family.tones import Tone
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,17 @@ class EarShape(_Shape, family.EncoderShape):
     def rows(self, size: Tone) -> int:
         return size.patches // self.unit
 
-    def order(self, size: Tone) -> ToneOrder:
-        return ToneOrder(np.arange(self.rows(size), dtype=np.int32), self.unit)
+    def order(self, size: Tone) -> ItemOrder:
+        """From the beginning to the end; each unit is a window of its own."""
+        rows = self.rows(size)
+        return ItemOrder(np.arange(rows, dtype=np.int32), np.ones(rows, np.int32))
+
+    def positions(self, size: Tone, units: np.ndarray) -> np.ndarray:
+        """The number of each patch: int64 [1, patches]."""
+        return (units.astype(np.int64)[:, None] * self.unit + np.arange(self.unit)).reshape(1, -1)
 
     def sequences(self, size: Tone) -> tuple[int, ...]:
         return (size.patches,)
-
-    def windows(self, size: Tone) -> list[int]:
-        return [self.unit] * self.rows(size)
 
     def tokens(self, sizes: Iterable[Tone]) -> Tokens:
         patches = [size.patches for size in sizes]

@@ -10,30 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_hetero.base.errors import UserError, reason
-from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
+from megatron_hetero.models.items.types import Block, Item, ItemTokens, ItemType, Modality, Piece
 
 
 class Tone(NamedTuple):
     """The size of a tone, in patches."""
 
     patches: int
-
-
-@dataclass(frozen=True, eq=False)
-class ToneOrder:
-    """A tone from its beginning to its end: each unit is a window of its own."""
-
-    units: np.ndarray
-    unit: int
-
-    @property
-    def windows(self) -> np.ndarray:
-        return np.ones(len(self.units), np.int32)
-
-    def positions(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The number of each patch: int64 [1, patches]."""
-        units = self.units[start:stop].astype(np.int64)
-        return (units[:, None] * self.unit + np.arange(self.unit)).reshape(1, -1)
 
 
 @dataclass(frozen=True)
@@ -86,7 +69,7 @@ _TOKENS = ItemTokens("tone_start_id", "tone_id", "tone_end_id")
 
 
 @dataclass(frozen=True)
-class Tones:
+class Tones(ItemType):
     """Tones as an item type."""
 
     modality: Modality = "audio"

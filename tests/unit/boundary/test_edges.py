@@ -312,9 +312,9 @@ def test_each_edge_has_the_minimum_of_its_ownerships(
     sequence_parallel = dict(zip(layouts, sharded, strict=True))
     packs = random_packs(batch, layouts["text"], seed)
     partitioners = [
-        StepPartitioner({"vision": SHAPE}, layouts, sequence_parallel, r, 24, "off", EDGES) for r in range(8)
+        StepPartitioner({"vision": SHAPE}, layouts, sequence_parallel, r, 24, EDGES, "off") for r in range(8)
     ]
-    plans = [partitioner.share(packs) for partitioner in partitioners]
+    plans = [partitioner.step_shares([packs])[0] for partitioner in partitioners]
     grids = [grid for pack in packs for grid in pack.pieces[0].sizes]
     if not grids:
         assert not any(plan.boundaries for plan in plans)

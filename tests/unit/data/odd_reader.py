@@ -1,4 +1,4 @@
-"""A `Reader` for tests, in a module of its own, so that processes that get one start fast."""
+"""A `Processor` for tests, in a module of its own, so that processes that get one start fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OddReader:
 
     does: str = ""
 
-    def tokenise(self, record: Any) -> Any:
+    def tokenize(self, record: Any) -> Any:
         """The process's id, or an array with the record's index, or an error."""
         if self.does == "exit":
             os._exit(3)

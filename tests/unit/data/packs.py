@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_hetero.base.errors import ROWS, TEXT
 from megatron_hetero.data.dealing import PackShape, Pieces
 from megatron_hetero.data.partition import Balance, CallRuns, MicroBatchShare, StepPartitioner
 from megatron_hetero.data.token_shards import TokenShare
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.items.pictures import ImageSize
@@ -19,6 +21,7 @@ SHAPE = VisionShape(
     layers=2, hidden=16, heads=8, ffn=20, channels=3, patch=14, temporal_patch=2, merge=2, window=4,
     full_layers=frozenset({1}), out_hidden=24, rope_theta=10000.0,
 )  # fmt: skip
+EDGES = {Edge("vision", TEXT): (ROWS,)}
 BATCHES = ("even", "ragged", "some without images", "fewer images than replicas", "no rows", "no tokens")
 Sharded = Mapping[str, bool]
 """For "vision" and "text", whether activations are sharded over tp."""
@@ -72,7 +75,12 @@ def partitioner(
     runs: CallRuns | None = None,
 ) -> StepPartitioner:
     """The partitioner of `rank` for rows of 24 bytes."""
-    return StepPartitioner({"vision": SHAPE}, layouts, sharded, rank, 24, balance, runs=runs)
+    return StepPartitioner({"vision": SHAPE}, layouts, sharded, rank, 24, EDGES, balance, runs)
+
+
+def share_of(partitioner: StepPartitioner, packs: list[PackShape], turn: int = 0) -> MicroBatchShare:
+    """The share in micro-batch number `turn` of a step of equal ones."""
+    return partitioner.step_shares([packs] * (turn + 1))[turn]
 
 
 def first_rows(packs: list[PackShape]) -> list[int]:

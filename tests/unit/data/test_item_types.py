@@ -21,7 +21,7 @@ from megatron_hetero.data.records import Annotations
 from megatron_hetero.data.validation import item_fields
 from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
 from megatron_hetero.models.items.pictures import ImageSize, Pictures
-from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
+from megatron_hetero.models.items.types import Block, Item, ItemTokens, ItemType, Modality, Piece
 from tests.support import runs as jobs
 from tests.support.folders import write_data
 from tests.support.pool import Pool
@@ -69,7 +69,7 @@ class ClipReader:
 
 
 @dataclass(frozen=True)
-class Clips:
+class Clips(ItemType):
     """Clips as an item type."""
 
     modality: Modality = "video"

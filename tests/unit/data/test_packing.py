@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.packing import PackedBatch, TokenizedSample, check_length, pack
+from megatron_hetero.data.packing import PackedBatch, SampleLimits, TokenizedSample, pack
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
 from megatron_hetero.models.items.pictures import ImageSize, rope_positions
@@ -89,9 +89,10 @@ def test_a_pack_may_be_empty() -> None:
 
 def test_too_long_is_an_error_or_skipped(processor: Processor, make_record: MakeRecord) -> None:
     sample = processor.tokenize(make_record("Hello?", "Hello."))
-    assert check_length(sample, len(sample)) and check_length(sample, len(sample), "skip")
-    assert not check_length(sample, len(sample) - 1, "skip")
+    for too_long in ("error", "skip"):
+        assert SampleLimits(len(sample), None, too_long).admits(sample, {})
+    assert not SampleLimits(len(sample) - 1, None, "skip").admits(sample, {})
     with pytest.raises(
         UserError, match=r"train\.jsonl:1: found a sample of \d+ tokens.*data\.max_seq_length = 3.*skip"
     ):
-        check_length(sample, 3)
+        SampleLimits(3).admits(sample, {})

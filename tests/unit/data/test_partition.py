@@ -26,6 +26,7 @@ from tests.unit.data.packs import (
     needed_rows,
     partitioner,
     random_packs,
+    share_of,
 )
 
 VISION = [
@@ -52,7 +53,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def plans_of(case: Case) -> list[MicroBatchShare]:
     packs, layouts, sharded, turn = case
-    return [partitioner(layouts, sharded, rank).share(packs, turn) for rank in range(8)]
+    return [share_of(partitioner(layouts, sharded, rank), packs, turn) for rank in range(8)]
 
 
 def embedded_units(plans: list[MicroBatchShare], packs: list[PackShape], vision: Layout) -> list[np.ndarray]:
@@ -161,7 +162,7 @@ def test_shares_fit_together(case: Case) -> None:
         np.testing.assert_array_equal(share.positions, table[shard].reshape(-1, 2).T)
         assert share.sp_lengths[at.sp] == sum(share.windows) == SHAPE.unit * len(shard)
         assert share.cp_lengths[at.cp] == sum(share.sp_lengths) == sum(share.segments.queries)
-        padded = {SHAPE.unit * len(units[r]) + plans[r].patches["vision"].padding for r in group}
+        padded = {SHAPE.unit * len(units[r]) + plans[r].encoders["vision"].padding for r in group}
         assert len(padded) == 1 and padded.pop() > 0, "ranks that share activations hold different lengths"
 
 
@@ -203,7 +204,7 @@ def test_decoding_moves_from_rank_to_rank() -> None:
     layouts = {name: Layout.parse("sp:8", 8) for name in ("vision", "text")}
     packs = random_packs("even", layouts["text"], 0)
     partitioners = [partitioner(layouts, {"vision": False, "text": False}, rank) for rank in range(8)]
-    turns = [[p.share(packs, turn).patches["vision"].decodes for p in partitioners] for turn in range(8)]
+    turns = [[share_of(p, packs, turn).patches["vision"].decodes for p in partitioners] for turn in range(8)]
     assert [decodes.index((0,)) for decodes in turns] == [(turns[0].index((0,)) + turn) % 8 for turn in range(8)]
 
 
@@ -213,14 +214,14 @@ def test_micro_batches_of_one_shape_are_planned_once() -> None:
     ours = partitioner(layouts, {"vision": True, "text": True}, 5)
     copies = [PackShape(p.lengths, tuple(Pieces(i.counts, i.sizes, i.places) for i in p.pieces)) for p in packs]
     first, again, other = (
-        ours.share(packs),
-        ours.share(copies, turn=1),
-        ours.share(random_packs("ragged", layouts["text"], 4)),
+        share_of(ours, packs),
+        share_of(ours, copies, turn=1),
+        share_of(ours, random_packs("ragged", layouts["text"], 4)),
     )
     assert first.boundaries[EDGE] is again.boundaries[EDGE] is not other.boundaries[EDGE]
     assert first.encoders["vision"] is again.encoders["vision"] and first.text is again.text
     assert (
-        first.patches["vision"] is ours.share(copies, turn=4).patches["vision"]
+        first.patches["vision"] is share_of(ours, copies, turn=4).patches["vision"]
     )  # four ranks share a replica's images
     assert first.patches["vision"] is not again.patches["vision"]
 
@@ -248,7 +249,7 @@ def test_a_call_encodes_several_micro_batches(step: tuple[Any, dict[str, Layout]
     for m, of_one in enumerate(packs):
         rows = sum(len(pack.pieces[0].positions) for pack in of_one)
         for rank, plans in enumerate(by_rank):
-            alone = partitioners[rank].share(of_one)
+            alone = share_of(partitioners[rank], of_one)
             assert plans[m].text is alone.text
             assert set(plans[m].boundaries) == set(alone.boundaries) == ({EDGE} if rows else set())
             if rows:
@@ -278,7 +279,7 @@ def test_balance_decides_who_encodes() -> None:
     layouts = {"vision": Layout.parse("dp:8", 8), "text": Layout.parse("dp:8", 8)}
     packs = random_packs("ragged", layouts["text"], 11)
     loads = {
-        balance: partitioner(layouts, {"vision": True, "text": True}, 0, balance).share(packs).loads["vision"]
+        balance: share_of(partitioner(layouts, {"vision": True, "text": True}, 0, balance), packs).loads["vision"]
         for balance in ("off", "replica")
     }
     assert sum(loads["off"]) == pytest.approx(sum(loads["replica"])) and max(loads["replica"]) < max(loads["off"])

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from megatron_hetero.data.encoder_shards import ReplicaShards, cut_replica
-from megatron_hetero.models.items.pictures import ImageSize, PictureOrder, picture_order
+from megatron_hetero.data.encoder_shards import PieceSlice, ReplicaShards
+from megatron_hetero.models.items.pictures import ImageSize, patch_positions, picture_order
+from megatron_hetero.models.items.types import ItemOrder
 
 PATCH = 14
 COST = (1.0, 0.01)
@@ -39,14 +40,14 @@ class Encoder:
     def rows(self, size: ImageSize) -> int:
         return prod(size) // self.unit
 
-    def order(self, size: ImageSize) -> PictureOrder:
+    def order(self, size: ImageSize) -> ItemOrder:
         return picture_order(size, self.merge, self.window)
 
     def sequences(self, size: ImageSize) -> tuple[int, ...]:
         return (size[1] * size[2],) * size[0]
 
-    def windows(self, size: ImageSize) -> list[int]:
-        return (self.order(size).windows * self.unit).tolist()
+    def positions(self, size: ImageSize, units: np.ndarray) -> np.ndarray:
+        return patch_positions(size, self.merge, units)
 
     def cost(self, size: ImageSize) -> float:
         return prod(size) * self.cost_per_patch(size)
@@ -78,18 +79,33 @@ def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, l
     first = np.cumsum([0] + [len(g.units) for g in ours])
     assert np.concatenate([g.units + at for g, at in zip(ours, first, strict=False)]).tolist() == index.tolist()
     assert np.cumsum(np.concatenate([g.windows for g in ours]) * merge**2).tolist() == ends.tolist()[1:]
-    np.testing.assert_array_equal(np.concatenate([g.positions() for g in ours], axis=1), positions.T.numpy())
+    found = [patch_positions(size, merge, order.units) for size, order in zip(images, ours, strict=True)]
+    np.testing.assert_array_equal(np.concatenate(found, axis=1), positions.T.numpy())
 
 
 def plan(grids: list[ImageSize], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> ReplicaShards:
     ids = list(range(first, first + len(grids)))
-    return cut_replica(Encoder(options.pop("merge", 2), window, options.pop("cost", COST)), ids, grids, sp, cp)
+    shape = Encoder(options.pop("merge", 2), window, options.pop("cost", COST))
+    return ReplicaShards(shape, dict(zip(ids, grids, strict=True)), sp, cp)
+
+
+def slices(shards: ReplicaShards) -> list[list[PieceSlice]]:
+    return [list(shards.slices(member)) for member in range(shards.sp * shards.cp)]
+
+
+def windows_of(shards: ReplicaShards) -> list[tuple[int, ...]]:
+    return [shards.windows(member) for member in range(shards.sp * shards.cp)]
+
+
+def lengths(shards: ReplicaShards) -> tuple[int, ...]:
+    """Of each shard, in patches."""
+    return tuple((shards.units * shards.shape.unit).tolist())
 
 
 def flops(grids: list[ImageSize], shards: ReplicaShards) -> list[float]:
     """Work of each member by `COST`, patch by patch. Images are numbered from 0."""
     frame = [rows * columns for _, rows, columns in grids]
-    of_part = [[4 * (s.stop - s.start) * (COST[0] + COST[1] * frame[s.piece]) for s in part] for part in shards.slices]
+    of_part = [[4 * (s.stop - s.start) * (COST[0] + COST[1] * frame[s.piece]) for s in part] for part in slices(shards)]
     return [sum(parts) for parts in of_part]
 
 
@@ -109,18 +125,18 @@ def test_shards_partition_the_windows(images: list[ImageSize], sp: int, cp: int,
     made = plan(images, sp, cp, window, first=10)
     ids = list(range(10, 10 + len(images)))
     geometries = {i: picture_order(grid, 2, window) for i, grid in zip(ids, images, strict=True)}
-    assert len(made.slices) == len(made.windows) == sp * cp
-    encoded = [(s.piece, u) for part in made.slices for s in part for u in range(s.start, s.stop)]
+    assert len(slices(made)) == len(windows_of(made)) == sp * cp
+    encoded = [(s.piece, u) for part in slices(made) for s in part for u in range(s.start, s.stop)]
     assert encoded == [(i, u) for i in ids for u in range(len(geometries[i].units))]
-    assert [n for part in made.windows for n in part] == [4 * n for g in geometries.values() for n in g.windows]
-    for part, windows in zip(made.slices, made.windows, strict=True):
+    assert [n for part in windows_of(made) for n in part] == [4 * n for g in geometries.values() for n in g.windows]
+    for part, windows in zip(slices(made), windows_of(made), strict=True):
         assert 4 * sum(s.stop - s.start for s in part) == sum(windows)
         for piece in part:
             edges = {0, *np.cumsum(geometries[piece.piece].windows).tolist()}
             assert piece.start in edges and piece.stop in edges and piece.start < piece.stop
     if images:
         assert [0, *np.cumsum(made.sequences)] == get_vision_cu_seqlens(torch.tensor(images)).tolist()
-    assert sum(made.sequences) == sum(made.lengths)
+    assert sum(made.sequences) == sum(lengths(made))
 
 
 @some
@@ -132,7 +148,7 @@ def test_cp_members_have_even_work_and_their_sp_members_even_patches(
     # Cuts are at the nearest edge of a window.
     work = np.reshape(flops(images, made), (cp, sp)).sum(axis=1)
     assert furthest_cut(work) <= largest_window(images, window, COST) / 2 * (1 + 1e-9)
-    for patches in np.reshape(made.lengths, (cp, sp)):
+    for patches in np.reshape(lengths(made), (cp, sp)):
         assert furthest_cut(patches) <= largest_window(images, window, (1, 0)) / 2
 
 
@@ -140,44 +156,46 @@ def test_cp_members_have_even_work_and_their_sp_members_even_patches(
 @given(st.lists(grids(), max_size=5), st.integers(1, 6), degrees, degrees)
 def test_cuts_of_sp_lie_within_the_runs_of_cp(images: list[ImageSize], cp: int, sp: int, window: int) -> None:
     runs, made = plan(images, 1, cp, window), plan(images, sp, cp, window)
-    members = [made.windows[sp * i : sp * (i + 1)] for i in range(cp)]
-    assert [tuple(chain(*run)) for run in members] == list(runs.windows)
+    members = [windows_of(made)[sp * i : sp * (i + 1)] for i in range(cp)]
+    assert [tuple(chain(*run)) for run in members] == list(windows_of(runs))
 
 
 def test_sp_cuts_by_patches_and_cp_by_the_attention_of_their_frames_too() -> None:
     # 4096 patches each: of 2.56 + 1 per patch in small images, 40.96 + 1 in the large one, which is 92% of the work.
     small_ones_and_a_large = [ImageSize(1, 16, 16)] * 16 + [ImageSize(1, 64, 64)]
     by_sp, by_cp = plan(small_ones_and_a_large, sp=2), plan(small_ones_and_a_large, cp=2)
-    assert by_sp.lengths == (4096, 4096)
+    assert lengths(by_sp) == (4096, 4096)
     work = flops(small_ones_and_a_large, by_cp)
-    assert by_cp.lengths[0] > 5800 and max(work) < 0.51 * sum(work)
-    assert plan(small_ones_and_a_large, cp=2, cost=(1.0, 0.0)) == by_sp
+    assert lengths(by_cp)[0] > 5800 and max(work) < 0.51 * sum(work)
+    by_patches = plan(small_ones_and_a_large, cp=2, cost=(1.0, 0.0))
+    assert slices(by_patches) == slices(by_sp) and windows_of(by_patches) == windows_of(by_sp)
 
 
 def test_frames_of_a_video_attend_to_themselves_only() -> None:
     video_and_image = [ImageSize(4, 16, 16), ImageSize(1, 32, 32)]
-    assert plan(video_and_image, cp=2, cost=(0.0, 1.0)).lengths == (1024 + 384, 1024 - 384)
+    assert lengths(plan(video_and_image, cp=2, cost=(0.0, 1.0))) == (1024 + 384, 1024 - 384)
 
 
 def test_nobody_encodes_where_there_is_no_image() -> None:
     made = plan([], 3, 2)
-    assert made.slices == made.windows == ((),) * 6 and made.lengths == (0,) * 6 and made.sequences == ()
+    assert slices(made) == [[]] * 6 and windows_of(made) == [()] * 6
+    assert lengths(made) == (0,) * 6 and made.sequences == ()
 
 
 def test_one_window_leaves_the_other_members_empty() -> None:
     for sp, cp in ((4, 1), (1, 4), (2, 2)):
-        assert sorted(plan([ImageSize(1, 8, 8)], sp, cp).lengths) == [0, 0, 0, 64]
+        assert sorted(lengths(plan([ImageSize(1, 8, 8)], sp, cp))) == [0, 0, 0, 64]
 
 
 def test_equal_windows_are_split_evenly() -> None:
     for sp, cp in ((8, 1), (1, 8), (2, 4)):
-        assert plan([ImageSize(1, 32, 32)], sp, cp).lengths == (128,) * 8
+        assert lengths(plan([ImageSize(1, 32, 32)], sp, cp)) == (128,) * 8
 
 
 def test_members_are_numbered_with_sp_fastest_and_parts_name_their_images() -> None:
     # Quadratic work only, of 64 x 64 for each small image and 64 x 256 for each window of the large one: halves are
     # the small images with one window, and three windows.
     made = plan([ImageSize(1, 8, 8)] * 8 + [ImageSize(1, 16, 16)], sp=2, cp=2, first=7, cost=(0.0, 1.0))
-    parts = [[tuple(part) for part in member] for member in made.slices]
+    parts = [[tuple(part) for part in member] for member in slices(made)]
     small = [(image, 0, 16) for image in range(7, 15)]
     assert parts == [small[:5], [*small[5:], (15, 0, 16)], [(15, 16, 48)], [(15, 48, 64)]]

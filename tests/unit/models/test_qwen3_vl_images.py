@@ -15,10 +15,10 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from megatron_hetero.base.errors import ROWS
-from megatron_hetero.data.encoder_shards import cut_replica
+from megatron_hetero.data.encoder_shards import ReplicaShards
 from megatron_hetero.models.families.qwen3_vl.family import rope_settings
 from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape, taps
-from megatron_hetero.models.items.pictures import ImageSize, picture_order
+from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 
 some = settings(max_examples=100)
@@ -26,10 +26,15 @@ SHAPE = VisionShape(4, 48, 4, 52, 3, 16, 2, 2, 64, 1e4, table_side=6, deepstack=
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 40).map(lambda n: 2 * n), st.integers(1, 40).map(lambda n: 2 * n))
 
 
+def positions_of(size: ImageSize) -> np.ndarray:
+    """Of all patches of an image."""
+    return SHAPE.positions(size, SHAPE.order(size).units)
+
+
 @some
 @given(st.lists(sizes, min_size=1, max_size=4))
 def test_positions_are_those_of_transformers(images: list[ImageSize]) -> None:
-    found = np.concatenate([picture_order(size, 2, 1, True).positions() for size in images], axis=1)
+    found = np.concatenate([positions_of(size) for size in images], axis=1)
     np.testing.assert_array_equal(found[:2], get_vision_position_ids(torch.tensor(images), 2).T.numpy())
     counts = [prod(size) for size in images]
     np.testing.assert_array_equal(found[2:], np.repeat(np.array(images)[:, 1:], counts, axis=0).T)
@@ -38,16 +43,16 @@ def test_positions_are_those_of_transformers(images: list[ImageSize]) -> None:
 @some
 @given(sizes, st.integers(0, 30), st.integers(0, 30))
 def test_positions_of_a_part(size: ImageSize, start: int, units: int) -> None:
-    order = picture_order(size, 2, 1, True)
-    part = order.positions(start, start + units)
-    np.testing.assert_array_equal(part, order.positions()[:, 4 * start : 4 * (start + units)])
+    order = SHAPE.order(size)
+    part = SHAPE.positions(size, order.units[start : start + units])
+    np.testing.assert_array_equal(part, positions_of(size)[:, 4 * start : 4 * (start + units)])
     assert order.windows.sum() == len(order.units) == SHAPE.rows(size)
 
 
 @some
 @given(st.lists(sizes, min_size=1, max_size=4), st.integers(1, 48))
 def test_interpolation_is_that_of_transformers(images: list[ImageSize], side: int) -> None:
-    positions = np.concatenate([picture_order(size, 2, 1, True).positions() for size in images], axis=1)
+    positions = np.concatenate([positions_of(size) for size in images], axis=1)
     places, weights = taps(torch.from_numpy(positions), side)
     expected_places, expected_weights = get_vision_interpolation_indices_and_weights(
         torch.tensor(images), num_grid_per_side=side, mode="bilinear", align_corners=True, spatial_merge_size=2
@@ -65,8 +70,8 @@ def test_padding_takes_some_position() -> None:
 
 
 def test_an_image_is_cut_between_any_units() -> None:
-    plan = cut_replica(SHAPE, [0, 1], [(1, 6, 2), (1, 2, 4)], sp=5, cp=1)
-    assert plan.lengths == (4, 4, 4, 4, 4) and plan.sequences == (12, 8)
+    plan = ReplicaShards(SHAPE, {0: (1, 6, 2), 1: (1, 2, 4)}, sp=5, cp=1)
+    assert plan.units.tolist() == [1] * 5 and plan.sequences == (12, 8)
 
 
 def test_outputs_and_their_places() -> None:
@@ -90,7 +95,7 @@ def test_rotary_table_is_that_of_transformers(head_dim: int, sections: list[int]
 
 
 def test_flops_count_every_merger_and_no_gate() -> None:
-    linear, quadratic = SHAPE.flops_per_patch()
+    linear, quadratic = SHAPE.flops_per_patch
     merger = 2 * 48 * (48 * 4 + 64)
     assert linear == 4 * (8 * 48**2 + 4 * 48 * 52) + 2 * 1536 * 48 + 3 * merger and quadratic == 4 * 4 * 48
     assert SHAPE.cost(ImageSize(2, 4, 6)) == 2 * (linear * 24 + quadratic * 24**2)

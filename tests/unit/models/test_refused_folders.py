@@ -103,11 +103,11 @@ CASES: list[tuple[str, str, Any, str]] = [
     (CONFIG, "vision_config.in_channels", 1, "found 1, expected 3, because pictures"),
     (CONFIG, "text_config.pad_token_id", 10**6, "pad_token_id below vocab_size"),
     (CONFIG, "per_layer_config", {"0": {"intermediate_size": 8}}, "expected null or {}"),
-    (PICTURES, "do_resize", False, "found false, expected true"),
-    (TOKENIZER, "split_special_tokens", True, "found true, expected false or null"),
+    (PICTURES, "do_resize", False, "found do_resize False, expected True"),
+    (TOKENIZER, "split_special_tokens", True, "token <|image_pad|> with id "),
     # Numbers that make NaN of everything.
-    (PICTURES, "image_std", [0.5, 0, 0.5], "pixels becomes patches (4, 1176) of values from"),
-    (PICTURES, "rescale_factor", NAN, "pixels becomes patches (4, 1176) of values from nan"),
+    (PICTURES, "image_std", [0.5, 0, 0.5], "black pixels become values from"),
+    (PICTURES, "rescale_factor", NAN, "black pixels become values from nan"),
     # Odd values.
     (CONFIG, "text_config.vocab_size", "many", "expected int, got str (value: 'many')"),
     (CONFIG, "vision_config.num_heads", 0, "cannot be used (ZeroDivisionError"),

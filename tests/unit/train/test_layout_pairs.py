@@ -31,6 +31,7 @@ from tests.unit.data.packs import (
     needed_rows,
     partitioner,
     random_packs,
+    share_of,
 )
 
 WIDTH = 3
@@ -116,7 +117,7 @@ def _cross(
     packs: list[PackShape], layouts: dict[str, Layout], sharded: Sharded, replica: Any, turn: int
 ) -> dict[str, Any]:
     rank = dist.get_rank()
-    share = partitioner(layouts, sharded, rank).share(packs, turn)
+    share = share_of(partitioner(layouts, sharded, rank), packs, turn)
     if not share.boundaries or not share.patches:
         assert first_rows(packs)[-1] == 0 and share.text is not None and not len(share.text.rows_at["vision"])
         return {"collectives": (0, 0)}

@@ -9,7 +9,8 @@ from megatron_hetero.base.errors import ROWS
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.families.common import ENCODER
 from megatron_hetero.models.items.image_encoder import ImageEncoderShape
-from megatron_hetero.models.items.pictures import ImageSize, PictureOrder, picture_order
+from megatron_hetero.models.items.pictures import ImageSize, picture_order
+from megatron_hetero.models.items.types import ItemOrder
 from megatron_hetero.models.language import LanguageModelShape
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
@@ -33,7 +34,7 @@ class VisionShape(ImageEncoderShape):
         """Coordinates of a patch: row and column."""
         return 2
 
-    def order(self, size: ImageSize) -> PictureOrder:
+    def order(self, size: ImageSize) -> ItemOrder:
         """Return the image in window order."""
         return picture_order(size, self.merge, self.window)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +16,8 @@ from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.families.common import ENCODER
 from megatron_hetero.models.items.image_encoder import ImageEncoderShape
-from megatron_hetero.models.items.pictures import ImageSize, PictureOrder, picture_order
+from megatron_hetero.models.items.pictures import ImageSize, picture_order
+from megatron_hetero.models.items.types import ItemOrder
 from megatron_hetero.models.language import LanguageModelShape
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
@@ -56,7 +58,9 @@ class _PositionTable(torch.nn.Module):
         )
 
     def forward(self, positions_4n: Tensor) -> Tensor:
-        """Return what is added to embeddings of patches, fp32 [n, hidden]. `positions_4n`: see `PictureOrder`."""
+        """Return what is added to embeddings of patches, fp32 [n, hidden]. `positions_4n`: see
+        `VisionShape.positions`.
+        """
         places, weights = taps(positions_4n, self.side)
         return F.embedding_bag(places, self.weight.float(), per_sample_weights=weights, mode="sum")
 
@@ -100,9 +104,14 @@ class VisionShape(ImageEncoderShape):
         """The rows of the last layer and those of earlier layers."""
         return {ROWS: self.layers - 1} | {f"{DEEPSTACK}{i}": layer for i, layer in enumerate(self.deepstack)}
 
-    def order(self, size: ImageSize) -> PictureOrder:
+    def order(self, size: ImageSize) -> ItemOrder:
         """Return the image in raster order."""
-        return picture_order(size, self.merge, window=1, sides=True)
+        return picture_order(size, self.merge, window=1)
+
+    def positions(self, size: ImageSize, units: np.ndarray) -> np.ndarray:
+        """Return row and column of each patch, and the image's rows and columns of patches, int64 [4, patches]."""
+        places = super().positions(size, units)
+        return np.concatenate([places, np.broadcast_to([[size[1]], [size[2]]], places.shape)])
 
     @property
     def architecture(self) -> Architecture:
