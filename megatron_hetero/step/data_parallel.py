@@ -126,17 +126,17 @@ class Replicated(DataParallel):
 
     Attributes:
         memory: buffers of the gradients.
-        sums: sums of the buckets; None if nothing trains.
-        gathers: gathers of their weights, if ranks update shares.
+        sums: sums of the buckets.
+        gathers: gathers of their weights, which are none unless ranks update shares.
         adds_up: whether a backward pass gives parameters several gradients.
         overlaps_gathers: whether a stage may run before all weights arrive: its `units()` wait for theirs.
     """
 
-    memory: tuple[Buffer, ...] = ()
-    sums: BucketSums | None = None
-    gathers: WeightGathers | None = None
-    adds_up: bool = False
-    overlaps_gathers: bool = False
+    memory: tuple[Buffer, ...]
+    sums: BucketSums
+    gathers: WeightGathers
+    adds_up: bool
+    overlaps_gathers: bool
 
     @classmethod
     def of(
@@ -168,8 +168,6 @@ class Replicated(DataParallel):
         """
         own = {id(p) for p in parameters.values() if p.requires_grad}
         trained = [p for p in dict.fromkeys(p for each in chunks for p in each.parameters()) if id(p) in own]
-        if not trained:
-            return cls(parameters, group, {}, False, False)
         size = sum(p.numel() for p in parameters.values() if p.requires_grad)
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in trained:
@@ -183,9 +181,9 @@ class Replicated(DataParallel):
         ranges = {key: own for buffer in memory for key, own in buffer.owned.items()}
         owned = {name: ranges[id(p)] for name, p in parameters.items() if p.requires_grad}
         buckets = [bucket for buffer in memory for bucket in buffer.buckets]
-        sums, gathers = BucketSums(name, buckets, group, list(accumulate(trained))), None
-        if sharded:
-            gathers = WeightGathers(name, buckets, group, [part for chunk in chunks for part in parts_of_stage(chunk)])
+        sums = BucketSums(name, buckets, group, list(accumulate(trained)))
+        parts = [part for chunk in chunks for part in parts_of_stage(chunk)]
+        gathers = WeightGathers(name, buckets if sharded else (), group, parts)
         overlaps = all(hasattr(chunk, "units") for chunk in chunks)
         return cls(parameters, group, owned, sharded, sums_shares, memory, sums, gathers, adds_up, overlaps)
 
@@ -197,7 +195,7 @@ class Replicated(DataParallel):
     @property
     @override
     def summed(self) -> Sequence[Tensor]:
-        return [] if self.sums is None else [bucket.summed for bucket in self.sums.buckets]
+        return [bucket.summed for bucket in self.sums.buckets]
 
     @override
     def stored(self, name: str) -> Range:
@@ -221,37 +219,31 @@ class Replicated(DataParallel):
             for bucket in buffer.buckets:
                 for parameter in bucket.parameters:
                     parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
-        if self.sums is not None:
-            self.sums.begin_step()
+        self.sums.begin_step()
 
     @override
     def require_unsummed(self) -> None:
-        if self.sums is not None:
-            self.sums.require_before()
+        self.sums.require_before()
 
     @override
     def expect(self, parameters: Collection[nn.Parameter]) -> None:
-        if self.sums is not None and not self.adds_up:
+        if not self.adds_up:
             self.sums.expect(parameters)
 
     @override
     def start_reducing(self) -> Tensor:
-        assert self.sums is not None, "something trains"
         return self.sums.start_rest()
 
     @override
     def reduce(self) -> None:
-        if self.sums is not None:
-            self.sums.wait()
+        self.sums.wait()
 
     @override
     def share_weights(self) -> None:
-        if self.gathers is not None:
-            self.gathers.start()
-            if not self.overlaps_gathers:
-                self.gathers.wait()
+        self.gathers.start()
+        if not self.overlaps_gathers:
+            self.gathers.wait()
 
     @override
     def wait_for_weights(self) -> None:
-        if self.gathers is not None:
-            self.gathers.wait()
+        self.gathers.wait()

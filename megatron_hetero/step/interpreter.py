@@ -12,7 +12,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.layout.communicators import edge_ranks
 from megatron_hetero.layout.graph import Edge, Graph
-from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, StepResult, random_states
+from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.step.resources import RankResources, RunChecks
@@ -53,30 +53,26 @@ class Interpreter(RankResources):
                 stage after the first has no `hidden_shape`; or the edges of the graph are not the topology's; or ranks
                 differ in dtypes or `check`.
         """
-        checked: list[Graph] = []
+        named = graph
 
         def require() -> tuple[str, dict[str, str]]:
+            nonlocal named
             _require_placed(topology, modules)
-            checked.append(_in_topology(topology, graph))
+            named = _in_topology(topology, graph)
             facts = {"dtype": graph.dtype, "transport": graph.transport or graph.dtype, "check": check}
             return uuid.uuid4().hex, {name: str(fact) for name, fact in facts.items()}
 
         keys, facts = zip(*on_every(topology.host, require), strict=True)
         require_alike("interpreter", facts, range(topology.world_size), "build it alike")
-        outputs = {edge: checked[0].outputs_of(edge) for edge in topology.boundaries}
-        widths = {edge: checked[0].width_of(edge) * len(names) for edge, names in outputs.items()}
+        widths = {edge: named.width_of(edge) * len(named.outputs_of(edge)) for edge in topology.boundaries}
         return cls(
+            topology=topology,
+            graph=named,
             modules=modules,
             communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
-            outputs=outputs,
-            pipelines=topology.pipelines,
-            rank=topology.rank,
             width=graph.width if isinstance(graph.width, int) else 0,
-            dtype=graph.dtype,
-            device=topology.platform.device,
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
-            random=random_states(topology.platform),
             checks=RunChecks(keys[0]) if check else None,
         )
 
@@ -179,10 +175,10 @@ def _in_topology(topology: Topology, graph: Graph) -> Graph:
 
 def _require_same_edges(interpreter: Interpreter, schedule: Schedule) -> None:
     """Check that the edges of a schedule that include the rank are those of the communicators."""
-    mine = {edge for edge in schedule.edges if any(interpreter.rank in side for side in schedule.sides(edge))}
+    mine = {edge for edge in schedule.edges if any(interpreter.topology.rank in side for side in schedule.sides(edge))}
     if mine != interpreter.communicators.keys():
         raise UserError.at(
-            f"interpreter on rank {interpreter.rank}",
+            f"interpreter on rank {interpreter.topology.rank}",
             found=f"a schedule with the edges {_listed(mine)}",
             expected=_listed(interpreter.communicators),
             because="the topology has these",
