@@ -106,37 +106,30 @@ class Interpreter(RankResources):
 
 
 def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> None:
-    """Check that the rank has its modules, the first stage of each as in the layouts, and later ones `hidden_shape`."""
-    rank = topology.rank
-    if wrong := [name for name, module in modules.items() if not isinstance(module, ModuleOnRank)]:
-        raise UserError.at(
-            f"interpreter on rank {rank}",
-            found=f"a {type(modules[wrong[0]]).__name__} for `{wrong[0]}`",
-            expected="a ModuleOnRank",
-            fix="write `ModuleOnRank({0: model})`, the stages on this rank",
-        )
+    """Check that the rank has its modules, the first stage of each as in the layouts, and later ones `hidden_shape`.
+    Raises `UserError`.
+    """
+    rank, where = topology.rank, f"interpreter on rank {topology.rank}"
     for name, layout in topology.layouts.items():
-        expected = f"stage {layout.coordinate(rank).pp} of `{name}`" if rank in layout else f"none of `{name}`"
         stages = sorted(modules[name].stages) if name in modules else []
-        if (layout.coordinate(rank).pp in stages) if rank in layout else not stages:
+        first = layout.coordinate(rank).pp if rank in layout else None
+        if (not stages) if first is None else first in stages:
             continue
         raise UserError.at(
-            f"interpreter on rank {rank}",
+            where,
             found=f"stages {stages} of `{name}`" if stages else f"no stage of `{name}`",
-            expected=expected,
+            expected=f"none of `{name}`" if first is None else f"stage {first} of `{name}`",
             because=f"its layout is {layout}",
             fix="give each rank the stages of its layouts, `layout.coordinate(rank).pp` being the first",
         )
-    if unknown := sorted(modules.keys() - topology.layouts.keys()):
-        found, expected = f"`{unknown[0]}`", f"some of {', '.join(topology.layouts)}"
-        raise UserError.at(
-            f"interpreter on rank {rank}", found=found, expected=expected, fix="name it as in the layouts"
-        )
     for name, module in modules.items():
+        if name not in topology.layouts:
+            expected = f"some of {', '.join(topology.layouts)}"
+            raise UserError.at(where, found=f"`{name}`", expected=expected, fix="name it as in the layouts")
         for number, model in module.stages.items():
             if number and not callable(getattr(model, "hidden_shape", None)):
                 raise UserError.at(
-                    f"interpreter on rank {rank}",
+                    where,
                     found=f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`",
                     expected="the shape of the hidden states that it receives",
                     fix="add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`",

@@ -43,7 +43,6 @@ def build_optimizers(
     config: Config | Mapping[str, Config],
     *,
     clip_grad: float | None = None,
-    check: bool = True,
 ) -> JointOptimizer:
     """One optimizer for all modules. All ranks call it, after the models are built, wrapped and frozen. Where weights
     are loaded into them later, see `JointOptimizer.reload_model_params`.
@@ -61,8 +60,6 @@ def build_optimizers(
             of PyTorch, such as ``partial(torch.optim.AdamW, lr=1e-4)``; or one of these for each module, by name.
         clip_grad: the largest norm over the gradients of all modules; 0 for any. The default is that of Megatron's
             `config`, or 0.
-        check: whether ranks share errors of each `step`, and compare its `tokens`: two small messages between hosts.
-            The same on all ranks.
 
     Raises:
         UserError: on all ranks. `modules` are not those of the rank, replicas have different parameters, ranks have
@@ -75,7 +72,7 @@ def build_optimizers(
         return own, configs, _clip_of(configs.values(), clip_grad)
 
     own, configs, clip = all_or_none(topology.host, read)
-    facts = {"check": str(check), "clip_grad": str(clip)}
+    facts = {"clip_grad": str(clip)}
     for name, each in configs.items():
         settings = {setting.name: getattr(each, setting.name, None) for setting in fields(AdamW)}
         facts |= {f"{key} of `{name}`": "a function" if callable(of) else str(of) for key, of in settings.items()}
@@ -89,7 +86,7 @@ def build_optimizers(
     built = all_or_none(topology.host, lambda: [_build_one(each, configs[each.name], streams) for each in trained])
     optimizers = {each.module.key: each for each in built}
     every = [optimizers[module.key].module if module.trained else module for module in own]
-    return JointOptimizer(topology, every, optimizers, clip, _common_defaults(topology, optimizers), check=check)
+    return JointOptimizer(topology, every, optimizers, clip, _common_defaults(topology, optimizers))
 
 
 def _build_one(module: TrainedModule, config: Config, streams: Sequence[torch.cuda.Stream]) -> ModuleOptimizer:

@@ -21,6 +21,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.communicators import GRADIENT_AXES
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.step.gradients import sum_of_squares
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.torch_optimizer import InnerOptimizer, TorchOptimizer
 from megatron_hetero.step.wrapped import Wrapped, is_sharded
@@ -115,7 +116,6 @@ class MegatronOptimizer(InnerOptimizer):
         for group in self.optimizer.param_groups:
             # Without Megatron's own scheduler nothing else applies the multiplier.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
-        self._device = topology.platform.device
         place = topology.layouts[module.name].coordinate(topology.rank)._asdict()
         self._is_first_replica = all(place[axis] == 0 for axis in GRADIENT_AXES)
 
@@ -131,7 +131,8 @@ class MegatronOptimizer(InnerOptimizer):
             self.optimizer.prepare_grads()
         # The distributed optimizer has a share of each gradient, the others have all of it on all replicas.
         counting = [o for o in self._inner if o.config.use_distributed_optimizer or self._is_first_replica]
-        return sum_of_squares([g for o in counting for g in o.get_main_grads_for_grad_norm()], self._device)
+        found = [g for o in counting for g in o.get_main_grads_for_grad_norm() if g.numel()]
+        return sum_of_squares([(gradient, 1.0) for gradient in found], self.module.topology.platform.device)
 
     @torch.no_grad()
     @override
@@ -150,18 +151,6 @@ class MegatronOptimizer(InnerOptimizer):
     @override
     def reload_model_params(self) -> None:
         self.optimizer.reload_model_params()
-
-
-def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of all squares, fp64 []. Norms are computed tensor by tensor, in fp32 or wider."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_dtype.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(tensor)
-    for dtype, alike in by_dtype.items():
-        total += torch.stack(torch._foreach_norm(alike, 2, dtype=dtype)).double().square().sum()
-    return total
 
 
 def prepare_megatron(topology: Topology, seed: int) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -343,14 +343,8 @@ def _gaps(lengths: Sequence[int], skipped: int = 0) -> Iterator[tuple[int, int]]
         skipped = 0
 
 
-def _has_gaps(lengths: Sequence[int], skipped: int = 0) -> bool:
-    return any(end != begin for (_, end), (begin, _) in pairwise(_gaps(lengths, skipped)))
-
-
 def _with_gaps(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """Pad the values of parameters of `lengths` elements with zeros to whole blocks each."""
-    if not _has_gaps(lengths):
-        return torch.nn.functional.pad(values, (0, -len(values) % BLOCK))
     places = list(_gaps(lengths))
     padded = values.new_zeros(places[-1][1] + -places[-1][1] % BLOCK)
     torch._foreach_copy_([padded[begin:end] for begin, end in places], values.split(list(lengths)))
@@ -359,9 +353,10 @@ def _with_gaps(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def _without_gaps(padded: Tensor, lengths: Sequence[int], skipped: int = 0) -> Tensor:
     """Undo `_with_gaps`."""
-    if not _has_gaps(lengths, skipped):
+    places = list(_gaps(lengths, skipped))
+    if places[-1][1] == sum(lengths):
         return padded[: sum(lengths)]
-    return torch.cat([padded[begin:end] for begin, end in _gaps(lengths, skipped)])
+    return torch.cat([padded[begin:end] for begin, end in places])
 
 
 def batch_elements(elements: int) -> int:
