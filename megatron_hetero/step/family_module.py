@@ -21,9 +21,9 @@ from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderModel, TextModel
 from megatron_hetero.models.weights import weight_map
 from megatron_hetero.schedule.gathering import shares_weights
-from megatron_hetero.step.data_parallel import DataParallel, Replicated
+from megatron_hetero.step.buffers import Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage, without_weights
-from megatron_hetero.step.module import OverTp, TrainedModule
+from megatron_hetero.step.module import DataParallel, OverTp, TrainedModule
 
 
 def build_module(

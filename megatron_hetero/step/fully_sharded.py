@@ -29,8 +29,8 @@ from megatron_hetero.groups.fsdp import forget_order, fsdp_groups, fsdp_paramete
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.schedule.contract import Gathered
 from megatron_hetero.schedule.gathering import rows_of_share
-from megatron_hetero.step.buffers import Range, units_of
-from megatron_hetero.step.data_parallel import DataParallel
+from megatron_hetero.step.buffers import units_of
+from megatron_hetero.step.module import DataParallel, Range
 
 Load = Callable[[str, Tensor], None]
 """Fills a parameter, by its name."""

@@ -21,7 +21,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -34,12 +33,8 @@ from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Held, TensorSlice
 from megatron_hetero.schedule.contract import StepResult
-from megatron_hetero.step.data_parallel import DataParallel
 from megatron_hetero.step.library_modules import Chunks, trained_modules, unreduced
-from megatron_hetero.step.module import TrainedModule
-
-Squares = Mapping[str, Tensor]
-"""By module, fp64 scalars that add up over ranks to the square of the norm of its gradients."""
+from megatron_hetero.step.module import DataParallel, TrainedModule
 
 
 @dataclass(frozen=True)
@@ -64,8 +59,8 @@ class GradientSummary:
 class GradientTable:
     """A `GradientSummary` on the device, before anything waits for it.
 
-    `rows`: for each rank its loss, whether that counts, and the columns of each module, fp64 [ranks, 2 + 3 modules].
-    `names`: names of the modules.
+    `rows`: for each rank its loss, whether that counts, and for each module whether it trains there, whether its
+    gradients are finite, and the sum of their squares, fp64 [ranks, 2 + 3 modules]. `names`: names of the modules.
     """
 
     rows: Tensor
@@ -74,13 +69,13 @@ class GradientTable:
     @property
     def squares(self) -> Tensor:
         """Squares of the norms of all modules, fp64 [modules]."""
-        return self._columns(self.rows)[:, :, _Column.SQUARES].sum(0)
+        return self._columns(self.rows)[2].sum(0)
 
     def read(self) -> GradientSummary:
         """Wait for the device."""
         table = self.rows.cpu()
         loss, counts = table[:, 0], table[:, 1]
-        trained, finite, squares = self._columns(table).unbind(2)
+        trained, finite, squares = self._columns(table)
         faults = [("loss", rank) for rank in range(len(table)) if not math.isfinite(loss[rank])]
         for i, name in enumerate(self.names):
             faults += [(name, rank) for rank in range(len(table)) if trained[rank, i] and not finite[rank, i]]
@@ -91,16 +86,8 @@ class GradientTable:
         }
         return GradientSummary(float((loss * counts).sum()), {} if faults else norms, tuple(faults))
 
-    def _columns(self, table: Tensor) -> Tensor:
-        return table[:, 2:].view(len(table), len(self.names), len(_Column))
-
-
-class _Column(IntEnum):
-    """The report of a rank on a module; zeros if it trains nothing of it."""
-
-    TRAINED = 0
-    FINITE = 1
-    SQUARES = 2
+    def _columns(self, table: Tensor) -> tuple[Tensor, ...]:
+        return table[:, 2:].view(len(table), len(self.names), 3).unbind(2)
 
 
 def sum_gradients(modules: Iterable[TrainedModule], started: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -132,19 +119,28 @@ def start_sums(modules: Iterable[TrainedModule]) -> dict[str, Tensor]:
 
 
 def add_up(
-    squares: Squares, finite: Mapping[str, Tensor], loss_sum: Tensor, topology: Topology, *, loss_counts_here: bool
+    topology: Topology,
+    squares: Iterable[tuple[str, Tensor]],
+    finite: Mapping[str, Tensor] | None,
+    loss_sum: Tensor,
+    *,
+    loss_counts_here: bool,
 ) -> GradientTable:
     """Step 4. Every rank calls it.
 
     Args:
-        squares: by module, the sum of `squares_of` this rank's trained parameters in all views.
-        finite: what `sum_gradients` returned.
-        loss_sum: the fp32 sum of this rank's token losses.
         topology: topology of all modules.
+        squares: names of modules, and `squares_of` this rank's trained parameters of them in each view.
+        finite: what `sum_gradients` returned; None to take gradients for finite.
+        loss_sum: the fp32 sum of this rank's token losses.
         loss_counts_here: whether the loss of the step includes that sum.
     """
-    columns = {name: torch.stack([torch.ones_like(s), finite[name], s]) for name, s in squares.items()}
-    absent = torch.zeros(len(_Column), dtype=torch.float64, device=loss_sum.device)
+    sums = dict[str, Tensor]()
+    for name, own in squares:
+        sums[name] = sums[name] + own if name in sums else own
+    ones = {name: torch.ones_like(own) for name, own in sums.items()}
+    columns = {name: torch.stack([ones[name], (finite or ones)[name], own]) for name, own in sums.items()}
+    absent = torch.zeros(3, dtype=torch.float64, device=loss_sum.device)
     counts = torch.full_like(loss_sum, float(loss_counts_here), dtype=torch.float64)
     names = tuple(topology.layouts)
     mine = torch.cat([torch.stack([loss_sum.double(), counts]), *(columns.get(name, absent) for name in names)])

@@ -112,14 +112,10 @@ class JointOptimizer(Optimizer):
             loss_counts_here: whether the losses of the step include it.
         """
         finite, self._started = sum_gradients(self.modules, self._started), {}
-        return self._add_up(finite, loss_sum, loss_counts_here=loss_counts_here)
+        return add_up(self.topology, self._squares(), finite, loss_sum, loss_counts_here=loss_counts_here)
 
-    def _add_up(self, finite: Mapping[str, Tensor], loss_sum: Tensor, *, loss_counts_here: bool) -> GradientTable:
-        squares = dict[str, Tensor]()
-        for each in self.optimizers.values():
-            name, own = each.module.name, each.squares()
-            squares[name] = squares[name] + own if name in squares else own
-        return add_up(squares, finite, loss_sum, self.topology, loss_counts_here=loss_counts_here)
+    def _squares(self) -> list[tuple[str, Tensor]]:
+        return [(each.module.name, each.squares()) for each in self.optimizers.values()]
 
     @torch.no_grad()
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
@@ -145,15 +141,12 @@ class JointOptimizer(Optimizer):
         """
         if closure is not None:
             raise UserError.at("JointOptimizer.step", found="a closure", expected="none", fix="call backward before")
-        device = self.topology.platform.device
         for module in self.modules:
             reshard(module.chunks)
         all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=tokens is None))
-        factor, no_loss = factor_of(self.topology, tokens), torch.zeros((), device=device)
+        factor, no_loss = factor_of(self.topology, tokens), torch.zeros((), device=self.topology.platform.device)
         if tokens is None:
-            one = torch.ones((), dtype=torch.float64, device=device)
-            finite = {each.module.name: one for each in self.optimizers.values()}
-            table = self._add_up(finite, no_loss, loss_counts_here=False)
+            table = add_up(self.topology, self._squares(), None, no_loss, loss_counts_here=False)
         else:
             table = self.reduce(no_loss, loss_counts_here=False)
         squares = table.squares

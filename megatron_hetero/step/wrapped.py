@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_hetero.step.buffers import Range
-from megatron_hetero.step.data_parallel import DataParallel
+from megatron_hetero.step.module import DataParallel, Range
 
 BUCKET = 1 << 25
 """Elements of one all-reduce: 128 MiB of fp32."""
