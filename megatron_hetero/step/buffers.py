@@ -114,61 +114,54 @@ class Bucket:
     parameters: tuple[nn.Parameter, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Buffer:
-    """The gradients of parameters of one dtype. `owned`: the elements of each that this rank updates, by identity."""
+def _allocate(
+    parameters: Sequence[nn.Parameter],
+    dtype: torch.dtype,
+    most: int | None,
+    group: Any,
+    *,
+    sharded: bool,
+    sums_shares: bool,
+) -> tuple[Tensor, list[Bucket], dict[int, Range]]:
+    """Allocate the gradients of parameters of one dtype, and move the weights into one buffer too if `sharded`.
 
-    gradients: Tensor
-    buckets: tuple[Bucket, ...]
-    owned: dict[int, Range]
+    Args:
+        parameters: in the order of the module.
+        dtype: dtype of the gradients.
+        most: elements at which a bucket is closed.
+        group: the ranks that sum the gradients.
+        sharded: whether each of them updates a share of each bucket.
+        sums_shares: whether a rank needs the sum of its share only.
 
-    @classmethod
-    def of(
-        cls,
-        parameters: Sequence[nn.Parameter],
-        dtype: torch.dtype,
-        most: int | None,
-        group: Any,
-        *,
-        sharded: bool,
-        sums_shares: bool,
-    ) -> Buffer:
-        """Allocate the gradients, and move the weights into one buffer too if `sharded`.
-
-        Args:
-            parameters: parameters of one dtype, in the order of the module.
-            dtype: dtype of the gradients.
-            most: elements at which a bucket is closed.
-            group: the ranks that sum the gradients.
-            sharded: whether each of them updates a share of each bucket.
-            sums_shares: whether a rank needs the sum of its share only.
-        """
-        ordered = list(reversed(parameters))
-        alone = [n for n, p in enumerate(ordered) if getattr(p, "shared_embedding", False)]
-        places = cut([p.numel() for p in ordered], most, group.size() if sharded else None, alone)
-        device = ordered[0].device
-        gradients = torch.zeros(places.size, dtype=dtype, device=device)
-        weights = torch.zeros(places.size, dtype=ordered[0].dtype, device=device) if sharded else None
-        for parameter, start in zip(ordered, places.starts, strict=True):
-            _map(parameter, start, gradients, weights)
-        buckets, owned = list[Bucket](), dict[int, Range]()
-        for (first, stop), numbers in places.buckets:
-            low, high = (first, stop) if not sharded else _share(first, stop, group)
-            own, whole = None if weights is None else weights[low:high], gradients[first:stop]
-            buckets.append(
-                Bucket(
-                    whole,
-                    gradients[low:high] if sums_shares else whole,
-                    None if weights is None else weights[first:stop],
-                    own,
-                    tuple(ordered[n] for n in numbers),
-                )
+    Returns:
+        The gradients, their buckets, and the elements of each parameter that this rank updates, by identity.
+    """
+    ordered = list(reversed(parameters))
+    alone = [n for n, p in enumerate(ordered) if getattr(p, "shared_embedding", False)]
+    places = cut([p.numel() for p in ordered], most, group.size() if sharded else None, alone)
+    device = ordered[0].device
+    gradients = torch.zeros(places.size, dtype=dtype, device=device)
+    weights = torch.zeros(places.size, dtype=ordered[0].dtype, device=device) if sharded else None
+    for parameter, start in zip(ordered, places.starts, strict=True):
+        _map(parameter, start, gradients, weights)
+    buckets, owned = list[Bucket](), dict[int, Range]()
+    for (first, stop), numbers in places.buckets:
+        low, high = (first, stop) if not sharded else _share(first, stop, group)
+        own, whole = None if weights is None else weights[low:high], gradients[first:stop]
+        buckets.append(
+            Bucket(
+                whole,
+                gradients[low:high] if sums_shares else whole,
+                None if weights is None else weights[first:stop],
+                own,
+                tuple(ordered[n] for n in numbers),
             )
-            for n in numbers:
-                start, size = places.starts[n], ordered[n].numel()
-                begin = min(max(0, low - start), size)
-                owned[id(ordered[n])] = begin, max(begin, min(size, high - start))
-        return cls(gradients, tuple(buckets), owned)
+        )
+        for n in numbers:
+            start, size = places.starts[n], ordered[n].numel()
+            begin = min(max(0, low - start), size)
+            owned[id(ordered[n])] = begin, max(begin, min(size, high - start))
+    return gradients, buckets, owned
 
 
 def _map(parameter: nn.Parameter, start: int, gradients: Tensor, weights: Tensor | None) -> None:
@@ -344,7 +337,7 @@ class Replicated(DataParallel):
         overlaps_gathers: whether a stage may run before all weights arrive: its `units()` wait for theirs.
     """
 
-    memory: tuple[Buffer, ...]
+    memory: tuple[Tensor, ...]
     sums: BucketSums
     gathers: WeightGathers
     adds_up: bool
@@ -386,13 +379,14 @@ class Replicated(DataParallel):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         sums_shares = sharded and not prefers_all_reduce
         most = None if in_one_bucket else bucket_elements(size, group.size())
-        memory = tuple(
-            Buffer.of(of_dtype, gradients, most, group, sharded=sharded, sums_shares=sums_shares)
+        allocated = [
+            _allocate(of_dtype, gradients, most, group, sharded=sharded, sums_shares=sums_shares)
             for of_dtype in by_dtype.values()
-        )
-        ranges = {key: own for buffer in memory for key, own in buffer.owned.items()}
+        ]
+        memory = tuple(of_dtype for of_dtype, _, _ in allocated)
+        buckets = [bucket for _, of_dtype, _ in allocated for bucket in of_dtype]
+        ranges = {key: own for _, _, of_dtype in allocated for key, own in of_dtype.items()}
         owned = {name: ranges[id(p)] for name, p in parameters.items() if p.requires_grad}
-        buckets = [bucket for buffer in memory for bucket in buffer.buckets]
         sums = BucketSums(name, buckets, group, list(accumulate(trained)))
         parts = [part for chunk in chunks for part in parts_of_stage(chunk)]
         gathers = WeightGathers(name, buckets if sharded else (), group, parts)
@@ -402,7 +396,7 @@ class Replicated(DataParallel):
     @property
     @override
     def marked(self) -> Any:
-        return self.memory[0].gradients if self.memory else None
+        return next(iter(self.memory), None)
 
     @property
     @override
@@ -426,11 +420,10 @@ class Replicated(DataParallel):
     @override
     def zero_gradients(self, *, set_to_none: bool = True) -> None:
         self.reduce()  # A sum that ends later would write over the zeros.
-        for buffer in self.memory:
-            buffer.gradients.zero_()
-            for bucket in buffer.buckets:
-                for parameter in bucket.parameters:
-                    parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
+        for gradients in self.memory:
+            gradients.zero_()
+        for parameter in (parameter for bucket in self.sums.buckets for parameter in bucket.parameters):
+            parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
         self.sums.begin_step()
 
     @override

@@ -65,16 +65,6 @@ class JointOptimizer(Optimizer):
         """The groups of all parts, in the order of the topology."""
         return [group for each in self.optimizers.values() for group in each.param_groups]
 
-    @property
-    def state(self) -> Mapping[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The states of parts that are optimizers of PyTorch."""
-        return {
-            key: value
-            for part in self.parts.values()
-            for key, value in getattr(part, "state", {}).items()
-            if isinstance(getattr(part, "state", None), Mapping)
-        }
-
     # ------------------------------------------------------------------------------------------ within a step
 
     def expect(self, module: str, stage: int) -> None:

@@ -90,7 +90,8 @@ BATCHES = 32
 """Numbers are unpacked or copied for an update in about this many batches, if these are small."""
 _SHARE = 8
 """Masters are rounded in at most about this many parts: the workspace is 1/24 of masters and moments."""
-_HALF = 1 << 15
+HALF = 1 << 15
+"""Half a unit of bfloat16, in bits of fp32."""
 _NAN = 0x7FC00000
 """Bits of the smallest quiet NaN: adding to those of a larger one might wrap."""
 
@@ -387,14 +388,19 @@ def nearest_bfloat16(values: Tensor) -> Tensor:
     return upper_half(rounded(values.contiguous().view(-1))).view(values.shape)
 
 
+def limited(values: Tensor) -> Tensor:
+    """Copy the bits of fp32 `values`, to which up to a unit of bfloat16 can be added, int32."""
+    return values.view(torch.int32).clamp(max=_NAN)
+
+
 def rounded(values: Tensor) -> Tensor:
     """Return int32 bits whose upper halves are fp32 `values` in bfloat16, rounded to nearest, ties away from zero."""
-    return values.view(torch.int32).clamp(max=_NAN).add_(_HALF)
+    return limited(values).add_(HALF)
 
 
 def rounded_stochastically(values: Tensor, noise: Noise) -> Tensor:
     """Like `rounded`, but up with the probability that preserves the mean."""
-    return noise.bits(len(values), values.device).add_(values.view(torch.int32).clamp(max=_NAN))
+    return noise.bits(len(values), values.device).add_(limited(values))
 
 
 def upper_half(bits: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ def _bytes(tensors: Any) -> int:
 def _gradient_bytes(module: Any) -> int:
     sharing = module.data_parallel
     if isinstance(sharing, Replicated):
-        return sum(buffer.gradients.nbytes for buffer in sharing.memory)
+        return sum(gradients.nbytes for gradients in sharing.memory)
     return sum(gradients.nbytes for gradients in sharing.summed)
 
 
