@@ -101,7 +101,8 @@ class Interpreter(RankResources):
                 wrong shape or dtype, a plan is for another rank or batch, the schedule has other edges than the
                 topology, a micro-batch has unknown modules, edges or calls, or gradients of rows contradict their plan.
         """
-        _require_same_edges(self, schedule)
+        mine = [edge for edge in schedule.edges if any(self.topology.rank in side for side in schedule.sides(edge))]
+        _require_edges(self.topology, "schedule", mine, "give `build_schedule` and `Topology.build` the same `edges`")
         return StepExecution(self, schedule, load, after_backward, before_last).run()
 
 
@@ -143,14 +144,7 @@ def _in_topology(topology: Topology, graph: Graph) -> Graph:
     known = set(graph.modules) <= topology.layouts.keys()
     named = graph.in_layouts(topology.layouts) if known else graph
     mine = {edge for edge in named.edges if not known or topology.rank in edge_ranks(topology.layouts, edge)}
-    if mine != topology.boundaries.keys():
-        raise UserError.at(
-            f"interpreter on rank {topology.rank}",
-            found=f"a graph with the edges {_listed(mine)}",
-            expected=_listed(topology.boundaries),
-            because="the topology has these on this rank",
-            fix="give `Topology.build` the edges of the graph in `edges`",
-        )
+    _require_edges(topology, "graph", mine, "give `Topology.build` the edges of the graph in `edges`")
     first: dict[tuple[str, int, str], Edge] = {}
     for edge in named.edges:
         for name in named.outputs_of(edge):
@@ -166,17 +160,12 @@ def _in_topology(topology: Topology, graph: Graph) -> Graph:
     return named
 
 
-def _require_same_edges(interpreter: Interpreter, schedule: Schedule) -> None:
-    """Check that the edges of a schedule that include the rank are those of the communicators."""
-    mine = {edge for edge in schedule.edges if any(interpreter.topology.rank in side for side in schedule.sides(edge))}
-    if mine != interpreter.communicators.keys():
-        raise UserError.at(
-            f"interpreter on rank {interpreter.topology.rank}",
-            found=f"a schedule with the edges {_listed(mine)}",
-            expected=_listed(interpreter.communicators),
-            because="the topology has these",
-            fix="give `build_schedule` and `Topology.build` the same `edges`",
-        )
+def _require_edges(topology: Topology, what: str, mine: Collection[Edge], fix: str) -> None:
+    """Check that the edges of a graph or schedule that include the rank are the topology's. Raises `UserError`."""
+    if set(mine) != topology.boundaries.keys():
+        where, found = f"interpreter on rank {topology.rank}", f"a {what} with the edges {_listed(mine)}"
+        expected, because = _listed(topology.boundaries), "the topology has these on this rank"
+        raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
 
 
 def _listed(edges: Collection[Edge]) -> str:

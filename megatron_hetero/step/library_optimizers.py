@@ -287,8 +287,8 @@ def _common_defaults(topology: Topology, optimizers: Mapping[str, ModuleOptimize
     """
     of_ranks = on_every(topology.host, lambda: [_defaults_of(each) for each in optimizers.values()])
     everyone = [defaults for of_rank in of_ranks for defaults in of_rank if defaults]  # A share may have no elements.
-    common = set[str].intersection(*(set(defaults) for defaults in everyone)) if everyone else set[str]()
-    return {name: everyone[0][name] for name in sorted(common)}
+    first = everyone[0] if everyone else {}
+    return {name: value for name, value in first.items() if all(name in defaults for defaults in everyone)}
 
 
 def _defaults_of(optimizer: Any) -> dict[str, Any]:
