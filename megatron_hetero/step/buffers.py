@@ -19,7 +19,7 @@ writes weights otherwise waits for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
@@ -28,12 +28,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.schedule.contract import Gathered
+from megatron_hetero.schedule.gathering import bucket_elements
+from megatron_hetero.step.module import DataParallel, Range
 
-Range = tuple[int, int]
-"""Elements [start, stop)."""
 ALIGNED = 64
 """Parameters begin at multiples of this number of elements if ranks update shares: 128 bytes at 16 bits."""
 BUCKETS_ALIGNED = 128
@@ -113,61 +114,54 @@ class Bucket:
     parameters: tuple[nn.Parameter, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Buffer:
-    """The gradients of parameters of one dtype. `owned`: the elements of each that this rank updates, by identity."""
+def _allocate(
+    parameters: Sequence[nn.Parameter],
+    dtype: torch.dtype,
+    most: int | None,
+    group: Any,
+    *,
+    sharded: bool,
+    sums_shares: bool,
+) -> tuple[Tensor, list[Bucket], dict[int, Range]]:
+    """Allocate the gradients of parameters of one dtype, and move the weights into one buffer too if `sharded`.
 
-    gradients: Tensor
-    buckets: tuple[Bucket, ...]
-    owned: dict[int, Range]
+    Args:
+        parameters: in the order of the module.
+        dtype: dtype of the gradients.
+        most: elements at which a bucket is closed.
+        group: the ranks that sum the gradients.
+        sharded: whether each of them updates a share of each bucket.
+        sums_shares: whether a rank needs the sum of its share only.
 
-    @classmethod
-    def of(
-        cls,
-        parameters: Sequence[nn.Parameter],
-        dtype: torch.dtype,
-        most: int | None,
-        group: Any,
-        *,
-        sharded: bool,
-        sums_shares: bool,
-    ) -> Buffer:
-        """Allocate the gradients, and move the weights into one buffer too if `sharded`.
-
-        Args:
-            parameters: parameters of one dtype, in the order of the module.
-            dtype: dtype of the gradients.
-            most: elements at which a bucket is closed.
-            group: the ranks that sum the gradients.
-            sharded: whether each of them updates a share of each bucket.
-            sums_shares: whether a rank needs the sum of its share only.
-        """
-        ordered = list(reversed(parameters))
-        alone = [n for n, p in enumerate(ordered) if getattr(p, "shared_embedding", False)]
-        places = cut([p.numel() for p in ordered], most, group.size() if sharded else None, alone)
-        device = ordered[0].device
-        gradients = torch.zeros(places.size, dtype=dtype, device=device)
-        weights = torch.zeros(places.size, dtype=ordered[0].dtype, device=device) if sharded else None
-        for parameter, start in zip(ordered, places.starts, strict=True):
-            _map(parameter, start, gradients, weights)
-        buckets, owned = list[Bucket](), dict[int, Range]()
-        for (first, stop), numbers in places.buckets:
-            low, high = (first, stop) if not sharded else _share(first, stop, group)
-            own, whole = None if weights is None else weights[low:high], gradients[first:stop]
-            buckets.append(
-                Bucket(
-                    whole,
-                    gradients[low:high] if sums_shares else whole,
-                    None if weights is None else weights[first:stop],
-                    own,
-                    tuple(ordered[n] for n in numbers),
-                )
+    Returns:
+        The gradients, their buckets, and the elements of each parameter that this rank updates, by identity.
+    """
+    ordered = list(reversed(parameters))
+    alone = [n for n, p in enumerate(ordered) if getattr(p, "shared_embedding", False)]
+    places = cut([p.numel() for p in ordered], most, group.size() if sharded else None, alone)
+    device = ordered[0].device
+    gradients = torch.zeros(places.size, dtype=dtype, device=device)
+    weights = torch.zeros(places.size, dtype=ordered[0].dtype, device=device) if sharded else None
+    for parameter, start in zip(ordered, places.starts, strict=True):
+        _map(parameter, start, gradients, weights)
+    buckets, owned = list[Bucket](), dict[int, Range]()
+    for (first, stop), numbers in places.buckets:
+        low, high = (first, stop) if not sharded else _share(first, stop, group)
+        own, whole = None if weights is None else weights[low:high], gradients[first:stop]
+        buckets.append(
+            Bucket(
+                whole,
+                gradients[low:high] if sums_shares else whole,
+                None if weights is None else weights[first:stop],
+                own,
+                tuple(ordered[n] for n in numbers),
             )
-            for n in numbers:
-                start, size = places.starts[n], ordered[n].numel()
-                begin = min(max(0, low - start), size)
-                owned[id(ordered[n])] = begin, max(begin, min(size, high - start))
-        return cls(gradients, tuple(buckets), owned)
+        )
+        for n in numbers:
+            start, size = places.starts[n], ordered[n].numel()
+            begin = min(max(0, low - start), size)
+            owned[id(ordered[n])] = begin, max(begin, min(size, high - start))
+    return gradients, buckets, owned
 
 
 def _map(parameter: nn.Parameter, start: int, gradients: Tensor, weights: Tensor | None) -> None:
@@ -329,3 +323,132 @@ def units_of(stage: Any) -> list[Gathered]:
     """The `units()` of a stage, in the order in which they run; none without that method."""
     named = stage.units() if hasattr(stage, "units") else ()
     return [unit if isinstance(unit, Gathered) else Gathered(unit) for unit in named]
+
+
+@dataclass(frozen=True, eq=False)
+class Replicated(DataParallel):
+    """Each rank stores all weights and gradients; with a sharded optimizer it updates a share of them.
+
+    Attributes:
+        memory: buffers of the gradients.
+        sums: sums of the buckets.
+        gathers: gathers of their weights, which are none unless ranks update shares.
+        adds_up: whether a backward pass gives parameters several gradients.
+        overlaps_gathers: whether a stage may run before all weights arrive: its `units()` wait for theirs.
+    """
+
+    memory: tuple[Tensor, ...]
+    sums: BucketSums
+    gathers: WeightGathers
+    adds_up: bool
+    overlaps_gathers: bool
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        parameters: Mapping[str, nn.Parameter],
+        chunks: Sequence[Any],
+        group: dist.ProcessGroup,
+        *,
+        in_one_bucket: bool,
+        prefers_all_reduce: bool,
+        sharded: bool,
+        gradients: torch.dtype,
+        adds_up: bool,
+    ) -> Replicated:
+        """Allocate buffers for the models of a module's stages.
+
+        Args:
+            name: name of the module.
+            parameters: parameters of all stages in one view, by name.
+            chunks: models of the stages.
+            group: the ranks that hold the same parameters.
+            in_one_bucket: whether sums begin when all gradients are there: on stages whose backward pass is not the
+                last of the step.
+            prefers_all_reduce: whether the platform sums everything for each rank, as gloo does.
+            sharded: whether each rank updates a share.
+            gradients: dtype of the buffers.
+            adds_up: whether a backward pass gives parameters several gradients.
+        """
+        own = {id(p) for p in parameters.values() if p.requires_grad}
+        trained = [p for p in dict.fromkeys(p for each in chunks for p in each.parameters()) if id(p) in own]
+        size = sum(p.numel() for p in parameters.values() if p.requires_grad)
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in trained:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        sums_shares = sharded and not prefers_all_reduce
+        most = None if in_one_bucket else bucket_elements(size, group.size())
+        allocated = [
+            _allocate(of_dtype, gradients, most, group, sharded=sharded, sums_shares=sums_shares)
+            for of_dtype in by_dtype.values()
+        ]
+        memory = tuple(of_dtype for of_dtype, _, _ in allocated)
+        buckets = [bucket for _, of_dtype, _ in allocated for bucket in of_dtype]
+        ranges = {key: own for _, _, of_dtype in allocated for key, own in of_dtype.items()}
+        owned = {name: ranges[id(p)] for name, p in parameters.items() if p.requires_grad}
+        sums = BucketSums(name, buckets, group, list(accumulate(trained)))
+        parts = [part for chunk in chunks for part in parts_of_stage(chunk)]
+        gathers = WeightGathers(name, buckets if sharded else (), group, parts)
+        overlaps = all(hasattr(chunk, "units") for chunk in chunks)
+        return cls(parameters, group, owned, sharded, sums_shares, memory, sums, gathers, adds_up, overlaps)
+
+    @property
+    @override
+    def marked(self) -> Any:
+        return next(iter(self.memory), None)
+
+    @property
+    @override
+    def summed(self) -> Sequence[Tensor]:
+        return [bucket.summed for bucket in self.sums.buckets]
+
+    @override
+    def stored(self, name: str) -> Range:
+        return 0, self.parameters[name].numel()
+
+    @override
+    def weights(self, name: str) -> Tensor:
+        self.wait_for_weights()
+        return self.parameters[name].detach().view(-1)
+
+    @override
+    def accumulated(self, name: str) -> tuple[Tensor, Range]:
+        parameter: Any = self.parameters[name]
+        return parameter.main_grad.view(-1), (0, parameter.numel())
+
+    @override
+    def zero_gradients(self, *, set_to_none: bool = True) -> None:
+        self.reduce()  # A sum that ends later would write over the zeros.
+        for gradients in self.memory:
+            gradients.zero_()
+        for parameter in (parameter for bucket in self.sums.buckets for parameter in bucket.parameters):
+            parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
+        self.sums.begin_step()
+
+    @override
+    def require_unsummed(self) -> None:
+        self.sums.require_before()
+
+    @override
+    def expect(self, parameters: Collection[nn.Parameter]) -> None:
+        if not self.adds_up:
+            self.sums.expect(parameters)
+
+    @override
+    def start_reducing(self) -> Tensor:
+        return self.sums.start_rest()
+
+    @override
+    def reduce(self) -> None:
+        self.sums.wait()
+
+    @override
+    def share_weights(self) -> None:
+        self.gathers.start()
+        if not self.overlaps_gathers:
+            self.gathers.wait()
+
+    @override
+    def wait_for_weights(self) -> None:
+        self.gathers.wait()

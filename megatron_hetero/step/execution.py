@@ -39,6 +39,7 @@ from megatron_hetero.schedule.contract import (
     DeviceMicroBatch,
     StageOutput,
     StepResult,
+    random_states,
     require_calls,
     require_known,
 )
@@ -72,7 +73,9 @@ class StepExecution:
     ):
         self.resources, self.schedule, self.load, self.after_backward = resources, schedule, load, after_backward
         self.before_last, self.checks = before_last, resources.checks
-        self.actions = schedule.actions_of(resources.rank)
+        self.graph, self.rank = resources.graph, resources.topology.rank
+        self.device = resources.topology.platform.device
+        self.actions = schedule.actions_of(self.rank)
         backward = [(i, action) for i, action in enumerate(self.actions) if _is_backward(action)]
         self.last_backward = {action.module: i for i, action in backward}
         self.last_of_stage = {(action.module, action.stage): i for i, action in backward}
@@ -126,14 +129,14 @@ class StepExecution:
         for work, _, action in self.sends:
             with self.resources.watchdog.doing(self._description(action)), self._annotating_errors(action):
                 work.wait()
-        losses = [*self.losses.values()] or [torch.zeros((), device=self.resources.device)]
+        losses = [*self.losses.values()] or [torch.zeros((), device=self.device)]
         return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.losses, self.metrics)
 
     def _description(self, action: Action) -> Callable[[], str]:
         """Describe an action. The watchdog stores this until the device has executed the action: it refers to no
         tensor.
         """
-        return partial(describe_action, self.schedule, self.resources.rank, action)
+        return partial(describe_action, self.schedule, self.rank, action)
 
     @contextlib.contextmanager
     def _annotating_errors(self, action: Action) -> Iterator[None]:
@@ -141,7 +144,7 @@ class StepExecution:
         try:
             yield
         except RuntimeError as error:
-            error.add_note(f"rank {self.resources.rank} was in {self._description(action)()} when this happened")
+            error.add_note(f"rank {self.rank} was in {self._description(action)()} when this happened")
             raise
 
     def _part(self, action: Action) -> str:
@@ -200,7 +203,7 @@ class StepExecution:
                 if (embedded := self.embedded.pop((action.module, action.micro_batch), None)) is not None:
                     inputs.append(embedded)
             inputs += self._rows_of_stage(action)
-            with without_ddp(self.resources.rank, *key[:2]) if self.checks else contextlib.nullcontext():
+            with without_ddp(self.rank, *key[:2]) if self.checks else contextlib.nullcontext():
                 output = self._model(action)(self._module_input(action), *inputs)
             if not keeps:
                 self.inputs.pop(key, None)
@@ -239,7 +242,7 @@ class StepExecution:
     def _add_metrics(self, action: Action, metrics: Mapping[str, Any]) -> None:
         sums = self.metrics[action.module]
         for name, value in metrics.items() if action.kind == "F" else ():
-            value = torch.as_tensor(value, device=self.resources.device)
+            value = torch.as_tensor(value, device=self.device)
             found = f"{METRICS} `{name}` of shape {tuple(value.shape)}"
             self._require(value.dim() == 0, action, found, "a scalar, a sum over this rank's part")
             sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
@@ -261,7 +264,7 @@ class StepExecution:
 
     def _crossing_names(self, action: Action) -> list[str]:
         """The outputs of the stage of an action that cross along some edge."""
-        return list(dict.fromkeys(name for edge in self._leaving(action) for name in self.resources.outputs[edge]))
+        return list(dict.fromkeys(name for edge in self._leaving(action) for name in self.graph.outputs_of(edge)))
 
     def _leaving(self, action: Action) -> tuple[Edge, ...]:
         """The edges that leave the stage of an action."""
@@ -274,10 +277,11 @@ class StepExecution:
     @contextlib.contextmanager
     def _same_random_state(self, action: Action) -> Iterator[None]:
         """Make the recomputed forward of a stage draw the random numbers of the first. Later draws are unaffected."""
-        module, (read, write) = self.schedule.module[action.module], self.resources.random
-        if not module.recomputes:
+        if not self.schedule.module[action.module].recomputes:
             yield
-        elif action.kind == "F":
+            return
+        read, write = random_states(self.resources.topology.platform)
+        if action.kind == "F":
             self.random_states[_activation_key(action)] = read()
             yield
         else:
@@ -296,8 +300,8 @@ class StepExecution:
             key = edge, action.micro_batch
             received = self.rows.get(key) if self.schedule.returns(edge) else self.rows.pop(key, None)
             leaves = {} if received is None else received.leaves
-            for name in self.resources.outputs[edge]:
-                rows[name] += [leaves[name] if name in leaves else self._no_rows(self.resources.width_of(edge))]
+            for name in self.graph.outputs_of(edge):
+                rows[name] += [leaves[name] if name in leaves else self._no_rows(self.graph.width_of(edge))]
         found = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in rows.items()}
         if not edges:
             # The text module takes rows even if no encoder enters its first stage.
@@ -321,7 +325,7 @@ class StepExecution:
         self._return_rows_early(action)
         for edge in self._leaving(action):
             if (arrived := self._row_grads_of(edge, call)) is not None:
-                names = self.resources.outputs[edge]
+                names = self.graph.outputs_of(edge)
                 for name, grad in zip(names, arrived.chunk(len(names), dim=1), strict=True):
                     # Rows that several modules take have gradients from each.
                     grads[name] = grad if (other := grads.get(name)) is None else other + grad
@@ -343,15 +347,15 @@ class StepExecution:
         key = _activation_key(action)
         tensor = grad_of(self.inputs.pop(key)) if action.kind == "B" else self._take(key, HIDDEN)
         self._require(
-            tensor.dtype == self.resources.dtype,
+            tensor.dtype == self.graph.dtype,
             action,
             f"hidden states of {tensor.dtype}",
-            f"{self.resources.dtype}",
+            f"{self.graph.dtype}",
         )
         tensor = tensor.contiguous()
-        if self.checks and action.kind != "B" and self.checks.is_new(link := self._link(action, self.resources.rank)):
+        if self.checks and action.kind != "B" and self.checks.is_new(link := self._link(action, self.rank)):
             self.checks.publish(f"{link} has", tensor.shape)
-            self._require_shape(action, self.resources.rank, tensor.shape, self.checks.published(f"{link} expects"))
+            self._require_shape(action, self.rank, tensor.shape, self.checks.published(f"{link} expects"))
         work = dist.isend(tensor, self._peer_rank(action), group=self._pipeline(action))
         assert work is not None, "this rank is in the group of its pipeline"
         self.sends.append((work, tensor, action))
@@ -379,7 +383,7 @@ class StepExecution:
             self._receive(action, self.hidden_shapes[_activation_key(action)])
 
     def _receive(self, action: Action, shape: Sequence[int]) -> None:
-        buffer = torch.empty(shape, dtype=self.resources.dtype, device=self.resources.device)
+        buffer = torch.empty(shape, dtype=self.graph.dtype, device=self.device)
         work = dist.irecv(buffer, self._peer_rank(action), group=self._pipeline(action))
         assert work is not None, "this rank is in the group of its pipeline"
         self.receives[action] = buffer, work
@@ -412,13 +416,13 @@ class StepExecution:
         return f"{action.module} {action.kind} {stage} {sender}"
 
     def _peer_rank(self, action: Action) -> int:
-        return self.schedule.peer_rank(self.resources.rank, action)
+        return self.schedule.peer_rank(self.rank, action)
 
     def _pipeline(self, action: Action) -> dist.ProcessGroup:
         """The group of an action's link, one direction between two ranks."""
         use = use_of(self.schedule, action)
         assert isinstance(use, Link), f"{action} is no pipeline transfer"
-        return self.resources.pipelines[action.module][use.direction, use.sender]
+        return self.resources.topology.pipelines[action.module][use.direction, use.sender]
 
     # ------------------------------------------------------------------------------------------- boundaries
 
@@ -454,13 +458,13 @@ class StepExecution:
         key = action.module, self.schedule.stages_of(action.edge)[0], action.micro_batch
         if key not in self.outputs:
             return self.resources.communicators[action.edge].no_rows()
-        rows = [self._take(key, name, action.edge) for name in self.resources.outputs[action.edge]]
+        rows = [self._take(key, name, action.edge) for name in self.graph.outputs_of(action.edge)]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def _take(self, key: ActivationKey, name: str, edge: Edge | None = None) -> Tensor:
         """An output that leaves the rank. The last use frees it if no gradient returns (recomputed or frozen)."""
         outputs = self.outputs[key]
-        others = [e for e in self.schedule.leaving.get(key[:2], ()) if name in self.resources.outputs[e]]
+        others = [e for e in self.schedule.leaving.get(key[:2], ()) if name in self.graph.outputs_of(e)]
         is_last = edge is None or edge == others[-1]
         output = outputs.pop(name) if is_last and not outputs[name].requires_grad else outputs[name]
         if not outputs:
@@ -469,7 +473,7 @@ class StepExecution:
 
     def _finish(self, action: Action) -> None:
         crossing, edge = self.crossings.pop(_crossing(action), None), action.edge
-        role = self.schedule.roles[self.schedule.role_index[self.resources.rank]]
+        role = self.schedule.roles[self.schedule.role_index[self.rank]]
         (leaves, enters), stage = self.schedule.crosses(role, edge), self.schedule.stages_of(edge)[1]
         if action.kind == "F" and enters and stage == 0:
             self._embed(edge.target, action.micro_batch)
@@ -477,7 +481,7 @@ class StepExecution:
             return
         arrived, key = crossing.wait(), (edge, action.micro_batch)
         if action.kind == "F" and enters:
-            self.rows[key] = ReceivedRows.of(arrived, self.resources.outputs[edge], self.schedule.returns(edge))
+            self.rows[key] = ReceivedRows.of(arrived, self.graph.outputs_of(edge), self.schedule.returns(edge))
         elif action.kind == "B" and leaves:
             self.row_grads[key] = arrived
 
@@ -501,8 +505,8 @@ class StepExecution:
             plans = (self._batch(m).boundaries.get(edge) for m in self._call(action))
             if not (rows := [plan.forward.held for plan in plans if plan is not None]):
                 continue
-            expected = (sum(rows), self.resources.width_of(edge))
-            for name in self.resources.outputs[edge]:
+            expected = (sum(rows), self.graph.width_of(edge))
+            for name in self.graph.outputs_of(edge):
                 found = f"{name} of shape {tuple(outputs[name].shape)}"
                 holds = f"{expected}, what this rank holds in the plan"
                 self._require(outputs[name].shape == expected, action, found, holds)
@@ -514,7 +518,7 @@ class StepExecution:
             raise UserError.at(where, found=found, expected=expected, fix="correct what the model of the stage returns")
 
     def _no_rows(self, width: int) -> Tensor:
-        return torch.zeros(0, width, dtype=self.resources.dtype, device=self.resources.device)
+        return torch.zeros(0, width, dtype=self.graph.dtype, device=self.device)
 
 
 def _is_backward(action: Action) -> bool:

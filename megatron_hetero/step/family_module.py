@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,9 @@ from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderModel, TextModel
 from megatron_hetero.models.weights import weight_map
 from megatron_hetero.schedule.gathering import shares_weights
-from megatron_hetero.step.data_parallel import DataParallel, Replicated
+from megatron_hetero.step.buffers import Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage, without_weights
-from megatron_hetero.step.module import OverTp, TrainedModule
+from megatron_hetero.step.module import DataParallel, OverTp, TrainedModule
 
 
 def build_module(
@@ -51,39 +50,74 @@ def build_module(
     optimizer will be. `gradients`: dtype of their buffers. `offload`: where activations go, if they do not stay on the
     device.
     """
-    layout = topology.layouts[name]
+    layout, architecture = topology.layouts[name], shapes[name].architecture
     coordinate, views = layout.coordinate(topology.rank), layout.every_view
     stages = stages_of_rank(every, coordinate.pp, layout.pp)
+    groups = [topology.group(name, *view.sum_axes) for view in views]
+    maps = [_maps(name, shapes, stages, topology, view) for view in views]
+    own = [of_ranks[topology.group(name, *view.part_axes).rank()] for view, of_ranks in zip(views, maps, strict=True)]
+    names = [frozenset(_joined(of_stages)) for of_stages in own]
+    of_stages = [_joined(of_views) for of_views in zip(*own, strict=True)]
+    trained = frozenset(each for of in of_stages for each, slices in of.items() if slices[0].name not in frozen)
+    tied = next(filter(None, map(architecture.tied_parameter, stages)), None)
     site = Site(
         topology.collection(name), topology.platform, backend, dtype, sequence_parallel, recompute, compile_layers
     )
-    of_views = [_maps(name, shapes, stages, topology, view) for view in views]
-    own = [maps[topology.group(name, *view.part_axes).rank()] for view, maps in zip(views, of_views, strict=True)]
-    of_stages = tuple(_joined(of_view[number] for of_view in own) for number in range(len(stages)))
-    parts = _Parts(
-        make=partial(TextModel if name == TEXT else EncoderModel, shapes[name], site, offload=offload),
-        topology=topology,
-        name=name,
-        views=views,
-        names=tuple(frozenset(each for of_stage in of_view for each in of_stage) for of_view in own),
-        stages=stages,
-        maps=of_stages,
-        weights=weights,
-        copies=shapes.text.architecture.stored_twice,
-        trained=frozenset(each for of in of_stages for each, slices in of.items() if slices[0].name not in frozen),
-        tied=next(filter(None, map(shapes[name].architecture.tied_parameter, stages)), None),
-        gradients=gradients,
-        adds_up=recompute.chunk > 0,
+    build = partial(TextModel if name == TEXT else EncoderModel, shapes[name], site, offload=offload)
+    common: dict[str, Any] = {"gradients": gradients, "adds_up": recompute.chunk > 0}
+    shard = partial(
+        shard_stage,
+        group=groups[0],
+        device=topology.platform.device,
+        trained=trained,
+        zero=zero,
+        further=list(zip(groups, names, strict=True))[1:],
+        **common,
     )
-    if shares_weights(zero, max(group.size() for group in parts.replicas), bool(parts.trained)):
-        chunks, sharing = _fully_sharded(parts, zero)
-    else:
-        chunks, sharing = _replicated(parts, sharded=sharded, in_one_bucket=coordinate.pp > 0)
-    numbers = tuple(coordinate.pp + i * layout.pp for i in range(len(stages)))
-    return tuple(
-        _of_view(parts, view, numbers, chunks, tuple(map(_joined, of_view)), data_parallel)
-        for view, of_view, data_parallel in zip(views, of_views, sharing, strict=True)
-    )
+    in_shares = shares_weights(zero, max(group.size() for group in groups), bool(trained))
+    copies = shapes.text.architecture.stored_twice
+    built = [
+        _build_stage(
+            partial(build, stage=stage), stage, own_map, weights, copies, trained, shard if in_shares else None
+        )
+        for stage, own_map in zip(stages, of_stages, strict=True)
+    ]
+    chunks = tuple(model for model, _ in built)
+    parameters = {
+        each: parameter
+        for model, stage in zip(chunks, stages, strict=True)
+        for each, parameter in named_parameters(model, stage).items()
+    }
+    if tied is not None and not in_shares:
+        # A bucket of its own: a sharded optimizer then cuts both copies alike, so that the ranks that hold the same
+        # elements of both are those that differ in `pp` alone.
+        parameters[tied].shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def in_view(view: View, number: int) -> TrainedModule:
+        of_view = {each: parameter for each, parameter in parameters.items() if each in names[number]}
+        data_parallel: DataParallel
+        if in_shares:
+            data_parallel = FullySharded.of(of_view, groups[number], tuple(of_stage[number] for _, of_stage in built))
+        else:
+            data_parallel = Replicated.of(
+                *(name if view == MAIN else f"{name}.{view.name}", of_view, chunks, groups[number]),
+                in_one_bucket=coordinate.pp > 0,
+                prefers_all_reduce=topology.platform.prefers_all_reduce,
+                sharded=sharded,
+                **common,
+            )
+        over_tp: dict[str, OverTp] = {
+            each: "sum" for each, parameter in of_view.items() if getattr(parameter, "sequence_parallel", False)
+        }
+        numbers = tuple(coordinate.pp + i * layout.pp for i in range(len(stages)))
+        tied_here = tied if view == MAIN else None
+        return TrainedModule(
+            *(name, topology, numbers, chunks, tuple(map(_joined, maps[number])), data_parallel, over_tp, tied_here),
+            tied_copy=None if any(stage.is_first for stage in stages) else tied_here,
+            view=view,
+        )
+
+    return tuple(in_view(view, number) for number, view in enumerate(views))
 
 
 def _maps(
@@ -99,117 +133,29 @@ def _joined(maps: Iterable[WeightMap]) -> WeightMap:
     return {each: slices for of in maps for each, slices in of.items()}
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Parts:
-    """The ingredients of a module on this rank.
-
-    `make`: builds the model of a stage. `names`: those of the parameters of each view. `maps`: the weight map of each
-    stage. `copies`: what the folder may store a second time, and the original. `trained`: names of what trains. `tied`:
-    the parameter of which another stage has a copy.
+def _build_stage(
+    build: Callable[[], Any],
+    stage: PipelineStage,
+    own_map: WeightMap,
+    weights: WeightSource,
+    copies: Mapping[str, str],
+    trained: Collection[str],
+    shard: Callable[..., tuple[ShardedStage, ...]] | None,
+) -> tuple[Any, tuple[ShardedStage, ...]]:
+    """Build the model of a stage, with its weights, which `shard` shares if it is given. Returns its result, too: the
+    sharded stage in each view.
     """
-
-    make: Callable[..., Any]
-    topology: Topology
-    name: str
-    views: Sequence[View]
-    names: tuple[frozenset[str], ...]
-    stages: tuple[PipelineStage, ...]
-    maps: tuple[WeightMap, ...]
-    weights: WeightSource
-    copies: Mapping[str, str]
-    trained: frozenset[str]
-    tied: str | None
-    gradients: torch.dtype
-    adds_up: bool
-
-    @property
-    def replicas(self) -> list[Any]:
-        """The group of each view that sums its gradients."""
-        return [self.topology.group(self.name, *view.sum_axes) for view in self.views]
-
-    def named(self, chunks: Sequence[Any], names: Collection[str]) -> dict[str, torch.nn.Parameter]:
-        """The parameters of all stages with these names."""
-        of_stages = [named_parameters(model, stage) for model, stage in zip(chunks, self.stages, strict=True)]
-        return {name: p for of_stage in of_stages for name, p in of_stage.items() if name in names}
-
-
-def _of_view(
-    parts: _Parts,
-    view: View,
-    numbers: tuple[int, ...],
-    chunks: tuple[Any, ...],
-    maps: tuple[WeightMap, ...],
-    data_parallel: DataParallel,
-) -> TrainedModule:
-    over_tp: dict[str, OverTp] = {
-        name: "sum" for name, p in data_parallel.parameters.items() if getattr(p, "sequence_parallel", False)
-    }
-    tied = parts.tied if view == MAIN else None
-    return TrainedModule(
-        *(parts.name, parts.topology, numbers, chunks, maps, data_parallel),
-        over_tp=over_tp,
-        tied=tied,
-        tied_copy=None if any(stage.is_first for stage in parts.stages) else tied,
-        view=view,
-    )
-
-
-def _replicated(parts: _Parts, *, sharded: bool, in_one_bucket: bool) -> tuple[tuple[Any, ...], Sequence[DataParallel]]:
-    """The models of the stages, and how each view shares their parameters."""
-    models = list[Any]()
-    for stage, own_map in zip(parts.stages, parts.maps, strict=True):
-        model = parts.make(stage=stage)
-        load_parameters(model, own_map, parts.weights, stage, parts.copies)
+    if shard is None:
+        model = build()
+        load_parameters(model, own_map, weights, stage, copies)
         for name, parameter in named_parameters(model, stage).items():
-            parameter.requires_grad_(name in parts.trained)
-        models.append(model)
-    chunks = tuple(models)
-    if parts.tied is not None:
-        # A bucket of its own: a sharded optimizer then cuts both copies alike, so that the ranks that hold the same
-        # elements of both are those that differ in `pp` alone.
-        tied = parts.named(chunks, {parts.tied})[parts.tied]
-        tied.shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
-    return chunks, [
-        Replicated.of(
-            parts.name if view == MAIN else f"{parts.name}.{view.name}",
-            parts.named(chunks, names),
-            chunks,
-            group,
-            in_one_bucket=in_one_bucket,
-            prefers_all_reduce=parts.topology.platform.prefers_all_reduce,
-            sharded=sharded,
-            gradients=parts.gradients,
-            adds_up=parts.adds_up,
-        )
-        for view, group, names in zip(parts.views, parts.replicas, parts.names, strict=True)
-    ]
-
-
-def _fully_sharded(parts: _Parts, zero: int) -> tuple[tuple[Any, ...], Sequence[DataParallel]]:
-    """The models of the stages, and how each view shares their parameters."""
-    shards = list[tuple[ShardedStage, ...]]()
-    of_views = list(zip(parts.replicas, parts.names, strict=True))
-    for stage, own_map in zip(parts.stages, parts.maps, strict=True):
-        with without_weights():
-            model = parts.make(stage=stage)
-        _require_same_names(named_parameters(model, stage), own_map)
-        _require_equal_copies(own_map, parts.weights, parts.copies)
-        load = partial(_load, own_map, parts.weights)
-        device = parts.topology.platform.device
-        shards.append(
-            shard_stage(
-                *(model, stage.global_name, of_views[0][0], device, load, parts.trained),
-                gradients=parts.gradients,
-                zero=zero,
-                adds_up=parts.adds_up,
-                further=of_views[1:],
-            )
-        )
-    chunks = tuple(shard.model for shard, *_ in shards)
-    return chunks, [
-        FullySharded.of(parts.named(chunks, names), group, stages)
-        for (group, names), stages in zip(of_views, zip(*shards, strict=True), strict=True)
-    ]
+            parameter.requires_grad_(name in trained)
+        return model, ()
+    with without_weights():
+        model = build()
+    _require_same_names(named_parameters(model, stage), own_map)
+    _require_equal_copies(own_map, weights, copies)
+    return model, shard(model, stage.global_name, load=partial(_load, own_map, weights))
 
 
 def named_parameters(model: torch.nn.Module, stage: PipelineStage | None) -> dict[str, torch.nn.Parameter]:

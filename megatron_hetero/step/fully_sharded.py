@@ -29,8 +29,8 @@ from megatron_hetero.groups.fsdp import forget_order, fsdp_groups, fsdp_paramete
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.schedule.contract import Gathered
 from megatron_hetero.schedule.gathering import rows_of_share
-from megatron_hetero.step.buffers import Range, units_of
-from megatron_hetero.step.data_parallel import DataParallel
+from megatron_hetero.step.buffers import units_of
+from megatron_hetero.step.module import DataParallel, Range
 
 Load = Callable[[str, Tensor], None]
 """Fills a parameter, by its name."""
@@ -229,9 +229,9 @@ def shard_stage(
         found = list[_Part]()
         # FSDP2 requires that inner modules come first.
         for view, each in (*_of_further_views(part.module, views), (0, part)):
-            named = _materialize(each.module, names, device, load, trained)
+            known = _materialize(each.module, names, device, load, trained)
             fully_shard(each.module, mesh=meshes[view], mp_policy=policy)
-            found.insert(0, _Part(view, each, *_share(each.module, named, groups[view].size())))
+            found.insert(0, _Part(view, each, *_share(each.module, known, groups[view].size())))
         runs.append(found)
     unfilled = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert not unfilled, f"built without memory, and not filled: {unfilled}"
@@ -270,45 +270,34 @@ def _of_further_views(module: nn.Module, views: Mapping[nn.Parameter, int]) -> I
             yield from _of_further_views(child, views)
 
 
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """The place of a parameter, an attribute of a `module`. `noted`: the attributes that Megatron gave it."""
-
-    module: nn.Module
-    attribute: str
-    noted: Mapping[str, Any]
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return getattr(self.module, self.attribute)
-
-
 def _materialize(
     part: nn.Module, names: Mapping[nn.Parameter, str], device: torch.device, load: Load, trained: Collection[str]
-) -> dict[str, _Place]:
-    """Load the parameters of a part that have no values. Returns where each is, by name."""
-    places: dict[str, _Place] = {}
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Load the parameters of a part that have no values. Returns the name of each in the module and the attributes that
+    Megatron gave it, by its name in the part.
+    """
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
     for path, empty in list(part.named_parameters()):
         if empty not in names:  # of a unit inside
             continue
         name, (owner, _, attribute) = names[empty], path.rpartition(".")
-        places[name] = _Place(part.get_submodule(owner), attribute, dict(vars(empty)))
+        found[path] = name, dict(vars(empty))
         if empty.is_meta:
             parameter = nn.Parameter(torch.empty(empty.shape, dtype=empty.dtype, device=device), name in trained)
             load(name, parameter)
-            setattr(places[name].module, attribute, parameter)
-    return places
+            setattr(part.get_submodule(owner), attribute, parameter)
+    return found
 
 
-def _share(module: Any, places: Mapping[str, _Place], ranks: int) -> tuple[dict[str, int], int]:
-    """Copy Megatron's attributes to the sharded parameters of a unit. Returns where the gradient of each begins in
-    those of the unit, and the size of these.
+def _share(module: Any, known: Mapping[str, tuple[str, dict[str, Any]]], ranks: int) -> tuple[dict[str, int], int]:
+    """Copy Megatron's attributes, which are `known`, to the sharded parameters of a unit. Returns where the gradient of
+    each begins in those of the unit, and the size of these.
     """
-    names = {id(place.parameter): name for name, place in places.items()}
+    paths = {id(parameter): path for path, parameter in module.named_parameters()}
     starts, end = dict[str, int](), 0
     for parameter in fsdp_parameters(module):
-        name = names[id(parameter)]
-        vars(parameter).update(places[name].noted)
+        name, attributes = known[paths[id(parameter)]]
+        vars(parameter).update(attributes)
         if parameter.requires_grad:
             starts[name] = end
             end += share_of(parameter.shape, ranks)

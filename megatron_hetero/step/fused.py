@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.groups.platform import on_device
-from megatron_hetero.step.number_formats import FlatTensors, Noise, Plain, halves, hashed
+from megatron_hetero.step.number_formats import HALF, Noise, Plain, halves, hashed, limited
 from megatron_hetero.step.optimizer_state import OptimizerState
 
 SEGMENTS = 64
 """The most segments of a call with rates of their own."""
 _SHARED, _OWN, _ALIGNMENT = 8, 3, 4
-_HALF, _NAN, _LOW = 1 << 15, 0x7FC00000, 0xFFFF
+_LOW = 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def update_(
         square = square + second * (grads * grads - square)
         master = master * decay - rate * mean / (square.sqrt() * root + eps)
         for moment, found, random in zip(moments, (mean, square), halves(hashed(noise, key, other)), strict=True):
-            moment.copy_(found if moment.dtype == torch.float32 else _upper(_limited(found) + random))
+            moment.copy_(found if moment.dtype == torch.float32 else _upper(limited(found) + random))
     _store(master, weights, beside, halves(hashed(noise, key, other, 1))[0])
 
 
@@ -131,7 +131,7 @@ def _store(masters: Tensor, weights: Tensor, beside: Tensor | None, random: Tens
     if weights.dtype == torch.float32:
         weights.copy_(masters)
         return
-    weights.copy_(_upper(_limited(masters) + (random if beside is None else _HALF)))
+    weights.copy_(_upper(limited(masters) + (random if beside is None else HALF)))
     if beside is not None:
         whole = masters.view(torch.int32)
         beside.copy_(masters if beside.dtype == torch.float32 else ((whole << 16) >> 16).short())
@@ -140,11 +140,6 @@ def _store(masters: Tensor, weights: Tensor, beside: Tensor | None, random: Tens
 def _widened(numbers: Tensor) -> Tensor:
     """Convert fp32, or bits of bfloat16, to fp32."""
     return numbers if numbers.dtype == torch.float32 else (numbers.int() << 16).view(torch.float32)
-
-
-def _limited(values: Tensor) -> Tensor:
-    """Bits of fp32 numbers, to which less than a unit of bfloat16 can be added."""
-    return values.view(torch.int32).clamp(max=_NAN)
 
 
 def _upper(bits: Tensor) -> Tensor:
@@ -190,7 +185,7 @@ def batches_of(state: OptimizerState, tied: str | None, most: int, *, streamed: 
     longest = _MOST
     if copied:
         # As many bytes, if only some of it is copied.
-        longest = most * sum(map(_itemsize, several)) // sum(map(_itemsize, copied))
+        longest = most * sum(each.dtype.itemsize for each in several) // sum(each.dtype.itemsize for each in copied)
     names, lengths, start, end = list[str](), list[int](), 0, 0
     for name, shard in state.shards.items():
         stop = shard.at + shard.stop - shard.start
@@ -206,10 +201,6 @@ def batches_of(state: OptimizerState, tied: str | None, most: int, *, streamed: 
             end = until
     if names:
         yield Batch(start, end, tuple(names), tuple(lengths))
-
-
-def _itemsize(numbers: FlatTensors) -> int:
-    return numbers.dtype.itemsize
 
 
 @contextmanager

@@ -21,7 +21,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -34,12 +33,8 @@ from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Held, TensorSlice
 from megatron_hetero.schedule.contract import StepResult
-from megatron_hetero.step.data_parallel import DataParallel
 from megatron_hetero.step.library_modules import Chunks, trained_modules, unreduced
-from megatron_hetero.step.module import TrainedModule
-
-Squares = Mapping[str, Tensor]
-"""By module, fp64 scalars that add up over ranks to the square of the norm of its gradients."""
+from megatron_hetero.step.module import DataParallel, TrainedModule
 
 
 @dataclass(frozen=True)
@@ -64,8 +59,8 @@ class GradientSummary:
 class GradientTable:
     """A `GradientSummary` on the device, before anything waits for it.
 
-    `rows`: for each rank its loss, whether that counts, and the columns of each module, fp64 [ranks, 2 + 3 modules].
-    `names`: names of the modules.
+    `rows`: for each rank its loss, whether that counts, and for each module whether it trains there, whether its
+    gradients are finite, and the sum of their squares, fp64 [ranks, 2 + 3 modules]. `names`: names of the modules.
     """
 
     rows: Tensor
@@ -74,13 +69,13 @@ class GradientTable:
     @property
     def squares(self) -> Tensor:
         """Squares of the norms of all modules, fp64 [modules]."""
-        return self._columns(self.rows)[:, :, _Column.SQUARES].sum(0)
+        return self._columns(self.rows)[2].sum(0)
 
     def read(self) -> GradientSummary:
         """Wait for the device."""
         table = self.rows.cpu()
         loss, counts = table[:, 0], table[:, 1]
-        trained, finite, squares = self._columns(table).unbind(2)
+        trained, finite, squares = self._columns(table)
         faults = [("loss", rank) for rank in range(len(table)) if not math.isfinite(loss[rank])]
         for i, name in enumerate(self.names):
             faults += [(name, rank) for rank in range(len(table)) if trained[rank, i] and not finite[rank, i]]
@@ -91,16 +86,8 @@ class GradientTable:
         }
         return GradientSummary(float((loss * counts).sum()), {} if faults else norms, tuple(faults))
 
-    def _columns(self, table: Tensor) -> Tensor:
-        return table[:, 2:].view(len(table), len(self.names), len(_Column))
-
-
-class _Column(IntEnum):
-    """The report of a rank on a module; zeros if it trains nothing of it."""
-
-    TRAINED = 0
-    FINITE = 1
-    SQUARES = 2
+    def _columns(self, table: Tensor) -> tuple[Tensor, ...]:
+        return table[:, 2:].view(len(table), len(self.names), 3).unbind(2)
 
 
 def sum_gradients(modules: Iterable[TrainedModule], started: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -132,19 +119,28 @@ def start_sums(modules: Iterable[TrainedModule]) -> dict[str, Tensor]:
 
 
 def add_up(
-    squares: Squares, finite: Mapping[str, Tensor], loss_sum: Tensor, topology: Topology, *, loss_counts_here: bool
+    topology: Topology,
+    squares: Iterable[tuple[str, Tensor]],
+    finite: Mapping[str, Tensor] | None,
+    loss_sum: Tensor,
+    *,
+    loss_counts_here: bool,
 ) -> GradientTable:
     """Step 4. Every rank calls it.
 
     Args:
-        squares: by module, the sum of `squares_of` this rank's trained parameters in all views.
-        finite: what `sum_gradients` returned.
-        loss_sum: the fp32 sum of this rank's token losses.
         topology: topology of all modules.
+        squares: names of modules, and `squares_of` this rank's trained parameters of them in each view.
+        finite: what `sum_gradients` returned; None to take gradients for finite.
+        loss_sum: the fp32 sum of this rank's token losses.
         loss_counts_here: whether the loss of the step includes that sum.
     """
-    columns = {name: torch.stack([torch.ones_like(s), finite[name], s]) for name, s in squares.items()}
-    absent = torch.zeros(len(_Column), dtype=torch.float64, device=loss_sum.device)
+    sums = dict[str, Tensor]()
+    for name, own in squares:
+        sums[name] = sums[name] + own if name in sums else own
+    ones = {name: torch.ones_like(own) for name, own in sums.items()}
+    columns = {name: torch.stack([ones[name], (finite or ones)[name], own]) for name, own in sums.items()}
+    absent = torch.zeros(3, dtype=torch.float64, device=loss_sum.device)
     counts = torch.full_like(loss_sum, float(loss_counts_here), dtype=torch.float64)
     names = tuple(topology.layouts)
     mine = torch.cat([torch.stack([loss_sum.double(), counts]), *(columns.get(name, absent) for name in names)])
@@ -179,7 +175,9 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
     own, slots, size = _parts(module)
     if not slots:
         return
-    buffer = torch.zeros(size, dtype=_widest(module), device=module.topology.platform.device)
+    wide = any(parameter.dtype == torch.float64 for parameter in module.trained.values())
+    dtype, device = torch.float64 if wide else torch.float32, module.topology.platform.device
+    buffer = torch.zeros(size, dtype=dtype, device=device)
     gradients, views = list[Tensor](), list[Tensor]()
     rounds = dict[int, list[int]]()
     times = Counter[Any]()
@@ -290,19 +288,20 @@ def squares_of(module: TrainedModule) -> Tensor:
         for part, share in _counted_parts(module, name)
         if part.numel()
     ]
-    device = module.topology.platform.device
+    return sum_of_squares(counted, module.topology.platform.device)
+
+
+def sum_of_squares(counted: Sequence[tuple[Tensor, float]], device: torch.device) -> Tensor:
+    """The sum of all squares, each times the share of it that counts, fp64 scalar. Norms of tensors are in fp32, or in
+    fp64 if one of them is.
+    """
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
+    wide = any(part.dtype == torch.float64 for part, _ in counted)
     # All norms at once: a model has hundreds of parameters.
-    norms = torch.stack(torch._foreach_norm([part for part, _ in counted], dtype=_widest(module))).double()
+    norms = torch._foreach_norm([part for part, _ in counted], dtype=torch.float64 if wide else torch.float32)
     shares = torch.tensor([share for _, share in counted], dtype=torch.float64)
-    return torch.dot(norms.square(), on_device(shares, device))
-
-
-def _widest(module: TrainedModule) -> torch.dtype:
-    """The dtype of sums: fp32, or fp64 if a parameter has it."""
-    wide = any(parameter.dtype == torch.float64 for parameter in module.trained.values())
-    return torch.float64 if wide else torch.float32
+    return torch.dot(torch.stack(norms).double().square(), on_device(shares, device))
 
 
 def _counted_parts(module: TrainedModule, name: str) -> Iterator[tuple[Tensor, float]]:
@@ -350,14 +349,13 @@ def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], t
             the layout, or PyTorch's DDP or FSDP2 did not reduce in the last backward pass.
     """
 
-    def check() -> tuple[tuple[TrainedModule, ...], float | Tensor]:
+    def check() -> tuple[TrainedModule, ...]:
         own = trained_modules(topology, modules)
         require_ready(own, finished=False)
-        return own, factor_of(tokens, topology.platform.device)
+        return own
 
-    own, factor = all_or_none(topology.host, check)
-    require_equal_tokens(topology, tokens)
-    finish(own, factor)
+    own = all_or_none(topology.host, check)
+    finish(own, factor_of(topology, tokens))
 
 
 def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
@@ -413,15 +411,15 @@ def finish(modules: Iterable[TrainedModule], factor: float | Tensor) -> None:
     """Finish gradients with a `factor` for all of them."""
     sum_gradients(modules)
     scale_gradients(modules, factor)
-    note_finished(modules)
+    mark(modules)
 
 
 @torch.no_grad()
-def note_finished(modules: Iterable[TrainedModule]) -> None:
-    """Mark gradients as finished."""
+def mark(modules: Iterable[TrainedModule], *, applied: bool = False) -> None:
+    """Mark gradients as finished, and as `applied` by an optimizer."""
     for module in modules:
         if (gradient := module.data_parallel.marked) is not None:
-            gradient.finished_version, gradient.is_applied = gradient._version, False
+            gradient.finished_version, gradient.is_applied = gradient._version, applied
 
 
 @torch.no_grad()
@@ -459,32 +457,11 @@ def require_ready(modules: Iterable[TrainedModule], *, finished: bool) -> None:
 
 
 @torch.no_grad()
-def note_applied(modules: Iterable[TrainedModule]) -> None:
-    """Mark gradients as applied by an optimizer."""
-    for module in modules:
-        if (gradient := _finished_gradient(module)) is not None:
-            gradient.is_applied = True
-
-
-@torch.no_grad()
 def forget_finished(modules: Iterable[TrainedModule]) -> None:
     """Remove the mark of gradients that are zeroed."""
     for module in modules:
         if (gradient := _finished_gradient(module)) is not None:
             del gradient.finished_version
-
-
-def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
-    """Check that all ranks have the same number. The host waits for tensors other than the result of `count_tokens`.
-    Raises `UserError` on all ranks.
-    """
-    counted = isinstance(tokens, Tensor) and getattr(tokens, "counted_version", None) == tokens._version
-    number = None if counted or tokens is None else float(tokens)
-    shown = "counted" if counted else "None" if number is None else f"{number:.17g}"
-    fix = "give the tokens of the whole step, which `count_tokens` adds up"
-    require_equal(topology.host, "gradients", {"tokens": shown}, fix)
-    if number is not None and not 0 <= number < math.inf:
-        raise UserError.at("gradients: tokens", found=shown, expected="a finite number", fix=fix)
 
 
 def _finished_gradient(module: TrainedModule) -> Any:
@@ -493,13 +470,24 @@ def _finished_gradient(module: TrainedModule) -> Any:
     return gradient if hasattr(gradient, "finished_version") else None
 
 
-def factor_of(tokens: Tokens, device: torch.device) -> float | Tensor:
-    """The factor from sums over tokens to means. Raises `UserError` if a number is not positive."""
+def factor_of(topology: Topology, tokens: Tokens | None) -> float | Tensor:
+    """The factor from sums over tokens to means, which all ranks call for; 1 for None. The host waits for tensors other
+    than the result of `count_tokens`.
+
+    Raises:
+        UserError: on all ranks. They have different numbers, or one that is not positive.
+    """
+    counted = isinstance(tokens, Tensor) and getattr(tokens, "counted_version", None) == tokens._version
+    number = None if counted or tokens is None else float(tokens)
+    shown = "counted" if counted else "None" if number is None else f"{number:.17g}"
+    fix = "give the tokens of the whole step, which `count_tokens` adds up"
+    require_equal(topology.host, "gradients", {"tokens": shown}, fix)
+    if number is not None and not (0 < number < math.inf or (number == 0 and isinstance(tokens, Tensor))):
+        fix = "skip the step, or count the tokens of all ranks"
+        expected = "those of the whole step, 1 or more"
+        raise UserError.at("gradients: tokens", found=shown, expected=expected, fix=fix)
     if isinstance(tokens, Tensor):
         # Without tokens all gradients are zero, and remain so.
-        number = tokens.detach().to(device, torch.float32, non_blocking=True).reshape(())
-        return torch.where(number > 0, number.reciprocal(), torch.zeros_like(number))
-    if not tokens > 0:
-        fix = "skip the step, or count the tokens of all ranks"
-        raise UserError.at("tokens", found=str(tokens), expected="those of the whole step, 1 or more", fix=fix)
-    return 1.0 / tokens
+        found = tokens.detach().to(topology.platform.device, torch.float32, non_blocking=True).reshape(())
+        return torch.where(found > 0, found.reciprocal(), torch.zeros_like(found))
+    return 1.0 if tokens is None else 1.0 / tokens

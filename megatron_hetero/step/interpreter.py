@@ -12,7 +12,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.layout.communicators import edge_ranks
 from megatron_hetero.layout.graph import Edge, Graph
-from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, StepResult, random_states
+from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.step.resources import RankResources, RunChecks
@@ -53,30 +53,26 @@ class Interpreter(RankResources):
                 stage after the first has no `hidden_shape`; or the edges of the graph are not the topology's; or ranks
                 differ in dtypes or `check`.
         """
-        checked: list[Graph] = []
+        named = graph
 
         def require() -> tuple[str, dict[str, str]]:
+            nonlocal named
             _require_placed(topology, modules)
-            checked.append(_in_topology(topology, graph))
+            named = _in_topology(topology, graph)
             facts = {"dtype": graph.dtype, "transport": graph.transport or graph.dtype, "check": check}
             return uuid.uuid4().hex, {name: str(fact) for name, fact in facts.items()}
 
         keys, facts = zip(*on_every(topology.host, require), strict=True)
         require_alike("interpreter", facts, range(topology.world_size), "build it alike")
-        outputs = {edge: checked[0].outputs_of(edge) for edge in topology.boundaries}
-        widths = {edge: checked[0].width_of(edge) * len(names) for edge, names in outputs.items()}
+        widths = {edge: named.width_of(edge) * len(named.outputs_of(edge)) for edge in topology.boundaries}
         return cls(
+            topology=topology,
+            graph=named,
             modules=modules,
             communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
-            outputs=outputs,
-            pipelines=topology.pipelines,
-            rank=topology.rank,
             width=graph.width if isinstance(graph.width, int) else 0,
-            dtype=graph.dtype,
-            device=topology.platform.device,
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
-            random=random_states(topology.platform),
             checks=RunChecks(keys[0]) if check else None,
         )
 
@@ -105,42 +101,36 @@ class Interpreter(RankResources):
                 wrong shape or dtype, a plan is for another rank or batch, the schedule has other edges than the
                 topology, a micro-batch has unknown modules, edges or calls, or gradients of rows contradict their plan.
         """
-        _require_same_edges(self, schedule)
+        mine = [edge for edge in schedule.edges if any(self.topology.rank in side for side in schedule.sides(edge))]
+        _require_edges(self.topology, "schedule", mine, "give `build_schedule` and `Topology.build` the same `edges`")
         return StepExecution(self, schedule, load, after_backward, before_last).run()
 
 
 def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> None:
-    """Check that the rank has its modules, the first stage of each as in the layouts, and later ones `hidden_shape`."""
-    rank = topology.rank
-    if wrong := [name for name, module in modules.items() if not isinstance(module, ModuleOnRank)]:
-        raise UserError.at(
-            f"interpreter on rank {rank}",
-            found=f"a {type(modules[wrong[0]]).__name__} for `{wrong[0]}`",
-            expected="a ModuleOnRank",
-            fix="write `ModuleOnRank({0: model})`, the stages on this rank",
-        )
+    """Check that the rank has its modules, the first stage of each as in the layouts, and later ones `hidden_shape`.
+    Raises `UserError`.
+    """
+    rank, where = topology.rank, f"interpreter on rank {topology.rank}"
     for name, layout in topology.layouts.items():
-        expected = f"stage {layout.coordinate(rank).pp} of `{name}`" if rank in layout else f"none of `{name}`"
         stages = sorted(modules[name].stages) if name in modules else []
-        if (layout.coordinate(rank).pp in stages) if rank in layout else not stages:
+        first = layout.coordinate(rank).pp if rank in layout else None
+        if (not stages) if first is None else first in stages:
             continue
         raise UserError.at(
-            f"interpreter on rank {rank}",
+            where,
             found=f"stages {stages} of `{name}`" if stages else f"no stage of `{name}`",
-            expected=expected,
+            expected=f"none of `{name}`" if first is None else f"stage {first} of `{name}`",
             because=f"its layout is {layout}",
             fix="give each rank the stages of its layouts, `layout.coordinate(rank).pp` being the first",
         )
-    if unknown := sorted(modules.keys() - topology.layouts.keys()):
-        found, expected = f"`{unknown[0]}`", f"some of {', '.join(topology.layouts)}"
-        raise UserError.at(
-            f"interpreter on rank {rank}", found=found, expected=expected, fix="name it as in the layouts"
-        )
     for name, module in modules.items():
+        if name not in topology.layouts:
+            expected = f"some of {', '.join(topology.layouts)}"
+            raise UserError.at(where, found=f"`{name}`", expected=expected, fix="name it as in the layouts")
         for number, model in module.stages.items():
             if number and not callable(getattr(model, "hidden_shape", None)):
                 raise UserError.at(
-                    f"interpreter on rank {rank}",
+                    where,
                     found=f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`",
                     expected="the shape of the hidden states that it receives",
                     fix="add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`",
@@ -154,14 +144,7 @@ def _in_topology(topology: Topology, graph: Graph) -> Graph:
     known = set(graph.modules) <= topology.layouts.keys()
     named = graph.in_layouts(topology.layouts) if known else graph
     mine = {edge for edge in named.edges if not known or topology.rank in edge_ranks(topology.layouts, edge)}
-    if mine != topology.boundaries.keys():
-        raise UserError.at(
-            f"interpreter on rank {topology.rank}",
-            found=f"a graph with the edges {_listed(mine)}",
-            expected=_listed(topology.boundaries),
-            because="the topology has these on this rank",
-            fix="give `Topology.build` the edges of the graph in `edges`",
-        )
+    _require_edges(topology, "graph", mine, "give `Topology.build` the edges of the graph in `edges`")
     first: dict[tuple[str, int, str], Edge] = {}
     for edge in named.edges:
         for name in named.outputs_of(edge):
@@ -177,17 +160,12 @@ def _in_topology(topology: Topology, graph: Graph) -> Graph:
     return named
 
 
-def _require_same_edges(interpreter: Interpreter, schedule: Schedule) -> None:
-    """Check that the edges of a schedule that include the rank are those of the communicators."""
-    mine = {edge for edge in schedule.edges if any(interpreter.rank in side for side in schedule.sides(edge))}
-    if mine != interpreter.communicators.keys():
-        raise UserError.at(
-            f"interpreter on rank {interpreter.rank}",
-            found=f"a schedule with the edges {_listed(mine)}",
-            expected=_listed(interpreter.communicators),
-            because="the topology has these",
-            fix="give `build_schedule` and `Topology.build` the same `edges`",
-        )
+def _require_edges(topology: Topology, what: str, mine: Collection[Edge], fix: str) -> None:
+    """Check that the edges of a graph or schedule that include the rank are the topology's. Raises `UserError`."""
+    if set(mine) != topology.boundaries.keys():
+        where, found = f"interpreter on rank {topology.rank}", f"a {what} with the edges {_listed(mine)}"
+        expected, because = _listed(topology.boundaries), "the topology has these on this rank"
+        raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
 
 
 def _listed(edges: Collection[Edge]) -> str:

@@ -19,9 +19,7 @@ from megatron_hetero.step.gradients import (
     factor_of,
     finish,
     forget_finished,
-    note_applied,
-    note_finished,
-    require_equal_tokens,
+    mark,
     require_ready,
     start_sums,
     sum_gradients,
@@ -45,11 +43,9 @@ class JointOptimizer(Optimizer):
         optimizers: Mapping[str, ModuleOptimizer],
         clip_grad: float = 0.0,
         defaults: Mapping[str, Any] | None = None,
-        *,
-        check: bool = True,
     ):
         # PyTorch's constructor refuses to have no parameters.
-        self.topology, self._check, self.clip_grad = topology, check, clip_grad
+        self.topology, self.clip_grad = topology, clip_grad
         self.modules, self.optimizers = tuple(modules), dict(optimizers)
         self.defaults, self._started = dict(defaults or {}), dict[str, Tensor]()
         self.norms = torch.zeros(len(topology.layouts), device=topology.platform.device)
@@ -68,16 +64,6 @@ class JointOptimizer(Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The groups of all parts, in the order of the topology."""
         return [group for each in self.optimizers.values() for group in each.param_groups]
-
-    @property
-    def state(self) -> Mapping[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The states of parts that are optimizers of PyTorch."""
-        return {
-            key: value
-            for part in self.parts.values()
-            for key, value in getattr(part, "state", {}).items()
-            if isinstance(getattr(part, "state", None), Mapping)
-        }
 
     # ------------------------------------------------------------------------------------------ within a step
 
@@ -116,14 +102,10 @@ class JointOptimizer(Optimizer):
             loss_counts_here: whether the losses of the step include it.
         """
         finite, self._started = sum_gradients(self.modules, self._started), {}
-        return self._add_up(finite, loss_sum, loss_counts_here=loss_counts_here)
+        return add_up(self.topology, self._squares(), finite, loss_sum, loss_counts_here=loss_counts_here)
 
-    def _add_up(self, finite: Mapping[str, Tensor], loss_sum: Tensor, *, loss_counts_here: bool) -> GradientTable:
-        squares = dict[str, Tensor]()
-        for each in self.optimizers.values():
-            name, own = each.module.name, each.squares()
-            squares[name] = squares[name] + own if name in squares else own
-        return add_up(squares, finite, loss_sum, self.topology, loss_counts_here=loss_counts_here)
+    def _squares(self) -> list[tuple[str, Tensor]]:
+        return [(each.module.name, each.squares()) for each in self.optimizers.values()]
 
     @torch.no_grad()
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
@@ -149,21 +131,14 @@ class JointOptimizer(Optimizer):
         """
         if closure is not None:
             raise UserError.at("JointOptimizer.step", found="a closure", expected="none", fix="call backward before")
-        device = self.topology.platform.device
         for module in self.modules:
             reshard(module.chunks)
-        if self._check:
-            all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=tokens is None))
-            require_equal_tokens(self.topology, tokens)
-        no_loss = torch.zeros((), device=device)
+        all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=tokens is None))
+        factor, no_loss = factor_of(self.topology, tokens), torch.zeros((), device=self.topology.platform.device)
         if tokens is None:
-            factor, one = 1.0, torch.ones((), dtype=torch.float64, device=device)
-            finite = {each.module.name: one for each in self.optimizers.values()}
-            table = self._add_up(finite, no_loss, loss_counts_here=False)
+            table = add_up(self.topology, self._squares(), None, no_loss, loss_counts_here=False)
         else:
-            factor = factor_of(tokens, device)
             table = self.reduce(no_loss, loss_counts_here=False)
-            note_finished(self.modules)
         squares = table.squares
         self.norms = squares.sqrt().mul(factor).float()
         norm = squares.sum().sqrt().mul(factor).float()
@@ -171,15 +146,13 @@ class JointOptimizer(Optimizer):
         if self.clip_grad > 0:
             scale = (self.clip_grad / (norm + 1e-6)).clamp(max=1.0) * factor
         self.update(scale)
-        note_applied(self.modules)
+        mark(self.modules, applied=True)
         return norm
 
     def finish_gradients(self, tokens: Tokens) -> None:
         """Finish the gradients of the modules of this optimizer; `step(tokens=None)` applies them."""
-        if self._check:
-            all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=False))
-            require_equal_tokens(self.topology, tokens)
-        finish(self.modules, factor_of(tokens, self.topology.platform.device))
+        all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=False))
+        finish(self.modules, factor_of(self.topology, tokens))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise `UserError`: parameters cannot be added."""

@@ -345,7 +345,8 @@ def _require_megatron_fits(here: _Module, around: Mapping[int, _Around], fsdp: M
     """
     layout, where = here.layout, f"module `{here.name}`"
     if any((size := getattr(each.config, "expert_model_parallel_size", 1)) > 1 for each in around.values()):
-        because, fix = "layouts have no expert parallelism yet", "set it to 1: experts are split over tp, or not at all"
+        because = "gradients of experts would be summed over the ranks of the main view"
+        fix = "set it to 1: experts are split over tp, or not at all"
         found = f"config.expert_model_parallel_size {size}"
         raise UserError.at(where, found=found, expected="1", because=because, fix=fix)
     models = dict.fromkeys(each.model for key, each in around.items() if key in fsdp)

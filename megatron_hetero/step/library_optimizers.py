@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron_hetero.base.errors import UserError
@@ -17,19 +17,13 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.communicators import GRADIENT_AXES
 from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
-from megatron_hetero.step.data_parallel import Replicated
+from megatron_hetero.step.buffers import Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, shard_stage
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_modules import Chunks, require_replicas, trained_modules
-from megatron_hetero.step.megatron_training import (
-    build_with_megatrons_settings,
-    in_megatrons_ddp,
-    is_megatron_config,
-    refuse,
-)
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.optimizer import ShardOptimizer, build_shard_optimizer
-from megatron_hetero.step.torch_optimizer import TorchOptimizer
+from megatron_hetero.step.torch_optimizer import MegatronOptimizer, TorchOptimizer
 from megatron_hetero.step.wrapped import Wrapped, copy_from_first, is_sharded, local
 
 Config = Any  # A union with a function would hide the fields of the others.
@@ -43,7 +37,6 @@ def build_optimizers(
     config: Config | Mapping[str, Config],
     *,
     clip_grad: float | None = None,
-    check: bool = True,
 ) -> JointOptimizer:
     """One optimizer for all modules. All ranks call it, after the models are built, wrapped and frozen. Where weights
     are loaded into them later, see `JointOptimizer.reload_model_params`.
@@ -61,8 +54,6 @@ def build_optimizers(
             of PyTorch, such as ``partial(torch.optim.AdamW, lr=1e-4)``; or one of these for each module, by name.
         clip_grad: the largest norm over the gradients of all modules; 0 for any. The default is that of Megatron's
             `config`, or 0.
-        check: whether ranks share errors of each `step`, and compare its `tokens`: two small messages between hosts.
-            The same on all ranks.
 
     Raises:
         UserError: on all ranks. `modules` are not those of the rank, replicas have different parameters, ranks have
@@ -75,7 +66,7 @@ def build_optimizers(
         return own, configs, _clip_of(configs.values(), clip_grad)
 
     own, configs, clip = all_or_none(topology.host, read)
-    facts = {"check": str(check), "clip_grad": str(clip)}
+    facts = {"clip_grad": str(clip)}
     for name, each in configs.items():
         settings = {setting.name: getattr(each, setting.name, None) for setting in fields(AdamW)}
         facts |= {f"{key} of `{name}`": "a function" if callable(of) else str(of) for key, of in settings.items()}
@@ -89,18 +80,82 @@ def build_optimizers(
     built = all_or_none(topology.host, lambda: [_build_one(each, configs[each.name], streams) for each in trained])
     optimizers = {each.module.key: each for each in built}
     every = [optimizers[module.key].module if module.trained else module for module in own]
-    return JointOptimizer(topology, every, optimizers, clip, _common_defaults(topology, optimizers), check=check)
+    return JointOptimizer(topology, every, optimizers, clip, _common_defaults(topology, optimizers))
 
 
 def _build_one(module: TrainedModule, config: Config, streams: Sequence[torch.cuda.Stream]) -> ModuleOptimizer:
     """The optimizer of a module of which something trains. Raises `UserError`."""
     if isinstance(config, AdamW | SGD):
         return build_shard_optimizer(_shared_by_zero(module, config), config, streams)
-    if is_megatron_config(config):
-        return build_with_megatrons_settings(module, config)
-    if in_megatrons_ddp(module):
-        refuse(module, "Megatron's DistributedDataParallel", "an OptimizerConfig of Megatron for it")
-    return TorchOptimizer(module, config)
+    sharing = _wrapped(module)
+    inside = sharing.in_main_grad
+    outside = [name for name in module.trained if name not in inside]
+    if not _is_megatrons(config):
+        if inside:
+            _refuse(module, "Megatron's DistributedDataParallel", "an OptimizerConfig of Megatron for it")
+        return TorchOptimizer(module, config)
+    if inside and outside:
+        found = f"Megatron's DistributedDataParallel around some parameters, not around {outside[0]}"
+        _refuse(module, found, "it around all that train, or none")
+    if getattr(config, "fp16", False):
+        _refuse(module, "config.fp16", "bf16 or fp32, since a loss scale would have to be shared by all modules")
+    if not inside:
+        return TorchOptimizer(module, _torch_from(module, config), config.bf16)
+    for ddp in sharing.ddps:
+        if (found := ddp.ddp_config.use_distributed_optimizer) != config.use_distributed_optimizer:
+            _refuse(module, f"use_distributed_optimizer {found} in DDP and not in config", "the same in both")
+    return MegatronOptimizer(module, sharing.ddps, config)
+
+
+def _wrapped(module: TrainedModule) -> Wrapped:
+    """How a module of a library user is shared before it has an optimizer."""
+    assert isinstance(module.data_parallel, Wrapped), "a module of a library user"
+    return module.data_parallel
+
+
+def _is_megatrons(config: Config) -> bool:
+    """Whether this is Megatron's `OptimizerConfig`."""
+    return hasattr(config, "clip_grad") and hasattr(config, "lr") and not callable(config)
+
+
+def _refuse(module: TrainedModule, found: str, expected: str) -> NoReturn:
+    """Raise the `UserError` of a wrapper and a configuration that do not fit."""
+    fix = "change the wrapper of that module or its configuration, which may be given by name"
+    raise UserError.at(f"build_optimizers: `{module.name}`", found=found, expected=expected, fix=fix)
+
+
+def _torch_from(module: TrainedModule, config: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """PyTorch's optimizer with Megatron's settings and rules: biases and norms have no weight decay."""
+    plain = [p for p in module.trained.values() if not is_sharded(p)]
+    if config.use_distributed_optimizer and plain:
+        _refuse(module, "config.use_distributed_optimizer", "Megatron's DistributedDataParallel around it, or FSDP2")
+    for field in ("optimizer_cpu_offload", "use_precision_aware_optimizer", "decoupled_lr"):
+        if getattr(config, field, None):
+            _refuse(module, f"config.{field}", "Megatron's DistributedDataParallel around it")
+    narrow = [name for name, p in module.trained.items() if p.element_size() < 4]
+    if narrow and not config.bf16:
+        _refuse(module, f"16-bit parameters ({narrow[0]}) and config.bf16 False", "bf16=True, for fp32 copies of them")
+    if config.optimizer not in ("adam", "sgd"):
+        _refuse(module, f"config.optimizer {config.optimizer}", "adam or sgd, or a function of parameters")
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        groups = [
+            _group(config, [p for p in parameters if (p.dim() <= 1) == exempt], exempt) for exempt in (False, True)
+        ]
+        groups = [group for group in groups if group["params"]]
+        if config.optimizer == "sgd":
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
+        kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+        return kind(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+
+    return make
+
+
+def _group(config: Any, parameters: list[nn.Parameter], exempt: bool) -> dict[str, Any]:
+    """A group with the keys that Megatron's scheduler reads."""
+    decay = 0.0 if exempt else config.weight_decay
+    rates = {"max_lr": config.lr, "min_lr": config.min_lr, "lr_mult": 1.0, "wd_mult": 0.0 if exempt else 1.0}
+    return {"params": parameters, "weight_decay": decay, **rates}
 
 
 def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModule:
@@ -120,7 +175,7 @@ def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModul
         return replace(module, data_parallel=sharing)
     if len(dtypes := {str(p.dtype) for p in module.trained.values()}) > 1:
         found = f"{' and '.join(sorted(dtypes))} parameters with zero={algorithm.zero}"
-        refuse(module, found, "one dtype, which FSDP2 requires, or zero=1")
+        _refuse(module, found, "one dtype, which FSDP2 requires, or zero=1")
     trained, names = frozenset(module.trained), {id(p): name for name, p in module.parameters.items()}
     places = [{path: names[id(p)] for path, p in chunk.named_parameters()} for chunk in module.chunks]
     stages = [
@@ -149,18 +204,17 @@ def _filled(name: str, _: Tensor) -> None:
 
 def _require_plain(module: TrainedModule) -> None:
     """Check that no wrapper shards the module already, and that there are masters for the dtype of its weights."""
-    sharing = module.data_parallel
-    assert isinstance(sharing, Wrapped), "a module of a library user"
+    sharing = _wrapped(module)
     for name, parameter in module.trained.items():
         expected = "the module itself: this optimizer shards its states, and with `zero` its weights"
         if name in sharing.in_main_grad:
-            refuse(module, "Megatron's DistributedDataParallel", expected)
+            _refuse(module, "Megatron's DistributedDataParallel", expected)
         if is_sharded(parameter):
-            refuse(module, f"a DTensor ({name})", expected)
+            _refuse(module, f"a DTensor ({name})", expected)
         if sharing.remaining[name].factor != 1.0:
-            refuse(module, "PyTorch's DistributedDataParallel", expected)
+            _refuse(module, "PyTorch's DistributedDataParallel", expected)
         if parameter.dtype not in (torch.float32, torch.bfloat16):
-            refuse(module, f"{parameter.dtype} parameters ({name})", "float32 or bfloat16")
+            _refuse(module, f"{parameter.dtype} parameters ({name})", "float32 or bfloat16")
 
 
 def _with_tied_names(module: TrainedModule) -> TrainedModule:
@@ -207,7 +261,7 @@ def _config_of(config: Any, module: str) -> Config:
             found, fix = f"configurations of {', '.join(config) or 'nothing'}", "give one for each module"
             raise UserError.at(where, found=found, expected=f"one of `{module}`", fix=fix)
         config = config[module]
-    if not callable(config) and not isinstance(config, AdamW | SGD) and not is_megatron_config(config):
+    if not callable(config) and not isinstance(config, AdamW | SGD) and not _is_megatrons(config):
         expected = "AdamW or SGD of this package, Megatron's OptimizerConfig, or a function of parameters"
         raise UserError.at(where, found=type(config).__name__, expected=expected, fix="give one of these")
     return config
@@ -216,7 +270,7 @@ def _config_of(config: Any, module: str) -> Config:
 def _clip_of(configs: Collection[Config], clip_grad: float | None) -> float:
     """The largest norm of all gradients, 0 for any. Raises `UserError` if configurations differ in it."""
     if clip_grad is None:
-        found = {float(config.clip_grad) for config in configs if is_megatron_config(config)}
+        found = {float(config.clip_grad) for config in configs if _is_megatrons(config)}
         if len(found) > 1:
             shown = " and ".join(map(str, sorted(found)))
             because, fix = "all modules are clipped by one norm", "give `clip_grad` to build_optimizers"
@@ -233,8 +287,8 @@ def _common_defaults(topology: Topology, optimizers: Mapping[str, ModuleOptimize
     """
     of_ranks = on_every(topology.host, lambda: [_defaults_of(each) for each in optimizers.values()])
     everyone = [defaults for of_rank in of_ranks for defaults in of_rank if defaults]  # A share may have no elements.
-    common = set[str].intersection(*(set(defaults) for defaults in everyone)) if everyone else set[str]()
-    return {name: everyone[0][name] for name in sorted(common)}
+    first = everyone[0] if everyone else {}
+    return {name: value for name, value in first.items() if all(name in defaults for defaults in everyone)}
 
 
 def _defaults_of(optimizer: Any) -> dict[str, Any]:

@@ -2,15 +2,24 @@
 
 There is one kind of value for all modules: of a model family (`family_module`), or of PyTorch or Megatron-Core, wrapped
 or not (`library_modules`). The rule for gradients, the optimizers and checkpoints know nothing else.
+
+Ranks with the same weights of a module share these, their gradients and optimizer states. A rank stores a flat range of
+the elements of each parameter (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+    ZeRO stage   each rank of n stores 1/n of    class
+    1            optimizer states                `buffers.Replicated`, in flat buffers
+    2            and gradients                   `fully_sharded.FullySharded`, over PyTorch's `fully_shard`
+    3            and weights
+    none         whatever wrappers of the user do `wrapped.Wrapped`
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,9 +30,104 @@ from megatron_hetero.hf.weight_map import Held, WeightMap, held
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.communicators import ENDS
 from megatron_hetero.schedule.contract import GatheredStage
-from megatron_hetero.step.data_parallel import DataParallel
 
+Range = tuple[int, int]
+"""Elements [start, stop)."""
 OverTp = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallel(ABC):
+    """How the ranks of `group`, with the same parameters and other tokens, share a module.
+
+    Attributes:
+        parameters: parameters of this rank, by name, shaped as before the group shares them.
+        group: the ranks.
+        owned: for each trained parameter, the elements that this rank has the reduced gradient of, and updates.
+        sharded: whether each rank updates a share of the elements.
+        sums_shares: whether `reduce` gives a rank the sums of what it owns only.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    group: dist.ProcessGroup
+    owned: Mapping[str, Range]
+    sharded: bool
+    sums_shares: bool
+
+    reduces_early: ClassVar[bool] = False
+    """Whether gradients are reduced in each backward pass, and a rank stores its own weights and gradients only."""
+
+    def copies(self, name: str) -> int:
+        """The number of ranks in the group with the reduced gradient of the elements that this rank updates."""
+        return 1 if self.sharded else self.group.size()
+
+    @property
+    def gathered(self) -> Sequence[GatheredStage]:
+        """The stages whose weights are gathered when they run."""
+        return ()
+
+    @property
+    def lives_on(self) -> bool:
+        """Whether gradients are in the same memory in each step."""
+        return True
+
+    @property
+    @abstractmethod
+    def marked(self) -> Any:
+        """The tensor of gradients whose attributes say how far they are; None if there are none."""
+
+    @property
+    @abstractmethod
+    def summed(self) -> Sequence[Tensor]:
+        """Gradients of this rank that are sums over the group, once they are reduced."""
+
+    @abstractmethod
+    def stored(self, name: str) -> Range:
+        """The elements of a parameter that this rank stores from step to step."""
+
+    @abstractmethod
+    def weights(self, name: str) -> Tensor:
+        """A flat view of them, as all ranks have updated them."""
+
+    @abstractmethod
+    def accumulated(self, name: str) -> tuple[Tensor, Range]:
+        """The gradient that this rank accumulates of a parameter in a step, flat, and the range of its elements."""
+
+    @abstractmethod
+    def zero_gradients(self, *, set_to_none: bool = True) -> None:
+        """Zero the gradients, or set those in `grad` to None."""
+
+    def require_unsummed(self) -> None:  # noqa: B027
+        """Check that further backward passes may add to the gradients of the step. Raises `UserError`."""
+
+    def expect(self, parameters: Collection[nn.Parameter]) -> None:  # noqa: B027
+        """Note that the next backward pass is the last of the step for `parameters`: their sums may begin within it."""
+
+    @abstractmethod
+    def start_reducing(self) -> Tensor:
+        """Begin to sum the gradients over the group, unless backward passes have, without waiting. Collective; between
+        it and `reduce` there is no other collective of the group.
+
+        Returns whether this rank's gradients were finite before, fp64 scalar.
+        """
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Make the sums visible to what is computed next."""
+
+    def share_weights(self) -> None:  # noqa: B027
+        """Make the weights that each rank has updated visible to runs of the module. Collective if all ranks store all
+        weights; it may run beside what is computed next: see `wait_for_weights`.
+        """
+
+    def wait_for_weights(self) -> None:  # noqa: B027
+        """Wait before weights are written, or read other than by a run of the module or through `weights`."""
+
+    def whole(self, name: str, flat: Tensor) -> Tensor:
+        """Assemble a tensor shaped like a parameter from `flat`, numbers for the elements that each rank stores.
+        Collective.
+        """
+        return flat.view(self.parameters[name].shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -90,7 +90,8 @@ BATCHES = 32
 """Numbers are unpacked or copied for an update in about this many batches, if these are small."""
 _SHARE = 8
 """Masters are rounded in at most about this many parts: the workspace is 1/24 of masters and moments."""
-_HALF = 1 << 15
+HALF = 1 << 15
+"""Half a unit of bfloat16, in bits of fp32."""
 _NAN = 0x7FC00000
 """Bits of the smallest quiet NaN: adding to those of a larger one might wrap."""
 
@@ -343,14 +344,8 @@ def _gaps(lengths: Sequence[int], skipped: int = 0) -> Iterator[tuple[int, int]]
         skipped = 0
 
 
-def _has_gaps(lengths: Sequence[int], skipped: int = 0) -> bool:
-    return any(end != begin for (_, end), (begin, _) in pairwise(_gaps(lengths, skipped)))
-
-
 def _with_gaps(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """Pad the values of parameters of `lengths` elements with zeros to whole blocks each."""
-    if not _has_gaps(lengths):
-        return torch.nn.functional.pad(values, (0, -len(values) % BLOCK))
     places = list(_gaps(lengths))
     padded = values.new_zeros(places[-1][1] + -places[-1][1] % BLOCK)
     torch._foreach_copy_([padded[begin:end] for begin, end in places], values.split(list(lengths)))
@@ -359,9 +354,10 @@ def _with_gaps(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def _without_gaps(padded: Tensor, lengths: Sequence[int], skipped: int = 0) -> Tensor:
     """Undo `_with_gaps`."""
-    if not _has_gaps(lengths, skipped):
+    places = list(_gaps(lengths, skipped))
+    if places[-1][1] == sum(lengths):
         return padded[: sum(lengths)]
-    return torch.cat([padded[begin:end] for begin, end in _gaps(lengths, skipped)])
+    return torch.cat([padded[begin:end] for begin, end in places])
 
 
 def batch_elements(elements: int) -> int:
@@ -392,14 +388,19 @@ def nearest_bfloat16(values: Tensor) -> Tensor:
     return upper_half(rounded(values.contiguous().view(-1))).view(values.shape)
 
 
+def limited(values: Tensor) -> Tensor:
+    """Copy the bits of fp32 `values`, to which up to a unit of bfloat16 can be added, int32."""
+    return values.view(torch.int32).clamp(max=_NAN)
+
+
 def rounded(values: Tensor) -> Tensor:
     """Return int32 bits whose upper halves are fp32 `values` in bfloat16, rounded to nearest, ties away from zero."""
-    return values.view(torch.int32).clamp(max=_NAN).add_(_HALF)
+    return limited(values).add_(HALF)
 
 
 def rounded_stochastically(values: Tensor, noise: Noise) -> Tensor:
     """Like `rounded`, but up with the probability that preserves the mean."""
-    return noise.bits(len(values), values.device).add_(values.view(torch.int32).clamp(max=_NAN))
+    return noise.bits(len(values), values.device).add_(limited(values))
 
 
 def upper_half(bits: Tensor) -> Tensor:

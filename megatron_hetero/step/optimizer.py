@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -37,17 +38,17 @@ from megatron_hetero.step.fused import (
 )
 from megatron_hetero.step.gradients import scale_gradients, squares_of
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
-from megatron_hetero.step.number_formats import PIECE, Master, Noise, Stored, batch_elements, unpacked, write_all
+from megatron_hetero.step.number_formats import (
+    PIECE,
+    FlatTensors,
+    Master,
+    Noise,
+    Stored,
+    batch_elements,
+    unpacked,
+    write_all,
+)
 from megatron_hetero.step.optimizer_state import OptimizerShard, OptimizerState, build_states
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Elements [start, stop) of an `OptimizerState`, all of parameter `name`."""
-
-    name: str
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +94,9 @@ class ShardOptimizer(ModuleOptimizer):
         if fused:
             self._update_fused(step, scale)
         else:
-            for place, (state, pieces) in enumerate(self._batches):
+            for place, (state, batch) in enumerate(self._batches):
                 with self._on(place):
-                    self._update(state, pieces, step)
+                    self._update(state, batch, step)
         for stream in self.streams:
             torch.cuda.current_stream().wait_stream(stream)
         for state in self.states:
@@ -136,10 +137,9 @@ class ShardOptimizer(ModuleOptimizer):
     def renew_weights(self) -> None:
         """Compute the weights from masters that were loaded."""
         self.module.data_parallel.wait_for_weights()
-        for state, pieces in self._batches:
+        for state, batch in self._batches:
             if not state.master.are_weights:
-                start, stop = pieces[0].start, pieces[-1].stop
-                state.master.write(start, state.master.read(start, stop))
+                state.master.write(batch.start, state.master.read(batch.start, batch.stop))
         self.module.data_parallel.share_weights()
 
     def _update_fused(self, step: int, scale: float) -> None:
@@ -177,16 +177,17 @@ class ShardOptimizer(ModuleOptimizer):
         tied, most, streamed = self.module.tied, self._batch_elements, self.algorithm.offload
         return tuple((each, batch) for each in self.states for batch in batches_of(each, tied, most, streamed=streamed))
 
-    def _update(self, state: OptimizerState, pieces: Sequence[_Piece], step: int) -> None:
-        master, gradients = _Unpacked.of(state.master, pieces), _gradients(state, pieces)
-        moments = [_Unpacked.of(state.moments[name], pieces) for name in self.algorithm.kind.moments]
+    def _update(self, state: OptimizerState, batch: Batch, step: int) -> None:
+        _, gradients = _fp32(state.gradients, batch)
+        stored = [state.master, *(state.moments[name] for name in self.algorithm.kind.moments)]
+        wholes, (masters, *moments) = zip(*(_fp32(each, batch) for each in stored), strict=True)
         # Copies: a parameter in several pieces is counted once.
         counts: Sequence[Tensor] = ()
         if moments:
-            stacked = torch.stack([self.shards[p.name].updates for p in pieces])
+            stacked = torch.stack([self.shards[name].updates for name in batch.names])
             counts = on_device(stacked, self.module.topology.platform.device).unbind()
         for group in self.param_groups:
-            places = [place for place, piece in enumerate(pieces) if self._group_of[piece.name] is group]
+            places = [place for place, name in enumerate(batch.names) if self._group_of[name] is group]
             if not places:
                 continue
 
@@ -194,11 +195,11 @@ class ShardOptimizer(ModuleOptimizer):
                 return [of_pieces[place] for place in places]
 
             if not moments:
-                torch._foreach_add_(chosen(master.pieces), chosen(gradients), alpha=-group["lr"])
+                torch._foreach_add_(chosen(masters), chosen(gradients), alpha=-group["lr"])
                 continue
-            first, second = (chosen(moment.pieces) for moment in moments)
+            first, second = map(chosen, moments)
             adamw(
-                chosen(master.pieces),
+                chosen(masters),
                 chosen(gradients),
                 first,
                 second,
@@ -213,21 +214,19 @@ class ShardOptimizer(ModuleOptimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-        noise = None
-        if not self._is_plain(state):
-            noise = self._noise(state, pieces[0].name, pieces[0].start, step)
-        for number, moment in enumerate(moments):
-            moment.pack(noise and noise.draw(number))
-        master.pack(noise and noise.draw(2))
+        noise = None if self._is_plain(state) else self._noise(state, batch.names[0], batch.start, step)
+        for draw, numbers, whole in zip((2, 0, 1), stored, wholes, strict=False):
+            if whole is not None:
+                numbers.write(batch.start, whole, noise and noise.draw(draw))
 
     @cached_property
-    def _batches(self) -> tuple[tuple[OptimizerState, tuple[_Piece, ...]], ...]:
-        """The pieces of each call of PyTorch's kernel."""
-        most = [math.inf if self._is_plain(state) else self._batch_elements for state in self.states]
+    def _batches(self) -> tuple[tuple[OptimizerState, Batch], ...]:
+        """The batch of each call of PyTorch's kernel."""
+        tied, most = self.module.tied, self._batch_elements
         return tuple(
-            (state, pieces)
-            for state, size in zip(self.states, most, strict=True)
-            for pieces in _batches(state.shards, size, self.module.tied)
+            (state, batch)
+            for state in self.states
+            for batch in _batches(state.shards, math.inf if self._is_plain(state) else most, tied)
         )
 
     @property
@@ -261,61 +260,35 @@ class ShardOptimizer(ModuleOptimizer):
         return torch.cuda.stream(stream)
 
 
-@dataclass(frozen=True, eq=False)
-class _Unpacked:
-    """Numbers in fp32, from `start` on in an `OptimizerState`: `whole`, and its `pieces`. Fp32 weights are updated in
-    place, and have no `whole`.
+def _fp32(numbers: Stored | FlatTensors, batch: Batch) -> tuple[Tensor | None, Sequence[Tensor]]:
+    """Fp32 numbers of a batch, as a whole and of each parameter. Those that several tensors store in fp32 are views of
+    them, to be updated in place, without the whole.
     """
-
-    stored: Stored
-    start: int
-    whole: Tensor | None
-    pieces: Sequence[Tensor]
-
-    @classmethod
-    def of(cls, stored: Stored, pieces: Sequence[_Piece]) -> _Unpacked:
-        """Unpack `pieces` that follow each other."""
-        start, stop = pieces[0].start, pieces[-1].stop
-        if isinstance(stored, Master) and stored.are_weights:
-            return cls(stored, start, None, [stored.read(piece.start, piece.stop) for piece in pieces])
-        whole = stored.read(start, stop)
-        return cls(stored, start, whole, whole.split(_sizes(pieces)))
-
-    def pack(self, noise: Noise | None) -> None:
-        """Store the numbers, rounded with `noise`."""
-        if self.whole is not None:
-            self.stored.write(self.start, self.whole, noise)
+    flat = numbers.weights if isinstance(numbers, Master) and numbers.are_weights else numbers
+    if isinstance(flat, FlatTensors) and flat.dtype == torch.float32:
+        return None, [flat.read(*span) for span in pairwise(accumulate(batch.lengths, initial=batch.start))]
+    whole = flat.read(batch.start, batch.stop).float()
+    return whole, whole.split(batch.lengths)
 
 
-def _gradients(state: OptimizerState, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
-    """Gradients of each piece in fp32: views, if they are that."""
-    if state.gradients.dtype == torch.float32:
-        return [state.gradients.read(piece.start, piece.stop) for piece in pieces]
-    return state.gradients.read(pieces[0].start, pieces[-1].stop).float().split(_sizes(pieces))
-
-
-def _sizes(pieces: Sequence[_Piece]) -> list[int]:
-    return [piece.stop - piece.start for piece in pieces]
-
-
-def _batches(shards: Mapping[str, OptimizerShard], most: float, tied: str | None) -> Iterator[tuple[_Piece, ...]]:
+def _batches(shards: Mapping[str, OptimizerShard], most: float, tied: str | None) -> Iterator[Batch]:
     """Cut all elements into pieces, and group these into batches of at most `most` elements. Pieces are the same in all
     formats, so that the vectors of a kernel end at the same elements. The `tied` parameter is alone: on other stages it
     has other neighbours, and is rounded alike.
     """
-    batch, size = list[_Piece](), 0
+    names, lengths, start, end = list[str](), list[int](), 0, 0
     for name, shard in shards.items():
-        stop = shard.at + shard.stop - shard.start
-        for start in range(shard.at, stop, PIECE):
-            piece = _Piece(name, start, min(start + PIECE, stop))
-            apart = bool(batch) and (name == tied) != (batch[-1].name == tied)
-            if batch and (apart or size + piece.stop - piece.start > most):
-                yield tuple(batch)
-                batch, size = [], 0
-            batch.append(piece)
-            size += piece.stop - piece.start
-    if batch:
-        yield tuple(batch)
+        for first in range(shard.start, shard.stop, PIECE):
+            size = min(PIECE, shard.stop - first)
+            apart = bool(names) and (name == tied) != (names[-1] == tied)
+            if names and (apart or end + size - start > most):
+                yield Batch(start, end, tuple(names), tuple(lengths))
+                names, lengths, start = [], [], end
+            names.append(name)
+            lengths.append(size)
+            end += size
+    if names:
+        yield Batch(start, end, tuple(names), tuple(lengths))
 
 
 def build_shard_optimizer(

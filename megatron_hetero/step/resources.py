@@ -28,9 +28,9 @@ from megatron_hetero.boundary.communicator import (
     summarize,
 )
 from megatron_hetero.boundary.loaded import LoadedPlan
-from megatron_hetero.groups.topology import Links
+from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
-from megatron_hetero.layout.graph import Edge
+from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.schedule.contract import ModuleOnRank
 
 _POLL_S = 0.005
@@ -172,34 +172,22 @@ class RankResources:
     """The groups, modules and settings with which a rank executes schedules.
 
     Attributes:
+        topology: topology with the groups of this rank.
+        graph: what crosses along each edge, with canonical names of edges; the dtype of hidden states and rows.
         modules: the modules of this rank, by name.
         communicators: communicators of the edges that include this rank, without `check`: the two sides start crossings
             in different orders.
-        outputs: the outputs of an encoder that cross along each edge.
-        pipelines: the links of this rank's modules with several stages, by name.
-        rank: rank of this process.
         width: elements of a row for a text module without an encoder.
-        dtype: dtype of hidden states and rows.
-        device: device of hidden states and rows.
         watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
         watchdog: is notified of every action before it begins.
-        random: see `random_states`.
         checks: checks of the first step; None to skip them.
     """
 
+    topology: Topology
+    graph: Graph
     modules: Mapping[str, ModuleOnRank]
     communicators: Mapping[Edge, BoundaryCommunicator]
-    outputs: Mapping[Edge, Sequence[str]]
-    pipelines: Mapping[str, Links]
-    rank: int
     width: int
-    dtype: torch.dtype
-    device: torch.device
     watch: Stopwatch
     watchdog: Watchdog
-    random: tuple[Callable[[], Any], Callable[[Any], None]]
     checks: RunChecks | None
-
-    def width_of(self, edge: Edge) -> int:
-        """Elements of a row of one output that crosses along the edge."""
-        return self.communicators[edge].width // len(self.outputs[edge])

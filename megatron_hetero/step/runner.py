@@ -116,14 +116,11 @@ def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layo
         if name not in graph.modules:
             known = ", ".join(graph.modules)
             raise UserError.at("build", found=f"a layout of `{name}`", expected=f"those of {known}", fix="remove it")
-    world, found = dist.get_world_size(), dict[str, Layout]()
-    for name in graph.modules:
-        given = layouts[name]
-        found[name] = given if isinstance(given, Layout) else Layout.parse(given, world, module=name)
-        if found[name].ranks[-1] >= world:
-            expected = f"ranks below {world}, the number of ranks"
-            raise UserError.at(f"build: {name}", found=str(found[name]), expected=expected, fix="correct its ranks")
-    return found
+    world = dist.get_world_size()
+    return {
+        name: given if isinstance(given := layouts[name], Layout) else Layout.parse(given, world, module=name)
+        for name in graph.modules
+    }
 
 
 def _platform() -> Platform:

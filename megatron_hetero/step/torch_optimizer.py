@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch, for 16-bit parameters with fp32 copies of them."""
+"""Optimizers of PyTorch, for 16-bit parameters with fp32 copies of them, and of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from megatron_hetero.step.gradients import squares_of
+from megatron_hetero.step.gradients import squares_of, sum_of_squares
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.wrapped import local
 
@@ -145,3 +145,57 @@ class TorchOptimizer(InnerOptimizer):
     def reload_model_params(self) -> None:
         for p, master in self._masters.items():
             master.copy_(p)
+
+
+class MegatronOptimizer(InnerOptimizer):
+    """Megatron's optimizer of a module in its `DistributedDataParallel`."""
+
+    def __init__(self, module: TrainedModule, ddps: Sequence[Any], config: Any):
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        from megatron_hetero.groups.megatron import own_parameter_groups
+
+        self.module, topology = module, module.topology
+        with topology.platform.megatron_scope(), own_parameter_groups():
+            self.optimizer: Any = get_megatron_optimizer(
+                config,
+                list(ddps),  # pyright: ignore[reportArgumentType]
+                use_gloo_process_groups=False,
+                pg_collection=topology.collection(module.name),
+            )
+        for group in self.optimizer.param_groups:
+            # Without Megatron's own scheduler nothing else applies the multiplier.
+            group["weight_decay"] *= group.get("wd_mult", 1.0)
+
+    @property
+    def _inner(self) -> Sequence[Any]:
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    @torch.no_grad()
+    @override
+    def squares(self) -> Tensor:
+        """Copy the gradients to the optimizer, too."""
+        with self.module.topology.platform.megatron_scope():
+            self.optimizer.prepare_grads()
+        # The distributed optimizer has a share of each gradient, the others have all of it on all replicas.
+        counting = [o for o in self._inner if o.config.use_distributed_optimizer or self.module.replicas.rank() == 0]
+        found = [g for o in counting for g in o.get_main_grads_for_grad_norm() if g.numel()]
+        return sum_of_squares([(gradient, 1.0) for gradient in found], self.module.topology.platform.device)
+
+    @torch.no_grad()
+    @override
+    def update(self, scale: float | Tensor, step: int | None = None) -> None:
+        name = "decoupled_grad" if self._inner[0].config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+        gradients = [getattr(p, name, None) for o in self._inner for p in o.get_parameters()]
+        if found := [g for g in gradients if g is not None]:
+            torch._foreach_mul_(found, scale)
+        with self.module.topology.platform.megatron_scope():
+            self.optimizer.step_with_ready_grads()
+
+    @override
+    def zero(self) -> None:
+        self.optimizer.zero_grad()
+
+    @override
+    def reload_model_params(self) -> None:
+        self.optimizer.reload_model_params()

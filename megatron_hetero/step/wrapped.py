@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_hetero.step.buffers import Range
-from megatron_hetero.step.data_parallel import DataParallel
+from megatron_hetero.step.module import DataParallel, Range
 
 BUCKET = 1 << 25
 """Elements of one all-reduce: 128 MiB of fp32."""
@@ -30,29 +29,18 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Sum each tensor over the ranks of a group, in place; all ranks pass tensors of the same shapes."""
     if group.size() == 1:
         return
-    for bucket in buckets(tensors):
+    for bucket in _buckets(tensors):
         if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].element_size() >= 4:
             dist.all_reduce(bucket[0], group=group)
             continue
         # Sums of narrow tensors are formed in fp32.
         flat = torch.cat([t.reshape(-1).to(torch.float32 if t.element_size() < 4 else t.dtype) for t in bucket])
         dist.all_reduce(flat, group=group)
-        _copy_back(flat, bucket)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
 
 
-@torch.no_grad()
-def copy_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Copy each tensor from the first rank of a group to the others."""
-    if group.size() == 1:
-        return
-    first = dist.get_global_rank(group, 0)
-    for bucket in buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, first, group=group)
-        _copy_back(flat, bucket)
-
-
-def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of tensors of one dtype, of at most `BUCKET` elements or one larger tensor, without empty ones."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -70,9 +58,15 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _copy_back(flat: Tensor, bucket: list[Tensor]) -> None:
-    parts = flat.split([tensor.numel() for tensor in bucket])
-    torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+@torch.no_grad()
+def copy_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Copy each tensor from the first rank of a group to the others."""
+    if group.size() > 1:
+        first = dist.get_global_rank(group, 0)
+        for tensor in filter(torch.numel, tensors):
+            sent = tensor.contiguous()
+            dist.broadcast(sent, first, group=group)
+            tensor.copy_(sent)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.models.layers import offload as activations
 from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.contract import StepResult
-from megatron_hetero.step.data_parallel import Replicated
+from megatron_hetero.step.buffers import Replicated
 from megatron_hetero.step.interpreter import StepExecution
 from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
@@ -254,7 +254,7 @@ def _bytes(tensors: Any) -> int:
 def _gradient_bytes(module: Any) -> int:
     sharing = module.data_parallel
     if isinstance(sharing, Replicated):
-        return sum(buffer.gradients.nbytes for buffer in sharing.memory)
+        return sum(gradients.nbytes for gradients in sharing.memory)
     return sum(gradients.nbytes for gradients in sharing.summed)
 
 

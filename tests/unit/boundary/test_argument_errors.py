@@ -122,11 +122,3 @@ def test_ranks_that_build_an_interpreter_differently_learn_it(term: str, other: 
     graph = mh.Graph(EDGES, width=4, dtype=torch.float32, transport=options.pop("transport", None))
     with pytest.raises(mh.UserError, match=f"interpreter: {term}: found {other} on rank 0 and .*on rank 1"):
         Interpreter.build(topology, held, graph, **options)  # pyright: ignore[reportArgumentType]
-
-
-@on_ranks(4)
-def test_the_modules_of_an_interpreter_say_which_stages_they_are() -> None:
-    topology, modules = Topology.build(LAYOUTS, platform(), edges=EDGES), {"vision": nn.Linear(1, 1)}
-    graph = mh.Graph(EDGES, width=4, dtype=torch.float32)
-    with pytest.raises(mh.UserError, match=r"found a Linear for `vision`, .* Write `ModuleOnRank\(\{0: model\}\)`"):
-        Interpreter.build(topology, modules, graph)  # pyright: ignore[reportArgumentType]

@@ -230,9 +230,8 @@ def test_one_cycle_by_its_defaults(kind: Any) -> None:
 @on_ranks(2, timeout_s=40)
 def test_optimizers_with_other_settings_on_other_ranks_are_refused() -> None:
     topology = running.topology_of_world(2, text="dp:2")
-    for setting in ("check", "clip_grad"):
-        with pytest.raises(UserError, match=f"build_optimizers: {setting}: found .* on rank 0 and .* on rank 1"):
-            build_optimizers(topology, {"text": nn.Linear(2, 2)}, adam(), **{setting: topology.rank == 0})
+    with pytest.raises(UserError, match="build_optimizers: clip_grad: found .* on rank 0 and .* on rank 1"):
+        build_optimizers(topology, {"text": nn.Linear(2, 2)}, adam(), clip_grad=1 - topology.rank)
     others: tuple[dict[str, Any], ...] = ({"zero": 2}, {"lr": 0.5}, {"lr": lambda _: 0.5}, {"betas": (0.5, 0.5)})
     for own in others:
         config = AdamW(**own if topology.rank else {})
@@ -340,8 +339,6 @@ def test_gradients_are_finished_once() -> None:
         before = model.weight.detach().clone()
         assert optimizer.step(tokens=None) == pytest.approx(1.0)
         torch.testing.assert_close(model.weight, before - 0.5)
-    fresh = build_optimizers(topology, {"text": model}, partial(torch.optim.SGD, lr=1.0), check=False)
-    fresh.step(tokens=2)  # Whatever they are.
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])

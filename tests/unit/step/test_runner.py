@@ -335,7 +335,7 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
         UserError, match=r"text layout `dp:4@2-5`: found ranks 4-5, expected ranks from 0 to 3.* Try `text="
     ):
         build(GRAPH, vision="dp:4", text="dp:4@2-5", generator="dp:4")
-    with pytest.raises(UserError, match="build: text: found dp:4@2-5, expected ranks below 4"):
+    with pytest.raises(UserError, match="layout of `text`: found `dp:4@2-5`, expected ranks from 0 to 3"):
         build(GRAPH, vision="dp:4", text=Layout.parse("dp:4@2-5"), generator="dp:4")
     with pytest.raises(
         UserError, match="build: layout of `text`: found dp:4@0-3 on rank 0 and tp:4@0-3 on rank 2, exp"

@@ -151,7 +151,7 @@ def _behind() -> Iterator[list[str]]:
 
 def _gathers(run: Trainer) -> dict[str, WeightGathers]:
     every: dict[str, Any] = {module.name: module.data_parallel for module in run.modules}
-    return {name: each.gathers for name, each in every.items() if each.gathers is not None}
+    return {name: each.gathers for name, each in every.items() if each.gathers.buckets}
 
 
 def _note_runs(run: Trainer, runs: list[Run]) -> list[int]:
