@@ -12,7 +12,6 @@ from megatron_hetero.models.layers.kernels import (
     Found,
     cuda_capability,
     find,
-    notices,
     unusable,
 )
 from megatron_hetero.models.layers.linear import ColumnLinear, RowLinear
@@ -73,4 +72,6 @@ def backend_notices(choice: str, platform: Platform) -> list[str]:
     if not platform.is_cuda:
         return []
     packages = [FLASH_ATTN, FLASH_ATTN_3] + [TRANSFORMER_ENGINE] * (choice != "torch")
-    return notices([(package, find(package)) for package in packages])
+    installed = [(package, found) for package in packages if (found := find(package)).version is not None]
+    reasons = [(package.module, unusable(package, found)) for package, found in installed]
+    return [f"{module} {why}: PyTorch is used instead." for module, why in reasons if why]
