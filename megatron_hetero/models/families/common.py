@@ -1,4 +1,4 @@
-"""Checks of configurations and names of stored tensors that families share."""
+"""What families share: items, positions, names of stored tensors, and checks of configurations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import Only, shown
+from megatron_hetero.models.family import Family
+from megatron_hetero.models.items.pictures import IMAGE_TOKENS, Pictures, rope_positions
 
 _UNQUANTISED = Only(
     (None, {}),
@@ -117,3 +121,25 @@ def nested_name(name: str) -> str:
         if name.startswith(flat):
             return nested + name.removeprefix(flat)
     return name
+
+
+def _image_processor() -> type:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil
+
+
+class PictureFamily(Family):
+    """Base of families whose encoder takes pictures and whose folders name tensors as those of Qwen-VL."""
+
+    built = SUPPORTED
+    tokens = IMAGE_TOKENS
+    items = (Pictures(_image_processor),)
+
+    def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:
+        """Return the positions of text and pictures, see `rope_positions`."""
+        return rope_positions(tokens, starts, places)
+
+    def canonical_name(self, stored: str, /) -> str:
+        """Return the name in folders that do not nest modules."""
+        return canonical_name(stored)

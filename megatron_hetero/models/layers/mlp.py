@@ -176,13 +176,9 @@ class MLPModule(Overlapping):
             from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
             return bias_swiglu_impl(wide, bias, False, False)
-        wide = wide if bias is None else wide + bias
-        if not self.has_gate:
-            return self.activation(wide)
-        if self.activation is F.silu:
-            return swiglu(wide)
-        gate, up = wide.chunk(2, dim=-1)
-        return self.activation(gate) * up
+        if self.has_gate and self.activation is F.silu:
+            return swiglu(wide if bias is None else wide + bias)
+        return activated(wide, bias, self.activation, self.has_gate)
 
 
 def swiglu(wide: Tensor) -> Tensor:
