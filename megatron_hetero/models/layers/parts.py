@@ -11,7 +11,7 @@ utilisation (MFU, arXiv 2204.02311, appendix B) means the same in every layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -183,18 +183,6 @@ class Site:
         return module
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A tensor that checkpoints store and no model folder.
-
-    `draw` returns its first values, fp32, for a shape and a generator. The whole tensor is drawn, seeded by its name
-    and the run, and then cut, so that it is equal in every layout. `exported`: whether an exported folder has it.
-    """
-
-    draw: Callable[[tuple[int, ...], torch.Generator], torch.Tensor]
-    exported: bool = False
-
-
 class Part:
     """A part of a layer, or an end of a module. Names of tensors and parameters are relative to where the part is.
 
@@ -208,10 +196,6 @@ class Part:
     def tensors(self) -> TensorShapes:
         """Return the stored tensors with their shapes, in the order in which they are written."""
         raise NotImplementedError
-
-    def drawn(self) -> Mapping[str, Drawn]:
-        """Return those of the tensors that no folder stores."""
-        return {}
 
     def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
         """Return the parameters of `view` in the order of the torch module, and the slices of stored tensors that they
