@@ -7,7 +7,7 @@ name before them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -180,18 +180,21 @@ def model_writer(
     `dtype`: one for all, or by the same names. `companions`: see `companions_of`. `target` appears when it is complete.
     Raises `UserError` if it cannot be written.
     """
-    own = _published_names(VISION, shapes) | _published_names(TEXT, shapes)
-    with (
-        _folder(target, own, folder_shapes(shapes), dtype, companions[VISION], limit) as writer,
-        ExitStack() as stack,
-    ):
-        puts = {name: partial(writer.put, there) for name, there in own.items()}
+    puts = dict[str, Callable[[Tensor], None]]()
+    with ExitStack() as stack:
+
+        def add_folder(place: Path, *modules: str) -> FolderWriter:
+            names = {name: there for module in modules for name, there in _published_names(module, shapes).items()}
+            sizes = {names[name]: size for module in modules for name, size in tensors_of(module, shapes).items()}
+            dtypes = dtype if isinstance(dtype, torch.dtype) else {there: dtype[name] for name, there in names.items()}
+            writer = stack.enter_context(folder_writer(place, sizes, dtypes, companions[modules[0]], limit))
+            puts.update({name: partial(writer.put, there) for name, there in names.items()})
+            return writer
+
+        partial_folder = add_folder(target, VISION, TEXT).partial
         for encoder in shapes.encoders:
             if encoder != VISION:
-                names, place = _published_names(encoder, shapes), writer.partial / ENCODERS / encoder
-                of_encoder = _folder(place, names, tensors_of(encoder, shapes), dtype, companions[encoder], limit)
-                further = stack.enter_context(of_encoder)
-                puts |= {name: partial(further.put, there) for name, there in names.items()}
+                add_folder(partial_folder / ENCODERS / encoder, encoder)
         yield lambda name, tensor: puts[name](tensor)
 
 
@@ -200,17 +203,3 @@ def _published_names(module: str, shapes: ModelShapes) -> dict[str, str]:
     shape, prefix = shapes[module], prefix_of(module, shapes)
     publish, namespace = family_of(shape.family).published_name, shape.architecture.namespace
     return {name: publish(namespace + name.removeprefix(prefix)) for name in tensors_of(module, shapes)}
-
-
-def _folder(
-    target: Path,
-    names: Mapping[str, str],
-    sizes: TensorShapes,
-    dtype: Dtypes,
-    companions: Companions,
-    limit: int,
-) -> AbstractContextManager[FolderWriter]:
-    """Open a writer of a folder with tensors of `sizes`, under the published `names`."""
-    published = {there: sizes[name] for name, there in names.items()}
-    dtypes = dtype if isinstance(dtype, torch.dtype) else {there: dtype[name] for name, there in names.items()}
-    return folder_writer(target, published, dtypes, companions, limit)

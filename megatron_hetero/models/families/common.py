@@ -48,7 +48,7 @@ def require(folder: Path, title: str, expectations: Iterable[Expectation]) -> No
 
 def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
     """Expectations of any family's encoder. `text`: the language model of the same folder."""
-    rope = vision.rope_parameters or {}
+    rope, head_dim = vision.rope_parameters or {}, vision.hidden_size // vision.num_heads
     rope_type = rope.get("rope_type", "default")
     return (
         *positive("vision_config", vision, "depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size"),
@@ -56,8 +56,8 @@ def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
         *positive("vision_config.rope_parameters", rope, "rope_theta"),
         ("vision_config.out_hidden_size", vision.out_hidden_size, text.hidden_size),
         ("vision_config.hidden_size % num_heads", vision.hidden_size % vision.num_heads, 0),
-        *head_dim("vision_config", vision, vision.hidden_size // vision.num_heads),
-        ("vision_config.hidden_size / num_heads % 4", vision.hidden_size // vision.num_heads % 4, 0),
+        ("vision_config.head_dim", getattr(vision, "head_dim", None) or head_dim, head_dim),
+        ("vision_config.hidden_size / num_heads % 4", head_dim % 4, 0),
         ("vision_config.rope_parameters.rope_type", "axial" if rope_type == "default" else rope_type, "axial"),
         ("vision_config.rope_parameters with rope_theta", "rope_theta" in rope, True),
     )
@@ -94,12 +94,6 @@ def positive(name: str, values: Any, *keys: str) -> Iterator[Expectation]:
         value = values.get(key) if isinstance(values, dict) else getattr(values, key, None)
         if value is not None and not 0 < value < math.inf:
             yield f"{name}.{key}", value, "a number above 0"
-
-
-def head_dim(name: str, module: Any, implied: int) -> tuple[Expectation, ...]:
-    """The expectation that `head_dim`, if given, is the `implied` one."""
-    given = getattr(module, "head_dim", None)
-    return () if given is None else ((f"{name}.head_dim", given, implied),)
 
 
 ENCODER, TEXT = "visual.", "model."

@@ -174,12 +174,12 @@ class Site:
             **named,
         }
 
-    def mark(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Mark the parameters of `module`, and return it: where activations are split each tp rank uses them on its own
-        tokens, and gradients are summed over tp.
+    def mark(self, module: torch.nn.Module, *, split: bool | None = None) -> torch.nn.Module:
+        """Mark the parameters of `module`, and return it: if `split`, by default where activations are, each tp rank
+        uses them on its own tokens or heads, and gradients are summed over tp.
         """
         for parameter in module.parameters():
-            parameter.sequence_parallel = self.splits_activations  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.sequence_parallel = self.splits_activations if split is None else split  # pyright: ignore[reportAttributeAccessIssue]
         return module
 
 
@@ -238,6 +238,11 @@ class MLPPart(Part):
     def first_product(self) -> int:
         """Operations per token up to what is recomputed where tokens pass in chunks."""
         return 0
+
+
+def kinds(bias: bool) -> tuple[str, ...]:
+    """Return the kinds of tensors of a layer with or without a bias."""
+    return ("weight", "bias") if bias else ("weight",)
 
 
 def named(name: str, weights: WeightMap) -> WeightMap:

@@ -84,7 +84,7 @@ def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
         (
             Platform(CPU, "gloo"),
             Found("2.9.0"),
-            "found te on the device cpu, expected Transformer Engine>=2.9,<2.12 on CUDA",
+            "found te, but transformer_engine does not run on the device cpu, expected Transformer Engine>=2.9,<2.12",
         ),
     ],
     ids=["absent", "too old", "broken", "cpu"],

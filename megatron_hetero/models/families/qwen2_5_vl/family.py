@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.models.families.common import PictureFamily, head_dim, of_text, of_vision, require
+from megatron_hetero.models.families.common import PictureFamily, of_text, of_vision, require
 
 # Shapes import torch, which takes a second.
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Qwen25VL(PictureFamily):
         implied = text.hidden_size // text.num_attention_heads
         require(folder, self.title, (
             ("text_config.hidden_size % num_attention_heads", text.hidden_size % text.num_attention_heads, 0),
-            *head_dim("text_config", text, implied),
+            ("text_config.head_dim", getattr(text, "head_dim", None) or implied, implied),
             *of_text(text, implied, DEFAULT_SECTIONS),
         ))  # fmt: skip
 
