@@ -58,7 +58,7 @@ def _write_model(folder: Path, size: ModelSize) -> None:
 
     from benchmarks.measuring.encoder import encoder_shape
     from examples.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
-    from megatron_hetero.models.families.qwen2_5_vl.family import mrope_section
+    from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
 
     tokenizer = train_tokenizer(
         [" ".join(WORDS), "system user assistant\n"] * 4, 300, chat_template(SYSTEM_PROMPTS["qwen2_5_vl"])
@@ -87,7 +87,7 @@ def _write_model(folder: Path, size: ModelSize) -> None:
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
-                "mrope_section": mrope_section(size.text_hidden // size.text_heads),
+                **QWEN2_5_VL.rope_settings(size.text_hidden // size.text_heads),
             },
             "bos_token_id": token_id("<|endoftext|>"),
             "eos_token_id": token_id("<|im_end|>"),

@@ -89,7 +89,7 @@ def _column() -> tuple[Tensor, Callable[[], Tensor]]:
 
 def _column_in_parts() -> tuple[Tensor, Callable[[], Tensor]]:
     layer, x = _layer(), torch.ones(PARTS * ROWS, 1, WIDTH, requires_grad=True)
-    return x, lambda: first_in_parts(layer, x, [ROWS] * PARTS)
+    return x, lambda: first_in_parts(layer, x, [ROWS] * PARTS)[0]
 
 
 def _row_in_parts() -> tuple[Tensor, Callable[[], Tensor]]:

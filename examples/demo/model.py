@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.models.families.qwen2_5_vl.family import mrope_section
-from megatron_hetero.models.families.qwen3_vl.family import rope_settings
 from megatron_hetero.models.items.pictures import IMAGE_TOKENS
 from megatron_hetero.models.registry import FAMILIES
 
@@ -135,7 +133,7 @@ def model_config(model_type: str, sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -
         "out_hidden_size": sizes.text_hidden,
         "initializer_range": sizes.initializer_range,
     }
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": sizes.rope_theta}
+    rope = {"rope_type": "default", "rope_theta": sizes.rope_theta} | FAMILIES[model_type].rope_settings(head)
     text: dict[str, Any] = {
         "vocab_size": math.ceil(len(tokenizer) / 128) * 128,
         "hidden_size": sizes.text_hidden,
@@ -144,6 +142,7 @@ def model_config(model_type: str, sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -
         "num_attention_heads": sizes.text_heads,
         "num_key_value_heads": sizes.text_kv_heads,
         "max_position_embeddings": 4096,
+        "rope_parameters": rope,
         "initializer_range": sizes.initializer_range,
         "bos_token_id": ids[END_OF_TEXT],
         "eos_token_id": ids[TURN_END],
@@ -153,12 +152,11 @@ def model_config(model_type: str, sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -
         # One for each layer of the language model, three at most, as in published models.
         deeper = list(range(min(3, sizes.vision_layers - 1, sizes.text_layers)))
         vision |= {"patch_size": 16, "num_position_embeddings": 16**2, "deepstack_visual_indexes": deeper}
-        text |= {"head_dim": head, "rope_parameters": rope | rope_settings(head)}
+        text["head_dim"] = head
     else:
         # Full attention in every second layer, the last one included.
         full = list(range(sizes.vision_layers - 1, -1, -2))[::-1]
         vision |= {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": full}
-        text |= {"rope_parameters": rope | {"mrope_section": mrope_section(head)}}
     shown = {name: ids[token] for name, token in IMAGE_TOKENS.items()}
     config_class = FAMILIES[model_type].config_class(model_type)
     return config_class(vision_config=vision, text_config=text, tie_word_embeddings=True, **shown)

@@ -55,7 +55,6 @@ from megatron_hetero.job import DTYPES
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
     companions_of,
-    drawn_tensors,
     model_writer,
     open_encoders,
     open_modules,
@@ -254,7 +253,7 @@ def import_folders(
     """
     require_free(target)
     folders, shapes = sources.read()
-    if seed is not None and not folders.fresh_projector and not any(drawn_tensors(m, shapes) for m in shapes.modules):
+    if seed is not None and not folders.fresh_projector:
         raise UserError.at(
             "--seed",
             found=str(seed),
@@ -263,7 +262,7 @@ def import_folders(
             fix="add --fresh-projector, or remove it",
         )
     seed = seed or 0
-    weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes, seed)
+    weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes)
     _require_equal_copies(weights[TEXT], shapes)
     stored = {name: weights[_module_of(name, shapes)] for name in stored_shapes(shapes)}
     dtypes = {name: of_module.dtype(name) for name, of_module in stored.items()}

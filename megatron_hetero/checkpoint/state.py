@@ -17,9 +17,8 @@ from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.storage import read_entries, verified
 from megatron_hetero.groups.collective import Working, on_every, on_first
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.models.frozen import tensors_of_parts
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import stored_shapes
+from megatron_hetero.models.weights import stored_shapes, tensors_of_parts
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.optimizer import ShardOptimizer

@@ -18,7 +18,7 @@ import torch
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.layout.pipeline import LAYERS, PipelineStage
 from megatron_hetero.models.layers.layer import Layer
-from megatron_hetero.models.layers.parts import FORWARD, TRAINED, Drawn, Part, Passes, Site, Tokens, named
+from megatron_hetero.models.layers.parts import FORWARD, TRAINED, Part, Passes, Site, Tokens, named
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,6 @@ class Architecture:
     def tensors(self) -> TensorShapes:
         """All stored tensors with their shapes, in the order in which they are written."""
         return {stored + name: shape for stored, part in self._parts() for name, shape in part.tensors().items()}
-
-    @cached_property
-    def drawn(self) -> dict[str, Drawn]:
-        """Tensors in checkpoints that no folder stores."""
-        return {stored + name: each for stored, part in self._parts() for name, each in part.drawn().items()}
 
     def _parts(self) -> Iterator[tuple[str, Part | Layer]]:
         """Yield all parts with tensors of their own, and the prefixes of these."""

@@ -20,7 +20,7 @@ from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.layers.parts import Passes
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import folder_shapes, parts_of_tensors, stored_shapes, weight_map
+from megatron_hetero.models.weights import folder_shapes, stored_shapes, tensors_of_parts, weight_map
 
 _MOST_SUGGESTED = 8
 
@@ -88,14 +88,6 @@ def frozen_tensors(shapes: ModelShapes, freeze: Sequence[str], train: Sequence[s
     frozen = _listed("model.freeze", freeze, shapes)
     every = frozenset(stored_shapes(shapes))
     return frozen | (every - _listed("model.train", train, shapes) if train else frozenset())
-
-
-def tensors_of_parts(shapes: ModelShapes) -> dict[str, list[str]]:
-    """Return the names of a whole model's tensors by part."""
-    found, parts = dict[str, list[str]](), parts_of_tensors(shapes)
-    for name in stored_shapes(shapes):
-        found.setdefault(parts[name], []).append(name)
-    return found
 
 
 def _listed(setting: str, entries: Iterable[str], shapes: ModelShapes) -> frozenset[str]:

@@ -170,10 +170,11 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_logits = of_weight = None
-        if ctx.needs_input_grad[1] and 0 < len(hidden) <= hidden.shape[1]:
+        few = len(hidden) <= hidden.shape[1]
+        if ctx.needs_input_grad[1] and few:
             of_logits = hidden.new_empty(len(hidden), len(weight))
-        elif ctx.needs_input_grad[1]:
-            of_weight = _SumOfProducts(weight, many=len(hidden) > chunk)
+        # In fp32 while several products of fewer bits are added.
+        dtype = torch.float32 if len(hidden) > chunk and weight.element_size() < 4 else weight.dtype
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             tokens = slice(start, start + chunk)
@@ -185,10 +186,13 @@ class _HeadLoss(torch.autograd.Function):
             del logits
             if of_hidden is not None:
                 torch.mm(grad, weight, out=of_hidden[tokens])
-            if of_weight is not None:
-                of_weight.add(grad.t(), hidden[tokens])
+            if ctx.needs_input_grad[1] and not few:
+                if of_weight is None:
+                    of_weight = product(grad.t(), hidden[tokens], dtype=dtype)
+                else:
+                    add_product(of_weight, grad.t(), hidden[tokens])
         ctx.parameter, factors = weight, (None, None) if of_logits is None else (of_logits, hidden)
-        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.value(), *factors)
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *factors)
         return loss
 
     @staticmethod
@@ -207,23 +211,6 @@ class _HeadLoss(torch.autograd.Function):
 def _scaled(x: Tensor, scale: Tensor) -> Tensor:
     """Multiply `x` by `scale` [] in fp32: a GPU would round `scale` to the dtype of `x` first."""
     return x.float().mul_(scale).to(x.dtype) if x.element_size() < 4 else x * scale
-
-
-class _SumOfProducts:
-    """A sum of matrix products, of `like`'s shape and dtype; in fp32 while `many` products of fewer bits are added."""
-
-    def __init__(self, like: Tensor, *, many: bool):
-        self._sum: Tensor | None = None
-        self._like, self._dtype = like, torch.float32 if many and like.element_size() < 4 else like.dtype
-
-    def add(self, left: Tensor, right: Tensor) -> None:
-        if self._sum is None:
-            self._sum = product(left, right, dtype=self._dtype)
-        else:
-            add_product(self._sum, left, right)
-
-    def value(self) -> Tensor:
-        return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
 
 
 def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ class ModuleStage(torch.nn.Module):
         super().__init__()
         self.stage = stage = stage or PipelineStage.whole(len(architecture.layers))
         self.offload, self.config, self.groups = offload, site.config, site.groups
-        self.splits_activations = site.splits_activations
+        self.shards = site.tp if site.splits_activations else 1
         own = [end for end in architecture.ends_of(stage) if not architecture.holds_copy(end, stage)]
         if architecture.entry in own:
             self.add_module(architecture.entry.name, architecture.entry.part.build(site, 0))
@@ -161,7 +161,6 @@ class EncoderModel(ModuleStage):
         ends = list(architecture.ends_of(self.stage))
         self._added = [end.name for end in ends if end.at == "first" and end is not architecture.entry]
         self.outputs = [end for end in ends if end.output]
-        self._patch_shards = site.tp if site.splits_activations else 1
 
     def forward(self, batch: EncoderInput, hidden: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """Run this stage on a micro-batch. The last stage returns the rows of this rank's units, [units, out_hidden],
@@ -181,8 +180,8 @@ class EncoderModel(ModuleStage):
 
     def hidden_shape(self, batch: EncoderInput) -> tuple[int, int, int]:
         """Return the shape of hidden states between stages: [patches of this rank, 1, hidden], padding included."""
-        patches = padded_patches(batch.positions.shape[1], self.shape.unit, self._patch_shards)
-        return patches // self._patch_shards, 1, self.shape.hidden
+        patches = padded_patches(batch.positions.shape[1], self.shape.unit, self.shards)
+        return patches // self.shards, 1, self.shape.hidden
 
     def enter(self, batch: EncoderInput) -> Tensor:
         """Embed this rank's patches on the first stage, with what its other ends add for positions. Returns
@@ -199,7 +198,7 @@ class EncoderModel(ModuleStage):
         """Return the positions of the patches that this rank embeds, [dims, patches], zero for padding. With
         sequence-parallel activations each tp rank embeds a share of the shard.
         """
-        start = patches * self.groups.tp.rank() if self.splits_activations else 0
+        start = patches * self.groups.tp.rank() if self.shards > 1 else 0
         own = batch.positions[:, start : start + patches]
         return F.pad(own, (0, patches - own.shape[1]))
 
@@ -266,8 +265,7 @@ class TextModel(ModuleStage):
         """Return the shape of hidden states between stages: [S, 1, hidden], or [S / tp, 1, hidden] with
         sequence-parallel activations.
         """
-        shards = self.groups.tp.size() if self.splits_activations else 1
-        return len(batch.tokens) // shards, 1, self.shape.hidden
+        return len(batch.tokens) // self.shards, 1, self.shape.hidden
 
     def units(self) -> tuple[Gathered, ...]:
         """See `ModuleStage.units`; the embedding is the first."""
@@ -312,7 +310,7 @@ class TextModel(ModuleStage):
     def loss(self, batch: TextInput, hidden: Tensor) -> Tensor:
         """Return the sum of token losses from the result of the last stage's layers. Fills `batch.hits`."""
         tp = self.groups.tp
-        if self.splits_activations:
+        if self.shards > 1:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=tp)

@@ -7,10 +7,9 @@ name before them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -31,7 +30,6 @@ from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.folders import ModelFolders
-from megatron_hetero.models.layers.parts import Drawn
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 
@@ -49,14 +47,15 @@ def group_of(module: str, shapes: ModelShapes, parameter: str) -> str:
     return parts_of(module)[-1] if shapes[module].architecture.in_projector(parameter) else module
 
 
-def parts_of_tensors(shapes: ModelShapes) -> dict[str, str]:
-    """Return for each stored tensor the part of the model that it is in, as `model.freeze` names them."""
-    found = dict.fromkeys(tensors_of(TEXT, shapes), TEXT)
+def tensors_of_parts(shapes: ModelShapes) -> dict[str, list[str]]:
+    """Return the stored tensors of each part of the model, as `model.freeze` names parts."""
+    found = dict[str, list[str]]()
     for encoder in shapes.encoders:
         own, projector = parts_of(encoder)
-        found |= dict.fromkeys(tensors_of(encoder, shapes), own)
-        found |= dict.fromkeys(projector_shapes(encoder, shapes), projector)
-    return found
+        of_projector = projector_shapes(encoder, shapes)
+        found[own] = [name for name in tensors_of(encoder, shapes) if name not in of_projector]
+        found[projector] = list(of_projector)
+    return found | {TEXT: list(tensors_of(TEXT, shapes))}
 
 
 def stored_shapes(shapes: ModelShapes) -> TensorShapes:
@@ -82,12 +81,6 @@ def projector_shapes(encoder: str, shapes: ModelShapes) -> TensorShapes:
     """Return the tensors of an encoder's projector."""
     prefix = prefix_of(encoder, shapes)
     return {prefix + name: size for name, size in shapes[encoder].architecture.projector.items()}
-
-
-def drawn_tensors(module: str, shapes: ModelShapes) -> dict[str, Drawn]:
-    """Return the tensors of a module that no folder stores."""
-    prefix = prefix_of(module, shapes)
-    return {prefix + name: each for name, each in shapes[module].architecture.drawn.items()}
 
 
 def weight_map(
@@ -121,55 +114,41 @@ def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tens
 
 
 def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
-    """Open and check the stored weights of `vision` and `text`. Raises `UserError`."""
-    values = {name: _first_values(name, shapes, seed) for name in (VISION, TEXT)}
+    """Open and check the stored weights of `vision` and `text`. `seed`: of a fresh projector. Raises `UserError`."""
     anew = frozenset(projector_shapes(VISION, shapes) if folders.fresh_projector else ())
-    of_vision, of_text = (
-        {name: size for name, size in tensors_of(module, shapes).items() if name not in values[module]}
-        for module in (VISION, TEXT)
-    )
-    of_vision = {name: size for name, size in of_vision.items() if name not in anew}
     text = StoredWeights.open(folders.text, family_of(shapes.text.family).canonical_name)
-    copies = frozenset(shapes.text.architecture.stored_twice)
+    own, copies = tensors_of(TEXT, shapes), frozenset(shapes.text.architecture.stored_twice)
     if folders.vision == folders.text:
         vision = text
-        text.require(of_vision | of_text, copies | anew)
-    else:  # Each folder may hold a whole model, of which the other module is ignored.
-        vision = StoredWeights.open(folders.vision, family_of(shapes.vision.family).canonical_name)
-        namespace = prefix_of(VISION, shapes)
-        text.require(of_text, copies | _beginning(text, namespace))
-        vision.require(of_vision, frozenset(vision.shapes) - _beginning(vision, namespace) | anew)
+        text.require(own | _without(anew, tensors_of(VISION, shapes)), copies | anew)
+    else:  # The folder may hold a whole model, of which the encoder is ignored.
+        text.require(own, copies | _beginning(text, prefix_of(VISION, shapes)))
+        vision = _open_encoder(VISION, folders.vision, shapes, anew)
     # Last, since the stored tensors have shown by now that the sizes are those of a model.
-    fresh = fresh_projector(shapes, seed) if anew else {}
-    return {VISION: replace(vision, fresh=fresh | values[VISION]), TEXT: replace(text, fresh=values[TEXT])}
+    return {VISION: replace(vision, fresh=fresh_projector(shapes, seed) if anew else {}), TEXT: text}
 
 
-def _first_values(module: str, shapes: ModelShapes, seed: int) -> dict[str, Tensor]:
-    """Draw the whole tensors of a module that no folder stores, each by a generator of its own."""
-    found, sizes = {}, tensors_of(module, shapes)
-    for name, each in drawn_tensors(module, shapes).items():
-        key = blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-        found[name] = each.draw(sizes[name], torch.Generator().manual_seed(int.from_bytes(key, "little")))
-    return found
-
-
-def open_encoders(further: Mapping[str, Path], shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
+def open_encoders(further: Mapping[str, Path], shapes: ModelShapes) -> dict[str, StoredWeights]:
     """Open and check the stored weights of `further` encoders. Raises `UserError`."""
-    opened = {}
-    for name, folder in further.items():
-        weights = StoredWeights.open(folder, partial(_canonical_name, name, shapes))
-        fresh = _first_values(name, shapes, seed)
-        # The folder may hold a whole model, of which the language model is ignored.
-        weights.require(
-            {each: size for each, size in tensors_of(name, shapes).items() if each not in fresh},
-            frozenset(weights.shapes) - _beginning(weights, prefix_of(name, shapes)),
-        )
-        opened[name] = replace(weights, fresh=fresh)
-    return opened
+    return {name: _open_encoder(name, folder, shapes) for name, folder in further.items()}
+
+
+def _open_encoder(name: str, folder: Path, shapes: ModelShapes, anew: frozenset[str] = frozenset()) -> StoredWeights:
+    """Open the weights of an encoder, `anew` excepted. The folder may hold a whole model, of which the language model
+    is ignored.
+    """
+    weights = StoredWeights.open(folder, partial(_canonical_name, name, shapes))
+    others = frozenset(weights.shapes) - _beginning(weights, prefix_of(name, shapes))
+    weights.require(_without(anew, tensors_of(name, shapes)), others | anew)
+    return weights
+
+
+def _without(names: frozenset[str], tensors: TensorShapes) -> TensorShapes:
+    return {name: size for name, size in tensors.items() if name not in names}
 
 
 def _canonical_name(encoder: str, shapes: ModelShapes, stored: str) -> str:
-    """Return the name used here for a tensor in the folder of a further encoder."""
+    """Return the name used here for a tensor in the folder of an encoder."""
     shape = shapes.encoders[encoder]
     name, own = family_of(shape.family).canonical_name(stored), shape.architecture.namespace
     return prefix_of(encoder, shapes) + name.removeprefix(own) if name.startswith(own) else name
@@ -201,38 +180,26 @@ def model_writer(
     `dtype`: one for all, or by the same names. `companions`: see `companions_of`. `target` appears when it is complete.
     Raises `UserError` if it cannot be written.
     """
-    own = _published_names(VISION, shapes) | _published_names(TEXT, shapes)
-    with (
-        _folder(target, own, folder_shapes(shapes), dtype, companions[VISION], limit) as writer,
-        ExitStack() as stack,
-    ):
-        puts = {name: partial(writer.put, there) for name, there in own.items()}
+    puts = dict[str, Callable[[Tensor], None]]()
+    with ExitStack() as stack:
+
+        def add_folder(place: Path, *modules: str) -> FolderWriter:
+            names = {name: there for module in modules for name, there in _published_names(module, shapes).items()}
+            sizes = {names[name]: size for module in modules for name, size in tensors_of(module, shapes).items()}
+            dtypes = dtype if isinstance(dtype, torch.dtype) else {there: dtype[name] for name, there in names.items()}
+            writer = stack.enter_context(folder_writer(place, sizes, dtypes, companions[modules[0]], limit))
+            puts.update({name: partial(writer.put, there) for name, there in names.items()})
+            return writer
+
+        partial_folder = add_folder(target, VISION, TEXT).partial
         for encoder in shapes.encoders:
             if encoder != VISION:
-                names, place = _published_names(encoder, shapes), writer.partial / ENCODERS / encoder
-                of_encoder = _folder(place, names, tensors_of(encoder, shapes), dtype, companions[encoder], limit)
-                further = stack.enter_context(of_encoder)
-                puts |= {name: partial(further.put, there) for name, there in names.items()}
-        yield lambda name, tensor: puts[name](tensor) if name in puts else None  # Some are not exported.
+                add_folder(partial_folder / ENCODERS / encoder, encoder)
+        yield lambda name, tensor: puts[name](tensor)
 
 
 def _published_names(module: str, shapes: ModelShapes) -> dict[str, str]:
-    """Return the names of a module's exported tensors in its folder, by their names here."""
-    shape, drawn, prefix = shapes[module], drawn_tensors(module, shapes), prefix_of(module, shapes)
+    """Return the names of a module's tensors in its folder, by their names here."""
+    shape, prefix = shapes[module], prefix_of(module, shapes)
     publish, namespace = family_of(shape.family).published_name, shape.architecture.namespace
-    names = [name for name in tensors_of(module, shapes) if name not in drawn or drawn[name].exported]
-    return {name: publish(namespace + name.removeprefix(prefix)) for name in names}
-
-
-def _folder(
-    target: Path,
-    names: Mapping[str, str],
-    sizes: TensorShapes,
-    dtype: Dtypes,
-    companions: Companions,
-    limit: int,
-) -> AbstractContextManager[FolderWriter]:
-    """Open a writer of a folder with tensors of `sizes`, under the published `names`."""
-    published = {there: sizes[name] for name, there in names.items()}
-    dtypes = dtype if isinstance(dtype, torch.dtype) else {there: dtype[name] for name, there in names.items()}
-    return folder_writer(target, published, dtypes, companions, limit)
+    return {name: publish(namespace + name.removeprefix(prefix)) for name in tensors_of(module, shapes)}

@@ -52,7 +52,7 @@ class Inputs:
     def open(cls, job: JobSpec) -> Inputs:
         """Open and check them. Raises `UserError`."""
         config, encoders, seed = job.config, job.config.model.encoder_folders, job.config.train.seed
-        weights = open_modules(job.folders, job.shapes, seed) | open_encoders(encoders, job.shapes, seed)
+        weights = open_modules(job.folders, job.shapes, seed) | open_encoders(encoders, job.shapes)
         processor = open_processor(config)
         mixture, held_out = open_mixture(config, processor.fields), open_held_out(config, processor.fields)
         if dist.get_rank() != FIRST:

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from examples.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
-from megatron_hetero.models.families.qwen2_5_vl.family import mrope_section
-from megatron_hetero.models.families.qwen3_vl.family import rope_settings
+from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
+from megatron_hetero.models.families.qwen3_vl.family import QWEN3_VL
 
 CORPUS = [
     "What is in the picture? A red disc on the left.",
@@ -102,14 +102,14 @@ def model_config(choice: ModelChoice, tokenizer: Any) -> Qwen2_5_VLConfig | Qwen
             "num_position_embeddings": choice.table_side**2,
             "deepstack_visual_indexes": list(choice.deepstack),
         }
-        text |= {"head_dim": choice.head_dim, "rope_parameters": rope | rope_settings(choice.head_dim)}
+        text |= {"head_dim": choice.head_dim, "rope_parameters": rope | QWEN3_VL.rope_settings(choice.head_dim)}
     else:
         vision |= {
             "patch_size": 14,
             "window_size": choice.window,
             "fullatt_block_indexes": [layer for layer in choice.full_layers if layer < choice.vision_layers],
         }
-        text["rope_parameters"] = rope | {"mrope_section": mrope_section(choice.head_dim)}
+        text["rope_parameters"] = rope | QWEN2_5_VL.rope_settings(choice.head_dim)
     kind = Qwen3VLConfig if choice.family == "qwen3_vl" else Qwen2_5_VLConfig
     return kind(
         vision_config=vision,

@@ -1,4 +1,4 @@
-"""Checks of configurations and names of stored tensors that families share."""
+"""What families share: items, positions, names of stored tensors, and checks of configurations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import Only, shown
+from megatron_hetero.models.family import Family
+from megatron_hetero.models.items.pictures import IMAGE_TOKENS, Pictures, rope_positions
 
 _UNQUANTISED = Only(
     (None, {}),
@@ -44,7 +48,7 @@ def require(folder: Path, title: str, expectations: Iterable[Expectation]) -> No
 
 def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
     """Expectations of any family's encoder. `text`: the language model of the same folder."""
-    rope = vision.rope_parameters or {}
+    rope, head_dim = vision.rope_parameters or {}, vision.hidden_size // vision.num_heads
     rope_type = rope.get("rope_type", "default")
     return (
         *positive("vision_config", vision, "depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size"),
@@ -52,8 +56,8 @@ def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
         *positive("vision_config.rope_parameters", rope, "rope_theta"),
         ("vision_config.out_hidden_size", vision.out_hidden_size, text.hidden_size),
         ("vision_config.hidden_size % num_heads", vision.hidden_size % vision.num_heads, 0),
-        *head_dim("vision_config", vision, vision.hidden_size // vision.num_heads),
-        ("vision_config.hidden_size / num_heads % 4", vision.hidden_size // vision.num_heads % 4, 0),
+        ("vision_config.head_dim", getattr(vision, "head_dim", None) or head_dim, head_dim),
+        ("vision_config.hidden_size / num_heads % 4", head_dim % 4, 0),
         ("vision_config.rope_parameters.rope_type", "axial" if rope_type == "default" else rope_type, "axial"),
         ("vision_config.rope_parameters with rope_theta", "rope_theta" in rope, True),
     )
@@ -92,12 +96,6 @@ def positive(name: str, values: Any, *keys: str) -> Iterator[Expectation]:
             yield f"{name}.{key}", value, "a number above 0"
 
 
-def head_dim(name: str, module: Any, implied: int) -> tuple[Expectation, ...]:
-    """The expectation that `head_dim`, if given, is the `implied` one."""
-    given = getattr(module, "head_dim", None)
-    return () if given is None else ((f"{name}.head_dim", given, implied),)
-
-
 ENCODER, TEXT = "visual.", "model."
 """Prefixes of the tensors of an encoder and of a language model, as in older folders."""
 _NESTED = {ENCODER: f"model.{ENCODER}", TEXT: "model.language_model."}
@@ -117,3 +115,25 @@ def nested_name(name: str) -> str:
         if name.startswith(flat):
             return nested + name.removeprefix(flat)
     return name
+
+
+def _image_processor() -> type:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil
+
+
+class PictureFamily(Family):
+    """Base of families whose encoder takes pictures and whose folders name tensors as those of Qwen-VL."""
+
+    built = SUPPORTED
+    tokens = IMAGE_TOKENS
+    items = (Pictures(_image_processor),)
+
+    def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:
+        """Return the positions of text and pictures, see `rope_positions`."""
+        return rope_positions(tokens, starts, places)
+
+    def canonical_name(self, stored: str, /) -> str:
+        """Return the name in folders that do not nest modules."""
+        return canonical_name(stored)

@@ -42,7 +42,7 @@ from megatron_hetero.models.layers.overlapped import (
     parts_of,
     second_in_parts,
 )
-from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, named
+from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, kinds, named
 from megatron_hetero.models.layers.recompute import not_saving, recompute
 from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads, split_heads
 from megatron_hetero.models.layers.segments import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
@@ -115,7 +115,7 @@ class SelfAttention(AttentionPart):
         result: dict[str, Any] = {"linear_proj.weight": columns(f"{out}.weight", self.hidden, own)}
         if self.out_bias:
             result["linear_proj.bias"] = whole(f"{out}.bias", self.hidden)
-        for kind in ("weight", "bias")[: 1 + self.qkv_bias]:
+        for kind in kinds(self.qkv_bias):
             result[f"linear_qkv.{kind}"] = stack(*self._groups(stored, kind, share))
         for parameter, (name, norm) in zip(("q_layernorm", "k_layernorm"), self._head_norms(), strict=False):
             result |= named(parameter, norm.slices(f"{stored}{name}.", share))
@@ -195,8 +195,6 @@ class TorchAttention(torch.nn.Module):
 class PackedSelfAttention(Overlapping):
     """Torch module of a `SelfAttention`."""
 
-    what = "attention"
-
     def __init__(self, part: SelfAttention, site: Site, number: int):
         super().__init__()
         from megatron.core.transformer.enums import AttnMaskType
@@ -206,7 +204,6 @@ class PackedSelfAttention(Overlapping):
         self.windowed, self.head_dim = part.windowed, part.head_dim
         self.exchanges = not part.windowed and (groups.sp.size() > 1 or groups.context.size() > 1)
         self.selective, self.compiled = site.recompute.selective, site.compile_layers
-        self.shards = site.tp if site.splits_activations else 1
         kv_heads = part.kv_heads * part.kv_copies(site.tp)
         self.groups_on_rank = kv_heads // site.tp
         self.attn_mask_type = AttnMaskType.causal if part.causal else AttnMaskType.no_mask
@@ -233,8 +230,10 @@ class PackedSelfAttention(Overlapping):
         queries, keys = part.heads * part.head_dim, kv_heads * part.head_dim
         self.linear_proj: Any = site.row_linear(queries, part.hidden, bias=part.out_bias, leaves_bias=True, name="proj")
         self.linear_qkv: Any = site.column_linear(part.hidden, queries + 2 * keys, bias=part.qkv_bias, name="qkv")
+        # Each tp rank norms its own heads, so that gradients are summed over tp with whole activations too.
         self.q_layernorm, self.k_layernorm = (
-            None if part.head_norm is None else _of_heads(part.head_norm.build(site, number), site) for _ in "qk"
+            None if part.head_norm is None else site.mark(part.head_norm.build(site, number), split=site.tp > 1)
+            for _ in "qk"
         )
 
     def linears(self) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -246,41 +245,29 @@ class PackedSelfAttention(Overlapping):
 
         `table_2nD`: cosines and sines. Returns the output in the shape of the input, and a bias to add.
         """
-        parts = parts_of(self, len(hidden))
+        parts, tokens = parts_of(self, len(hidden)), table_2nD.shape[1]
+        order = ahead = None
         if len(parts) > 1:
-            return self._in_parts(hidden, parts, table_2nD, params)
+            order = Order.of_parts(parts, self.tp_group.size(), tokens, hidden.device)
+            if self.linear_qkv.weight.requires_grad:
+                ahead = Ahead(parts, self.tp_group)
         with not_saving(hidden):
-            mixed = self._by_group(self.linear_qkv(hidden)[0])
-        out = self._attention(mixed, table_2nD, params)
-        padding = len(mixed) - len(out)
-        padded = _computed(partial(_padded, padding), out, again=self.selective and padding > 0)
-        with not_saving(padded):
-            return self.linear_proj(padded)
-
-    def _by_group(self, wide: Tensor) -> Tensor:
-        """[S, 1, out] to [S, 1, groups, heads of a group * D]."""
-        return wide.view(*wide.shape[:-1], self.groups_on_rank, -1)
-
-    def _in_parts(
-        self, hidden: Tensor, parts: tuple[int, ...], table_2nD: Tensor, params: AttentionParams
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute `forward` with exchanges over tp beside products, see `layers.overlapped`."""
-        group: Any = self.tp_group
-        length, tokens = len(hidden) * self.shards, table_2nD.shape[1]
-        order = Order.of_parts(parts, group.size(), tokens, hidden.device)
-        first: Any = self.linear_qkv
-        ahead = Ahead(parts, group) if first.weight.requires_grad else None
-        with not_saving(hidden):
-            mixed = self._by_group(first_in_parts(first, hidden, parts, ahead))
+            mixed = self._by_group(first_in_parts(self.linear_qkv, hidden, parts, ahead)[0])
         out = self._attention(mixed, table_2nD, params, order)
         if ahead is not None:
             with not_saving(hidden):
                 out = gather_ahead(out, hidden, ahead)
-        # Tokens in another order are a copy of what attention saves, and cheap to recompute.
-        again = self.selective or tokens == length
-        padded = _computed(lambda out: order.placed(out).unsqueeze(1), out, again=again)
+        padding = len(mixed) - tokens
+        # What the output projection takes is a copy of what attention saves, if it is padded or in another order. Where
+        # the order alone differs, computing it again is cheap.
+        again = self.selective and padding > 0 if order is None else self.selective or padding == 0
+        padded = _computed(partial(_padded, padding, order), out, again=again)
         with not_saving(padded):
             return second_in_parts(self.linear_proj, padded, parts)
+
+    def _by_group(self, wide: Tensor) -> Tensor:
+        """[S, 1, out] to [S, 1, groups, heads of a group * D]."""
+        return wide.view(*wide.shape[:-1], self.groups_on_rank, -1)
 
     def _attention(
         self, mixed: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None = None
@@ -325,7 +312,9 @@ class PackedSelfAttention(Overlapping):
         ).flatten(1)  # fmt: skip
 
 
-def _padded(padding: int, out: Tensor) -> Tensor:
+def _padded(padding: int, order: Order | None, out: Tensor) -> Tensor:
+    if order is not None:
+        return order.placed(out).unsqueeze(1)
     return (F.pad(out, (0, 0, 0, padding)) if padding else out).unsqueeze(1)
 
 
@@ -360,13 +349,3 @@ def _without_context(groups: Any) -> Any:
     alone = copy.copy(groups)
     alone.cp = alone.sp = alone.context = groups.ep
     return alone
-
-
-def _of_heads(norm: torch.nn.Module, site: Site) -> torch.nn.Module:
-    """Mark a norm that all heads share: each tp rank norms its own heads, so that gradients are summed over tp with
-    whole activations too.
-    """
-    if site.tp > 1:
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
-    return norm

@@ -12,7 +12,6 @@ from megatron_hetero.models.layers.kernels import (
     Found,
     cuda_capability,
     find,
-    notices,
     unusable,
 )
 from megatron_hetero.models.layers.linear import ColumnLinear, RowLinear
@@ -30,19 +29,18 @@ def choose_backend(choice: str, platform: Platform, found: Found | None = None) 
     Raises:
         UserError: `te` is not usable here.
     """
-    if choice == "torch" or (choice == "auto" and not platform.is_cuda):
+    if choice == "torch":
         return TORCH
-    why = unusable(TRANSFORMER_ENGINE, found or find(TRANSFORMER_ENGINE)) if platform.is_cuda else ""
-    if choice == "te" and (why or not platform.is_cuda):
-        expected = f"Transformer Engine{TRANSFORMER_ENGINE.versions} on CUDA"
-        if not platform.is_cuda:
-            on_device, fix = f"te on the device {platform.device.type}", "use --model.backend torch"
-            raise UserError.at("model.backend", found=on_device, expected=expected, because="it needs a GPU", fix=fix)
+    why, install = f"does not run on the device {platform.device.type}", ""
+    if platform.is_cuda:
+        why = unusable(TRANSFORMER_ENGINE, found or find(TRANSFORMER_ENGINE))
+        install = "install it as docs/installation.md says, or "
+    if choice == "te" and why:
         raise UserError.at(
             "model.backend",
             found=f"te, but {TRANSFORMER_ENGINE.module} {why}",
-            expected=expected,
-            fix="install it as docs/installation.md says, or use --model.backend torch",
+            expected=f"Transformer Engine{TRANSFORMER_ENGINE.versions} on CUDA",
+            fix=f"{install}use --model.backend torch",
         )
     return TORCH if why else te_backend(cuda_capability(platform.device))
 
@@ -73,4 +71,6 @@ def backend_notices(choice: str, platform: Platform) -> list[str]:
     if not platform.is_cuda:
         return []
     packages = [FLASH_ATTN, FLASH_ATTN_3] + [TRANSFORMER_ENGINE] * (choice != "torch")
-    return notices([(package, find(package)) for package in packages])
+    installed = [(package, found) for package in packages if (found := find(package)).version is not None]
+    reasons = [(package.module, unusable(package, found)) for package, found in installed]
+    return [f"{module} {why}: PyTorch is used instead." for module, why in reasons if why]

@@ -20,9 +20,7 @@ from megatron_hetero.hf.weight_map import (
     whole,
 )
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.parts import Operations, Part, Site, Tokens, named
-
-KINDS = ("weight", "bias")
+from megatron_hetero.models.layers.parts import Operations, Part, Site, Tokens, kinds, named
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class PatchEmbedding(Part):
 
     def slices(self, stored: str, share: Share) -> WeightMap:
         """Return all of it on every rank."""
-        return {kind: whole(f"{stored}proj.{kind}", self.hidden) for kind in KINDS[: 1 + self.bias]}
+        return {kind: whole(f"{stored}proj.{kind}", self.hidden) for kind in kinds(self.bias)}
 
     def operations(self, tokens: Tokens) -> Operations:
         """Count one product."""

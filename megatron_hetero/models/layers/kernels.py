@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -78,45 +76,28 @@ class Found:
 @lru_cache
 def find(package: OptionalPackage) -> Found:
     """Look for the package, and import it if it is installed."""
-    if importlib.util.find_spec(package.module) is None:
+    try:
+        version = importlib.metadata.version(package.name.partition("[")[0])
+    except importlib.metadata.PackageNotFoundError:
         return Found(None)
     try:
         for place in package.imports:
             module, _, name = place.partition(":")
             getattr(importlib.import_module(module), name)
     except Exception as error:  # A build for another torch or CUDA fails with errors of many kinds.
-        return Found(_version(package), f"{type(error).__name__}: {error}".splitlines()[0])
-    return Found(_version(package))
-
-
-def _version(package: OptionalPackage) -> str:
-    """Return the installed version, "?" if unknown."""
-    version = getattr(importlib.import_module(package.module), "__version__", None)
-    try:
-        return version or importlib.metadata.version(package.name.partition("[")[0])
-    except importlib.metadata.PackageNotFoundError:
-        return "?"
+        return Found(version, f"{type(error).__name__}: {error}".splitlines()[0])
+    return Found(version)
 
 
 def unusable(package: OptionalPackage, found: Found) -> str:
     """Return why the package is not used, as the rest of a sentence about it; empty if it is."""
     if found.version is None:
         return "is not installed"
-    try:
-        known = SpecifierSet(package.versions).contains(Version(found.version), prereleases=True)
-    except InvalidVersion:
-        known = False
-    if not known:
+    if not SpecifierSet(package.versions).contains(found.version, prereleases=True):
         lowest, below = package.versions.split(",")
         works = f"{lowest.removeprefix('>=')} or newer, below {below.removeprefix('<')}"
         return f"{found.version} is installed, and {works} is known to work"
     return f"{found.version} is installed, but cannot be imported ({found.error})" if found.error else ""
-
-
-def notices(found: Sequence[tuple[OptionalPackage, Found]]) -> list[str]:
-    """Return a line for each package that is installed but not used."""
-    lines = [(package, unusable(package, f)) for package, f in found if f.version is not None]
-    return [f"{package.module} {why}: PyTorch is used instead." for package, why in lines if why]
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -145,8 +126,8 @@ def choose_kernel(
     device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], installed: Collection[str]
 ) -> KernelName:
     """Return the kernel for a type of `device`, a GPU of that CUDA `capability`. `installed`: names of `PACKAGES`."""
-    fits = device == "cuda" and dtype in HALF and head_dim <= FLASH_HEAD_DIM and capability >= FLASH_CAPABILITY
-    if not fits:
+    fits = head_dim <= FLASH_HEAD_DIM and head_dim % FLASH_HEAD_MULTIPLE == 0
+    if not fits or device != "cuda" or dtype not in HALF or capability < FLASH_CAPABILITY:
         return "bucketed"
     if "flash_attn_3" in installed and capability[0] == HOPPER:
         return "flash_attn_3"
@@ -189,9 +170,10 @@ def torch_flash(
     `mha_varlen_fwd` and `mha_varlen_bwd`; mask.h in the same folder, `Mask::apply_mask`.
     """
     op = op or torch.ops.aten._flash_attention_forward
-    dim = q_nHD.shape[2]
     out, *_ = op(
-        *map(_padded, (q_nHD, k_KhD, v_KhD)),
+        q_nHD,
+        k_KhD,
+        v_KhD,
         segments.cu_seqlens_q,
         segments.cu_seqlens_kv,
         segments.max_seqlen_q,
@@ -199,20 +181,9 @@ def torch_flash(
         0.0,  # dropout
         causal,
         False,  # return_debug_mask
-        scale=dim**-0.5,
+        scale=q_nHD.shape[2] ** -0.5,
     )
-    return _cropped(out, dim)
-
-
-def _padded(x: Tensor) -> Tensor:
-    """Pad heads to the multiple that flash kernels want."""
-    padding = -x.shape[-1] % FLASH_HEAD_MULTIPLE
-    return F.pad(x, (0, padding)) if padding else x
-
-
-def _cropped(x: Tensor, dim: int) -> Tensor:
-    """Remove the padding of heads of `dim` elements."""
-    return x if x.shape[-1] == dim else x[..., :dim]
+    return out
 
 
 def flash_attn(
@@ -228,17 +199,18 @@ def flash_attn(
     arguments have the same names from 2.1 to 2.8, or of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608;
     hopper/flash_attn_interface.py), of which earlier betas return the logarithm of the softmax's sum too.
     """
-    dim = q_nHD.shape[2]
     found: Any = function(
-        *map(_padded, (q_nHD, k_KhD, v_KhD)),
+        q_nHD,
+        k_KhD,
+        v_KhD,
         cu_seqlens_q=segments.cu_seqlens_q,
         cu_seqlens_k=segments.cu_seqlens_kv,
         max_seqlen_q=segments.max_seqlen_q,
         max_seqlen_k=segments.max_seqlen_kv,
-        softmax_scale=dim**-0.5,
+        softmax_scale=q_nHD.shape[2] ** -0.5,
         causal=causal,
     )
-    return _cropped(found[0] if isinstance(found, tuple) else found, dim)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def bucketed(

@@ -8,7 +8,6 @@ A new kind of attention or of MLP is a subclass of `AttentionPart` or `MLPPart` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.models.layers.compiled import NormWeights, added_and_normed, normed, run
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.parts import AttentionPart, Drawn, MLPPart, Operations, Site, Tokens, named
+from megatron_hetero.models.layers.parts import AttentionPart, MLPPart, Operations, Site, Tokens, named
 from megatron_hetero.models.layers.recompute import recompute
 
 
@@ -42,10 +41,6 @@ class Layer:
         norms = zip(self.norm_names, self.norms, strict=True)
         of_norms = {f"{name}.{kind}": shape for name, norm in norms for kind, shape in norm.tensors().items()}
         return of_norms | self.attention.tensors() | self.mlp.tensors()
-
-    def drawn(self) -> Mapping[str, Drawn]:
-        """Return those of the tensors that no folder stores."""
-        return {**self.attention.drawn(), **self.mlp.drawn()}
 
     def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
         """Return the parameters, see `Part.weight_map`."""

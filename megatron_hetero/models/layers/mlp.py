@@ -30,7 +30,7 @@ from megatron_hetero.hf.weight_map import (
 )
 from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.overlapped import Overlapping, first_in_parts, parts_of, second_in_parts
-from megatron_hetero.models.layers.parts import MLPPart, Operations, Site, Tokens
+from megatron_hetero.models.layers.parts import MLPPart, Operations, Site, Tokens, kinds
 from megatron_hetero.models.layers.recompute import not_saving, recompute
 
 
@@ -66,10 +66,6 @@ class MLP(MLPPart):
         """Operations per token of the first linear layer."""
         return 2 * self.hidden * self.ffn * (1 + self.gated)
 
-    @property
-    def _kinds(self) -> tuple[str, ...]:
-        return ("weight", "bias") if self.bias else ("weight",)
-
     def tensors(self) -> TensorShapes:
         """Return the weights, each with its bias if there are any."""
         *first, last = self.stored
@@ -77,14 +73,14 @@ class MLP(MLPPart):
         return {
             f"{name}.{kind}": (rows, columns) if kind == "weight" else (rows,)
             for name, rows, columns in sizes
-            for kind in self._kinds
+            for kind in kinds(self.bias)
         }
 
     def slices(self, stored: str, share: Share) -> WeightMap:
         """Split the first layer by rows, the gate above the rest; the second by columns."""
         *first, last = (stored + name for name in self.stored)
         result: dict[str, tuple[TensorSlice, ...]] = {}
-        for kind in self._kinds:
+        for kind in kinds(self.bias):
             names = [f"{name}.{kind}" for name in first]
             rows = _gate_and_up(names, self.ffn, share) if self.gated else split_rows(names[0], self.ffn, share)
             result[f"linear_fc1.{kind}"] = rows
@@ -121,8 +117,6 @@ class MLPModule(Overlapping):
     have equally many tokens, and so equally many chunks.
     """
 
-    what = "an MLP"
-
     def __init__(self, mlp: MLP, site: Site):
         super().__init__()
         self.recompute, self.compiled, self.has_gate = site.recompute, site.compile_layers, mlp.gated
@@ -157,13 +151,12 @@ class MLPModule(Overlapping):
 
     def _at_once(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         parts = parts_of(self, len(hidden))
-        in_one = len(parts) == 1
         with not_saving(hidden):
-            wide, bias = self.linear_fc1(hidden) if in_one else (first_in_parts(self.linear_fc1, hidden, parts), None)
+            wide, bias = first_in_parts(self.linear_fc1, hidden, parts)
         inputs = (wide,) if bias is None else (wide, bias)
         product = recompute(self._product, *inputs) if self.recompute.selective else self._product(*inputs)
         with not_saving(product):
-            return self.linear_fc2(product) if in_one else second_in_parts(self.linear_fc2, product, parts)
+            return second_in_parts(self.linear_fc2, product, parts)
 
     def _product_of_input(self, piece: Tensor) -> Tensor:
         return self._product(*self.linear_fc1(piece))
@@ -176,13 +169,9 @@ class MLPModule(Overlapping):
             from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
             return bias_swiglu_impl(wide, bias, False, False)
-        wide = wide if bias is None else wide + bias
-        if not self.has_gate:
-            return self.activation(wide)
-        if self.activation is F.silu:
-            return swiglu(wide)
-        gate, up = wide.chunk(2, dim=-1)
-        return self.activation(gate) * up
+        if self.has_gate and self.activation is F.silu:
+            return swiglu(wide if bias is None else wide + bias)
+        return activated(wide, bias, self.activation, self.has_gate)
 
 
 def swiglu(wide: Tensor) -> Tensor:

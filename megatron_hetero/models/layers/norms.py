@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
-from megatron_hetero.models.layers.parts import Part, Site
+from megatron_hetero.models.layers.parts import Part, Site, kinds
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,19 @@ class Norm(Part):
     eps: float
     rms: bool = True
 
-    @property
-    def _kinds(self) -> tuple[str, ...]:
-        return ("weight",) if self.rms else ("weight", "bias")
-
     def tensors(self) -> TensorShapes:
         """Return the weight, and the bias of a layer norm."""
-        return dict.fromkeys(self._kinds, (self.width,))
+        return dict.fromkeys(kinds(not self.rms), (self.width,))
 
     def slices(self, stored: str, share: Share) -> WeightMap:
         """Return all of both on every rank."""
-        return {kind: whole(stored + kind, self.width) for kind in self._kinds}
+        return {kind: whole(stored + kind, self.width) for kind in kinds(not self.rms)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """Build the backend's norm."""
         config = site.config_of(rms_norm=self.rms)
         kind = site.backend.rms_norm if self.rms else site.backend.layer_norm
-        return kind(config=config, hidden_size=self.width, eps=self.eps)
+        return site.mark(kind(config=config, hidden_size=self.width, eps=self.eps))
 
 
 class RMSNorm(torch.nn.Module):
@@ -52,7 +48,6 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of `x`."""
@@ -64,8 +59,6 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        for parameter in (self.weight, self.bias):
-            parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -28,9 +28,8 @@ TILE = 64
 
 
 class Overlapping(nn.Module):
-    """A module with two linear layers whose exchanges over tp can be in parts. `what` names it in messages."""
+    """A module with two linear layers whose exchanges over tp can be in parts."""
 
-    what = "a module"
     exchanged_in_parts = 1
 
     def linears(self) -> tuple[nn.Module, nn.Module]:
@@ -48,7 +47,7 @@ def overlap_exchanges(model: nn.Module, parts: int) -> None:
         if isinstance(module, Overlapping):
             first, second = module.linears()
             if not (hasattr(first, "exchanges_in_parts") and hasattr(second, "exchanges_in_parts")):
-                raise TypeError(f"{module.what} of {type(first).__name__} exchanges by itself")
+                raise TypeError(f"{type(module).__name__} of {type(first).__name__} exchanges by itself")
             module.exchanged_in_parts = parts
 
 
@@ -90,13 +89,21 @@ def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
     return _GatherAhead.apply(out, x, ahead)  # pyright: ignore[reportReturnType]
 
 
-def first_in_parts(layer: Any, x: Tensor, parts: Sequence[int], ahead: Ahead | None = None) -> Tensor:
-    """Compute [S / tp, 1, in] to [S, 1, out / tp] in parts. `ahead`: saves `x`."""
-    return _First.apply(x, layer.weight, layer.bias, parts, layer.tp_group, ahead)  # pyright: ignore[reportReturnType]
+def first_in_parts(
+    layer: Any, x: Tensor, parts: Sequence[int], ahead: Ahead | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute [S / tp, 1, in] to [S, 1, out / tp] in parts, and return a bias that the layer leaves to its caller.
+    `ahead`: saves `x`. A single part is computed by the layer itself.
+    """
+    if len(parts) == 1:
+        return layer(x)
+    return _First.apply(x, layer.weight, layer.bias, parts, layer.tp_group, ahead), None  # pyright: ignore[reportReturnType]
 
 
 def second_in_parts(layer: Any, x: Tensor, parts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """Compute [S, 1, in / tp] in parts to [S / tp, 1, out], and return a bias that the layer leaves to its caller."""
+    """Compute [S, 1, in / tp] to [S / tp, 1, out], see `first_in_parts`."""
+    if len(parts) == 1:
+        return layer(x)
     out: Any = _Second.apply(x, layer.weight, parts, layer.tp_group)
     return (out, layer.bias) if layer.skip_bias_add or layer.bias is None else (out + layer.bias, None)
 

@@ -11,7 +11,7 @@ utilisation (MFU, arXiv 2204.02311, appendix B) means the same in every layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -174,25 +174,13 @@ class Site:
             **named,
         }
 
-    def mark(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Mark the parameters of `module`, and return it: where activations are split each tp rank uses them on its own
-        tokens, and gradients are summed over tp.
+    def mark(self, module: torch.nn.Module, *, split: bool | None = None) -> torch.nn.Module:
+        """Mark the parameters of `module`, and return it: if `split`, by default where activations are, each tp rank
+        uses them on its own tokens or heads, and gradients are summed over tp.
         """
         for parameter in module.parameters():
-            parameter.sequence_parallel = self.splits_activations  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.sequence_parallel = self.splits_activations if split is None else split  # pyright: ignore[reportAttributeAccessIssue]
         return module
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A tensor that checkpoints store and no model folder.
-
-    `draw` returns its first values, fp32, for a shape and a generator. The whole tensor is drawn, seeded by its name
-    and the run, and then cut, so that it is equal in every layout. `exported`: whether an exported folder has it.
-    """
-
-    draw: Callable[[tuple[int, ...], torch.Generator], torch.Tensor]
-    exported: bool = False
 
 
 class Part:
@@ -208,10 +196,6 @@ class Part:
     def tensors(self) -> TensorShapes:
         """Return the stored tensors with their shapes, in the order in which they are written."""
         raise NotImplementedError
-
-    def drawn(self) -> Mapping[str, Drawn]:
-        """Return those of the tensors that no folder stores."""
-        return {}
 
     def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
         """Return the parameters of `view` in the order of the torch module, and the slices of stored tensors that they
@@ -254,6 +238,11 @@ class MLPPart(Part):
     def first_product(self) -> int:
         """Operations per token up to what is recomputed where tokens pass in chunks."""
         return 0
+
+
+def kinds(bias: bool) -> tuple[str, ...]:
+    """Return the kinds of tensors of a layer with or without a bias."""
+    return ("weight", "bias") if bias else ("weight",)
 
 
 def named(name: str, weights: WeightMap) -> WeightMap:

@@ -21,13 +21,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_hetero.groups.platform import on_device
@@ -49,14 +50,14 @@ def ulysses_scatter_heads(
     packed = torch.cat([x.transpose(0, 1) for x in parts], dim=2)
     mine, dim = len(q_nHD), q_nHD.shape[-1]
     rows = packed.flatten(0, 1).flatten(1)  # [m * n, heads * D], also where n is 0
-    received = _all_to_all(rows, [mine] * members, list(lengths), group)
+    received = all_to_all(group, rows, list(lengths), [mine] * members)
     return received.unflatten(1, (sum(widths), dim)).split(widths, dim=1)  # pyright: ignore[reportReturnType]
 
 
 def ulysses_gather_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     """Exchange tokens for heads: [N, H / m * D] to [n, H * D]."""
     members, mine = group.size(), lengths[group.rank()]
-    received = _all_to_all(x_Nc, list(lengths), [mine] * members, group)
+    received = all_to_all(group, x_Nc, [mine] * members, list(lengths))
     return received.unflatten(0, (members, mine)).transpose(0, 1).flatten(1)
 
 
@@ -66,7 +67,9 @@ def gather_keys(
     """Gather keys and values over the group and select those at `index` (see `padded_index`): [len(index), H, D] for
     each. `lengths`: tokens of each member.
     """
-    gathered = _gather_padded(torch.cat((k_nHD, v_nHD), dim=1), max(lengths), group)
+    own = torch.cat((k_nHD, v_nHD), dim=1)
+    padded = F.pad(own, (0, 0, 0, 0, 0, max(lengths) - len(own)))
+    gathered = gather_from_sequence_parallel_region(padded, tensor_parallel_output_grad=True, group=group)
     return gathered.index_select(0, index).chunk(2, dim=1)  # pyright: ignore[reportReturnType]
 
 
@@ -87,49 +90,6 @@ def _by_member(x: Tensor, members: int) -> Tensor:
         return x
     copies = math.lcm(x.shape[1], members) // x.shape[1]
     return (x if copies == 1 else x.repeat_interleave(copies, dim=1)).unflatten(1, (members, -1))
-
-
-class _AllToAll(torch.autograd.Function):
-    """All-to-all of rows with uneven splits; the backward pass is the same with the splits exchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        out = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    return _AllToAll.apply(x, sent, received, group)  # pyright: ignore[reportReturnType]
-
-
-class _GatherPadded(torch.autograd.Function):
-    """Gather all members' rows, padded with zeros to `longest`: [n, ...] to [m * longest, ...]. The backward pass sums
-    the members' gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, longest: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.rows, ctx.longest, ctx.group = len(x), longest, group
-        padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, longest - len(x))).contiguous()
-        out = x.new_empty(group.size() * longest, *x.shape[1:])
-        dist.all_gather_into_tensor(out, padded, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        own = grads[0].new_empty(ctx.longest, *grads[0].shape[1:])
-        dist.reduce_scatter_tensor(own, grads[0].contiguous(), group=ctx.group)
-        return own[: ctx.rows], None, None
-
-
-def _gather_padded(x: Tensor, longest: int, group: dist.ProcessGroup) -> Tensor:
-    return _GatherPadded.apply(x, longest, group)  # pyright: ignore[reportReturnType]
 
 
 class ShapeBucket(NamedTuple):

@@ -21,7 +21,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.job import JobSpec
-from megatron_hetero.models.families.qwen2_5_vl.family import mrope_section
+from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
 
 TINY = DemoOptions(seed=1, train_pictures=30, heldout_questions=8)
 
@@ -136,8 +136,8 @@ def test_heads_divide_by_four_and_the_model_is_small():
 
 
 def test_mrope_sections_are_those_of_the_real_model():
-    assert mrope_section(128) == [16, 24, 24]
-    assert sum(mrope_section(24)) == 12
+    assert QWEN2_5_VL.rope_settings(128) == {"mrope_section": [16, 24, 24]}
+    assert sum(QWEN2_5_VL.rope_settings(24)["mrope_section"]) == 12
 
 
 def test_the_tokenizer_restores_text_it_has_not_seen():

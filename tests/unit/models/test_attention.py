@@ -49,6 +49,7 @@ from tests.unit.models.packs import assign, naive
 
 CPU = torch.device("cpu")
 PLATFORM = Platform(CPU, "gloo")
+PLATFORM.prepare_megatron()
 DIM = 4
 
 
@@ -318,7 +319,6 @@ def groups_of(layout: str) -> ModuleGroups:
 @on_ranks(8)
 def test_a_layer_across_ranks_is_that_of_tp(layout: str, kv_heads: int) -> None:
     """Output, gradient of the input, and the sum of the gradients of the weights over `sp` and `cp`."""
-    PLATFORM.prepare_megatron()
     prepare_globals(seed=0)
     tp = Layout.parse(layout, dist.get_world_size()).tp
     groups = groups_of(layout)
@@ -379,7 +379,6 @@ class OtherAttention(TorchAttention):
 @on_ranks(4)
 def test_a_backends_attention_is_used_where_nothing_is_exchanged() -> None:
     ours, other = "TorchAttention", "OtherAttention"
-    PLATFORM.prepare_megatron()
     for layout, of_full_layers in (("tp:2,dp:2", other), ("sp:4", ours), ("cp:2,tp:2", ours), ("sp:2,cp:2", ours)):
         assert core_attentions(layout, torch.bfloat16) == [of_full_layers, of_full_layers, other]
     # It has no kernel for packed sequences in fp32.

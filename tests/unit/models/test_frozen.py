@@ -116,7 +116,7 @@ def test_operations_of_half_the_layers() -> None:
         (("model.layer.*.mlp.*",), (), "found `model.layer.*.mlp.*` (did you mean `model.layers.*.mlp."),
         (("audio.*",), (), "expected a pattern of tensors: detail.visual.blocks.*.attn.proj.bias, "),
         ((), ("modle.*",), "model.train (--model.train): found `modle.*`"),
-        (("*",), (), "freezes all of detail, detail_projector, vision, projector, text"),
+        (("*",), (), "freezes all of vision, projector, detail, detail_projector, text"),
         (("text",), ("text",), "model.train (--model.train): freezes all"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.models.layers import backend
 from megatron_hetero.models.layers.backend import TORCH, backend_notices, choose_backend
 from megatron_hetero.models.layers.kernels import (
     FLASH_ATTN,
@@ -19,7 +20,6 @@ from megatron_hetero.models.layers.kernels import (
     Found,
     OptionalPackage,
     find,
-    notices,
     unusable,
 )
 
@@ -33,10 +33,10 @@ GPU = Platform(torch.device("cuda", 0), "nccl")
         (
             TRANSFORMER_ENGINE,
             ["2.9.0", "2.9.0+1ab2c3d", "2.10", "2.11.0"],
-            ["1.13.0", "2.8.0", "2.9.0.dev0", "2.12.0", "?"],
+            ["1.13.0", "2.8.0", "2.9.0.dev0", "2.12.0"],
         ),
         (FLASH_ATTN, ["2.1.0", "2.5.9.post1", "2.8.3", "2.8.4+cu13torch2.11"], ["1.0.9", "2.0.9", "3.0.0", "4.0.0b5"]),
-        (FLASH_ATTN_3, ["3.0.0b1", "3.0.0b1+cu128", "3.0.0"], ["2.8.3", "4.0.0", "?"]),
+        (FLASH_ATTN_3, ["3.0.0b1", "3.0.0b1+cu128", "3.0.0"], ["2.8.3", "4.0.0"]),
     ],
     ids=["Transformer Engine", "flash-attn", "FlashAttention-3"],
 )
@@ -47,15 +47,21 @@ def test_versions(package: OptionalPackage, usable: list[str], not_usable: list[
         assert unusable(package, Found(version)).startswith(f"{version} is installed, and ")
 
 
-def test_what_is_installed_and_not_used_is_said_in_one_line_each() -> None:
-    assert notices([(TRANSFORMER_ENGINE, Found(None)), (FLASH_ATTN, Found("2.8.3"))]) == []
-    broken = Found("2.8.3", "ImportError: undefined symbol: _ZN3c10")
-    assert notices([(TRANSFORMER_ENGINE, Found("2.8.0")), (FLASH_ATTN, broken)]) == [
-        "transformer_engine 2.8.0 is installed, and 2.9 or newer, below 2.12 is known to work: "
-        "PyTorch is used instead.",
+def test_what_is_installed_and_not_used_is_said_in_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    founds = dict.fromkeys((TRANSFORMER_ENGINE, FLASH_ATTN, FLASH_ATTN_3), Found(None))
+    monkeypatch.setattr(backend, "find", lambda package: founds[package])
+    assert backend_notices("auto", GPU) == []
+    founds[FLASH_ATTN_3] = Found("3.0.0")
+    founds[FLASH_ATTN] = Found("2.8.3", "ImportError: undefined symbol: _ZN3c10")
+    founds[TRANSFORMER_ENGINE] = Found("2.8.0")
+    of_flash_attn, of_te = (
         "flash_attn 2.8.3 is installed, but cannot be imported (ImportError: undefined symbol: _ZN3c10): "
         "PyTorch is used instead.",
-    ]
+        "transformer_engine 2.8.0 is installed, and 2.9 or newer, below 2.12 is known to work: "
+        "PyTorch is used instead.",
+    )
+    assert backend_notices("auto", GPU) == [of_flash_attn, of_te]
+    assert backend_notices("torch", GPU) == [of_flash_attn]
 
 
 def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
@@ -78,7 +84,7 @@ def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
         (
             Platform(CPU, "gloo"),
             Found("2.9.0"),
-            "found te on the device cpu, expected Transformer Engine>=2.9,<2.12 on CUDA",
+            "found te, but transformer_engine does not run on the device cpu, expected Transformer Engine>=2.9,<2.12",
         ),
     ],
     ids=["absent", "too old", "broken", "cpu"],
@@ -94,16 +100,21 @@ def test_a_cpu_gets_no_warning() -> None:
 
 
 def test_a_package_is_found_with_its_version_or_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "whole_package.py").write_text("__version__ = '2.8.3'\ndef kernel(): pass\n")
-    (tmp_path / "other_package.py").write_text("__version__ = '4.0.0'\n")
+    sources = {"whole_package": ("2.8.3", "def kernel(): pass\n"), "other_package": ("4.0.0", ""),
+               "broken_package": ("2.8.3", "raise ImportError('undefined symbol')\n")}  # fmt: skip
+    for name, (version, source) in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
     monkeypatch.syspath_prepend(tmp_path)
-    whole, other, absent = (
-        OptionalPackage(name, name, ">=2,<3", (f"{name}:kernel",))
-        for name in ("whole_package", "other_package", "absent_package")
+    whole, other, broken, absent = (
+        find(OptionalPackage(f"{name}[extra]", name, ">=2,<3", (f"{name}:kernel",)))
+        for name in (*sources, "absent_package")
     )
-    assert find(whole) == Found("2.8.3")
-    assert find(other).version == "4.0.0" and "kernel" in find(other).error
-    assert find(absent) == Found(None)
+    assert whole == Found("2.8.3") and absent == Found(None)
+    assert other.version == "4.0.0" and "kernel" in other.error
+    assert broken == Found("2.8.3", "ImportError: undefined symbol")
     for name in ("whole_package", "other_package"):
         del sys.modules[name]
 

@@ -66,7 +66,7 @@ def test_two_layers_in_parts(biased: bool, gathered_ahead: bool, hidden: int) ->
     total: Any = mine[3]
     total.main_grad, total.grad_added_to_main_grad = torch.ones_like(total), False
     ahead = Ahead(PARTS, group) if gathered_ahead else None
-    wide = first_in_parts(column, mine[0], PARTS, ahead).relu()
+    wide = first_in_parts(column, mine[0], PARTS, ahead)[0].relu()
     wide = wide if ahead is None else gather_ahead(wide, mine[0], ahead)
     out, left = second_in_parts(row, wide, PARTS)
     out.backward(own(cotangent))
@@ -116,12 +116,12 @@ def test_long_parts_are_whole_tiles_and_about_as_long(parts: int, tokens: int) -
 
 
 def test_layers_that_are_not_ours_are_refused() -> None:
-    for kind, what in ((MLPModule, "an MLP"), (PackedSelfAttention, "attention")):
+    for kind in (MLPModule, PackedSelfAttention):
         module = kind.__new__(kind)
         nn.Module.__init__(module)
         for name in ("linear_fc1", "linear_fc2", "linear_qkv", "linear_proj"):
             module.add_module(name, nn.Linear(1, 1))
-        with pytest.raises(TypeError, match=f"{what} of Linear exchanges by itself"):
+        with pytest.raises(TypeError, match=f"{kind.__name__} of Linear exchanges by itself"):
             overlap_exchanges(nn.Sequential(module), 2)
 
 

@@ -16,7 +16,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from megatron_hetero.base.errors import ROWS
 from megatron_hetero.data.encoder_shards import ReplicaShards
-from megatron_hetero.models.families.qwen3_vl.family import rope_settings
+from megatron_hetero.models.families.qwen3_vl.family import QWEN3_VL
 from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape, taps
 from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.layers.rotary import MultimodalRotary
@@ -84,7 +84,7 @@ def test_outputs_and_their_places() -> None:
 
 @pytest.mark.parametrize("head_dim, sections", [(128, [24, 20, 20]), (24, [6, 3, 3]), (24, [2, 5, 5]), (16, [8, 0, 0])])
 def test_rotary_table_is_that_of_transformers(head_dim: int, sections: list[int]) -> None:
-    assert rope_settings(128)["mrope_section"] == [24, 20, 20]
+    assert QWEN3_VL.rope_settings(128)["mrope_section"] == [24, 20, 20]
     text = TextShape(1, 64, 4, 2, head_dim, 74, 300, True, 5e6, tuple(sections), 1e-6, 64)
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
     config: Any = Qwen3VLConfig(text_config={"head_dim": head_dim, "rope_parameters": rope}).text_config

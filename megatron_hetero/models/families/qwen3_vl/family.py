@@ -1,25 +1,13 @@
-"""Qwen3-VL: which configurations are supported, its items, and its names."""
+"""Qwen3-VL, and which of its configurations are supported."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from megatron_hetero.base.files import Only
-from megatron_hetero.models.families.common import (
-    SUPPORTED,
-    canonical_name,
-    nested_name,
-    of_text,
-    of_vision,
-    require,
-)
-from megatron_hetero.models.family import Family
-from megatron_hetero.models.items.pictures import IMAGE_TOKENS, Pictures, rope_positions
+from megatron_hetero.models.families.common import SUPPORTED, PictureFamily, nested_name, of_text, of_vision, require
 
 # Shapes import torch, which takes a second.
 if TYPE_CHECKING:
@@ -29,22 +17,7 @@ DEFAULT_SECTIONS = (24, 20, 20)
 """Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
 
 
-def rope_settings(head_dim: int) -> dict[str, Any]:
-    """Which rotary frequencies turn with time, height and width; as in Qwen3-VL (24, 20 and 20 of 64), time gets what
-    the other two leave.
-    """
-    frequencies = head_dim // 2
-    space = 5 * frequencies // 16
-    return {"mrope_section": [frequencies - 2 * space, space, space], "mrope_interleaved": True}
-
-
-def _image_processor() -> type:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil
-
-
-class Qwen3VL(Family):
+class Qwen3VL(PictureFamily):
     """The family `qwen3_vl`, with language models `qwen3`."""
 
     model_type, title = "qwen3_vl", "Qwen3-VL"
@@ -61,8 +34,6 @@ class Qwen3VL(Family):
             fix="use a model without them, such as the published ones",
         ),
     }
-    tokens = IMAGE_TOKENS
-    items = (Pictures(_image_processor),)
 
     def check_encoder(self, folder: Path, config: Any) -> None:
         vision = config.vision_config
@@ -84,7 +55,10 @@ class Qwen3VL(Family):
         ))  # fmt: skip
 
     def rope_settings(self, head_dim: int) -> dict[str, Any]:
-        return rope_settings(head_dim)
+        # As in published models (24, 20 and 20 of 64), time gets what height and width leave.
+        frequencies = head_dim // 2
+        space = 5 * frequencies // 16
+        return {"mrope_section": [frequencies - 2 * space, space, space], "mrope_interleaved": True}
 
     def encoder_shape(self, config: Any) -> VisionShape:
         from megatron_hetero.models.families.qwen3_vl.shapes import VisionShape
@@ -97,12 +71,6 @@ class Qwen3VL(Family):
         from megatron_hetero.models.families.qwen3_vl.shapes import TextShape
 
         return TextShape.of(config, config.text_config.head_dim, DEFAULT_SECTIONS)
-
-    def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:
-        return rope_positions(tokens, starts, places)
-
-    def canonical_name(self, stored: str, /) -> str:
-        return canonical_name(stored)
 
     def published_name(self, name: str, /) -> str:
         return nested_name(name)
