@@ -179,21 +179,6 @@ class Redistribution:
             complete=len(local) + arriving == needed,
         )
 
-    def minima(self, ranks: np.ndarray) -> np.ndarray | None:
-        """Return the fewest rows that each of `ranks` can receive: those it needs less those it holds. None where rows
-        are summed, or one rank of a group gets a row: only the total has a minimum then.
-        """
-        if self.once or (self.summed and self.held.members.sizes.max(initial=1) > 1):
-            return None
-        keys, rows = self._rows_of_pairs
-        held, needed = self.held.members.groups_of(ranks), self.needed.members.groups_of(ranks)
-        groups = len(self.needed.groups)
-        in_all = np.bincount(keys % max(1, groups), rows, groups + 1)[needed]  # 0 at -1, which is no group
-        own = held * groups + needed
-        at = np.searchsorted(keys, own)
-        found = (held >= 0) & (needed >= 0) & (np.append(keys, -1)[at] == own)
-        return (in_all - np.where(found, np.append(rows, 0)[at], 0)).astype(np.int64)
-
     @cached_property
     def minimum_total(self) -> int:
         """The fewest rows that all ranks together can receive.
@@ -230,19 +215,9 @@ class Redistribution:
         if self.mirror is not None:
             needed, held = self.mirror._pairs
             return held, needed
-        keys, _ = self._rows_of_pairs
+        held, needed, *_ = self._columns
+        keys = np.unique(held * len(self.needed.groups) + needed)
         return keys // len(self.needed.groups), keys % len(self.needed.groups)
-
-    @cached_property
-    def _rows_of_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The keys of the pairs of groups that have rows, ascending, and their row counts."""
-        if self.mirror is None:
-            held, needed, *_ = self._columns
-            return np.unique(held * len(self.needed.groups) + needed, return_counts=True)
-        held, needed = self._pairs
-        keys = held * len(self.needed.groups) + needed
-        order = np.argsort(keys)
-        return keys[order], self.mirror._rows_of_pairs[1][order]
 
     def row_table(self, rank: int | None) -> RowTable:
         """Return the rows that `rank` holds or needs; None: all. Contains all rows of a pair of groups or none."""
