@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -76,30 +77,6 @@ class BoundaryCommunicator:
         self.check = check
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._buffers = BufferPool(width, device)
-
-    @classmethod
-    def along(
-        cls,
-        topology: Topology,
-        edge: Edge,
-        width: int,
-        dtype: torch.dtype,
-        *,
-        transport: torch.dtype | None = None,
-        check: bool = True,
-    ) -> BoundaryCommunicator:
-        """Create the communicator of an edge of the topology that includes this rank."""
-        groups, device = topology.boundaries[edge], topology.platform.device
-        return cls(
-            groups.forward,
-            device,
-            width,
-            dtype,
-            transport=transport,
-            check=check,
-            backward=groups.backward,
-            name=str(edge),
-        )
 
     @property
     def title(self) -> str:
@@ -225,9 +202,13 @@ def boundary_communicators(
 
     `widths`: elements of a row of each edge; the other arguments as for `BoundaryCommunicator`.
     """
+    create = partial(
+        BoundaryCommunicator, device=topology.platform.device, dtype=dtype, transport=transport, check=check
+    )
     return {
-        edge: BoundaryCommunicator.along(topology, edge, widths[edge], dtype, transport=transport, check=check)
-        for edge in topology.boundaries
+        edge: create(groups.forward, width=widths[edge], backward=groups.backward, name=str(edge))
+        for edge, groups in topology.boundaries.items()
+        if edge in widths
     }
 
 
@@ -272,73 +253,52 @@ class Crossing:
         """Run all phases. Yields while an exchange is in flight."""
         if (reduce := direction.exchange("reduce")) is not None:
             sums = self._lease.acquire(len(rows), self._dtype).copy_(rows)
-            exchange = self._launch(reduce, self._to_wire_dtype(rows), sums)
+            finish = self._launch(reduce, self._to_wire_dtype(rows), sums)
             if not self._point_to_point:  # Else receivers may wait for the sums before this rank calls `wait`.
                 yield
-            exchange.finish()
+            finish()
             rows = sums
         rows = self._to_wire_dtype(rows)
         scatter, gather = direction.exchange("scatter"), direction.exchange("gather")
-        exchange = None if scatter is None else self._launch(scatter, rows, self._output)
+        finish = None if scatter is None else self._launch(scatter, rows, self._output)
         with self._communicator._buffers.lease() as lease:
             scatter_rows(self._output, direction.local_to, gather_rows(rows, direction.local_from, lease))
-        if exchange is not None:
+        if finish is not None:
             yield
-            exchange.finish()
+            finish()
         if gather is not None:
-            exchange = self._launch(gather, self._output, self._output)
+            finish = self._launch(gather, self._output, self._output)
             yield
-            exchange.finish()
+            finish()
 
     def _to_wire_dtype(self, rows: Tensor) -> Tensor:
         return rows if self._wire_dtype == self._dtype else self._lease.acquire(len(rows), self._wire_dtype).copy_(rows)
 
-    def _launch(self, plan: Exchange[RowIndex], source: Tensor, target: Tensor) -> _PendingExchange:
-        exchange = _point_to_point if self._point_to_point else _all_to_all
-        return _PendingExchange(plan, source, target, self._communicator, self._group, exchange)
-
-
-class _PendingExchange:
-    """One exchange in flight."""
-
-    def __init__(
-        self,
-        plan: Exchange[RowIndex],
-        source: Tensor,
-        target: Tensor,
-        communicator: BoundaryCommunicator,
-        group: dist.ProcessGroup,
-        exchange: _ExchangeFunction,
-    ):
-        self._plan, self._target = plan, target
-        self._lease = communicator._buffers.lease()
-        sent = gather_rows(source, plan.send, self._lease)
+    def _launch(self, plan: Exchange[RowIndex], source: Tensor, target: Tensor) -> Callable[[], None]:
+        """Start an exchange. Returns the function that waits for it and unpacks the rows into `target`."""
+        lease = self._communicator._buffers.lease()
+        sent = gather_rows(source, plan.send, lease)
         # A contiguous run is received in place; other rows, and summands, go through a buffer.
-        self._in_place = isinstance(plan.receive, slice) and plan.phase != "reduce"
+        in_place = isinstance(plan.receive, slice) and plan.phase != "reduce"
         rows = sum(plan.receive_counts)
-        self._received = target[plan.receive] if self._in_place else self._lease.acquire(rows, source.dtype)
-        self._works = exchange(self._received, sent, plan, group)
+        received = target[plan.receive] if in_place else lease.acquire(rows, source.dtype)
+        works = (_point_to_point if self._point_to_point else _all_to_all)(received, sent, plan, self._group)
 
-    def finish(self) -> None:
-        """Wait, then unpack the rows into the target."""
-        for work in self._works:
-            work.wait()
-        if self._plan.phase == "reduce":
-            scatter_add_rows(self._target, self._plan.receive, self._received, self._lease)
-        elif not self._in_place:
-            scatter_rows(self._target, self._plan.receive, self._received)
-        self._lease.release()
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            if plan.phase == "reduce":
+                scatter_add_rows(target, plan.receive, received, lease)
+            elif not in_place:
+                scatter_rows(target, plan.receive, received)
+            lease.release()
 
-
-_ExchangeFunction = Callable[[Tensor, Tensor, Exchange[RowIndex], dist.ProcessGroup], Sequence[Any]]
+        return finish
 
 
 def _all_to_all(received: Tensor, sent: Tensor, plan: Exchange[RowIndex], group: dist.ProcessGroup) -> Sequence[Any]:
     """Start one uneven all-to-all over the group."""
-    work = dist.all_to_all_single(
-        received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True
-    )  # fmt: skip
-    return [work]
+    return [dist.all_to_all_single(received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True)]
 
 
 def _point_to_point(
@@ -426,9 +386,28 @@ def require_agreement(
 
 
 def require_fit(title: str, copies: Sequence[GradientCopy]) -> None:
-    """Check the summaries of ranks that need the same rows. Raises `UserError`."""
-    if problem := _misfit(copies):
-        raise UserError(f"{title} backward: found gradients of rows {problem}")
+    """Check the gradients that several ranks have of the same rows, from their summaries. Raises `UserError`."""
+    found = f"{title} backward: found gradients of rows that"
+    projections, sizes = [copy.projection for copy in copies], [copy.size for copy in copies]
+    apart = max(projections) - min(projections) + max(sizes) - min(sizes)
+    if not copies[0].summed and apart > _SAME * max(sizes):
+        raise UserError(
+            f"{found} differ on ranks {format_ranks(copy.rank for copy in copies)}, expected equal ones, because the "
+            "plan has them as `invariant`: each rank computes the whole gradient; plan with gradient='partial' if each "
+            "computes a part"
+        )
+    for number, copy in enumerate(copies if copies[0].summed else ()):
+        same = [other.rank for other in copies[number:] if other[:2] == copy[:2]]
+        if copy.size > 0 and len(same) > 1:
+            problem = (
+                f"{found} are equal on ranks {format_ranks(same)}, expected parts, because the plan has them as "
+                "`partial` and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, "
+                "and let ranks with other tokens need other rows"
+            )
+            if not copy.pooled:
+                raise UserError(problem)
+            # Equal parts of a mean over rows look like this, too.
+            warnings.warn(problem, stacklevel=2)
 
 
 def _projection(grads: Tensor) -> Tensor:
@@ -437,28 +416,3 @@ def _projection(grads: Tensor) -> Tensor:
     # Fractions of multiples of an irrational number are spread evenly.
     by_row = torch.mv(grads, (columns * 0.618034 % 1 - 0.3).to(grads.dtype))
     return torch.dot(by_row.double(), (rows * 0.414214 % 1 - 0.3).double())
-
-
-def _misfit(copies: Sequence[GradientCopy]) -> str:
-    """Describe what is wrong with the gradients that several ranks have of the same rows; empty if nothing is."""
-    ranks = format_ranks(copy.rank for copy in copies)
-    projections, sizes = [copy.projection for copy in copies], [copy.size for copy in copies]
-    apart = max(projections) - min(projections) + max(sizes) - min(sizes)
-    if not copies[0].summed and apart > _SAME * max(sizes):
-        return (
-            f"that differ on ranks {ranks}, expected equal ones, because the plan has them as `invariant`: each rank "
-            "computes the whole gradient; plan with gradient='partial' if each computes a part"
-        )
-    for number, copy in enumerate(copies if copies[0].summed else ()):
-        same = [other.rank for other in copies[number:] if other[:2] == copy[:2]]
-        if copy.size > 0 and len(same) > 1:
-            problem = (
-                f"that are equal on ranks {format_ranks(same)}, expected parts, because the plan has them as `partial` "
-                "and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, and let "
-                "ranks with other tokens need other rows"
-            )
-            if not copy.pooled:
-                return problem
-            # Equal parts of a mean over rows look like this, too.
-            warnings.warn(f"found gradients of rows {problem}", stacklevel=2)
-    return ""

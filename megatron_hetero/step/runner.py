@@ -219,7 +219,7 @@ class Runner:
         if check:
             self.schedule(1)  # Refuse now what cannot run.
         watchdog = watchdog or Watchdog.of_world(timeout_s, topology.platform)
-        self._boundaries = {edge: Boundary.of(topology, edge, watchdog, check=check) for edge in topology.planned}
+        self._boundaries = {edge: Boundary(topology, edge, watchdog, check=check) for edge in topology.planned}
         given = {name: each for name, each in modules.items() if each is not None}
         own = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
         self.interpreter = Interpreter.build(topology, own, graph, watch=watch, watchdog=watchdog, check=check)
