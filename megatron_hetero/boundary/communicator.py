@@ -237,7 +237,7 @@ class Crossing:
         for _ in self._phases:
             pass
         result = self._output.to(self._dtype)
-        self._lease.release()
+        self._lease.close()
         return result
 
     def _allocate_output(self, direction: DirectionPlan[RowIndex]) -> Tensor:
@@ -291,7 +291,7 @@ class Crossing:
                 scatter_add_rows(target, plan.receive, received, lease)
             elif not in_place:
                 scatter_rows(target, plan.receive, received)
-            lease.release()
+            lease.close()
 
         return finish
 

@@ -4,10 +4,10 @@ of single rows are computed in `routes`. Pure data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Generic, NamedTuple
 from zlib import crc32
 
@@ -53,16 +53,6 @@ class Move(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.direction:<8}  {self.phase:<7}  {self.sender:>6} -> {self.receiver:<6}  {self.rows:>9,}"
-
-
-class _PhaseMoves(NamedTuple):
-    """The moves of one phase of one direction, as columns, int64 [moves]."""
-
-    direction: str
-    phase: str
-    senders: np.ndarray
-    receivers: np.ndarray
-    rows: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,15 +110,13 @@ class BoundaryPlan:
 
     def moves(self) -> tuple[Move, ...]:
         """Return all moves of both directions, in order of execution."""
-        return tuple(_moves(self._phase_moves()))
-
-    def _phase_moves(self) -> list[_PhaseMoves]:
-        """Count the rows of all moves at once, since planning each rank is slow."""
-        found: list[_PhaseMoves] = []
+        moves: list[Move] = []
         for name, each in self.directions.items():
             rows = each.row_table(None)
-            found += [_PhaseMoves(name, phase, *each.routes(phase, rows).row_counts()) for phase in each.phases]
-        return found
+            for phase in each.phases:
+                columns = (column.tolist() for column in each.routes(phase, rows).row_counts())
+                moves += [Move(name, phase, *counted) for counted in zip(*columns, strict=True)]
+        return tuple(moves)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -141,19 +129,19 @@ class BoundaryPlan:
         for name, each in self.directions.items():
             phases, least = ", ".join(each.phases) or "nothing moves", f"{each.minimum_total:,} rows received"
             yield f"{name}: {phases}; {least} is the minimum{_gradient_note(self, name)}"
-        phases = self._phase_moves()
+        moves = self.moves()
         yield "direction phase        from -> to           rows           bytes"
-        yield from (f"{move}  {move.rows * self.row_bytes:>14,}" for move in islice(_moves(phases), SHOWN))
-        if (moves := sum(len(phase.rows) for phase in phases)) > SHOWN:
-            yield f"… and {moves - SHOWN:,} more"
+        yield from (f"{move}  {move.rows * self.row_bytes:>14,}" for move in moves[:SHOWN])
+        if len(moves) > SHOWN:
+            yield f"… and {len(moves) - SHOWN:,} more"
         for name in self.directions:
-            received, sent = np.zeros((2, 1 + max(self.ranks, default=0)), np.int64)
-            for phase in (phase for phase in phases if phase.direction == name):
-                np.add.at(received, phase.receivers, phase.rows)
-                np.add.at(sent, phase.senders, phase.rows)
-            most, most_sent, total = (int(n) * self.row_bytes for n in (received.max(), sent.max(), sent.sum()))
+            received, sent = Counter[int](), Counter[int]()
+            for move in (move for move in moves if move.direction == name):
+                received[move.receiver] += move.rows
+                sent[move.sender] += move.rows
+            most, most_sent = (max(rows.values(), default=0) * self.row_bytes for rows in (received, sent))
             largest = f"at most {most:,} bytes received and {most_sent:,} bytes sent by a rank"
-            yield f"{name}: {largest}; {total:,} bytes in all"
+            yield f"{name}: {largest}; {sent.total() * self.row_bytes:,} bytes in all"
 
 
 def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> BoundaryPlan:
@@ -175,12 +163,6 @@ def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> 
             fix="plan with ownerships of the same batch",
         )
     return plan
-
-
-def _moves(phases: Sequence[_PhaseMoves]) -> Iterator[Move]:
-    for direction, phase, *columns in phases:
-        for sender, receiver, rows in zip(*(column.tolist() for column in columns), strict=True):
-            yield Move(direction, phase, sender, receiver, rows)
 
 
 def _gradient_note(plan: BoundaryPlan, direction: str) -> str:

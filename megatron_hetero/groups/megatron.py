@@ -1,4 +1,4 @@
-"""The only file that uses Megatron-Core's global state.
+"""The only file that uses Megatron-Core's global state, and the collection of process groups that its layers take.
 
 Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the buffer that
 sequence-parallel linears gather into, and the tracker of random states that a `TransformerBlock` forks. Neither
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
@@ -25,6 +27,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from megatron_hetero.groups.platform import Platform
+from megatron_hetero.layout.axes import AXES, MAIN, View, axes_of
+from megatron_hetero.layout.communicators import GRADIENT_AXES, REPLICA_AXES
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 
@@ -159,3 +163,62 @@ def own_parameter_groups() -> Iterator[None]:
         yield
     finally:
         dist.all_gather_object = real
+
+
+# ------------------------------------------------------------------------------- the process groups of a module
+
+
+@dataclass(init=False, repr=False)
+class ModuleGroups(ProcessGroupCollection):
+    """Megatron's collection of process groups, with groups for the two axes of its context-parallel group `cp`.
+
+    `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
+    i mod sp of its `sp` group and member i // sp of its `context` group.
+
+    `along` returns the group along axes of any view of the module's layout.
+    """
+
+    sp: dist.ProcessGroup = field(init=False)
+    context: dist.ProcessGroup = field(init=False)
+    along: Callable[..., dist.ProcessGroup] = field(init=False)
+
+
+EXPERTS = "experts"
+"""The view that says how Megatron's layers of experts are split; without it they are split like dense layers."""
+
+
+def module_groups(
+    group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None, views: Iterable[View] = ()
+) -> ModuleGroups:
+    """The collection for a module, given its groups along axes. `ends`: the group of its first and last stage; `views`:
+    further views of its layout.
+    """
+    # There is one instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is
+    # needed.
+    samples = group(*GRADIENT_AXES)
+    experts = next((view for view in views if view.name == EXPERTS), MAIN)
+    return ModuleGroups(
+        along=group,
+        tp=group("tp"),
+        sp=group("sp"),
+        context=group("cp"),
+        cp=group(*axes_of("tokens")),
+        dp=group("dp"),
+        pp=group("pp"),
+        dp_cp=samples,
+        mp=group("tp", "pp"),
+        tp_cp=group(*REPLICA_AXES),
+        tp_dp_cp=group(*axes_of("weights", "tokens", "samples")),
+        hcp=None,
+        ep=group(*experts.axes_of("experts")),
+        expt_tp=group(*experts.axes_of("weights")),
+        expt_dp=group(*experts.sum_axes),
+        tp_ep=group(*experts.part_axes),
+        tp_ep_pp=group(*experts.part_axes, "pp"),
+        intra_dp_cp=samples,
+        intra_expt_dp=group(*experts.sum_axes),
+        intra_dist_opt=group(*AXES),
+        inter_dist_opt=None,
+        embd=ends,
+        pos_embd=None,  # for positions that several stages embed, which Megatron's decoders do not
+    )

@@ -44,7 +44,7 @@ from megatron_hetero.layout.graph import Edge, Graph, as_edge
 from megatron_hetero.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from megatron_hetero.groups.module_groups import ModuleGroups
+    from megatron_hetero.groups.megatron import ModuleGroups
 
 CONNECTING_BYTES = (2**10, 2**20, 2**26)
 """Sizes that `_connect` communicates on a GPU; elsewhere size makes no difference."""
@@ -217,7 +217,7 @@ class Topology:
     def collection(self, module: str) -> ModuleGroups:
         """The process groups of `module` for Megatron-Core's layers on this rank. Raises `KeyError` as `group`."""
         self._require(module)
-        from megatron_hetero.groups.module_groups import module_groups  # imports Megatron-Core
+        from megatron_hetero.groups.megatron import module_groups  # imports Megatron-Core
 
         return module_groups(
             partial(self.group, module), self._groups.get(Axes(module, ENDS)), self.layouts[module].views

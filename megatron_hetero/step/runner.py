@@ -77,7 +77,7 @@ def build(
             "interleaved": str(sorted(interleaved)),
             "megatron": "all" if megatron is None else str(sorted(megatron)),
         }
-        require_same(dist.group.WORLD, "build", lambda: facts, "call it with the same graph and layouts on all ranks")
+        require_same(dist.group.WORLD, "build", facts, "call it with the same graph and layouts on all ranks")
     if problem is not None:
         raise problem
     topology = Topology.build(
