@@ -173,8 +173,7 @@ class Boundary:
                 found="no such boundary",
                 expected=f"one of {', '.join(map(str, topology.planned)) or 'none'}",
                 because=f"a boundary is opened where {edge.source} or {edge.target} is, and declared beforehand",
-                fix="open it on those ranks, and add the edge to the graph, or to `edges` and `planned` of "
-                "`Topology.build`",
+                fix="open it on those ranks, and add the edge to the graph, or to `planned` of `Topology.build`",
             )
         if graph := topology.graph:
             of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
@@ -208,7 +207,7 @@ class Boundary:
     ) -> Boundary:
         """Open the boundary from module `source` to `target`, on a rank of either.
 
-        The topology was built by `build`, or with the edge in `edges` and in `planned`. `width`: elements of a row;
+        The topology was built by `build`, or with the edge in `planned`. `width`: elements of a row;
         `transport`, `check`: see `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
         back, also where no rank's rows require them. Defaults are those of the topology's graph. A plan or crossing
         that other ranks have not reached after `timeout_s` seconds ends the process with a message; 0: never.

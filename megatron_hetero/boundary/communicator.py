@@ -115,30 +115,24 @@ class BoundaryCommunicator:
         Raises:
             UserError: see `forward`; also if the plan has no backward direction, or for a `problem`.
         """
-        return self._start("backward", plan, plan.backward, grads, problem).wait()
+        return self._start("backward", plan, grads, problem).wait()
 
     def start_forward(self, plan: LoadedPlan, rows: Tensor) -> Crossing:
         """Start `forward`; raises what it raises. `rows` must not change before the crossing has been waited for."""
-        return self._start("forward", plan, plan.forward, rows)
+        return self._start("forward", plan, rows)
 
     def start_backward(self, plan: LoadedPlan, grads: Tensor) -> Crossing:
         """Start `backward`; raises what it raises. `grads` must not change before the crossing has been waited for.
 
         If `grads` are partial and the two sides share no rank, this waits for the other ranks of this side.
         """
-        return self._start("backward", plan, plan.backward, grads)
+        return self._start("backward", plan, grads)
 
     @torch.no_grad()
-    def _start(
-        self,
-        name: str,
-        plan: LoadedPlan,
-        direction: DirectionPlan[RowIndex] | None,
-        rows: Tensor,
-        problem: str | None = None,
-    ) -> Crossing:
+    def _start(self, name: str, plan: LoadedPlan, rows: Tensor, problem: str | None = None) -> Crossing:
+        forward = name == "forward"
+        direction, group = (plan.forward, self.group) if forward else (plan.backward, self.backward_group)
         problem = problem or self._problem(name, plan, direction, rows)
-        group = self.group if name == "forward" else self.backward_group
         if self.check:
             require_agreement(self.title, name, problem, plan, rows, group, self.device)
         elif problem:
@@ -325,23 +319,16 @@ _FEW = 8
 
 
 class GradientCopy(NamedTuple):
-    """A rank's gradients of rows that several ranks need: their sum, with weights that depend on the place, and that of
-    their absolute values; the first of these ranks, the rank itself, whether gradients are parts, and whether all rows
-    have the same one.
+    """A rank's gradients of rows that several ranks need, as numbers: their sum, with weights that depend on the place,
+    and that of their absolute values; the first of these ranks; whether gradients are parts, and whether all rows have
+    the same one.
     """
 
     projection: float
     size: float
-    leader: int
-    rank: int
-    summed: bool
-    pooled: bool
-
-    @classmethod
-    def of(cls, stated: Sequence[float]) -> GradientCopy:
-        """Build a summary from its fields as numbers."""
-        projection, size, leader, rank, summed, pooled = stated
-        return cls(projection, size, int(leader), int(rank), bool(summed), bool(pooled))
+    leader: float
+    summed: float
+    pooled: float
 
 
 def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
@@ -350,10 +337,10 @@ def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
 
 
 def summarize(plan: LoadedPlan, grads: Tensor) -> Tensor:
-    """Return the fields of this rank's `GradientCopy`, fp64 [6] on the device."""
+    """Return this rank's `GradientCopy`, fp64 [5] on the device."""
     size = torch.linalg.vector_norm(grads, 1, dtype=torch.float64)
     pooled = (grads == grads[:1]).all().to(size)
-    return torch.stack([_projection(grads), size, *size.new_tensor([min(plan.copies), plan.rank, plan.summed]), pooled])
+    return torch.stack([_projection(grads), size, *size.new_tensor([min(plan.copies), plan.summed]), pooled])
 
 
 def require_agreement(
@@ -369,7 +356,7 @@ def require_agreement(
     (`name` is "backward") are what it says: whole and so equal, or parts and so not. Raises the same `UserError` on
     every rank, at the price of one small gather.
     """
-    mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0, 0], dtype=torch.float64, device=device)
+    mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0], dtype=torch.float64, device=device)
     if name == "backward" and problem is None and can_compare(plan, rows):
         mine[2:] = summarize(plan, rows)
     everyone = mine.new_empty(group.size() * len(mine))
@@ -380,34 +367,35 @@ def require_agreement(
     plans = [{"plan": f"{int(digest):08x}"} for _, digest, *_ in stated]
     ranks = dist.get_process_group_ranks(group)
     require_alike(f"{title} {name}", plans, ranks, "plan with ownerships of the same batch on all ranks")
-    copies = [GradientCopy.of(copy) for _, _, *copy in stated]
-    for first in sorted({copy.leader for copy in copies} - {-1}):
-        require_fit(title, [copy for copy in copies if copy.leader == first])
+    copies = {rank: GradientCopy(*copy) for rank, (_, _, *copy) in zip(ranks, stated, strict=True)}
+    for first in sorted({copy.leader for copy in copies.values()} - {-1}):
+        require_fit(title, {rank: copy for rank, copy in copies.items() if copy.leader == first})
 
 
-def require_fit(title: str, copies: Sequence[GradientCopy]) -> None:
+def require_fit(title: str, copies: Mapping[int, GradientCopy]) -> None:
     """Check the gradients that several ranks have of the same rows, from their summaries. Raises `UserError`."""
     found = f"{title} backward: found gradients of rows that"
-    projections, sizes = [copy.projection for copy in copies], [copy.size for copy in copies]
+    projections, sizes, _, summed, _ = zip(*copies.values(), strict=True)
     apart = max(projections) - min(projections) + max(sizes) - min(sizes)
-    if not copies[0].summed and apart > _SAME * max(sizes):
+    if not any(summed) and apart > _SAME * max(sizes):
         raise UserError(
-            f"{found} differ on ranks {format_ranks(copy.rank for copy in copies)}, expected equal ones, because the "
-            "plan has them as `invariant`: each rank computes the whole gradient; plan with gradient='partial' if each "
-            "computes a part"
+            f"{found} differ on ranks {format_ranks(copies)}, expected equal ones, because the plan has them as "
+            "`invariant`: each rank computes the whole gradient; plan with gradient='partial' if each computes a part"
         )
-    for number, copy in enumerate(copies if copies[0].summed else ()):
-        same = [other.rank for other in copies[number:] if other[:2] == copy[:2]]
-        if copy.size > 0 and len(same) > 1:
-            problem = (
-                f"{found} are equal on ranks {format_ranks(same)}, expected parts, because the plan has them as "
-                "`partial` and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, "
-                "and let ranks with other tokens need other rows"
-            )
-            if not copy.pooled:
-                raise UserError(problem)
-            # Equal parts of a mean over rows look like this, too.
-            warnings.warn(problem, stacklevel=2)
+    alike: dict[tuple[float, float], list[int]] = {}
+    for rank, copy in copies.items():
+        if copy.summed and copy.size > 0:
+            alike.setdefault(copy[:2], []).append(rank)
+    for ranks in (ranks for ranks in alike.values() if len(ranks) > 1):
+        problem = (
+            f"{found} are equal on ranks {format_ranks(ranks)}, expected parts, because the plan has them as `partial` "
+            "and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, and let ranks "
+            "with other tokens need other rows"
+        )
+        if not copies[ranks[0]].pooled:
+            raise UserError(problem)
+        # Equal parts of a mean over rows look like this, too.
+        warnings.warn(problem, stacklevel=2)
 
 
 def _projection(grads: Tensor) -> Tensor:

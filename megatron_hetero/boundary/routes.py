@@ -151,7 +151,7 @@ class Redistribution:
     def phases(self) -> tuple[Phase, ...]:
         """The phases in which any rank moves a row."""
         held, needed = self._pairs
-        shared = self._shared.counts(held * len(self.needed.groups) + needed)
+        shared = self._shared.number(held * len(self.needed.groups) + needed)
         sharers, readers = self.held.members.sizes[held], self.needed.members.sizes[needed]
         used = {
             "reduce": self.summed and bool(np.any(sharers > 1)),
@@ -187,7 +187,7 @@ class Redistribution:
         group of m ranks m - 1.
         """
         rows = self.row_table(None)
-        shared = self._shared.counts(rows.held * len(self.needed.groups) + rows.needed)
+        shared = self._shared.number(rows.held * len(self.needed.groups) + rows.needed)
         parts = self.held.members.sizes[rows.held] if self.summed else 1
         readers = 1 if self.once else self.needed.members.sizes[rows.needed]
         settled = 1 if self.summed or self.once else np.maximum(shared, 1)
@@ -245,7 +245,7 @@ class Redistribution:
         """Sender and first receiver of each row, and the number of ranks that its two groups share."""
         holders, readers = self.held.members, self.needed.members
         key = rows.held * len(self.needed.groups) + rows.needed
-        shared = self._shared.counts(key)
+        shared = self._shared.number(key)
         # Portions are contiguous runs. They begin at another member for each group, which spreads the remainders.
         portion = (rows.ordinal * np.where(shared, shared, readers.sizes[rows.needed]) // rows.count) + rows.held
         member = (rows.ordinal + rows.needed) % holders.sizes[rows.held]
@@ -293,36 +293,33 @@ class Redistribution:
 class _SharedRanks:
     """The ranks shared by a holding group and a needing group.
 
-    `keys`: keys of the pairs of groups that share ranks, ascending; `ranks`: shared ranks of all pairs, concatenated;
-    `starts`: the index where each pair's ranks begin, and the end.
+    `keys`: keys of the pairs of groups that share ranks, ascending, and a larger number; `counts`: the shared ranks of
+    each pair, and 0; `starts`: the index in `ranks` where those of each pair begin, and the end.
     """
 
     keys: np.ndarray
-    ranks: np.ndarray
+    counts: np.ndarray
     starts: np.ndarray
+    ranks: np.ndarray
 
     @classmethod
     def of(cls, held: Ownership, needed: Ownership) -> _SharedRanks:
         a, b = held.members, needed.members
         ranks, at_a, at_b = np.intersect1d(a.sorted_ranks, b.sorted_ranks, assume_unique=True, return_indices=True)
         key = a.sorted_groups[at_a] * len(needed.groups) + b.sorted_groups[at_b]
-        order = np.argsort(key, kind="stable")
         keys, counts = np.unique(key, return_counts=True)
-        return cls(keys, ranks[order], np.concatenate([[0], np.cumsum(counts)]))
+        ranks = ranks[np.argsort(key, kind="stable")]
+        largest = np.iinfo(np.int64).max
+        return cls(np.append(keys, largest), np.append(counts, 0), np.append(0, np.cumsum(counts)), ranks)
 
-    def _find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        at = np.minimum(np.searchsorted(self.keys, keys), max(0, len(self.keys) - 1))
-        return at, (self.keys[at] == keys) if len(self.keys) else np.zeros(len(keys), bool)
-
-    def counts(self, keys: np.ndarray) -> np.ndarray:
+    def number(self, keys: np.ndarray) -> np.ndarray:
         """Count the shared ranks of each pair."""
-        at, found = self._find(keys)
-        return np.where(found, np.diff(self.starts)[at], 0) if len(self.keys) else np.zeros(len(keys), np.int64)
+        at = np.searchsorted(self.keys, keys)
+        return np.where(self.keys[at] == keys, self.counts[at], 0)
 
     def rank_at(self, keys: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the shared rank number `index` of each pair."""
-        at, _ = self._find(keys)
-        return self.ranks[self.starts[at] + index]
+        return self.ranks[self.starts[np.searchsorted(self.keys, keys)] + index]
 
 
 def _all_members(side: Ownership, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
