@@ -83,19 +83,13 @@ def _patch(owner: type, name: str, wrapper: Any) -> None:
 def _loss_in_own_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The loss over the model's own tensor-parallel group; the unfused loss would use the group of `parallel_state`."""
     group = model.pg_collection.tp
-    own = {
-        "get_tensor_model_parallel_group": lambda *_, **__: group,
-        "get_tensor_model_parallel_rank": group.rank,
-        "get_tensor_model_parallel_world_size": group.size,
-    }
-    found = {name: getattr(cross_entropy, name) for name in own}
-    for name, value in own.items():
-        setattr(cross_entropy, name, value)
-    try:
+    with _replaced(
+        cross_entropy,
+        get_tensor_model_parallel_group=lambda *_, **__: group,
+        get_tensor_model_parallel_rank=group.rank,
+        get_tensor_model_parallel_world_size=group.size,
+    ):
         return compute(model, *args, **kwargs)
-    finally:
-        for name, value in found.items():
-            setattr(cross_entropy, name, value)
 
 
 def _norm_on_shards(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,24 +123,28 @@ def set_random_states(states: Mapping[str, Tensor], platform: Platform) -> None:
 @contextlib.contextmanager
 def without_processes(device: torch.device) -> Iterator[None]:
     """Inside, Megatron's layers are built and run on `device` without a default process group and random streams."""
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (torch.cuda, "current_device", lambda: device),
-        (dist, "is_initialized", lambda: True),
-        (dist, "get_rank", lambda *_: 0),
-        (megatron_random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
-    )
-    before = [getattr(owner, name) for owner, name, _ in replaced]
-    try:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
+    with (
+        _replaced(torch.cuda, current_device=lambda: device),
+        _replaced(dist, is_initialized=lambda: True, get_rank=lambda *_: 0),
+        _replaced(megatron_random.CudaRNGStatesTracker, fork=lambda *_: contextlib.nullcontext()),
+    ):
         yield
-    finally:
-        for (owner, name, _), value in zip(replaced, before, strict=True):
-            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
-def own_parameter_groups() -> Iterator[None]:
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, attributes of `owner` have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def own_parameter_groups() -> contextlib.AbstractContextManager[None]:
     """Inside, Megatron builds optimizers without communication. For use before threads that communicate are started.
 
     It would gather the kinds of parameter groups over the whole world, so that all ranks have the same ones, empty or
@@ -157,12 +155,7 @@ def own_parameter_groups() -> Iterator[None]:
     def gather(gathered: list[Any], mine: Any, *_: Any, **__: Any) -> None:
         gathered[:] = [mine] * len(gathered)
 
-    real = dist.all_gather_object
-    dist.all_gather_object = gather
-    try:
-        yield
-    finally:
-        dist.all_gather_object = real
+    return _replaced(dist, all_gather_object=gather)
 
 
 # ------------------------------------------------------------------------------- the process groups of a module
