@@ -163,14 +163,6 @@ class _Activity(NamedTuple):
     patient: bool
 
 
-class _Issued(NamedTuple):
-    """An action whose work has been issued to the device."""
-
-    described: Callable[[], str]
-    began: float
-    has_ended: Mark
-
-
 class Watchdog:
     """Ends the process if one action takes longer than `timeout_s`, and names the action. 0: never.
 
@@ -199,8 +191,8 @@ class Watchdog:
         self._clock = clock if timeout_s > 0 else None
         self._on_exit, self._peers = on_exit, peers
         self._current: _Activity | None = None
-        # One thread appends, another pops from the front.
-        self._issued: deque[_Issued] = deque()
+        # Actions whose work has been issued to the device. One thread appends, another pops from the front.
+        self._issued: deque[tuple[_Activity, Mark]] = deque()
         self._device_idle_since = self._heard = self._resumed = time.monotonic()
         self._lock, self._at_work, self._worked = threading.Lock(), 0, -math.inf
         if timeout_s <= 0:
@@ -228,8 +220,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _watch(self, described: Callable[[], str], patient: bool) -> Iterator[None]:
-        outer, began = self._current, time.monotonic()
-        self._current = _Activity(described, began, patient)
+        outer = self._current
+        self._current = own = _Activity(described, time.monotonic(), patient)
         try:
             yield
         finally:
@@ -239,7 +231,7 @@ class Watchdog:
         # If the queue is full, the time of the action counts towards the next one that fits.
         clock = self._clock
         if clock is not None and not patient and len(self._issued) < MAX_ISSUED:
-            self._issued.append(_Issued(described, began, clock()))
+            self._issued.append((own, clock()))
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -257,7 +249,7 @@ class Watchdog:
         """The first action that has not ended, and the time since which nothing before it delays it; None if idle."""
         current = self._current
         with contextlib.suppress(IndexError):
-            first = self._issued[0]
+            first, _ = self._issued[0]
             # In this order: the other thread pops the first only after it has set the time.
             return first.described, max(first.began, self._device_idle_since)
         if current is None:
@@ -280,7 +272,7 @@ class Watchdog:
     def _follow_device(self) -> float | None:
         """Pop the actions that the device has finished, as long as it can be queried."""
         try:
-            while self._issued and self._issued[0].has_ended():
+            while self._issued and self._issued[0][1]():
                 self._device_idle_since = time.monotonic()
                 self._issued.popleft()
         except RuntimeError:  # A device error, which is raised to the next caller, too.
