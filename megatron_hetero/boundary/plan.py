@@ -127,8 +127,8 @@ class BoundaryPlan:
         rows = len(self.destination.ids)
         yield f"boundary of {rows:,} rows of {self.row_bytes:,} bytes over {len(self.ranks)} ranks, {how}"
         for name, each in self.directions.items():
-            phases, least = ", ".join(each.phases) or "nothing moves", f"{each.minimum_total:,} rows received"
-            yield f"{name}: {phases}; {least} is the minimum{_gradient_note(self, name)}"
+            phases = ", ".join(each.phases) or "nothing moves"
+            yield f"{name}: {phases}; {each.minimum_total:,} rows received is the minimum"
         moves = self.moves()
         yield "direction phase        from -> to           rows           bytes"
         yield from (f"{move}  {move.rows * self.row_bytes:>14,}" for move in moves[:SHOWN])
@@ -163,14 +163,3 @@ def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> 
             fix="plan with ownerships of the same batch",
         )
     return plan
-
-
-def _gradient_note(plan: BoundaryPlan, direction: str) -> str:
-    if direction == "forward":
-        return ""
-    needed = {
-        "invariant": "each destination rank holds a row's whole gradient, and one of them sends it",
-        "partial": "destination ranks hold parts of a row's gradient, which are added up on the way",
-    }[plan.destination.gradient]
-    held = {"invariant": "every source rank gets all of it", "partial": "one source rank gets it, the others zero"}
-    return f"; {needed}; {held[plan.source.gradient]}"
