@@ -300,6 +300,11 @@ _RECEIVED = {
 """Bytes that reach this rank; barriers are left out."""
 
 
+def _least(held: Ownership, needed: Ownership, rank: int) -> int:
+    """The fewest rows that a rank can receive of those that it needs."""
+    return len(np.setdiff1d(np.intersect1d(needed.held_by(rank), held.ids), held.held_by(rank)))
+
+
 class CrossingBench:
     """What each process runs."""
 
@@ -324,8 +329,7 @@ class CrossingBench:
         self._rows, self._gradient = case.values(case.held), torch.zeros(case.tokens, width, dtype=case.dtype)
         self._embedding = torch.zeros_like(self._gradient)
         _put(self._gradient, case.places, case.values(case.needed))
-        minima = (direction.minima(np.array([self._rank])) for direction in plan.directions.values())
-        own = sum(int(least_of_rank[0]) for least_of_rank in minima if least_of_rank is not None)
+        own = sum(_least(*sides, self._rank) for sides in (case.sides, case.sides[::-1]))
         return own * case.row_bytes, least
 
     def _group(self, ranks: tuple[int, ...]) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.boundary.communicator import BoundaryCommunicator
+from megatron_hetero.boundary.communicator import boundary_communicators
 from megatron_hetero.boundary.crossings import (
     MicroBatchCrossings,
     require_no_backward,
@@ -154,18 +154,42 @@ def _grouped(
 
 
 class Boundary:
-    """The boundary along one edge, on one of its ranks. Use `open`."""
+    """The boundary along one edge, on one of its ranks, with their `watchdog`. Loops of users call `open`."""
 
     def __init__(
         self,
+        topology: Topology,
         edge: Edge,
-        communicator: BoundaryCommunicator,
-        hosts: dist.ProcessGroup,
-        sides: Sides,
         watchdog: Watchdog,
+        *,
+        width: int | None = None,
+        dtype: torch.dtype | None = None,
+        transport: torch.dtype | None = None,
+        check: bool = True,
     ):
-        self.edge, self.communicator, self._sides = edge, communicator, sides
-        self._hosts, self._watchdog = hosts, watchdog
+        if edge not in topology.planned:
+            raise UserError.at(
+                f"boundary {edge} on rank {topology.rank}",
+                found="no such boundary",
+                expected=f"one of {', '.join(map(str, topology.planned)) or 'none'}",
+                because=f"a boundary is opened where {edge.source} or {edge.target} is, and declared beforehand",
+                fix="open it on those ranks, and add the edge to the graph, or to `planned` of `Topology.build`",
+            )
+        if graph := topology.graph:
+            of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
+            width, dtype, transport = width or of_edge, dtype or graph.dtype, transport or graph.transport
+        if width is None or dtype is None:
+            raise UserError.at(
+                f"boundary {edge}",
+                found=f"width {width}, dtype {dtype}",
+                expected="both, where the topology has no graph",
+                fix="give `width` and `dtype`",
+            )
+        communicators = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)
+        source, target = (topology.layouts[name] for name in (edge.source, edge.target))
+        self.edge, self.communicator = edge, communicators[edge]
+        self._sides: Sides = edge.source_ranks(source), edge.target_ranks(target)
+        self._hosts, self._watchdog = topology.planned[edge], watchdog
         self._micro_batch: MicroBatchCrossings | None = None
 
     @classmethod
@@ -183,7 +207,7 @@ class Boundary:
     ) -> Boundary:
         """Open the boundary from module `source` to `target`, on a rank of either.
 
-        The topology was built by `build`, or with the edge in `edges` and in `planned`. `width`: elements of a row;
+        The topology was built by `build`, or with the edge in `planned`. `width`: elements of a row;
         `transport`, `check`: see `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
         back, also where no rank's rows require them. Defaults are those of the topology's graph. A plan or crossing
         that other ranks have not reached after `timeout_s` seconds ends the process with a message; 0: never.
@@ -193,44 +217,7 @@ class Boundary:
         """
         edge = as_edge((source, target), topology.layouts)
         watchdog = Watchdog.of_world(timeout_s, topology.platform)
-        return cls.of(topology, edge, watchdog, width=width, dtype=dtype, transport=transport, check=check)
-
-    @classmethod
-    def of(
-        cls,
-        topology: Topology,
-        edge: Edge,
-        watchdog: Watchdog,
-        *,
-        width: int | None = None,
-        dtype: torch.dtype | None = None,
-        transport: torch.dtype | None = None,
-        check: bool = True,
-    ) -> Boundary:
-        """Open the boundary along any edge, see `open`, with the rank's own `watchdog`."""
-        if edge not in topology.planned:
-            raise UserError.at(
-                f"boundary {edge} on rank {topology.rank}",
-                found="no such boundary",
-                expected=f"one of {', '.join(map(str, topology.planned)) or 'none'}",
-                because=f"a boundary is opened where {edge.source} or {edge.target} is, and declared beforehand",
-                fix="open it on those ranks, and add the edge to the graph, or to `edges` and `planned` of "
-                "`Topology.build`",
-            )
-        if graph := topology.graph:
-            of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
-            width, dtype, transport = width or of_edge, dtype or graph.dtype, transport or graph.transport
-        if width is None or dtype is None:
-            raise UserError.at(
-                f"boundary {edge}",
-                found=f"width {width}, dtype {dtype}",
-                expected="both, where the topology has no graph",
-                fix="give `width` and `dtype`",
-            )
-        communicator = BoundaryCommunicator.along(topology, edge, width, dtype, transport=transport, check=check)
-        source, target = (topology.layouts[name] for name in (edge.source, edge.target))
-        sides = edge.source_ranks(source), edge.target_ranks(target)
-        return cls(edge, communicator, topology.planned[edge], sides, watchdog)
+        return cls(topology, edge, watchdog, width=width, dtype=dtype, transport=transport, check=check)
 
     @_disable_dynamo
     def plan(self, *, held: Ids = (), needed: Ids = (), gradient: Gradient = "invariant") -> LoadedPlan:

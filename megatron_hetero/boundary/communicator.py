@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -77,30 +78,6 @@ class BoundaryCommunicator:
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._buffers = BufferPool(width, device)
 
-    @classmethod
-    def along(
-        cls,
-        topology: Topology,
-        edge: Edge,
-        width: int,
-        dtype: torch.dtype,
-        *,
-        transport: torch.dtype | None = None,
-        check: bool = True,
-    ) -> BoundaryCommunicator:
-        """Create the communicator of an edge of the topology that includes this rank."""
-        groups, device = topology.boundaries[edge], topology.platform.device
-        return cls(
-            groups.forward,
-            device,
-            width,
-            dtype,
-            transport=transport,
-            check=check,
-            backward=groups.backward,
-            name=str(edge),
-        )
-
     @property
     def title(self) -> str:
         """The boundary's name in errors, such as ``boundary vision>text``."""
@@ -138,30 +115,24 @@ class BoundaryCommunicator:
         Raises:
             UserError: see `forward`; also if the plan has no backward direction, or for a `problem`.
         """
-        return self._start("backward", plan, plan.backward, grads, problem).wait()
+        return self._start("backward", plan, grads, problem).wait()
 
     def start_forward(self, plan: LoadedPlan, rows: Tensor) -> Crossing:
         """Start `forward`; raises what it raises. `rows` must not change before the crossing has been waited for."""
-        return self._start("forward", plan, plan.forward, rows)
+        return self._start("forward", plan, rows)
 
     def start_backward(self, plan: LoadedPlan, grads: Tensor) -> Crossing:
         """Start `backward`; raises what it raises. `grads` must not change before the crossing has been waited for.
 
         If `grads` are partial and the two sides share no rank, this waits for the other ranks of this side.
         """
-        return self._start("backward", plan, plan.backward, grads)
+        return self._start("backward", plan, grads)
 
     @torch.no_grad()
-    def _start(
-        self,
-        name: str,
-        plan: LoadedPlan,
-        direction: DirectionPlan[RowIndex] | None,
-        rows: Tensor,
-        problem: str | None = None,
-    ) -> Crossing:
+    def _start(self, name: str, plan: LoadedPlan, rows: Tensor, problem: str | None = None) -> Crossing:
+        forward = name == "forward"
+        direction, group = (plan.forward, self.group) if forward else (plan.backward, self.backward_group)
         problem = problem or self._problem(name, plan, direction, rows)
-        group = self.group if name == "forward" else self.backward_group
         if self.check:
             require_agreement(self.title, name, problem, plan, rows, group, self.device)
         elif problem:
@@ -225,9 +196,13 @@ def boundary_communicators(
 
     `widths`: elements of a row of each edge; the other arguments as for `BoundaryCommunicator`.
     """
+    create = partial(
+        BoundaryCommunicator, device=topology.platform.device, dtype=dtype, transport=transport, check=check
+    )
     return {
-        edge: BoundaryCommunicator.along(topology, edge, widths[edge], dtype, transport=transport, check=check)
-        for edge in topology.boundaries
+        edge: create(groups.forward, width=widths[edge], backward=groups.backward, name=str(edge))
+        for edge, groups in topology.boundaries.items()
+        if edge in widths
     }
 
 
@@ -256,7 +231,7 @@ class Crossing:
         for _ in self._phases:
             pass
         result = self._output.to(self._dtype)
-        self._lease.release()
+        self._lease.close()
         return result
 
     def _allocate_output(self, direction: DirectionPlan[RowIndex]) -> Tensor:
@@ -272,73 +247,52 @@ class Crossing:
         """Run all phases. Yields while an exchange is in flight."""
         if (reduce := direction.exchange("reduce")) is not None:
             sums = self._lease.acquire(len(rows), self._dtype).copy_(rows)
-            exchange = self._launch(reduce, self._to_wire_dtype(rows), sums)
+            finish = self._launch(reduce, self._to_wire_dtype(rows), sums)
             if not self._point_to_point:  # Else receivers may wait for the sums before this rank calls `wait`.
                 yield
-            exchange.finish()
+            finish()
             rows = sums
         rows = self._to_wire_dtype(rows)
         scatter, gather = direction.exchange("scatter"), direction.exchange("gather")
-        exchange = None if scatter is None else self._launch(scatter, rows, self._output)
+        finish = None if scatter is None else self._launch(scatter, rows, self._output)
         with self._communicator._buffers.lease() as lease:
             scatter_rows(self._output, direction.local_to, gather_rows(rows, direction.local_from, lease))
-        if exchange is not None:
+        if finish is not None:
             yield
-            exchange.finish()
+            finish()
         if gather is not None:
-            exchange = self._launch(gather, self._output, self._output)
+            finish = self._launch(gather, self._output, self._output)
             yield
-            exchange.finish()
+            finish()
 
     def _to_wire_dtype(self, rows: Tensor) -> Tensor:
         return rows if self._wire_dtype == self._dtype else self._lease.acquire(len(rows), self._wire_dtype).copy_(rows)
 
-    def _launch(self, plan: Exchange[RowIndex], source: Tensor, target: Tensor) -> _PendingExchange:
-        exchange = _point_to_point if self._point_to_point else _all_to_all
-        return _PendingExchange(plan, source, target, self._communicator, self._group, exchange)
-
-
-class _PendingExchange:
-    """One exchange in flight."""
-
-    def __init__(
-        self,
-        plan: Exchange[RowIndex],
-        source: Tensor,
-        target: Tensor,
-        communicator: BoundaryCommunicator,
-        group: dist.ProcessGroup,
-        exchange: _ExchangeFunction,
-    ):
-        self._plan, self._target = plan, target
-        self._lease = communicator._buffers.lease()
-        sent = gather_rows(source, plan.send, self._lease)
+    def _launch(self, plan: Exchange[RowIndex], source: Tensor, target: Tensor) -> Callable[[], None]:
+        """Start an exchange. Returns the function that waits for it and unpacks the rows into `target`."""
+        lease = self._communicator._buffers.lease()
+        sent = gather_rows(source, plan.send, lease)
         # A contiguous run is received in place; other rows, and summands, go through a buffer.
-        self._in_place = isinstance(plan.receive, slice) and plan.phase != "reduce"
+        in_place = isinstance(plan.receive, slice) and plan.phase != "reduce"
         rows = sum(plan.receive_counts)
-        self._received = target[plan.receive] if self._in_place else self._lease.acquire(rows, source.dtype)
-        self._works = exchange(self._received, sent, plan, group)
+        received = target[plan.receive] if in_place else lease.acquire(rows, source.dtype)
+        works = (_point_to_point if self._point_to_point else _all_to_all)(received, sent, plan, self._group)
 
-    def finish(self) -> None:
-        """Wait, then unpack the rows into the target."""
-        for work in self._works:
-            work.wait()
-        if self._plan.phase == "reduce":
-            scatter_add_rows(self._target, self._plan.receive, self._received, self._lease)
-        elif not self._in_place:
-            scatter_rows(self._target, self._plan.receive, self._received)
-        self._lease.release()
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            if plan.phase == "reduce":
+                scatter_add_rows(target, plan.receive, received, lease)
+            elif not in_place:
+                scatter_rows(target, plan.receive, received)
+            lease.close()
 
-
-_ExchangeFunction = Callable[[Tensor, Tensor, Exchange[RowIndex], dist.ProcessGroup], Sequence[Any]]
+        return finish
 
 
 def _all_to_all(received: Tensor, sent: Tensor, plan: Exchange[RowIndex], group: dist.ProcessGroup) -> Sequence[Any]:
     """Start one uneven all-to-all over the group."""
-    work = dist.all_to_all_single(
-        received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True
-    )  # fmt: skip
-    return [work]
+    return [dist.all_to_all_single(received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True)]
 
 
 def _point_to_point(
@@ -365,23 +319,16 @@ _FEW = 8
 
 
 class GradientCopy(NamedTuple):
-    """A rank's gradients of rows that several ranks need: their sum, with weights that depend on the place, and that of
-    their absolute values; the first of these ranks, the rank itself, whether gradients are parts, and whether all rows
-    have the same one.
+    """A rank's gradients of rows that several ranks need, as numbers: their sum, with weights that depend on the place,
+    and that of their absolute values; the first of these ranks; whether gradients are parts, and whether all rows have
+    the same one.
     """
 
     projection: float
     size: float
-    leader: int
-    rank: int
-    summed: bool
-    pooled: bool
-
-    @classmethod
-    def of(cls, stated: Sequence[float]) -> GradientCopy:
-        """Build a summary from its fields as numbers."""
-        projection, size, leader, rank, summed, pooled = stated
-        return cls(projection, size, int(leader), int(rank), bool(summed), bool(pooled))
+    leader: float
+    summed: float
+    pooled: float
 
 
 def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
@@ -390,10 +337,10 @@ def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
 
 
 def summarize(plan: LoadedPlan, grads: Tensor) -> Tensor:
-    """Return the fields of this rank's `GradientCopy`, fp64 [6] on the device."""
+    """Return this rank's `GradientCopy`, fp64 [5] on the device."""
     size = torch.linalg.vector_norm(grads, 1, dtype=torch.float64)
     pooled = (grads == grads[:1]).all().to(size)
-    return torch.stack([_projection(grads), size, *size.new_tensor([min(plan.copies), plan.rank, plan.summed]), pooled])
+    return torch.stack([_projection(grads), size, *size.new_tensor([min(plan.copies), plan.summed]), pooled])
 
 
 def require_agreement(
@@ -409,7 +356,7 @@ def require_agreement(
     (`name` is "backward") are what it says: whole and so equal, or parts and so not. Raises the same `UserError` on
     every rank, at the price of one small gather.
     """
-    mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0, 0], dtype=torch.float64, device=device)
+    mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0], dtype=torch.float64, device=device)
     if name == "backward" and problem is None and can_compare(plan, rows):
         mine[2:] = summarize(plan, rows)
     everyone = mine.new_empty(group.size() * len(mine))
@@ -420,15 +367,35 @@ def require_agreement(
     plans = [{"plan": f"{int(digest):08x}"} for _, digest, *_ in stated]
     ranks = dist.get_process_group_ranks(group)
     require_alike(f"{title} {name}", plans, ranks, "plan with ownerships of the same batch on all ranks")
-    copies = [GradientCopy.of(copy) for _, _, *copy in stated]
-    for first in sorted({copy.leader for copy in copies} - {-1}):
-        require_fit(title, [copy for copy in copies if copy.leader == first])
+    copies = {rank: GradientCopy(*copy) for rank, (_, _, *copy) in zip(ranks, stated, strict=True)}
+    for first in sorted({copy.leader for copy in copies.values()} - {-1}):
+        require_fit(title, {rank: copy for rank, copy in copies.items() if copy.leader == first})
 
 
-def require_fit(title: str, copies: Sequence[GradientCopy]) -> None:
-    """Check the summaries of ranks that need the same rows. Raises `UserError`."""
-    if problem := _misfit(copies):
-        raise UserError(f"{title} backward: found gradients of rows {problem}")
+def require_fit(title: str, copies: Mapping[int, GradientCopy]) -> None:
+    """Check the gradients that several ranks have of the same rows, from their summaries. Raises `UserError`."""
+    found = f"{title} backward: found gradients of rows that"
+    projections, sizes, _, summed, _ = zip(*copies.values(), strict=True)
+    apart = max(projections) - min(projections) + max(sizes) - min(sizes)
+    if not any(summed) and apart > _SAME * max(sizes):
+        raise UserError(
+            f"{found} differ on ranks {format_ranks(copies)}, expected equal ones, because the plan has them as "
+            "`invariant`: each rank computes the whole gradient; plan with gradient='partial' if each computes a part"
+        )
+    alike: dict[tuple[float, float], list[int]] = {}
+    for rank, copy in copies.items():
+        if copy.summed and copy.size > 0:
+            alike.setdefault(copy[:2], []).append(rank)
+    for ranks in (ranks for ranks in alike.values() if len(ranks) > 1):
+        problem = (
+            f"{found} are equal on ranks {format_ranks(ranks)}, expected parts, because the plan has them as `partial` "
+            "and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, and let ranks "
+            "with other tokens need other rows"
+        )
+        if not copies[ranks[0]].pooled:
+            raise UserError(problem)
+        # Equal parts of a mean over rows look like this, too.
+        warnings.warn(problem, stacklevel=2)
 
 
 def _projection(grads: Tensor) -> Tensor:
@@ -437,28 +404,3 @@ def _projection(grads: Tensor) -> Tensor:
     # Fractions of multiples of an irrational number are spread evenly.
     by_row = torch.mv(grads, (columns * 0.618034 % 1 - 0.3).to(grads.dtype))
     return torch.dot(by_row.double(), (rows * 0.414214 % 1 - 0.3).double())
-
-
-def _misfit(copies: Sequence[GradientCopy]) -> str:
-    """Describe what is wrong with the gradients that several ranks have of the same rows; empty if nothing is."""
-    ranks = format_ranks(copy.rank for copy in copies)
-    projections, sizes = [copy.projection for copy in copies], [copy.size for copy in copies]
-    apart = max(projections) - min(projections) + max(sizes) - min(sizes)
-    if not copies[0].summed and apart > _SAME * max(sizes):
-        return (
-            f"that differ on ranks {ranks}, expected equal ones, because the plan has them as `invariant`: each rank "
-            "computes the whole gradient; plan with gradient='partial' if each computes a part"
-        )
-    for number, copy in enumerate(copies if copies[0].summed else ()):
-        same = [other.rank for other in copies[number:] if other[:2] == copy[:2]]
-        if copy.size > 0 and len(same) > 1:
-            problem = (
-                f"that are equal on ranks {format_ranks(same)}, expected parts, because the plan has them as `partial` "
-                "and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, and let "
-                "ranks with other tokens need other rows"
-            )
-            if not copy.pooled:
-                return problem
-            # Equal parts of a mean over rows look like this, too.
-            warnings.warn(f"found gradients of rows {problem}", stacklevel=2)
-    return ""

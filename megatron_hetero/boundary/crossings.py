@@ -42,10 +42,6 @@ _IN_BACKWARD = str(
         fix="plan and cross outside of what is checkpointed",
     )
 )
-_TWICE = (
-    "These are the rows that `%s` sent, whose gradients return at the end of the micro-batch. If it has a loss of its "
-    "own, call backward on that with retain_graph=True."
-)
 _AFTER_ITS_END = str(
     UserError.at(
         "micro_batch",
@@ -155,7 +151,7 @@ class MicroBatchCrossings:
         waiting: dict[str, dict[int, _Returned]] = {}  # by the module that computed the rows
         while self.crossings:
             for source in [source for source, rows in waiting.items() if not self._may_wait(source, rows)]:
-                self._backward(source, waiting.pop(source))
+                self._backward(waiting.pop(source))
             crossing = self.crossings[-1]
             grad, rows = crossing.go_back(self.problem), crossing.rows
             self.crossings.pop()
@@ -165,7 +161,7 @@ class MicroBatchCrossings:
                 earlier = of_module.get(id(rows))
                 of_module[id(rows)] = _Returned(rows, grad if earlier is None else earlier.grad + grad)
             if not any(left.edge.source == crossing.edge.source for left in self.crossings):
-                self._backward(crossing.edge.source, waiting.pop(crossing.edge.source, {}))
+                self._backward(waiting.pop(crossing.edge.source, {}))
 
     def _may_wait(self, source: str, waiting: Mapping[int, _Returned]) -> bool:
         """Whether no rows of `source` were computed from the rows of the last crossing. Rows that crossed before it
@@ -175,19 +171,14 @@ class MicroBatchCrossings:
         later = [each.rows for id, each in waiting.items() if id not in before]
         return not later or not (last.edge.target == source or any(_computed_from(rows, last) for rows in later))
 
-    def _backward(self, source: str, waiting: Mapping[int, _Returned]) -> None:
+    def _backward(self, waiting: Mapping[int, _Returned]) -> None:
         """Continue into the module that computed rows, once with all of them."""
         if waiting:
             # Other rows may share parts of the graph.
             shared = any(left.rows is not None and left.rows.requires_grad for left in self.crossings)
             rows = [each.rows for each in waiting.values()]
             grads = [each.grad.to(each.rows.dtype) for each in waiting.values()]
-            try:
-                torch.autograd.backward(rows, grads, retain_graph=shared)
-            except RuntimeError as error:
-                if "second time" in str(error):
-                    error.add_note(_TWICE % source)
-                raise
+            torch.autograd.backward(rows, grads, retain_graph=shared)
 
     def close(self) -> None:
         """Refuse backward passes from now on."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import torch
@@ -48,31 +48,21 @@ class BufferPool:
         self._free.append(buffer)
 
 
-class BufferLease:
-    """Buffers of a pool, released together: by `release` or at the end of a `with`."""
+class BufferLease(ExitStack):
+    """Buffers of a pool, released together by `close` or at the end of a `with`. On a GPU, later work on the current
+    stream may then overwrite them.
+    """
 
     def __init__(self, pool: BufferPool):
+        super().__init__()
         self._pool = pool
-        self._acquired: list[Tensor] = []
 
     def acquire(self, rows: int, dtype: torch.dtype) -> Tensor:
         """Take an uninitialized buffer, [rows, width]."""
-        width = self._pool.width
-        size = rows * width * dtype.itemsize
+        size = rows * self._pool.width * dtype.itemsize
         buffer = self._pool.acquire(size)
-        self._acquired.append(buffer)
-        return buffer[:size].view(dtype).view(rows, width)
-
-    def release(self) -> None:
-        """Release all buffers. On a GPU, later work on the current stream may overwrite them."""
-        while self._acquired:
-            self._pool.release(self._acquired.pop())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
+        self.callback(self._pool.release, buffer)
+        return buffer[:size].view(dtype).view(rows, self._pool.width)
 
 
 # ------------------------------------------------------------------------------------------------ indices

@@ -4,10 +4,10 @@ of single rows are computed in `routes`. Pure data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Generic, NamedTuple
 from zlib import crc32
 
@@ -19,7 +19,7 @@ from megatron_hetero.boundary.routes import DirectionPlan, Index, Redistribution
 from megatron_hetero.layout.grammar import format_ranks
 
 SHOWN = 256
-"""The most moves, and the most ranks, that a plan's text lists."""
+"""The most moves that a plan's text lists."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,28 +53,6 @@ class Move(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.direction:<8}  {self.phase:<7}  {self.sender:>6} -> {self.receiver:<6}  {self.rows:>9,}"
-
-
-class Traffic(NamedTuple):
-    """Rows that each rank holds, needs, receives and sends in one direction, int64 [ranks]. `minimum`: the fewest it
-    could receive; None where only the sum over all ranks has a minimum, since in a reduce ranks can trade shares.
-    """
-
-    held: np.ndarray
-    needed: np.ndarray
-    received: np.ndarray
-    sent: np.ndarray
-    minimum: np.ndarray | None
-
-
-class _PhaseMoves(NamedTuple):
-    """The moves of one phase of one direction, as columns, int64 [moves]."""
-
-    direction: str
-    phase: str
-    senders: np.ndarray
-    receivers: np.ndarray
-    rows: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,65 +110,38 @@ class BoundaryPlan:
 
     def moves(self) -> tuple[Move, ...]:
         """Return all moves of both directions, in order of execution."""
-        return tuple(_moves(self._phase_moves()))
-
-    def traffic(self, direction: str) -> Traffic:
-        """Return the traffic of all `ranks` in `direction`, "forward" or "backward"."""
-        return self._traffic(direction, self._phase_moves())
-
-    def _phase_moves(self) -> list[_PhaseMoves]:
-        found: list[_PhaseMoves] = []
+        moves: list[Move] = []
         for name, each in self.directions.items():
             rows = each.row_table(None)
-            found += [_PhaseMoves(name, phase, *each.routes(phase, rows).row_counts()) for phase in each.phases]
-        return found
-
-    def _traffic(self, direction: str, phases: Sequence[_PhaseMoves]) -> Traffic:
-        """Count moves, since planning each rank is slow."""
-        ranks, chosen = np.array(self.ranks, np.int64), self.directions[direction]
-        received, sent = np.zeros((2, len(ranks)), np.int64)
-        for phase in phases:
-            if phase.direction == direction:
-                np.add.at(received, np.searchsorted(ranks, phase.receivers), phase.rows)
-                np.add.at(sent, np.searchsorted(ranks, phase.senders), phase.rows)
-        held, needed = (
-            np.append(np.diff(side.starts), 0)[side.members.groups_of(ranks)] for side in (chosen.held, chosen.needed)
-        )
-        return Traffic(held, needed, received, sent, chosen.minima(ranks))
+            for phase in each.phases:
+                columns = (column.tolist() for column in each.routes(phase, rows).row_counts())
+                moves += [Move(name, phase, *counted) for counted in zip(*columns, strict=True)]
+        return tuple(moves)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        """Write a summary, the moves, each rank's traffic, and the totals."""
+        """Write a summary, the moves, and the totals."""
         how = "batched point-to-point" if self.point_to_point else "one uneven all-to-all per phase"
         rows = len(self.destination.ids)
         yield f"boundary of {rows:,} rows of {self.row_bytes:,} bytes over {len(self.ranks)} ranks, {how}"
         for name, each in self.directions.items():
-            phases, least = ", ".join(each.phases) or "nothing moves", f"{each.minimum_total:,} rows received"
-            yield f"{name}: {phases}; {least} is the minimum{_gradient_note(self, name)}"
-        moves = self._phase_moves()
+            phases = ", ".join(each.phases) or "nothing moves"
+            yield f"{name}: {phases}; {each.minimum_total:,} rows received is the minimum"
+        moves = self.moves()
         yield "direction phase        from -> to           rows           bytes"
-        yield from (f"{move}  {move.rows * self.row_bytes:>14,}" for move in islice(_moves(moves), SHOWN))
-        yield from _more(sum(len(phase.rows) for phase in moves))
-        yield "direction   rank       held     needed  received bytes         minimum      sent bytes"
-        traffic = {name: self._traffic(name, moves) for name in self.directions}
-        for name, of_ranks in traffic.items():
-            yield from self._rank_lines(name, of_ranks)
-        for name, (_, _, received, sent, _) in traffic.items():
-            most, most_sent, total = (
-                n * self.row_bytes for n in (received.max(initial=0), sent.max(initial=0), sum(sent))
-            )
+        yield from (f"{move}  {move.rows * self.row_bytes:>14,}" for move in moves[:SHOWN])
+        if len(moves) > SHOWN:
+            yield f"… and {len(moves) - SHOWN:,} more"
+        for name in self.directions:
+            received, sent = Counter[int](), Counter[int]()
+            for move in (move for move in moves if move.direction == name):
+                received[move.receiver] += move.rows
+                sent[move.sender] += move.rows
+            most, most_sent = (max(rows.values(), default=0) * self.row_bytes for rows in (received, sent))
             largest = f"at most {most:,} bytes received and {most_sent:,} bytes sent by a rank"
-            yield f"{name}: {largest}; {total:,} bytes in all"
-
-    def _rank_lines(self, name: str, of_ranks: Traffic) -> Iterator[str]:
-        row = self.row_bytes
-        for at, rank in enumerate(self.ranks[:SHOWN]):
-            held, needed, received, sent = (int(column[at]) for column in of_ranks[:4])
-            least = "shared" if of_ranks.minimum is None else f"{of_ranks.minimum[at] * row:,}"
-            yield (f"{name:<8} {rank:>7} {held:>10,} {needed:>10,} {received * row:>15,} {least:>15} {sent * row:>15,}")
-        yield from _more(len(self.ranks))
+            yield f"{name}: {largest}; {sent.total() * self.row_bytes:,} bytes in all"
 
 
 def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> BoundaryPlan:
@@ -212,26 +163,3 @@ def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> 
             fix="plan with ownerships of the same batch",
         )
     return plan
-
-
-def _moves(phases: Sequence[_PhaseMoves]) -> Iterator[Move]:
-    for direction, phase, *columns in phases:
-        for sender, receiver, rows in zip(*(column.tolist() for column in columns), strict=True):
-            yield Move(direction, phase, sender, receiver, rows)
-
-
-def _more(lines: int) -> Iterator[str]:
-    """Yield how many lines a table omits, if any."""
-    if lines > SHOWN:
-        yield f"… and {lines - SHOWN:,} more"
-
-
-def _gradient_note(plan: BoundaryPlan, direction: str) -> str:
-    if direction == "forward":
-        return ""
-    needed = {
-        "invariant": "each destination rank holds a row's whole gradient, and one of them sends it",
-        "partial": "destination ranks hold parts of a row's gradient, which are added up on the way",
-    }[plan.destination.gradient]
-    held = {"invariant": "every source rank gets all of it", "partial": "one source rank gets it, the others zero"}
-    return f"; {needed}; {held[plan.source.gradient]}"

@@ -151,7 +151,7 @@ class Redistribution:
     def phases(self) -> tuple[Phase, ...]:
         """The phases in which any rank moves a row."""
         held, needed = self._pairs
-        shared = self._shared.counts(held * len(self.needed.groups) + needed)
+        shared = self._shared.number(held * len(self.needed.groups) + needed)
         sharers, readers = self.held.members.sizes[held], self.needed.members.sizes[needed]
         used = {
             "reduce": self.summed and bool(np.any(sharers > 1)),
@@ -179,21 +179,6 @@ class Redistribution:
             complete=len(local) + arriving == needed,
         )
 
-    def minima(self, ranks: np.ndarray) -> np.ndarray | None:
-        """Return the fewest rows that each of `ranks` can receive: those it needs less those it holds. None where rows
-        are summed, or one rank of a group gets a row: only the total has a minimum then.
-        """
-        if self.once or (self.summed and self.held.members.sizes.max(initial=1) > 1):
-            return None
-        keys, rows = self._rows_of_pairs
-        held, needed = self.held.members.groups_of(ranks), self.needed.members.groups_of(ranks)
-        groups = len(self.needed.groups)
-        in_all = np.bincount(keys % max(1, groups), rows, groups + 1)[needed]  # 0 at -1, which is no group
-        own = held * groups + needed
-        at = np.searchsorted(keys, own)
-        found = (held >= 0) & (needed >= 0) & (np.append(keys, -1)[at] == own)
-        return (in_all - np.where(found, np.append(rows, 0)[at], 0)).astype(np.int64)
-
     @cached_property
     def minimum_total(self) -> int:
         """The fewest rows that all ranks together can receive.
@@ -202,7 +187,7 @@ class Redistribution:
         group of m ranks m - 1.
         """
         rows = self.row_table(None)
-        shared = self._shared.counts(rows.held * len(self.needed.groups) + rows.needed)
+        shared = self._shared.number(rows.held * len(self.needed.groups) + rows.needed)
         parts = self.held.members.sizes[rows.held] if self.summed else 1
         readers = 1 if self.once else self.needed.members.sizes[rows.needed]
         settled = 1 if self.summed or self.once else np.maximum(shared, 1)
@@ -230,19 +215,9 @@ class Redistribution:
         if self.mirror is not None:
             needed, held = self.mirror._pairs
             return held, needed
-        keys, _ = self._rows_of_pairs
+        held, needed, *_ = self._columns
+        keys = np.unique(held * len(self.needed.groups) + needed)
         return keys // len(self.needed.groups), keys % len(self.needed.groups)
-
-    @cached_property
-    def _rows_of_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The keys of the pairs of groups that have rows, ascending, and their row counts."""
-        if self.mirror is None:
-            held, needed, *_ = self._columns
-            return np.unique(held * len(self.needed.groups) + needed, return_counts=True)
-        held, needed = self._pairs
-        keys = held * len(self.needed.groups) + needed
-        order = np.argsort(keys)
-        return keys[order], self.mirror._rows_of_pairs[1][order]
 
     def row_table(self, rank: int | None) -> RowTable:
         """Return the rows that `rank` holds or needs; None: all. Contains all rows of a pair of groups or none."""
@@ -270,7 +245,7 @@ class Redistribution:
         """Sender and first receiver of each row, and the number of ranks that its two groups share."""
         holders, readers = self.held.members, self.needed.members
         key = rows.held * len(self.needed.groups) + rows.needed
-        shared = self._shared.counts(key)
+        shared = self._shared.number(key)
         # Portions are contiguous runs. They begin at another member for each group, which spreads the remainders.
         portion = (rows.ordinal * np.where(shared, shared, readers.sizes[rows.needed]) // rows.count) + rows.held
         member = (rows.ordinal + rows.needed) % holders.sizes[rows.held]
@@ -318,36 +293,33 @@ class Redistribution:
 class _SharedRanks:
     """The ranks shared by a holding group and a needing group.
 
-    `keys`: keys of the pairs of groups that share ranks, ascending; `ranks`: shared ranks of all pairs, concatenated;
-    `starts`: the index where each pair's ranks begin, and the end.
+    `keys`: keys of the pairs of groups that share ranks, ascending, and a larger number; `counts`: the shared ranks of
+    each pair, and 0; `starts`: the index in `ranks` where those of each pair begin, and the end.
     """
 
     keys: np.ndarray
-    ranks: np.ndarray
+    counts: np.ndarray
     starts: np.ndarray
+    ranks: np.ndarray
 
     @classmethod
     def of(cls, held: Ownership, needed: Ownership) -> _SharedRanks:
         a, b = held.members, needed.members
         ranks, at_a, at_b = np.intersect1d(a.sorted_ranks, b.sorted_ranks, assume_unique=True, return_indices=True)
         key = a.sorted_groups[at_a] * len(needed.groups) + b.sorted_groups[at_b]
-        order = np.argsort(key, kind="stable")
         keys, counts = np.unique(key, return_counts=True)
-        return cls(keys, ranks[order], np.concatenate([[0], np.cumsum(counts)]))
+        ranks = ranks[np.argsort(key, kind="stable")]
+        largest = np.iinfo(np.int64).max
+        return cls(np.append(keys, largest), np.append(counts, 0), np.append(0, np.cumsum(counts)), ranks)
 
-    def _find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        at = np.minimum(np.searchsorted(self.keys, keys), max(0, len(self.keys) - 1))
-        return at, (self.keys[at] == keys) if len(self.keys) else np.zeros(len(keys), bool)
-
-    def counts(self, keys: np.ndarray) -> np.ndarray:
+    def number(self, keys: np.ndarray) -> np.ndarray:
         """Count the shared ranks of each pair."""
-        at, found = self._find(keys)
-        return np.where(found, np.diff(self.starts)[at], 0) if len(self.keys) else np.zeros(len(keys), np.int64)
+        at = np.searchsorted(self.keys, keys)
+        return np.where(self.keys[at] == keys, self.counts[at], 0)
 
     def rank_at(self, keys: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the shared rank number `index` of each pair."""
-        at, _ = self._find(keys)
-        return self.ranks[self.starts[at] + index]
+        return self.ranks[self.starts[np.searchsorted(self.keys, keys)] + index]
 
 
 def _all_members(side: Ownership, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -186,7 +186,7 @@ def _merge(model: Any, hidden: Tensor) -> list[Tensor]:
 @lru_cache(maxsize=256)
 def _built(module: MeasuredModule, part: ModulePart) -> Any:
     """A pipeline stage with the part alone."""
-    from megatron_hetero.groups.module_groups import module_groups  # imports Megatron-Core
+    from megatron_hetero.groups.megatron import module_groups  # imports Megatron-Core
 
     shape, architecture = module.shape, module.shape.architecture
     degrees = {"tp": module.tp, "sp": module.sp, "cp": module.cp}

@@ -108,32 +108,16 @@ def require_equal(group: dist.ProcessGroup, where: str, facts: Facts, fix: str) 
         require_alike(where, on_every(group, lambda: dict(facts)), dist.get_process_group_ranks(group), fix)
 
 
-def require_same(
-    group: dist.ProcessGroup | None,
-    where: str,
-    state: Callable[[], Facts],
-    fix: str,
-    because: str = "",
-    working: Working = nullcontext,
-) -> None:
-    """Check that `state` returns the same facts on all ranks of a group of any device. A `UserError` of `state` is
-    raised on every rank, as a `SharedError`.
-    """
-    if of_ranks := unlike(group, state, working):
+def require_same(group: dist.ProcessGroup | None, where: str, facts: Facts, fix: str, because: str = "") -> None:
+    """Check that facts are the same on all ranks of a group of any device. Raises `SharedError`."""
+    if of_ranks := unlike(group, facts):
         require_alike(where, of_ranks, dist.get_process_group_ranks(group), fix, because)
 
 
-def unlike(group: dist.ProcessGroup | None, state: Callable[[], Facts], working: Working = nullcontext) -> list[Facts]:
-    """The results of `state` on all ranks, by rank; empty if they are equal. Facts are exchanged only if their digests
-    differ. A `UserError` of `state` is raised on every rank, as a `SharedError`.
-    """
-    mine: list[Facts] = []
-
-    def digest() -> int:
-        mine.append(state())
-        return zlib.crc32(repr(list(mine[0].items())).encode())
-
-    return on_every(group, lambda: mine[0]) if len(set(on_every(group, digest, working))) > 1 else []
+def unlike(group: dist.ProcessGroup | None, facts: Facts) -> list[Facts]:
+    """The facts of all ranks, by rank; empty if they are equal. They are exchanged only if their digests differ."""
+    digest = zlib.crc32(repr(list(facts.items())).encode())
+    return on_every(group, lambda: facts) if len(set(on_every(group, lambda: digest))) > 1 else []
 
 
 def require_alike(

@@ -1,7 +1,7 @@
 """Process groups without a communicator: groups of one rank, and those used for their size and rank only."""
 
 # PyTorch's stubs declare overloads that its own Python groups do not have either.
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 from __future__ import annotations
 
 import contextlib
@@ -15,7 +15,7 @@ class LocalGroup(dist.ProcessGroup):
     """The `ranks` of a group, ascending, as `rank` sees them, without a communicator.
 
     Collectives of one rank copy their input to their output; those of several ranks raise `RuntimeError`. Tensors may
-    be on any device. PyTorch 2.12 and earlier know some of the methods by their second name.
+    be on any device.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, what: str):
@@ -43,52 +43,6 @@ class LocalGroup(dist.ProcessGroup):
         """The name of the backend."""
         return "local"
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """All-reduce: nothing to do."""
-        return self._copied([], [])
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """All-reduce of several tensors: nothing to do."""
-        return self._copied([], [])
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Broadcast: nothing to do."""
-        return self._copied([], [])
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        """Barrier: nothing to do."""
-        return self._copied([], [])
-
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        """All-gather into one tensor."""
-        return self._copied([output], [tensor])
-
-    def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """All-gather of several tensors."""
-        return self._copied(outputs, tensors)
-
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce-scatter of one tensor."""
-        return self._copied([output], [tensor])
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """Reduce-scatter of several tensors."""
-        return self._copied(outputs, tensors)
-
-    def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_sizes: Any = None, input_sizes: Any = None, opts: Any = None
-    ) -> dist.Work:
-        """All-to-all of one tensor."""
-        return self._copied([output], [tensor])
-
-    _allgather_base = all_gather_single  # pyright: ignore[reportAssignmentType]
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # pyright: ignore[reportAssignmentType]
-    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # pyright: ignore[reportAssignmentType]
-    alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType]
-
     def _copied(self, outputs: list[Tensor], tensors: list[Tensor]) -> dist.Work:
         if len(self._ranks) > 1:
             raise RuntimeError(
@@ -99,6 +53,22 @@ class LocalGroup(dist.ProcessGroup):
             if not _same_memory(output, tensor):
                 output.view(-1).copy_(tensor.reshape(-1))
         return _Done()
+
+    def _in_place(self, *_: Any, **options: Any) -> dist.Work:
+        return self._copied([], [])
+
+    def _into_one(self, output: Tensor, tensor: Tensor, *_: Any, **options: Any) -> dist.Work:
+        return self._copied([output], [tensor])
+
+    def _into_several(self, outputs: list[Tensor], tensors: list[Tensor], *_: Any, **options: Any) -> dist.Work:
+        return self._copied(outputs, tensors)
+
+    allreduce = allreduce_coalesced = broadcast = barrier = _in_place
+    all_gather_single = reduce_scatter_single = all_to_all_single = _into_one
+    all_gather_single_coalesced = reduce_scatter_single_coalesced = _into_several
+    # Names in PyTorch 2.12 and earlier.
+    _allgather_base = _reduce_scatter_base = alltoall_base = _into_one
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _into_several
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:

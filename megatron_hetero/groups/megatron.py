@@ -1,4 +1,4 @@
-"""The only file that uses Megatron-Core's global state.
+"""The only file that uses Megatron-Core's global state, and the collection of process groups that its layers take.
 
 Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the buffer that
 sequence-parallel linears gather into, and the tracker of random states that a `TransformerBlock` forks. Neither
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
@@ -25,6 +27,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from megatron_hetero.groups.platform import Platform
+from megatron_hetero.layout.axes import AXES, MAIN, View, axes_of
+from megatron_hetero.layout.communicators import GRADIENT_AXES, REPLICA_AXES
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 
@@ -79,19 +83,13 @@ def _patch(owner: type, name: str, wrapper: Any) -> None:
 def _loss_in_own_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The loss over the model's own tensor-parallel group; the unfused loss would use the group of `parallel_state`."""
     group = model.pg_collection.tp
-    own = {
-        "get_tensor_model_parallel_group": lambda *_, **__: group,
-        "get_tensor_model_parallel_rank": group.rank,
-        "get_tensor_model_parallel_world_size": group.size,
-    }
-    found = {name: getattr(cross_entropy, name) for name in own}
-    for name, value in own.items():
-        setattr(cross_entropy, name, value)
-    try:
+    with _replaced(
+        cross_entropy,
+        get_tensor_model_parallel_group=lambda *_, **__: group,
+        get_tensor_model_parallel_rank=group.rank,
+        get_tensor_model_parallel_world_size=group.size,
+    ):
         return compute(model, *args, **kwargs)
-    finally:
-        for name, value in found.items():
-            setattr(cross_entropy, name, value)
 
 
 def _norm_on_shards(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,24 +123,28 @@ def set_random_states(states: Mapping[str, Tensor], platform: Platform) -> None:
 @contextlib.contextmanager
 def without_processes(device: torch.device) -> Iterator[None]:
     """Inside, Megatron's layers are built and run on `device` without a default process group and random streams."""
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (torch.cuda, "current_device", lambda: device),
-        (dist, "is_initialized", lambda: True),
-        (dist, "get_rank", lambda *_: 0),
-        (megatron_random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
-    )
-    before = [getattr(owner, name) for owner, name, _ in replaced]
-    try:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
+    with (
+        _replaced(torch.cuda, current_device=lambda: device),
+        _replaced(dist, is_initialized=lambda: True, get_rank=lambda *_: 0),
+        _replaced(megatron_random.CudaRNGStatesTracker, fork=lambda *_: contextlib.nullcontext()),
+    ):
         yield
-    finally:
-        for (owner, name, _), value in zip(replaced, before, strict=True):
-            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
-def own_parameter_groups() -> Iterator[None]:
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, attributes of `owner` have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def own_parameter_groups() -> contextlib.AbstractContextManager[None]:
     """Inside, Megatron builds optimizers without communication. For use before threads that communicate are started.
 
     It would gather the kinds of parameter groups over the whole world, so that all ranks have the same ones, empty or
@@ -153,9 +155,63 @@ def own_parameter_groups() -> Iterator[None]:
     def gather(gathered: list[Any], mine: Any, *_: Any, **__: Any) -> None:
         gathered[:] = [mine] * len(gathered)
 
-    real = dist.all_gather_object
-    dist.all_gather_object = gather
-    try:
-        yield
-    finally:
-        dist.all_gather_object = real
+    return _replaced(dist, all_gather_object=gather)
+
+
+# ------------------------------------------------------------------------------- the process groups of a module
+
+
+@dataclass(init=False, repr=False)
+class ModuleGroups(ProcessGroupCollection):
+    """Megatron's collection of process groups, with groups for the two axes of its context-parallel group `cp`.
+
+    `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
+    i mod sp of its `sp` group and member i // sp of its `context` group.
+
+    `along` returns the group along axes of any view of the module's layout.
+    """
+
+    sp: dist.ProcessGroup = field(init=False)
+    context: dist.ProcessGroup = field(init=False)
+    along: Callable[..., dist.ProcessGroup] = field(init=False)
+
+
+EXPERTS = "experts"
+"""The view that says how Megatron's layers of experts are split; without it they are split like dense layers."""
+
+
+def module_groups(
+    group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None, views: Iterable[View] = ()
+) -> ModuleGroups:
+    """The collection for a module, given its groups along axes. `ends`: the group of its first and last stage; `views`:
+    further views of its layout.
+    """
+    # There is one instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is
+    # needed.
+    samples = group(*GRADIENT_AXES)
+    experts = next((view for view in views if view.name == EXPERTS), MAIN)
+    return ModuleGroups(
+        along=group,
+        tp=group("tp"),
+        sp=group("sp"),
+        context=group("cp"),
+        cp=group(*axes_of("tokens")),
+        dp=group("dp"),
+        pp=group("pp"),
+        dp_cp=samples,
+        mp=group("tp", "pp"),
+        tp_cp=group(*REPLICA_AXES),
+        tp_dp_cp=group(*axes_of("weights", "tokens", "samples")),
+        hcp=None,
+        ep=group(*experts.axes_of("experts")),
+        expt_tp=group(*experts.axes_of("weights")),
+        expt_dp=group(*experts.sum_axes),
+        tp_ep=group(*experts.part_axes),
+        tp_ep_pp=group(*experts.part_axes, "pp"),
+        intra_dp_cp=samples,
+        intra_expt_dp=group(*experts.sum_axes),
+        intra_dist_opt=group(*AXES),
+        inter_dist_opt=None,
+        embd=ends,
+        pos_embd=None,  # for positions that several stages embed, which Megatron's decoders do not
+    )

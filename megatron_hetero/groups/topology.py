@@ -44,7 +44,7 @@ from megatron_hetero.layout.graph import Edge, Graph, as_edge
 from megatron_hetero.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from megatron_hetero.groups.module_groups import ModuleGroups
+    from megatron_hetero.groups.megatron import ModuleGroups
 
 CONNECTING_BYTES = (2**10, 2**20, 2**26)
 """Sizes that `_connect` communicates on a GPU; elsewhere size makes no difference."""
@@ -110,7 +110,7 @@ class Topology:
             platform: where tensors are, and what their collectives use.
             decoding: modules whose replicas share decoded data.
             edges: of the graph of modules; (from, to) alone is from the last stage to the first.
-            planned: those of them that are planned from what each rank knows, see `Boundary.plan`.
+            planned: edges, in `edges` or not, that are planned from what each rank knows, see `Boundary.plan`.
             tied: modules whose first and last stage hold copies of one parameter.
             interleaved: modules with virtual stages.
             megatron: modules that Megatron's own schedules or optimizers run, which communicate along more axes. All by
@@ -124,9 +124,8 @@ class Topology:
         """
         _require_layouts(layouts, dist.get_world_size())
         _require_modules(layouts, decoding=decoding, tied=tied, interleaved=interleaved)
-        _require_order(edges=edges, planned=planned)
-        declared, planned = (tuple(as_edge(edge, layouts) for edge in given) for given in (edges, planned))
-        _require_declared(planned, declared)
+        planned = [as_edge(edge, layouts) for edge in _ordered(planned)]
+        declared = dict.fromkeys([*(as_edge(edge, layouts) for edge in _ordered(edges)), *planned])
         rank, world = dist.get_rank(), dist.group.WORLD
         assert world is not None, "the default process group is initialised"
         everybody = tuple(range(dist.get_world_size()))
@@ -136,7 +135,7 @@ class Topology:
         planning = {edge: (edge_ranks(layouts, edge),) for edge in planned}
         hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
         own = layouts if megatron is None else megatron
-        kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved, megatron=own)
+        kinds = communicators(layouts, edges=declared, tied=tied, interleaved=interleaved, megatron=own)
         if platform.backend == "nccl":
             require_streams(kinds, everybody)
         groups = {kind: _create(kind, everybody, platform) for kind in kinds}
@@ -217,7 +216,7 @@ class Topology:
     def collection(self, module: str) -> ModuleGroups:
         """The process groups of `module` for Megatron-Core's layers on this rank. Raises `KeyError` as `group`."""
         self._require(module)
-        from megatron_hetero.groups.module_groups import module_groups  # imports Megatron-Core
+        from megatron_hetero.groups.megatron import module_groups  # imports Megatron-Core
 
         return module_groups(
             partial(self.group, module), self._groups.get(Axes(module, ENDS)), self.layouts[module].views
@@ -247,20 +246,9 @@ def _require_modules(layouts: Mapping[str, Layout], **collections: Collection[st
             raise UserError.at(f"Topology.build: {argument}", found=found, expected=expected, fix="name its modules")
 
 
-def _require_order(**collections: Collection[object]) -> None:
-    """Check that all ranks create groups in one order: a set has another order in each process."""
-    for name, found in collections.items():
-        if isinstance(found, set | frozenset):
-            because, fix = "all ranks create groups in the order of the edges", "sort it"
-            raise UserError.at(f"Topology.build: {name}", found="a set", expected="a list", because=because, fix=fix)
-
-
-def _require_declared(planned: Collection[Edge], declared: Collection[Edge]) -> None:
-    """Check that planned edges are edges."""
-    for edge in planned:
-        if edge not in declared:
-            expected = f"one of `edges`, {', '.join(map(str, declared)) or 'none'}"
-            raise UserError.at("Topology.build: planned", found=str(edge), expected=expected, fix="give it in both")
+def _ordered(edges: Collection[Edge | tuple[str, str]]) -> Collection[Edge | tuple[str, str]]:
+    """Edges in an order that is the same in each process, which that of a set is not."""
+    return sorted(edges, key=str) if isinstance(edges, set | frozenset) else edges
 
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:

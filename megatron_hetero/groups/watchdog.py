@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import sys
 import sysconfig
@@ -14,8 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,8 +44,8 @@ _PREFIX = "watchdog"
 _UNWATCHED = "nothing that is watched"
 _MOST_LINES = 32
 _INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
-_ROLL_CALL_S = 5.0
-"""The most seconds in which other ranks can answer that they wait, too."""
+_PAUSE_S = 2.0
+"""The most seconds between requests of a rank that waits; all have three times as long to answer what they wait in."""
 
 
 class Stopwatch:
@@ -110,22 +110,12 @@ def clock_of(device: torch.device) -> Clock | None:
     return mark
 
 
-class RollCall(NamedTuple):
-    """The answers when a rank gives up. `first`: whether it was the first to give up, and reports for all. `doing`: by
-    rank, what those that answered wait in. `absent`: the ranks that did not answer.
-    """
-
-    first: bool
-    doing: Mapping[int, str]
-    absent: tuple[int, ...]
-
-
 class Peers:
-    """The ranks of a process group, for use by one thread of one of them."""
+    """The ranks of a process group, as one of them sees them in a store."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        self.store, self.rank, self.ranks = store, rank, ranks
-        self._own: Store | None = None
+        self._shared, self._rank, self._ranks = store, rank, ranks
+        self._work: int | None = None
 
     @classmethod
     def of_world(cls) -> Peers | None:
@@ -134,38 +124,35 @@ class Peers:
             return None
         return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
-    def beat(self, works: bool) -> int:
-        """Report whether this rank `works`. Returns the number of reports of work by all ranks."""
-        return self._connected().add(f"{_PREFIX}/beats", int(works))
+    @cached_property
+    def _store(self) -> Any:
+        # A separate connection: the main thread may block in the other one, which serves one request at a time.
+        return self._shared.clone()  # pyright: ignore[reportAttributeAccessIssue] (the stub lacks it)
+
+    def any_works(self, works: bool) -> bool:
+        """Report whether this rank works. Returns whether any rank has reported work since the last call."""
+        before, self._work = self._work, self._store.add(f"{_PREFIX}/work", int(works))
+        return before is not None and before != self._work
 
     def given_up(self) -> bool:
         """Whether any rank has given up."""
-        return self._connected().add(f"{_PREFIX}/given up", 0) > 0
+        return self._store.add(f"{_PREFIX}/given up", 0) > 0
 
     def answer(self, doing: str) -> None:
         """Report what this rank waits in."""
-        self._connected().set(self._key(self.rank), doing)
+        self._store.set(f"{_PREFIX}/{self._rank} waits", doing)
 
-    def roll_call(self, seconds: float, doing: str) -> RollCall:
-        """Give up `doing`, and wait up to `seconds` for the others to answer what they wait in."""
+    def roll_call(self, seconds: float, doing: str) -> dict[int, str | None] | None:
+        """Give up `doing`, and wait up to `seconds` for the others to answer what they wait in: None for those that do
+        not. Returns None if another rank has given up before, which reports for all.
+        """
         self.answer(doing)
-        first = self._connected().add(f"{_PREFIX}/given up", 1) == 1
-        if not first:
-            return RollCall(first, {}, ())
-        store, keys, end = self._connected(), list(map(self._key, range(self.ranks))), time.monotonic() + seconds
-        while not store.check(keys) and time.monotonic() < end:
+        if self._store.add(f"{_PREFIX}/given up", 1) > 1:
+            return None
+        keys, end = [f"{_PREFIX}/{rank} waits" for rank in range(self._ranks)], time.monotonic() + seconds
+        while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(min(0.2, seconds / 10))
-        answers = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
-        return RollCall(first, answers, tuple(rank for rank in range(self.ranks) if rank not in answers))
-
-    def _connected(self) -> Store:
-        # A separate connection: the main thread may block in the other one, which serves one request at a time.
-        if self._own is None:
-            self._own = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue] (the stub lacks it)
-        return self._own  # pyright: ignore[reportReturnType]
-
-    def _key(self, rank: int) -> str:
-        return f"{_PREFIX}/{rank} waits"
+        return {n: self._store.get(key).decode() if self._store.check([key]) else None for n, key in enumerate(keys)}
 
 
 class _Activity(NamedTuple):
@@ -173,27 +160,7 @@ class _Activity(NamedTuple):
 
     described: Callable[[], str]
     began: float
-    patient: bool = False
-
-
-class _Issued(NamedTuple):
-    """An action whose work has been issued to the device."""
-
-    described: Callable[[], str]
-    began: float
-    has_ended: Mark
-
-
-@dataclass
-class _Exchange:
-    """State of the exchange of reports: `beats` of all ranks at the last time (`exchanged`), and how much work of this
-    rank had been `reported` then.
-    """
-
-    peers: Peers
-    exchanged: float
-    beats: int | None = None
-    reported: int = 0
+    patient: bool
 
 
 class Watchdog:
@@ -224,17 +191,18 @@ class Watchdog:
         self._clock = clock if timeout_s > 0 else None
         self._on_exit, self._peers = on_exit, peers
         self._current: _Activity | None = None
-        # One thread appends, another pops from the front.
-        self._issued: deque[_Issued] = deque()
+        # Actions whose work has been issued to the device. One thread appends, another pops from the front.
+        self._issued: deque[tuple[_Activity, Mark]] = deque()
         self._device_idle_since = self._heard = self._resumed = time.monotonic()
-        self._lock, self._at_work, self._work_done = threading.Lock(), 0, 0
-        self._exchanges = False
+        self._lock, self._at_work, self._worked = threading.Lock(), 0, -math.inf
         if timeout_s <= 0:
             return
+        # In threads of their own: the guard would be late if the device or the store is slow to answer.
         _repeat("schedule-watchdog", self, Watchdog._guard)
         if clock is not None:
-            # A thread of its own: the guard would be late if the device is slow to answer.
             _repeat("schedule-device-clock", self, Watchdog._follow_device)
+        if peers is not None:
+            _repeat("peers", self, Watchdog._follow_peers)
 
     @classmethod
     def of_world(cls, timeout_s: float, platform: Platform, setting: str = "timeout_s") -> Watchdog:
@@ -242,29 +210,28 @@ class Watchdog:
         rank = dist.get_rank()
         return cls(timeout_s, rank, clock_of(platform.device), partial(_traced, rank), Peers.of_world(), setting)
 
-    @contextlib.contextmanager
-    def doing(self, described: Callable[[], str]) -> Iterator[None]:
+    def doing(self, described: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
         """Watch an action. `described` returns its description if it takes too long."""
-        outer, began = self._current, time.monotonic()
-        self._current = _Activity(described, began)
-        try:
-            yield
-        finally:
-            self._resume(outer)
-        # If the queue is full, the time of the action counts towards the next one that fits.
-        clock = self._clock
-        if clock is not None and len(self._issued) < MAX_ISSUED:
-            self._issued.append(_Issued(described, began, clock()))
+        return self._watch(described, patient=False)
+
+    def waiting(self, described: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+        """Watch a wait for other ranks, which may last as long as any rank is `working`."""
+        return self._watch(described, patient=True)
 
     @contextlib.contextmanager
-    def waiting(self, described: Callable[[], str]) -> Iterator[None]:
-        """Watch a wait for other ranks, which may last as long as any rank is `working`."""
+    def _watch(self, described: Callable[[], str], patient: bool) -> Iterator[None]:
         outer = self._current
-        self._current = _Activity(described, time.monotonic(), patient=True)
+        self._current = own = _Activity(described, time.monotonic(), patient)
         try:
             yield
         finally:
-            self._resume(outer)
+            # The inner activity counts as progress of the outer one.
+            self._resumed = time.monotonic()
+            self._current = outer and outer._replace(began=self._resumed)
+        # If the queue is full, the time of the action counts towards the next one that fits.
+        clock = self._clock
+        if clock is not None and not patient and len(self._issued) < MAX_ISSUED:
+            self._issued.append((own, clock()))
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -276,13 +243,13 @@ class Watchdog:
         finally:
             with self._lock:
                 self._at_work -= 1
-                self._work_done += 1
+                self._worked = time.monotonic()
 
     def oldest(self) -> tuple[Callable[[], str], float] | None:
         """The first action that has not ended, and the time since which nothing before it delays it; None if idle."""
         current = self._current
         with contextlib.suppress(IndexError):
-            first = self._issued[0]
+            first, _ = self._issued[0]
             # In this order: the other thread pops the first only after it has set the time.
             return first.described, max(first.began, self._device_idle_since)
         if current is None:
@@ -290,36 +257,22 @@ class Watchdog:
         heard = self._heard if current.patient else current.began
         return current.described, max(current.began, self._device_idle_since, heard)
 
-    def _resume(self, outer: _Activity | None) -> None:
-        # The inner activity counts as progress of the outer one.
-        self._resumed = time.monotonic()
-        self._current = outer and outer._replace(began=self._resumed)
-
-    def _doing(self) -> tuple[str, float]:
-        """What this rank does, and since when, in a watched action or outside of any."""
+    def _doing(self) -> str:
+        """What this rank does, in a watched action or outside of any."""
         oldest = self.oldest()
-        what, since = (_UNWATCHED, self._resumed) if oldest is None else (oldest[0]().rstrip(","), oldest[1])
-        return f"{what}{_place()}", since
+        return f"{_UNWATCHED if oldest is None else oldest[0]().rstrip(',')}{_place()}"
 
     def _guard(self) -> float:
         """Check whether an action takes too long. Returns the seconds until the next check."""
         oldest = self.oldest()
-        age = time.monotonic() - (oldest[1] if oldest else self._resumed)
-        # Work that comes in short pieces may be over at each check.
-        works = self._at_work or self._work_done
-        if self._peers is not None and not self._exchanges and (works or age > self.timeout_s / 8):
-            # From now on, and in another thread: a store may not answer.
-            exchange = _Exchange(self._peers, time.monotonic())
-            _repeat("peers", self, partial(Watchdog._exchange_reports, exchange=exchange))
-            self._exchanges = True
-        if oldest is not None and age > self.timeout_s:
+        if oldest is not None and time.monotonic() - oldest[1] > self.timeout_s:
             self._give_up(*oldest)
         return min(1.0, self.timeout_s / 4)
 
     def _follow_device(self) -> float | None:
         """Pop the actions that the device has finished, as long as it can be queried."""
         try:
-            while self._issued and self._issued[0].has_ended():
+            while self._issued and self._issued[0][1]():
                 self._device_idle_since = time.monotonic()
                 self._issued.popleft()
         except RuntimeError:  # A device error, which is raised to the next caller, too.
@@ -328,57 +281,55 @@ class Watchdog:
             return None
         return min(0.2, self.timeout_s / 20)
 
-    def _exchange_reports(self, exchange: _Exchange) -> float | None:
-        """Exchange reports of work and of waits with the other ranks, as long as the store answers."""
-        now, current, peers = time.monotonic(), self._current, exchange.peers
-        with contextlib.suppress(Exception):  # The store is gone: no more reports.
-            doing, since = self._doing()
-            if now - since > self.timeout_s / 2 and peers.given_up():
-                peers.answer(doing)
-            patient, done = current is not None and current.patient, self._work_done
-            works = self._at_work > 0 or done != exchange.reported
-            if (patient or works) and now - exchange.exchanged >= self.timeout_s / 8:
-                beats = peers.beat(works)
-                if exchange.beats is not None and beats != exchange.beats:
-                    self._heard = now
-                exchange.beats, exchange.reported, exchange.exchanged = beats, done, now
-            return min(1.0, self.timeout_s / 16)
+    def _follow_peers(self) -> float | None:
+        """Answer a rank that has given up, and exchange reports of work, as long as the store answers."""
+        now, current, oldest, pause = time.monotonic(), self._current, self.oldest(), self.timeout_s / 16
+        waits = now - (oldest[1] if oldest else self._resumed) > 2 * pause
+        # Work that comes in short pieces may be over at each call.
+        works = self._at_work > 0 or now - self._worked < 2 * pause
+        assert self._peers is not None, "this is called with peers only"
+        with contextlib.suppress(Exception):  # The store is gone.
+            if waits and self._peers.given_up():
+                self._peers.answer(self._doing())
+            patient = waits and current is not None and current.patient
+            if (works or patient) and self._peers.any_works(works):
+                self._heard = now
+            return min(_PAUSE_S, pause) if waits else pause
         return None
 
     def _give_up(self, described: Callable[[], str], since: float) -> None:
-        waited, what, called = time.monotonic() - since, described(), self._roll_call()
-        reports = called is None or called.first
-        if reports:
+        waited, what, answers = time.monotonic() - since, described(), self._roll_call()
+        if answers is not None:
             print(
                 f"rank {self.rank}: found {what} unfinished after {waited:.0f} s, expected it within "
-                f"{self._setting} = {self.timeout_s:g}, because {_suspected(called)}. Look for the first error of "
-                f"another rank, or raise {self._setting}{_listed(called)}",
+                f"{self._setting} = {self.timeout_s:g}, because {_suspected(answers)}. Look for the first error of "
+                f"another rank, or raise {self._setting}{_listed(answers)}",
                 file=sys.stderr,
                 flush=True,
             )
         # `on_exit` may block in a driver with the GIL held.
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True)
         more = self._on_exit()
-        if more and reports:
-            print(more, file=sys.stderr, flush=True)
-        if not reports:  # The first one ends the job after its report.
+        if answers is None:  # The first one ends the job after its report.
             time.sleep(2 * self._roll_call_s)
+        elif more:
+            print(more, file=sys.stderr, flush=True)
         leave("", 1)
 
-    def _roll_call(self) -> RollCall | None:
-        """The answers of the other ranks; None without any, so that each rank reports for itself."""
+    def _roll_call(self) -> dict[int, str | None] | None:
+        """The answers of all ranks, see `Peers.roll_call`; none of any rank if they cannot be asked, so that each
+        reports for itself.
+        """
         if self._peers is None:
-            return None
-        peers = Peers(self._peers.store, self.rank, self._peers.ranks)
-        doing, _ = self._doing()
-        answers = in_background(lambda: peers.roll_call(self._roll_call_s, doing), "watchdog-roll-call")
+            return {}
+        answers = in_background(partial(self._peers.roll_call, self._roll_call_s, self._doing()), "roll call")
         with contextlib.suppress(Exception):  # The store may be on a host that has stopped.
             return answers.result(2 * self._roll_call_s)
-        return None
+        return {}
 
     @property
     def _roll_call_s(self) -> float:
-        return min(_ROLL_CALL_S, self.timeout_s / 2)
+        return min(3 * _PAUSE_S, self.timeout_s / 2)
 
 
 def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | None]) -> None:
@@ -397,21 +348,22 @@ def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | N
     threading.Thread(target=run, name=name, daemon=True).start()
 
 
-def _suspected(called: RollCall | None) -> str:
-    if called is None:
+def _suspected(answers: Mapping[int, str | None]) -> str:
+    if not answers:
         return "a rank that it waits for is gone or does something else"
-    if called.absent:
-        return f"{_named(called.absent)} did not report to wait too, and may be stopped, gone or busy"
-    if elsewhere := [rank for rank, doing in called.doing.items() if doing.startswith(_UNWATCHED)]:
+    if absent := [rank for rank, doing in answers.items() if doing is None]:
+        return f"{_named(absent)} did not report to wait too, and may be stopped, gone or busy"
+    if elsewhere := [rank for rank, doing in answers.items() if (doing or "").startswith(_UNWATCHED)]:
         return f"{_named(elsewhere)} did not come"
     return "all ranks wait for each other"
 
 
-def _listed(called: RollCall | None) -> str:
+def _listed(answers: Mapping[int, str | None]) -> str:
     """A line for each thing that ranks wait in."""
     ranks: dict[str, list[int]] = {}
-    for rank, doing in called.doing.items() if called else ():
-        ranks.setdefault(doing, []).append(rank)
+    for rank, doing in answers.items():
+        if doing is not None:
+            ranks.setdefault(doing, []).append(rank)
     lines = [f"\n  {_named(own)}: {doing}" for doing, own in ranks.items()]
     return "".join(lines[:_MOST_LINES]) + ("\n  ..." if len(lines) > _MOST_LINES else "")
 

@@ -71,8 +71,8 @@ class RunChecks:
         self._turns[where] += 1
         turn = f"{where}, {self._turns[where]}"
         self.publish(f"{turn} of {plan.rank}", summarize(plan, grads).tolist())
-        copies = [GradientCopy.of(self.published(f"{turn} of {rank}")) for rank in plan.copies]
-        if any(copy.size for copy in copies):
+        copies = {rank: GradientCopy(*self.published(f"{turn} of {rank}")) for rank in plan.copies}
+        if any(copy.size for copy in copies.values()):
             self._known.add(where)
         require_fit(f"boundary {edge}", copies)
 

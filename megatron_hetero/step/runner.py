@@ -77,7 +77,7 @@ def build(
             "interleaved": str(sorted(interleaved)),
             "megatron": "all" if megatron is None else str(sorted(megatron)),
         }
-        require_same(dist.group.WORLD, "build", lambda: facts, "call it with the same graph and layouts on all ranks")
+        require_same(dist.group.WORLD, "build", facts, "call it with the same graph and layouts on all ranks")
     if problem is not None:
         raise problem
     topology = Topology.build(
@@ -216,7 +216,7 @@ class Runner:
         if check:
             self.schedule(1)  # Refuse now what cannot run.
         watchdog = watchdog or Watchdog.of_world(timeout_s, topology.platform)
-        self._boundaries = {edge: Boundary.of(topology, edge, watchdog, check=check) for edge in topology.planned}
+        self._boundaries = {edge: Boundary(topology, edge, watchdog, check=check) for edge in topology.planned}
         given = {name: each for name, each in modules.items() if each is not None}
         own = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
         self.interpreter = Interpreter.build(topology, own, graph, watch=watch, watchdog=watchdog, check=check)

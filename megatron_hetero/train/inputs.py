@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform as python
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,7 @@ from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture, open_held_out, open_mixture
 from megatron_hetero.data.processor import Processor, open_processor
 from megatron_hetero.data.tokenizer import export_changes
-from megatron_hetero.groups.collective import FIRST, Facts, Working, on_every, require_same
+from megatron_hetero.groups.collective import FIRST, Facts, on_every, require_same
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.hf.model_files import Companions, require_writable
@@ -81,19 +80,21 @@ def open_inputs(config: Config, platform: Platform, watchdog: Watchdog) -> tuple
         return ""
 
     with watchdog.waiting(lambda: "the comparison of settings and files, with all other ranks,"):
-        _require_same(lambda: _settings_and_versions(config, platform), watchdog.working)
+        with watchdog.working():
+            settings = _settings_and_versions(config, platform)
+        _require_same(settings)
         problems = on_every(dist.group.WORLD, open_own, watchdog.working)
         if problem := next(filter(None, problems), ""):
             ranks = [rank for rank, each in enumerate(problems) if each == problem]
             raise UserError(problem if len(ranks) == len(problems) else f"on rank {format_ranks(ranks)}: {problem}")
-        _require_same(lambda: files)
+        _require_same(files)
     return opened[0]
 
 
-def _require_same(state: Callable[[], Facts], working: Working = nullcontext) -> None:
+def _require_same(facts: Facts) -> None:
     because = "each rank plans the collectives from its own copy (only log.dir may differ)"
     fix = "start all ranks with one command, configuration and environment, on the same files"
-    require_same(dist.group.WORLD, "ranks of one run", state, fix, because, working)
+    require_same(dist.group.WORLD, "ranks of one run", facts, fix, because)
 
 
 def _settings_and_versions(config: Config, platform: Platform) -> dict[str, str]:

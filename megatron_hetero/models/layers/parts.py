@@ -26,7 +26,7 @@ from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_hetero.groups.module_groups import ModuleGroups
+    from megatron_hetero.groups.megatron import ModuleGroups
 
 
 @dataclass(frozen=True)

@@ -101,17 +101,12 @@ def check_adjoint(boundary: Boundary) -> None:
 
 def check_received(boundary: Boundary) -> None:
     for name, (held, needed, simulated) in boundary.directions.items():
-        direction = boundary.plan.directions[name]
-        traffic = boundary.plan.traffic(name)
-        assert traffic.minimum is not None or not plain(name, held, needed)
-        for at, (rank, plan) in enumerate(zip(simulated.ranks, simulated.plans, strict=True)):
-            counted = held.num_rows(rank), needed.num_rows(rank), plan.received_rows, plan.sent_rows
-            assert tuple(column[at] for column in traffic[:4]) == counted
-            if traffic.minimum is not None:
+        if plain(name, held, needed):
+            for rank, plan in zip(simulated.ranks, simulated.plans, strict=True):
                 least = np.setdiff1d(np.intersect1d(needed.held_by(rank), held.ids), held.held_by(rank))
-                assert traffic.minimum[at] == plan.received_rows == len(least)
-        received, sent = (sum(getattr(p, f"{what}_rows") for p in simulated.plans) for what in ("received", "sent"))
-        assert received == sent == direction.minimum_total
+                assert plan.received_rows == len(least)
+        received, sent = map(sum, _traffic(simulated))
+        assert received == sent == boundary.plan.directions[name].minimum_total
 
 
 def plain(direction: str, held: Ownership, needed: Ownership) -> bool:
@@ -144,18 +139,10 @@ def check_text(boundary: Boundary) -> None:
     assert [line[: len(str(move))] for line, move in zip(lines, moves[:SHOWN], strict=False)] == list(
         map(str, moves[:SHOWN])
     )
-    assert len(boundary.plan.ranks) <= SHOWN
-    table = lines[-2 - 2 * len(boundary.plan.ranks) :]
-    rows = [line.replace(",", "").split() for line in table[:-2]]
-    for name, (*_, simulated) in boundary.directions.items():
+    for line, (name, (*_, simulated)) in zip(lines[-2:], boundary.directions.items(), strict=True):
         received, sent = ([n * ROW_BYTES for n in column] for column in _traffic(simulated))
-        own = [row for row in rows if row[0] == name]
-        assert [[int(row[i]) for i in (1, 4, 6)] for row in own] == [
-            [rank, *traffic] for rank, *traffic in zip(simulated.ranks, received, sent, strict=True)
-        ]
-        assert all(row[5] in ("shared", row[4]) for row in own)
         summary = f"{max(received, default=0):,} bytes received and {max(sent, default=0):,} bytes sent by a rank"
-        assert f"{name}: at most {summary}; {sum(sent):,} bytes in all" in table[-2:]
+        assert line == f"{name}: at most {summary}; {sum(sent):,} bytes in all"
 
 
 def _traffic(simulated: SimulatedDirection) -> tuple[list[int], list[int]]:

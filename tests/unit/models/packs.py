@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hetero.groups.module_groups import ModuleGroups
+from megatron_hetero.groups.megatron import ModuleGroups
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.layout.context import contiguous_segments, zigzag_segments, zigzag_tokens
 from megatron_hetero.models.layers.attention import AttentionParams

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_hetero.groups.local_group import LocalGroup
-from megatron_hetero.groups.module_groups import module_groups
+from megatron_hetero.groups.megatron import module_groups
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, held, split_rows
 from megatron_hetero.layout.pipeline import PipelineStage, cut_stages

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.groups.megatron import prepare_globals
-from megatron_hetero.groups.module_groups import ModuleGroups
+from megatron_hetero.groups.megatron import ModuleGroups, prepare_globals
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.layout import Layout

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_hetero.groups.local_group import LocalGroup
-from megatron_hetero.groups.module_groups import module_groups
+from megatron_hetero.groups.megatron import module_groups
 from megatron_hetero.layout.layout import Layout
 
 HIDDEN, VOCABULARY, LENGTH, LAYERS = 32, 64, 8, 2
