@@ -11,15 +11,12 @@ Families declare further views in `ModuleShape.views`. An example, which divides
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Literal, NamedTuple
-
-from megatron_hetero.base.errors import UserError
 
 Split = Literal["weights", "tokens", "samples", "layers", "experts"]
 
@@ -46,22 +43,15 @@ AXES = tuple(axis.name for axis in TABLE)
 @dataclass(frozen=True)
 class View:
     """Axes from the one that varies fastest among the ranks to the slowest. One of them splits samples; its degree,
-    what the others leave of the ranks, may be omitted in a layout's text.
-
-    Raises:
-        UserError: not exactly one axis splits samples, or the name has a dot.
+    what the others leave of the ranks, may be omitted in a layout's text. The name has no dot.
     """
 
     name: str
     axes: tuple[Axis, ...]
 
     def __post_init__(self) -> None:
-        if "." in self.name:
-            because, fix = "dots separate names of modules, views and tensors", "rename the view"
-            raise UserError.at(f"view {self.name}", found="a dot", expected="none", because=because, fix=fix)
-        if (found := len(self.axes_of("samples"))) != 1:
-            fix = "add one, whose degree is what the others leave of the ranks" if not found else "keep one"
-            raise UserError.at(f"view {self.name}", found=f"{found} axes of samples", expected="one", fix=fix)
+        assert "." not in self.name, "dots separate names of modules, views and tensors"
+        assert len(self.axes_of("samples")) == 1, "a view has one axis of samples"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,11 +96,9 @@ class Fold(NamedTuple):
 
 
 def axis_names(views: Iterable[View]) -> tuple[str, ...]:
-    """Names of the axes of the main view and of these. Raises `UserError` if two have one name."""
+    """Names of the axes of the main view and of these, all different."""
     names = (*AXES, *(name for view in views for name in view.names))
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        fix = "rename one: a layout's text tells axes apart by name"
-        raise UserError.at("views", found=f"axis `{twice[0]}` twice", expected="each axis in one view", fix=fix)
+    assert len(set(names)) == len(names), f"an axis is in two views: {', '.join(names)}"
     return names
 
 
@@ -130,13 +118,12 @@ class ModuleShape:
     parts: Mapping[Split, int] = field(default_factory=dict[Split, int], hash=False)
 
 
-class LayoutProblem(NamedTuple):
-    """Why degrees do not suit a module: the axis to change, what was found and expected, and the reason."""
+class LayoutProblem(Exception):
+    """What is wrong with a layout: what was found, what was expected and why, and the axis to change if it is one."""
 
-    axis: str
-    found: str
-    expected: str
-    why: str
+    def __init__(self, found: str, expected: str, why: str, axis: str = "") -> None:
+        super().__init__(found)
+        self.found, self.expected, self.why, self.axis = found, expected, why, axis
 
 
 # A layout suits a module where
@@ -153,19 +140,19 @@ def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem 
     tp, sp, pp, heads = degrees["tp"], degrees["sp"], degrees["pp"], shape.attention_heads
     if heads % tp:
         why = "each tensor-parallel rank computes whole heads"
-        return LayoutProblem("tp", f"{heads} attention heads and tp:{tp}", f"tp to divide {heads}", why)
+        return LayoutProblem(f"{heads} attention heads and tp:{tp}", f"tp to divide {heads}", why, "tp")
     if heads % (tp * sp):
         found = f"{heads} attention heads, tp:{tp} and sp:{sp}"
         why = "sequence-parallel attention exchanges tokens for whole heads"
-        return LayoutProblem("sp", found, f"tp·sp to divide {heads}", why)
+        return LayoutProblem(found, f"tp·sp to divide {heads}", why, "sp")
     if pp > shape.layers:
         found = f"{shape.layers} layers and pp:{pp}"
-        return LayoutProblem("pp", found, f"pp of at most {shape.layers}", "each pipeline stage holds a layer or more")
+        return LayoutProblem(found, f"pp of at most {shape.layers}", "each pipeline stage holds a layer or more", "pp")
     for axis in (axis for view in shape.views for axis in view.axes):
         most, degree = shape.parts.get(axis.splits), degrees.get(axis.name, 1)
         if most is not None and degree > most:
             found, why = f"{most} {axis.splits} and {axis.name}:{degree}", "each rank holds one of them or more"
-            return LayoutProblem(axis.name, found, f"{axis.name} of at most {most}", why)
+            return LayoutProblem(found, f"{axis.name} of at most {most}", why, axis.name)
     return None
 
 
