@@ -64,22 +64,19 @@ def read_flags(argv: Sequence[str], root: type) -> CommandLine:
     Raises:
         UserError: a flag is unknown, given twice, or has too few or too many values.
     """
+    given = _flags(argv)
+    if not given.keys().isdisjoint(("--help", "-h")):
+        print_help(root)
+        raise SystemExit(0)
+    config = Path(_one("--config", given.pop("--config"))) if "--config" in given else None
+    request = _estimate_request({flag: given.pop(flag) for flag in PLAN_FLAGS if flag in given})
     tree: Tree = {}
-    config, planned = None, {}
-    for flag, values in _flags(argv):
-        if flag in ("--help", "-h"):
-            print_help(root)
-            raise SystemExit(0)
-        if flag == "--config":
-            config = Path(_one(flag, values))
-        elif flag in PLAN_FLAGS:
-            planned[flag] = values
-        else:
-            _insert(tree, flag, values, root)
-    return CommandLine(tree, config, _plan_request(planned))
+    for flag, values in given.items():
+        _insert(tree, flag, values, root)
+    return CommandLine(tree, config, request)
 
 
-def _plan_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
+def _estimate_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
     """The estimate that `PLAN_FLAGS` request. Raises `UserError`."""
     for flag in ("--plan", "--plan-files"):
         if values := given.get(flag):
@@ -94,10 +91,7 @@ def _plan_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
 
 def without_plan(flag: str) -> UserError:
     """The error for a flag of `--plan` without it."""
-    because, fix = "only a plan uses it", "add --plan to plan, or remove it to train"
-    if flag == "--world-size":
-        because = "torchrun sets the number of ranks in training"
-        fix = f"add --plan, or start training with {LAUNCHER} --nproc-per-node"
+    because, fix = "only a plan uses it", f"add --plan, or remove it and train with {LAUNCHER} --nproc-per-node"
     return UserError.at(flag, found="it without --plan", expected="both", because=because, fix=fix)
 
 
@@ -109,8 +103,8 @@ def _world_size(values: list[str]) -> int:
     return int(text)
 
 
-def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with its values."""
+def _flags(argv: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each flag. Raises `UserError`."""
     found: dict[str, list[str]] = {}
     flag = ""
     for word in argv:
@@ -124,7 +118,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             raise UserError.at("command line", found=f"`{word}`", expected=expected, fix="see --help")
         else:
             found[flag].append(word)
-    yield from found.items()
+    return found
 
 
 def _one(flag: str, values: list[str]) -> str:

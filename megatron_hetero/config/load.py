@@ -14,7 +14,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -286,39 +286,31 @@ def build(kind: type[T], tree: Tree) -> T:
     Raises:
         UserError: required fields are missing, or a value has the wrong type.
     """
-    missing = list(_missing(kind, tree, ()))
+    missing: list[str] = []
+    built = _value(kind, tree, (), missing)
     if missing:
         raise UserError.at(
             ", ".join(missing),
             problem="required, but not set",
             fix=f"add it to the --config file, or pass --{missing[0]} VALUE",
         )
-    return _value(kind, tree, ())
+    return built
 
 
-def _missing(kind: object, tree: Tree, path: tuple[str, ...]) -> Iterator[str]:
-    if is_dataclass(kind):
-        types = children(kind) or {}
+def _value(kind: Any, node: Any, path: tuple[str, ...], missing: list[str]) -> Any:
+    """The value of `node` as a `kind`. Required fields that have no value are added to `missing`."""
+    types, item = children(kind), item_type(kind)
+    if types is not None:
+        values = {}
         for f in fields(kind):
             name = shown_name(f)
-            if name in tree or is_dataclass(types[name]):
-                yield from _missing(types[name], tree.get(name, {}), (*path, name))
+            if name in node or is_dataclass(types[name]):
+                values[f.name] = _value(types[name], node.get(name, {}), (*path, name), missing)
             elif f.default is MISSING and f.default_factory is MISSING:
-                yield ".".join((*path, name))
-    elif (item := item_type(kind)) is not None and not is_leaf(item):
-        for name, below in tree.items():
-            yield from _missing(item, below, (*path, name))
-
-
-def _value(kind: Any, node: Any, path: tuple[str, ...]) -> Any:
-    types = children(kind)
-    if types is not None:
-        given = {name: node.get(name, {}) for name in types if name in node or is_dataclass(types[name])}
-        values = {name: _value(types[name], below, (*path, name)) for name, below in given.items()}
-        return kind(**{f.name: values[name] for f in fields(kind) if (name := shown_name(f)) in values})
-    item = item_type(kind)
+                missing.append(".".join((*path, name)))
+        return None if missing else kind(**values)
     if item is not None:
-        return {name: _value(item, below, (*path, name)) for name, below in node.items()}
+        return {name: _value(item, below, (*path, name), missing) for name, below in node.items()}
     try:
         return convert(node.value, kind, node.base)
     except ConversionError as error:

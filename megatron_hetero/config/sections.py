@@ -28,13 +28,9 @@ _RESERVED = frozenset(
 def require_encoder_name(name: str, where: str) -> None:
     """Check the name of an additional encoder. Raises `UserError`."""
     if not _ENCODER_NAME.fullmatch(name) or name in _RESERVED or name.endswith("_projector"):
-        raise UserError.at(
-            where,
-            found=f"the name `{name}`",
-            expected="an unreserved name of a-z, 0-9 and _",
-            because="flags and records use it",
-            fix="rename the encoder, for example `detail`",
-        )
+        because, fix = "flags and records use it", "rename the encoder, for example `detail`"
+        expected = "an unreserved name of a-z, 0-9 and _"
+        raise UserError.at(where, found=f"the name `{name}`", expected=expected, because=because, fix=fix)
 
 
 def _check_pixels(section: str, low: int | None, high: int | None) -> None:
@@ -372,10 +368,6 @@ class TrainConfig(Section):
             raise wrong(f"{section}.steps", steps, f"≤ {most} from step {start} on", why, f"lower it to {most}")
 
 
-_NOT_IN_PROJECTS = frozenset("/\\#?%:")
-"""Characters that Weights & Biases refuses in the name of a project."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
     """Section `log`."""
@@ -390,11 +382,6 @@ class LogConfig(Section):
     def __post_init__(self) -> None:
         # The default is relative to the current directory, as paths in flags are.
         object.__setattr__(self, "dir", self.dir.absolute())
-
-    def _check(self, section: str) -> None:
-        if self.wandb is not None and (len(self.wandb) > 128 or _NOT_IN_PROJECTS & set(self.wandb)):
-            expected = f"a project name of up to 128 characters without {' '.join(sorted(_NOT_IN_PROJECTS))}"
-            raise wrong(f"{section}.wandb", f"`{self.wandb}`", expected, "", "rename the project, or remove it")
 
 
 Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.global_batch_size", "model.hf_path"]

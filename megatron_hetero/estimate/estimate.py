@@ -33,13 +33,14 @@ from megatron_hetero.estimate.parameters import (
 from megatron_hetero.estimate.shards import AssumedBatch, ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.estimate.time import durations, with_copies
 from megatron_hetero.estimate.traffic import DirectionTraffic, traffic_of
-from megatron_hetero.job import HasJob, JobSpec
+from megatron_hetero.job import BatchShape, JobSpec
 from megatron_hetero.layout.axes import View
 from megatron_hetero.layout.communicators import CommunicatorKind, communicators
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.pipeline import PipelineStage, stages_of_rank
 from megatron_hetero.models.layers.recompute import Recompute
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import prefix_of
 from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.schedule.program import Role, Schedule
@@ -88,7 +89,7 @@ class BoundaryTraffic:
 
 
 @dataclass(frozen=True, eq=False)
-class Estimate(HasJob):
+class Estimate:
     """Memory, traffic and time of a job on `world_size` ranks.
 
     `parameters`, `gathered`: by module and pipeline coordinate. `shards`: by module, for an encoder of its largest
@@ -109,6 +110,21 @@ class Estimate(HasJob):
     work: Mapping[DurationKey, float]
     simulation: Simulation
     gpu: bool = True
+
+    @property
+    def config(self) -> Config:
+        """The job's configuration."""
+        return self.job.config
+
+    @property
+    def shapes(self) -> ModelShapes:
+        """Shapes of the job's modules."""
+        return self.job.shapes
+
+    @property
+    def batch(self) -> BatchShape:
+        """Samples of a step."""
+        return self.job.batch
 
     @classmethod
     def of(cls, config: Config, world_size: int, *, gpu: bool = True) -> Estimate:
