@@ -4,7 +4,7 @@ Megatron-Core nor a process group is needed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -117,7 +117,6 @@ class JobSpec:
             replace(config, model=replace(model, freeze=(*model.freeze, *parts), train=()))
         layouts = resolve(config.parallel, shapes.module_shapes(), world_size, flags=True)
         batch = _batch_shape(config, shapes, layouts[TEXT])
-        _require_turns(config, layouts, batch, MOST_TURNS)
         resolve_settings(_schedule_settings(config), layouts, batch.micro_batches, place="schedule")
         if budget_of(config) is None:
             _require_micro_batches(config, batch.micro_batches)
@@ -135,6 +134,7 @@ class JobSpec:
         _require_equal_copies(config, shapes, layouts)
         _require_shared(config, layouts)
         job = cls(config, folders, shapes, layouts, batch, stages, frozen)
+        job.require_turns(MOST_TURNS)
         _require_exchanges(job)
         return job
 
@@ -198,28 +198,19 @@ class JobSpec:
         """Schedule of a step of `batch`, checked. Raises `UserError` if settings and layouts do not fit."""
         return self.schedule_of(self.batch.micro_batches)
 
-    def schedule_of(self, micro_batches: int) -> Schedule:
-        """Return the schedule of a step with so many micro-batches."""
-        return self._checked_schedule(micro_batches, self.frozen.modules(self.shapes.encoders))
+    def schedule_of(self, micro_batches: int, *, evaluation: bool = False) -> Schedule:
+        """Return the schedule of a step with so many micro-batches, or of an evaluation, without backward passes.
+        Raises `UserError`.
+        """
+        self._require_rows_enter_early()
+        forward_only = self.layouts if evaluation else self.frozen.modules(self.shapes.encoders)
+        layouts, settings = tuple(self.layouts.items()), _schedule_settings(self.config)
+        return _checked_schedule(layouts, micro_batches, settings, tuple(forward_only), tuple(self.edges))
 
     def encoder_calls(self, micro_batches: int, *, evaluation: bool = False) -> dict[str, tuple[range, ...]]:
         """Return for each encoder the ranges of micro-batches that it may encode in one call."""
-        schedule = self.evaluation_schedule(micro_batches) if evaluation else self.schedule_of(micro_batches)
+        schedule = self.schedule_of(micro_batches, evaluation=evaluation)
         return {name: schedule.in_one_call(name) for name in self.shapes.encoders}
-
-    def evaluation_schedule(self, micro_batches: int) -> Schedule:
-        """Return the schedule of an evaluation, without backward passes. Raises `UserError`."""
-        return self._checked_schedule(micro_batches, list(self.layouts))
-
-    def _checked_schedule(self, micro_batches: int, forward_only: Collection[str]) -> Schedule:
-        self._require_rows_enter_early()
-        return _checked_schedule(
-            tuple(self.layouts.items()),
-            micro_batches,
-            _schedule_settings(self.config),
-            tuple(forward_only),
-            tuple(self.edges),
-        )
 
     def _require_rows_enter_early(self) -> None:
         """Check that rows of encoders that run ahead enter stages that schedules support. Raises `UserError` that
@@ -247,7 +238,14 @@ class JobSpec:
 
     def require_turns(self, most: int) -> None:
         """Check that a step has at most `most` stages times micro-batches. Raises `UserError`."""
-        _require_turns(self.config, self.layouts, self.batch, most)
+        batch, stages = self.batch, sum(map(len, self.stages.values()))
+        micro_batches = max(1, most // stages)
+        if batch.micro_batches > micro_batches:
+            setting, fitting = "train.global_batch_size", batch.replicas * batch.samples * micro_batches
+            found = f"{self.config.train.global_batch_size}, {batch.micro_batches} micro-batches of each replica"
+            because = f"the turns of all {stages} stages in a step are planned, one by one"
+            fix = f"raise {micro_batch_setting(self.config)} or dp of text, or try --{setting} {fitting}"
+            raise wrong(setting, found, f"{fitting} or less, {micro_batches} micro-batches", because, fix)
 
     @property
     def graph(self) -> Graph:
@@ -341,19 +339,6 @@ def _require_micro_batches(config: Config, micro_batches: int) -> None:
             because = "a replica of the text module has no more micro-batches in a step"
             fix = f"lower it to {micro_batches}, or raise train.global_batch_size"
             raise wrong(f"schedule.{name}", value, f"at most {micro_batches}", because, fix)
-
-
-def _require_turns(config: Config, layouts: Mapping[str, Layout], batch: BatchShape, most_turns: int) -> None:
-    """Check that the schedule of a step is small enough to build. Raises `UserError`."""
-    stages = sum(layout.pp * _stages_per_rank(config, name) for name, layout in layouts.items())
-    most = max(1, most_turns // stages)
-    if batch.micro_batches > most:
-        fitting = batch.replicas * batch.samples * most
-        found = f"{config.train.global_batch_size}, {batch.micro_batches} micro-batches of each replica"
-        expected = f"{fitting} or less, {most} micro-batches"
-        because = f"the turns of all {stages} stages in a step are planned, one by one"
-        fix = f"raise {micro_batch_setting(config)} or dp of text, or try --train.global_batch_size {fitting}"
-        raise wrong("train.global_batch_size", found, expected, because, fix)
 
 
 def _schedule_settings(config: Config) -> ScheduleSettings:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from megatron_hetero.base.environment import LAUNCHER
 from megatron_hetero.base.errors import TEXT, VISION, UserError
-from megatron_hetero.config.fields import children, is_leaf, item_type, shown_name
+from megatron_hetero.config.fields import NAMED, children, is_leaf, item_type, shown_name
 from megatron_hetero.config.load import Setting, Tree, describe, step
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
 
@@ -34,17 +34,6 @@ class EstimateRequest(NamedTuple):
     """Whether the input files of training must exist."""
 
 
-class CommandLine(NamedTuple):
-    """A parsed command line."""
-
-    settings: Tree
-    """Settings given by flags."""
-    config: Path | None
-    """The YAML file of `--config`."""
-    plan: EstimateRequest | None = None
-    """What `--plan` requests."""
-
-
 PLAN_FLAGS = {
     "--plan": (
         "no value",
@@ -58,8 +47,9 @@ PLAN_FLAGS = {
 """Flags that are not settings: values, default and help text."""
 
 
-def read_flags(argv: Sequence[str], root: type) -> CommandLine:
-    """The command line for the dataclass `root`; ``--help`` prints and exits.
+def read_flags(argv: Sequence[str], root: type) -> tuple[Tree, Path | None, EstimateRequest | None]:
+    """The settings of a command line for the dataclass `root`, the file of `--config`, and what `--plan` requests.
+    ``--help`` prints and exits.
 
     Raises:
         UserError: a flag is unknown, given twice, or has too few or too many values.
@@ -73,7 +63,7 @@ def read_flags(argv: Sequence[str], root: type) -> CommandLine:
     tree: Tree = {}
     for flag, values in given.items():
         _insert(tree, flag, values, root)
-    return CommandLine(tree, config, request)
+    return tree, config, request
 
 
 def _estimate_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
@@ -186,10 +176,6 @@ def print_help(root: type) -> None:
         console.print(Text.assemble((row.flag, "bold"), text), soft_wrap=True)
 
 
-_BY_MODULE = ("precision", "offload")
-"""Sections of settings of each module."""
-
-
 def _rows(kind: object, prefix: str) -> Iterator[FlagRow]:
     assert is_dataclass(kind), "the configuration and its sections are dataclasses"
     types = children(kind) or {}
@@ -203,8 +189,7 @@ def _rows(kind: object, prefix: str) -> Iterator[FlagRow]:
         elif name == "parallel":
             yield FlagRow("--MODULE-parallel", "layout", default, text)
         elif is_dataclass(item := item_type(inner)):
-            key = "MODULE" if name in _BY_MODULE else "NAME"
-            yield from _rows(item, f"{prefix}{name}.{key}.")
+            yield from _rows(item, f"{prefix}{name}.{'NAME' if name in NAMED else 'MODULE'}.")
         else:
             yield FlagRow(f"{prefix}{name}.MODULE", describe(item), default, text)
 

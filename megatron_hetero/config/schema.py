@@ -14,10 +14,10 @@ import yaml
 
 from megatron_hetero.base.errors import UserError, parts_of
 from megatron_hetero.base.files import resolved
-from megatron_hetero.base.outputs import is_ours, lock_of, partial_export_of, replaced_of
-from megatron_hetero.config.fields import Section, check_values, option, shown_name, unused, wrong
-from megatron_hetero.config.flags import CommandLine, EstimateRequest, read_flags, without_plan
-from megatron_hetero.config.load import build, merge, read_yaml
+from megatron_hetero.base.outputs import is_ours, lock_of, partial_of, replaced_of
+from megatron_hetero.config.fields import NAMED, Section, check_values, option, shown_name, unused, wrong
+from megatron_hetero.config.flags import EstimateRequest, read_flags, without_plan
+from megatron_hetero.config.load import Tree, build, merge, read_yaml
 from megatron_hetero.config.optimizers import FP32, OPTIMIZERS, OffloadConfig, OptimizerConfig, PrecisionConfig
 from megatron_hetero.config.sections import (
     BoundaryConfig,
@@ -190,7 +190,7 @@ def _check_paths(config: Config) -> None:
         return
     target = resolved(config.export.hf_dir, "export.hf_dir")
     # The export replaces its folder and the temporary folders next to it.
-    gone = {target, partial_export_of(target), replaced_of(target), lock_of(target)}
+    gone = {target, partial_of(target), replaced_of(target), lock_of(target)}
     for setting, path in places.items():
         replaced = bool(gone & {path, *path.parents})
         if replaced or (setting.startswith("model.") and path in target.parents):
@@ -233,10 +233,10 @@ def load_command(argv: Sequence[str]) -> tuple[Config, EstimateRequest | None]:
     Raises:
         UserError: a file, name or value is invalid; the message names it and the fix.
     """
-    line = read_flags(argv, Config)
-    if line.plan is None and "plan" in line.settings:  # In a file the section may wait for a later plan.
-        raise without_plan(f"--plan.{next(iter(line.settings['plan']))}")
-    return _config_of(line), line.plan
+    settings, file, request = read_flags(argv, Config)
+    if request is None and "plan" in settings:  # In a file the section may wait for a later plan.
+        raise without_plan(f"--plan.{next(iter(settings['plan']))}")
+    return _merged(settings, file), request
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -245,15 +245,14 @@ def load_config(argv: Sequence[str]) -> Config:
     Raises:
         UserError: as `load_command`, or the command line has ``--plan``.
     """
-    line = read_flags(argv, Config)
-    if line.plan is not None:
+    settings, file, request = read_flags(argv, Config)
+    if request is not None:
         raise UserError.at("--plan", problem="not supported by this program", fix="use pretrain_vlm.py")
-    return _config_of(line)
+    return _merged(settings, file)
 
 
-def _config_of(line: CommandLine) -> Config:
-    settings = read_yaml(line.config, Config) if line.config else {}
-    return build(Config, merge(settings, line.settings))
+def _merged(settings: Tree, file: Path | None) -> Config:
+    return build(Config, merge(read_yaml(file, Config) if file else {}, settings))
 
 
 def to_yaml(config: Config) -> str:
@@ -281,22 +280,14 @@ def require_modules(config: Config, modules: Iterable[str]) -> None:
         UserError: a setting names an unknown module.
     """
     known = list(modules)
-    by_module = {
-        "parallel": config.parallel,
-        "parallel_layers": config.parallel_layers,
-        "model.recompute": config.model.recompute,
-        "model.chunk": config.model.chunk,
-        "model.tp_overlap": config.model.tp_overlap,
-        "model.sequence_parallel": config.model.sequence_parallel,
-        "precision": config.precision,
-        "offload": config.offload,
-        "zero": config.zero,
-    }
-    for where, names in by_module.items():
-        for name in names:
-            if name not in known:
-                found, expected = f"module `{name}`{did_you_mean(name, known)}", f"one of {', '.join(known)}"
-                raise wrong(f"{where}.{name}", found, expected, "the model has no other modules", "rename or remove it")
+    for prefix, section in (("", config), ("model.", config.model)):
+        for f in fields(section):
+            value = getattr(section, f.name)
+            for name in value if isinstance(value, Mapping) and f.name not in NAMED else ():
+                if name not in known:
+                    where, found = f"{prefix}{f.name}.{name}", f"module `{name}`{did_you_mean(name, known)}"
+                    because, fix = "the model has no other modules", "rename or remove it"
+                    raise wrong(where, found, f"one of {', '.join(known)}", because, fix)
 
 
 def _plain(value: object) -> object:

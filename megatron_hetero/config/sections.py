@@ -359,13 +359,10 @@ class TrainConfig(Section):
         if not start and steps != 1:
             why, fix = "train.profile.start is 0, which disables profiling", "set train.profile.start, or remove it"
             raise unused(f"{section}.steps", steps, why, fix)
-        if start > iters:
-            why, fix = "no later step is trained", "lower it, or raise train.iters"
-            raise wrong(f"{section}.start", start, f"≤ train.iters = {iters}", why, fix)
         if start and start + steps - 1 > iters:
-            most = iters - start + 1
-            why = f"train.iters is {iters}, and the trace is written after its last step"
-            raise wrong(f"{section}.steps", steps, f"≤ {most} from step {start} on", why, f"lower it to {most}")
+            found, expected = f"{start} with {steps} steps", f"an end at step {iters} = train.iters or earlier"
+            why, fix = "the trace is written after its last step", "lower one of them, or raise train.iters"
+            raise wrong(f"{section}.start", found, expected, why, fix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,9 @@ Families declare further views in `ModuleShape.views`. An example, which divides
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
-from math import prod
 from typing import Literal, NamedTuple
 
 Split = Literal["weights", "tokens", "samples", "layers", "experts"]
@@ -160,31 +158,3 @@ def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem 
 def divisors(n: int) -> tuple[int, ...]:
     """The divisors of n, ascending."""
     return tuple(d for d in range(1, n + 1) if n % d == 0)
-
-
-def closest_degrees(
-    wanted: Mapping[str, int], ranks: int, shape: ModuleShape | None, views: Sequence[View] = ()
-) -> dict[str, int]:
-    """The legal degrees over `ranks` ranks that are closest to the `wanted` ones, which are 1 unless given. `dp` and
-    the axis of samples of each further view take the ranks that are left; pure `dp` suits every shape.
-    """
-    axes = [axis for axis in AXES if axis != "dp"]
-    best = _closest(axes, wanted, ranks, {}, shape)
-    best |= {"dp": ranks // prod(best.values())}
-    for view in views:
-        best |= _closest(view.stated, wanted, ranks // best["pp"], best, shape)
-    return best
-
-
-def _closest(
-    axes: Sequence[str], wanted: Mapping[str, int], ranks: int, others: Mapping[str, int], shape: ModuleShape | None
-) -> dict[str, int]:
-    """Legal degrees of `axes` whose product divides `ranks` and is as large as can be, given those of other axes."""
-    options = ([d for d in divisors(ranks) if d <= wanted.get(axis, 1)] for axis in axes)
-    candidates = (dict(zip(axes, degrees, strict=True)) for degrees in product(*options))
-    legal = (
-        degrees
-        for degrees in candidates
-        if ranks % prod(degrees.values()) == 0 and (shape is None or problem_of(shape, {**others, **degrees}) is None)
-    )
-    return max(legal, key=lambda degrees: prod(degrees.values()))

@@ -31,10 +31,10 @@ from megatron_hetero.layout.axes import (
     Split,
     View,
     axis_names,
-    closest_degrees,
+    divisors,
     problem_of,
 )
-from megatron_hetero.layout.foreign import grid_of_hyper_grid, grid_of_mesh, grid_of_mpu, in_layout_order
+from megatron_hetero.layout.foreign import of_hyper_grid, of_mesh, of_mpu
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean, format_ranks, read
 
 __all__ = ["AXES", "Coordinate", "Layout", "ModuleShape"]
@@ -138,7 +138,7 @@ class Layout:
                 does.
         """
         views = tuple(views if views is not None else shape.views if shape is not None else ())
-        axes, ranks = axis_names(views), None
+        axes, degrees, ranks = axis_names(views), dict[str, int](), None
         try:
             degrees, ranks = read(text, axes)
             return _fitted(degrees, ranks, world_size, views)
@@ -149,7 +149,7 @@ class Layout:
             inside = tuple(rank for rank in ranks or () if world_size is None or rank < world_size)
             better = closest_layout(wanted, inside or tuple(range(size)), shape, views)
             fix = advice(module, better, world_size, flags=flags)
-            more = _with_more_ranks(text, world_size, shape, flags, views)
+            more = _more_ranks(degrees, ranks, world_size, shape, views, flags)
             raise unfit(problem, module, text, fix + more, flags=flags) from None
 
     @property
@@ -232,12 +232,12 @@ class Layout:
         Raises:
             UserError: a dimension is no axis, or a layout cannot express the order of the ranks.
         """
-        return _of_grid(*grid_of_mesh(mesh, axes or {}))
+        return cls.of(*of_mesh(mesh, axes or {}))
 
     @classmethod
     def from_grid(cls, grid: Any, *, axes: Mapping[str, str] | None = None) -> Layout:
         """The layout of a `HyperCommGrid` of Megatron-Core. `axes` and `UserError` as for `from_mesh`."""
-        return _of_grid(*grid_of_hyper_grid(grid, axes or {}))
+        return cls.of(*of_hyper_grid(grid, axes or {}))
 
     @classmethod
     def from_mpu(cls) -> Layout:
@@ -250,7 +250,7 @@ class Layout:
         import torch.distributed as dist
         from megatron.core import parallel_state  # pyright: ignore[reportMissingTypeStubs]
 
-        return _of_grid(*grid_of_mpu(parallel_state, dist))
+        return cls.of(*of_mpu(parallel_state, dist))
 
     @property
     def degrees_text(self) -> str:
@@ -373,27 +373,37 @@ def advice(module: str, layout: Layout, world_size: int | None, *, flags: bool) 
 def closest_layout(
     wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None, views: Sequence[View]
 ) -> Layout:
-    """The layout over `ranks` that is legal for a module of this shape, with degrees closest to the `wanted` ones."""
-    return Layout.of(closest_degrees(wanted, len(ranks), shape, views), ranks, views)
+    """The legal layout over `ranks` with, axis by axis, the largest degrees up to the `wanted` ones, which are 1 unless
+    given. `dp` and the axis of samples of each further view take the ranks that are left.
+    """
+    best = dict.fromkeys(AXES, 1)
+    for view in (MAIN, *views):
+        left = len(ranks) // best["pp"]
+        for axis in view.stated:
+            options = (best | {axis: degree} for degree in divisors(left) if degree <= wanted.get(axis, 1))
+            best = [degrees for degrees in options if shape is None or problem_of(shape, degrees) is None][-1]
+            left //= best[axis]
+        if view is MAIN:
+            best["dp"] = left
+    return Layout.of(best, ranks, views)
 
 
-def _with_more_ranks(
-    text: str, world_size: int | None, shape: ModuleShape | None, flags: bool, views: Sequence[View]
+def _more_ranks(
+    degrees: Mapping[str, int],
+    ranks: tuple[int, ...] | None,
+    world_size: int | None,
+    shape: ModuleShape | None,
+    views: Sequence[View],
+    flags: bool,
 ) -> str:
     """Advice to start as many ranks as a layout needs, if the world has fewer and the layout is legal."""
-    try:
-        degrees, ranks = read(text, axis_names(views))
-        wanted = _main_ranks(degrees) if ranks is None else ranks[-1] + 1
-        if world_size is None or not world_size < wanted <= MOST_PLANNED:
-            return ""
-        problem = shape and problem_of(shape, _fitted(degrees, ranks, wanted, views).stated)
-    except LayoutProblem:
+    wanted = _main_ranks(degrees) if ranks is None else ranks[-1] + 1
+    if world_size is None or not world_size < wanted <= MOST_PLANNED or _misfit(degrees, ranks or range(wanted), views):
         return ""
-    if problem:
+    if shape is not None and problem_of(shape, {**dict.fromkeys(AXES, 1), **degrees}):
         return ""
-    if not flags:
-        return f", or start {wanted} ranks"
-    return f", or start {wanted} ranks with {LAUNCHER} or torchrun (in a plan: --world-size {wanted})"
+    how = f" with {LAUNCHER} or torchrun (in a plan: --world-size {wanted})" if flags else ""
+    return f", or start {wanted} ranks{how}"
 
 
 def _fitted(
@@ -442,15 +452,6 @@ def _misfit(degrees: Mapping[str, int], ranks: Sequence[int], views: Sequence[Vi
             why = f"{', '.join(view.names)} number the {stage} ranks of a pipeline stage once more"
             return LayoutProblem(f"{given} on {stage} ranks", expected, why, next(iter(own)))
     return None
-
-
-def _of_grid(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> Layout:
-    """The layout of `ranks`, listed along `dims` from the slowest to the fastest. Raises `UserError`."""
-    ordered = in_layout_order(what, dims, ranks)
-    degrees = dict.fromkeys(AXES, 1)
-    for axis, size in dims:
-        degrees[axis] *= size
-    return Layout.of(degrees, tuple(ordered))
 
 
 def _indices(position: int, degrees: Mapping[str, int]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.axes import MAIN, LayoutProblem, ModuleShape, problem_of
@@ -17,9 +17,17 @@ def resolve(
     command-line flags, as for `Layout.parse`.
 
     Raises:
-        UserError: see `Layout.parse` and `validate`.
+        UserError: a module is unknown; see also `Layout.parse` and `validate`.
     """
-    _require_known(texts, modules, flags)
+    for name in texts:
+        if name not in modules:
+            raise UserError.at(
+                f"--{name}-parallel" if flags else f"layout of `{name}`",
+                found=f"module `{name}`{did_you_mean(name, modules)}",
+                expected=f"one of {', '.join(modules)}",
+                because="the model has no other modules",
+                fix="rename or remove it",
+            )
     layouts = {
         name: Layout.parse(texts.get(name, f"dp:{world_size}"), world_size, module=name, flags=flags, shape=shape)
         for name, shape in modules.items()
@@ -31,34 +39,14 @@ def resolve(
 def validate(
     modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], world_size: int, *, flags: bool = False
 ) -> None:
-    """Check layouts against the shapes of their modules and the world. `flags`: as for `resolve`.
+    """Check the layouts of all modules, on ranks of the world, against their shapes. `flags`: as for `resolve`.
 
     Raises:
-        UserError: a module is unknown or has no layout, a layout does not suit its module, or ranks
-            are outside the world or have no work. The message suggests a layout that passes.
+        UserError: a layout does not suit its module, or ranks have no work. The message suggests a layout that passes.
     """
-    _require_known(layouts, modules, flags)
     for name, shape in modules.items():
-        if name not in layouts:
-            fix = advice(name, Layout.of({"dp": world_size}, tuple(range(world_size))), world_size, flags=flags)
-            raise UserError.at(f"module {name}", found="no layout", expected="one", fix=fix)
-        layout = layouts[name]
-        if layout.ranks[-1] >= world_size:  # Parsed again for the message.
-            Layout.parse(str(layout), world_size, module=name, shape=shape, flags=flags, views=layout.views)
-        _require_shape(shape, layout, world_size, flags)
+        _require_shape(shape, layouts[name], world_size, flags)
     _require_all_covered(modules, layouts, world_size, flags)
-
-
-def _require_known(names: Iterable[str], modules: Mapping[str, ModuleShape], flags: bool) -> None:
-    for name in names:
-        if name not in modules:
-            raise UserError.at(
-                f"--{name}-parallel" if flags else f"layout of `{name}`",
-                found=f"module `{name}`{did_you_mean(name, modules)}",
-                expected=f"one of {', '.join(modules)}",
-                because="the model has no other modules",
-                fix="rename or remove it",
-            )
 
 
 def _require_shape(shape: ModuleShape, layout: Layout, world_size: int, flags: bool) -> None:

@@ -314,8 +314,14 @@ WITHOUT_EFFECT = [
     (f"{DETAIL} {HELD_OUT} --eval.interval 3 --eval.limit 5", ["eval.limit", "a model of one encoder"]),
     ("--eval.max_new_tokens 5", ["eval.max_new_tokens"]),
     ("--eval.datasets demo demo --export.hf_dir z", ["eval.datasets", "each name once"]),
-    ("--train.profile.start 101", ["train.profile.start", "≤ train.iters = 100"]),
-    ("--train.profile.start 99 --train.profile.steps 3", ["train.profile.steps", "Lower it to 2"]),
+    (
+        "--train.profile.start 101",
+        ["train.profile.start", "found 101", "an end at step 100"],
+    ),
+    (
+        "--train.profile.start 99 --train.profile.steps 3",
+        ["train.profile.start", "99 with 3 steps"],
+    ),
     ("--train.profile.steps 3", ["train.profile.steps", "Set train.profile.start"]),
     ("--optimizer.lr_vision 1e-3 --model.freeze vision", ["optimizer.lr_vision", "leave vision frozen"]),
     (

@@ -266,7 +266,7 @@ def test_fewer_key_value_heads_than_ranks_are_legal() -> None:
             {"text": "tp:8"},
             ["28 attention heads and tp:8", "axis tp", "--text-parallel tp:4,dp:2"],
         ),
-        ({"text": "tp:4,sp:2"}, ["28 attention heads, tp:4 and sp:2", "axis sp", "--text-parallel tp:2,sp:2,dp:2"]),
+        ({"text": "tp:4,sp:2"}, ["28 attention heads, tp:4 and sp:2", "axis sp", "--text-parallel tp:4,dp:2"]),
         ({"visoin": "sp:8"}, ["module `visoin` (did you mean `vision`?)", "--visoin-parallel"]),
         ({"vision": "sp:4@0-3", "text": "tp:2@2-5"}, ["ranks 6-7", "start 6 ranks only", "--text-parallel"]),
         ({"vision": "sp:4@2-5", "text": "tp:2@2-5"}, ["ranks 0-1,6-7"]),
@@ -284,14 +284,6 @@ def test_more_stages_than_layers_is_an_error() -> None:
     with pytest.raises(UserError, match="3 layers and pp:4") as error:
         resolve({"text": "pp:4"}, {"text": shape}, 4, flags=True)
     assert suggestion(error)[1] == "dp:2,pp:2"
-
-
-def test_a_module_without_layout_and_ranks_outside_the_world_are_errors() -> None:
-    with pytest.raises(UserError, match="module text: found no layout"):
-        validate(SHAPES, {"vision": Layout.parse("dp:4", 4)}, 4)
-    with pytest.raises(UserError, match="ranks 4-7") as error:
-        validate(SHAPES, {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("dp:4", 4)}, 4, flags=True)
-    assert suggestion(error) == ("vision", "sp:4")
 
 
 @unhurried
