@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 
@@ -261,11 +260,6 @@ class JobSpec:
     def interleaved(self) -> tuple[str, ...]:
         """Modules with virtual stages."""
         return (TEXT,) if _stages_per_rank(self.config, TEXT) > 1 else ()
-
-    @property
-    def communication(self) -> dict[str, Any]:
-        """Keyword arguments of `communicators` and `Topology.build`."""
-        return {"edges": list(self.edges), "tied": self.tied, "interleaved": self.interleaved}
 
 
 @lru_cache(maxsize=SCHEDULES)

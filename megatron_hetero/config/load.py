@@ -14,7 +14,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -78,9 +78,9 @@ def convert(value: object, kind: object, base: Path) -> object:
         if NoneType in args and value.lower() in ("none", "null", "~", ""):
             return None
         *words, other = (arg for arg in args if arg is not NoneType)
-        return _word_or(value, [word for kind in words for word in get_args(kind)], other, base)
+        return _word(value, [word for kind in words for word in get_args(kind)], other, base)
     if origin is Literal:
-        return _choice(value, args)
+        return _word(value, args, None, base)
     if kind is Path:
         return _path(value, base)
     return _SCALARS[kind](value)
@@ -107,22 +107,19 @@ def _show(value: object) -> str:
     return f"{what}`{value[:80] if isinstance(value, str) else reprlib.repr(value)}`"
 
 
-def _word_or(value: str, words: list[str], other: object, base: Path) -> object:
-    """One of the `words`, or the value as an `other`."""
-    if value in words:
-        return value
+def _word(value: str, words: Iterable[str | int], other: object, base: Path) -> object:
+    """One of the `words`, or else the value as an `other` if there is one."""
+    named = {str(word): word for word in words}
+    if value in named:
+        return named[value]
+    guess, expected = did_you_mean(value, named), ", ".join(named)
+    if other is None:
+        raise ConversionError(f"{_show(value)}{guess}", f"one of {expected}")
     try:
         return convert(value, other, base)
     except ConversionError as error:
-        expected = " or ".join(filter(None, [", ".join(words), error.expected]))
-        raise ConversionError(f"{error.found}{did_you_mean(value, words)}", expected) from None
-
-
-def _choice(value: str, options: tuple[str | int, ...]) -> str | int:
-    named = {str(option): option for option in options}
-    if value not in named:
-        raise ConversionError(f"{_show(value)}{did_you_mean(value, named)}", f"one of {', '.join(named)}")
-    return named[value]
+        expected = " or ".join(filter(None, [expected, error.expected]))
+        raise ConversionError(f"{error.found}{guess}", expected) from None
 
 
 def _items(value: object, args: tuple[object, ...], kind: object, base: Path) -> tuple[object, ...]:

@@ -169,8 +169,8 @@ class Estimate:
     @cached_property
     def communicators(self) -> tuple[CommunicatorKind, ...]:
         """The communicators that a run creates after the world's, in order."""
-        wanted = {name: tuple(value) for name, value in self.job.communication.items()}
-        return _communicators(tuple(self.layouts.items()), **wanted)
+        layouts, edges, job = tuple(self.layouts.items()), tuple(self.job.edges), self.job
+        return _communicators(layouts, edges=edges, tied=job.tied, interleaved=job.interleaved)
 
     @cached_property
     def allowance(self) -> np.ndarray:
