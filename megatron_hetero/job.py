@@ -4,14 +4,14 @@ Megatron-Core nor a process group is needed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 
 from megatron_hetero.base.errors import TEXT, UserError
+from megatron_hetero.config.fields import wrong
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config, require_modules
 from megatron_hetero.layout.graph import Edge, Graph
@@ -116,7 +116,6 @@ class JobSpec:
             replace(config, model=replace(model, freeze=(*model.freeze, *parts), train=()))
         layouts = resolve(config.parallel, shapes.module_shapes(), world_size, flags=True)
         batch = _batch_shape(config, shapes, layouts[TEXT])
-        _require_turns(config, layouts, batch, MOST_TURNS)
         resolve_settings(_schedule_settings(config), layouts, batch.micro_batches, place="schedule")
         if budget_of(config) is None:
             _require_micro_batches(config, batch.micro_batches)
@@ -134,6 +133,7 @@ class JobSpec:
         _require_equal_copies(config, shapes, layouts)
         _require_shared(config, layouts)
         job = cls(config, folders, shapes, layouts, batch, stages, frozen)
+        job.require_turns(MOST_TURNS)
         _require_exchanges(job)
         return job
 
@@ -197,28 +197,19 @@ class JobSpec:
         """Schedule of a step of `batch`, checked. Raises `UserError` if settings and layouts do not fit."""
         return self.schedule_of(self.batch.micro_batches)
 
-    def schedule_of(self, micro_batches: int) -> Schedule:
-        """Return the schedule of a step with so many micro-batches."""
-        return self._checked_schedule(micro_batches, self.frozen.modules(self.shapes.encoders))
+    def schedule_of(self, micro_batches: int, *, evaluation: bool = False) -> Schedule:
+        """Return the schedule of a step with so many micro-batches, or of an evaluation, without backward passes.
+        Raises `UserError`.
+        """
+        self._require_rows_enter_early()
+        forward_only = self.layouts if evaluation else self.frozen.modules(self.shapes.encoders)
+        layouts, settings = tuple(self.layouts.items()), _schedule_settings(self.config)
+        return _checked_schedule(layouts, micro_batches, settings, tuple(forward_only), tuple(self.edges))
 
     def encoder_calls(self, micro_batches: int, *, evaluation: bool = False) -> dict[str, tuple[range, ...]]:
         """Return for each encoder the ranges of micro-batches that it may encode in one call."""
-        schedule = self.evaluation_schedule(micro_batches) if evaluation else self.schedule_of(micro_batches)
+        schedule = self.schedule_of(micro_batches, evaluation=evaluation)
         return {name: schedule.in_one_call(name) for name in self.shapes.encoders}
-
-    def evaluation_schedule(self, micro_batches: int) -> Schedule:
-        """Return the schedule of an evaluation, without backward passes. Raises `UserError`."""
-        return self._checked_schedule(micro_batches, list(self.layouts))
-
-    def _checked_schedule(self, micro_batches: int, forward_only: Collection[str]) -> Schedule:
-        self._require_rows_enter_early()
-        return _checked_schedule(
-            tuple(self.layouts.items()),
-            micro_batches,
-            _schedule_settings(self.config),
-            tuple(forward_only),
-            tuple(self.edges),
-        )
 
     def _require_rows_enter_early(self) -> None:
         """Check that rows of encoders that run ahead enter stages that schedules support. Raises `UserError` that
@@ -246,7 +237,14 @@ class JobSpec:
 
     def require_turns(self, most: int) -> None:
         """Check that a step has at most `most` stages times micro-batches. Raises `UserError`."""
-        _require_turns(self.config, self.layouts, self.batch, most)
+        batch, stages = self.batch, sum(map(len, self.stages.values()))
+        micro_batches = max(1, most // stages)
+        if batch.micro_batches > micro_batches:
+            setting, fitting = "train.global_batch_size", batch.replicas * batch.samples * micro_batches
+            found = f"{self.config.train.global_batch_size}, {batch.micro_batches} micro-batches of each replica"
+            because = f"the turns of all {stages} stages in a step are planned, one by one"
+            fix = f"raise {micro_batch_setting(self.config)} or dp of text, or try --{setting} {fitting}"
+            raise wrong(setting, found, f"{fitting} or less, {micro_batches} micro-batches", because, fix)
 
     @property
     def graph(self) -> Graph:
@@ -262,11 +260,6 @@ class JobSpec:
     def interleaved(self) -> tuple[str, ...]:
         """Modules with virtual stages."""
         return (TEXT,) if _stages_per_rank(self.config, TEXT) > 1 else ()
-
-    @property
-    def communication(self) -> dict[str, Any]:
-        """Keyword arguments of `communicators` and `Topology.build`."""
-        return {"edges": list(self.edges), "tied": self.tied, "interleaved": self.interleaved}
 
 
 @lru_cache(maxsize=SCHEDULES)
@@ -293,13 +286,10 @@ def _require_equal_copies(config: Config, shapes: ModelShapes, layouts: Mapping[
             "master": chosen.master == "none" and not in_place,
         }
         for field in (field for field, refused in rounded.items() if refused and heads % tp):
-            raise UserError.at(
-                f"precision.{name}.{field} (--precision.{name}.{field})",
-                found=f"{getattr(chosen, field)} with {name} layout `{layouts[name]}` and {heads} key/value heads",
-                expected="float32" if field == "moments" else "float32 or split",
-                because="tp ranks hold copies of key/value heads, and would round them differently",
-                fix=f"leave precision.{name}.{field} out, or use a tp that divides {heads}",
-            )
+            setting, expected = f"precision.{name}.{field}", "float32" if field == "moments" else "float32 or split"
+            found = f"{getattr(chosen, field)} with {name} layout `{layouts[name]}` and {heads} key/value heads"
+            because = "tp ranks hold copies of key/value heads, and would round them differently"
+            raise wrong(setting, found, expected, because, f"leave {setting} out, or use a tp that divides {heads}")
 
 
 def _require_shared(config: Config, layouts: Mapping[str, Layout]) -> None:
@@ -307,13 +297,9 @@ def _require_shared(config: Config, layouts: Mapping[str, Layout]) -> None:
     for name, zero in config.zero.items():
         layout = layouts[name]
         if zero > 1 and all(layout.ways("tokens", "samples", view=view) == 1 for view in layout.every_view):
-            raise UserError.at(
-                f"zero.{name} (--zero.{name})",
-                found=f"{zero} with {name} layout `{layouts[name]}`",
-                expected="1",
-                because="no two of its ranks hold the same weights: dp, sp and cp are 1",
-                fix="remove it, or give the module dp, sp or cp",
-            )
+            found = f"{zero} with {name} layout `{layouts[name]}`"
+            because = "no two of its ranks hold the same weights: dp, sp and cp are 1"
+            raise wrong(f"zero.{name}", found, "1", because, "remove it, or give the module dp, sp or cp")
 
 
 def _require_exchanges(job: JobSpec) -> None:
@@ -321,13 +307,8 @@ def _require_exchanges(job: JobSpec) -> None:
     for name, parts in job.config.model.tp_overlap.items():
         if parts > 1 and not job.sequence_parallel[name]:
             split = "tp 1" if job.layouts[name].tp == 1 else f"model.sequence_parallel.{name} false"
-            raise UserError.at(
-                f"model.tp_overlap.{name} (--model.tp_overlap.{name})",
-                found=f"{parts} with {split}",
-                expected="1",
-                because="its MLP exchanges no tokens",
-                fix="remove it",
-            )
+            found, because = f"{parts} with {split}", "its MLP exchanges no tokens"
+            raise wrong(f"model.tp_overlap.{name}", found, "1", because, "remove it")
 
 
 def _require_layers(config: Config, stages: Mapping[str, Sequence[PipelineStage]]) -> None:
@@ -335,13 +316,8 @@ def _require_layers(config: Config, stages: Mapping[str, Sequence[PipelineStage]
     for name, how in config.model.recompute.items():
         most = max(len(stage.layers) for stage in stages[name])
         if isinstance(how, int) and how > most:
-            raise UserError.at(
-                f"model.recompute.{name} (--model.recompute.{name})",
-                found=f"the first {how} layers of each pipeline stage",
-                expected=f"at most {most}",
-                because="no stage has more",
-                fix=f"use `full` to recompute all layers, or lower it to {max(1, most // 2)}",
-            )
+            found, fix = f"the first {how} layers of each pipeline stage", "use `full` to recompute all layers"
+            raise wrong(f"model.recompute.{name}", found, f"at most {most}", "no stage has more", fix)
 
 
 def _stages_per_rank(config: Config, name: str) -> int:
@@ -354,28 +330,9 @@ def _require_micro_batches(config: Config, micro_batches: int) -> None:
     for name in ("waves", "run_ahead"):
         value = getattr(config.schedule, name)
         if value is not None and value > micro_batches:
-            raise UserError.at(
-                f"schedule.{name} (--schedule.{name})",
-                found=str(value),
-                expected=f"at most {micro_batches}",
-                because="a replica of the text module has no more micro-batches in a step",
-                fix=f"lower it to {micro_batches}, or raise train.global_batch_size",
-            )
-
-
-def _require_turns(config: Config, layouts: Mapping[str, Layout], batch: BatchShape, most_turns: int) -> None:
-    """Check that the schedule of a step is small enough to build. Raises `UserError`."""
-    stages = sum(layout.pp * _stages_per_rank(config, name) for name, layout in layouts.items())
-    most = max(1, most_turns // stages)
-    if batch.micro_batches > most:
-        fitting = batch.replicas * batch.samples * most
-        raise UserError.at(
-            "train.global_batch_size (--train.global_batch_size)",
-            found=f"{config.train.global_batch_size}, {batch.micro_batches} micro-batches of each replica",
-            expected=f"{fitting} or less, {most} micro-batches",
-            because=f"the turns of all {stages} stages in a step are planned, one by one",
-            fix=f"raise {micro_batch_setting(config)} or dp of text, or try --train.global_batch_size {fitting}",
-        )
+            because = "a replica of the text module has no more micro-batches in a step"
+            fix = f"lower it to {micro_batches}, or raise train.global_batch_size"
+            raise wrong(f"schedule.{name}", value, f"at most {micro_batches}", because, fix)
 
 
 def _schedule_settings(config: Config) -> ScheduleSettings:
@@ -395,23 +352,16 @@ def budget_of(config: Config) -> Budget | None:
 
 
 def _batch_shape(config: Config, shapes: ModelShapes, text: Layout) -> BatchShape:
+    setting, replicas = "train.global_batch_size", text.dp
     budget, total, micro = budget_of(config), config.train.global_batch_size, config.train.micro_batch_size
     if budget is not None:
-        if total < text.dp:
-            raise _wrong_batch(total, f"{text.dp} or more", f"each of {text.dp} text replicas trains some", text.dp)
+        if total < replicas:
+            because, fix = f"each of {replicas} text replicas trains some", f"try --{setting} {replicas}"
+            raise wrong(setting, total, f"{replicas} or more", because, fix)
         samples = assumed_sample(config.plan, shapes).fitting(budget.tokens, budget.patches, shapes)
-        return BatchShape(text.dp, -(-total // (text.dp * samples)), samples)
-    if total % (share := text.dp * micro):
-        because = f"{text.dp} replicas of the text module train micro-batches of {micro}"
-        raise _wrong_batch(total, f"a multiple of {share}", because, -(-total // share) * share)
-    return BatchShape(text.dp, total // share, micro)
-
-
-def _wrong_batch(found: int, expected: str, because: str, fitting: int) -> UserError:
-    return UserError.at(
-        "train.global_batch_size (--train.global_batch_size)",
-        found=str(found),
-        expected=expected,
-        because=because,
-        fix=f"try --train.global_batch_size {fitting}",
-    )
+        return BatchShape(replicas, -(-total // (replicas * samples)), samples)
+    if total % (share := replicas * micro):
+        because = f"{replicas} replicas of the text module train micro-batches of {micro}"
+        fix = f"try --{setting} {-(-total // share) * share}"
+        raise wrong(setting, total, f"a multiple of {share}", because, fix)
+    return BatchShape(replicas, total // share, micro)

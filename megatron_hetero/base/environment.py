@@ -43,16 +43,6 @@ def local_rank() -> int:
     return _number("LOCAL_RANK", 0)
 
 
-def has_agent_store() -> bool:
-    """Whether torchrun on the first host serves the store of all ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def meeting_address() -> tuple[str, int]:
-    """Host and port of the rendezvous store."""
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-
 def resolves(address: str) -> bool:
     """Whether this host can resolve the name, which may take seconds."""
     try:
@@ -82,12 +72,10 @@ def require_numbers(environ: Mapping[str, str] = os.environ) -> None:
     for name, least in _LEAST.items():
         text = environ.get(name)
         if text is not None and not (_is_number(text) and int(text) >= least):
-            # An empty RANK counts as unset.
-            fix = _FIX if environ.get("RANK") else f"unset {name}, or {_FIX}"
-            raise _wrong(name, f"`{text}`", f"a number of at least {least}", fix)
+            raise _wrong(name, f"`{text}`", f"a number of at least {least}", f"correct or unset it, or {_FIX}")
     if int(environ.get("MASTER_PORT", "1")) > MOST_PORT:
-        found, fix = environ["MASTER_PORT"], "choose a free port of the host of rank 0, such as 29500"
-        raise _wrong("MASTER_PORT", found, f"1 to {MOST_PORT}", fix)
+        fix = "choose a free port of the host of rank 0, such as 29500"
+        raise _wrong("MASTER_PORT", environ["MASTER_PORT"], f"1 to {MOST_PORT}", fix)
     size = int(environ.get("WORLD_SIZE", "1"))
     if "RANK" not in environ:
         if size > 1:

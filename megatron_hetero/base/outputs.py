@@ -65,9 +65,9 @@ def is_ours(name: str) -> bool:
     return name in (LATEST, LOCK) or re.fullmatch(rf"\.?{_NAME.pattern}(\..*)?", name) is not None
 
 
-def partial_of(checkpoint: Path) -> Path:
-    """The temporary folder of a checkpoint that is being written."""
-    return checkpoint.with_name(f".{checkpoint.name}.partial")
+def partial_of(target: Path) -> Path:
+    """The temporary folder of a checkpoint or export that is being written."""
+    return target.parent / f".{target.name}.partial"
 
 
 def whole(folder: Path) -> dict[int, Path]:
@@ -102,9 +102,9 @@ def without_manifest(folder: Path) -> tuple[Path, ...]:
     return tuple(path for path in named if not (path / MANIFEST).is_file())
 
 
-def wait_for(there: Callable[[], bool], seconds: float | None = None) -> bool:
-    """Wait until another process's change of files is visible; whether it is within `seconds` (default `SEEN_S`)."""
-    until = time.monotonic() + (SEEN_S if seconds is None else seconds)
+def wait_for(there: Callable[[], bool]) -> bool:
+    """Wait until another process's change of files is visible; whether it is within `SEEN_S` seconds."""
+    until = time.monotonic() + SEEN_S
     while not there():
         if time.monotonic() > until:
             return False
@@ -267,11 +267,6 @@ def _sync_folder(folder: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- exports
-
-
-def partial_export_of(target: Path) -> Path:
-    """The temporary folder of an export that is being written."""
-    return target.parent / f".{target.name}.partial"
 
 
 def replaced_of(target: Path) -> Path:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 from megatron_hetero.base.errors import UserError
 
 T = TypeVar("T")
+NAMED = ("registry", "encoders")
+"""Mappings whose keys are names that the user chooses; the keys of all others are modules."""
 
 
 def option(

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from megatron_hetero.base.environment import LAUNCHER
 from megatron_hetero.base.errors import TEXT, VISION, UserError
-from megatron_hetero.config.fields import children, is_leaf, item_type, shown_name
+from megatron_hetero.config.fields import NAMED, children, is_leaf, item_type, shown_name
 from megatron_hetero.config.load import Setting, Tree, describe, step
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
 
@@ -34,17 +34,6 @@ class EstimateRequest(NamedTuple):
     """Whether the input files of training must exist."""
 
 
-class CommandLine(NamedTuple):
-    """A parsed command line."""
-
-    settings: Tree
-    """Settings given by flags."""
-    config: Path | None
-    """The YAML file of `--config`."""
-    plan: EstimateRequest | None = None
-    """What `--plan` requests."""
-
-
 PLAN_FLAGS = {
     "--plan": (
         "no value",
@@ -58,28 +47,26 @@ PLAN_FLAGS = {
 """Flags that are not settings: values, default and help text."""
 
 
-def read_flags(argv: Sequence[str], root: type) -> CommandLine:
-    """The command line for the dataclass `root`; ``--help`` prints and exits.
+def read_flags(argv: Sequence[str], root: type) -> tuple[Tree, Path | None, EstimateRequest | None]:
+    """The settings of a command line for the dataclass `root`, the file of `--config`, and what `--plan` requests.
+    ``--help`` prints and exits.
 
     Raises:
         UserError: a flag is unknown, given twice, or has too few or too many values.
     """
+    given = _flags(argv)
+    if not given.keys().isdisjoint(("--help", "-h")):
+        print_help(root)
+        raise SystemExit(0)
+    config = Path(_one("--config", given.pop("--config"))) if "--config" in given else None
+    request = _estimate_request({flag: given.pop(flag) for flag in PLAN_FLAGS if flag in given})
     tree: Tree = {}
-    config, planned = None, {}
-    for flag, values in _flags(argv):
-        if flag in ("--help", "-h"):
-            print_help(root)
-            raise SystemExit(0)
-        if flag == "--config":
-            config = Path(_one(flag, values))
-        elif flag in PLAN_FLAGS:
-            planned[flag] = values
-        else:
-            _insert(tree, flag, values, root)
-    return CommandLine(tree, config, _plan_request(planned))
+    for flag, values in given.items():
+        _insert(tree, flag, values, root)
+    return tree, config, request
 
 
-def _plan_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
+def _estimate_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
     """The estimate that `PLAN_FLAGS` request. Raises `UserError`."""
     for flag in ("--plan", "--plan-files"):
         if values := given.get(flag):
@@ -94,10 +81,7 @@ def _plan_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
 
 def without_plan(flag: str) -> UserError:
     """The error for a flag of `--plan` without it."""
-    because, fix = "only a plan uses it", "add --plan to plan, or remove it to train"
-    if flag == "--world-size":
-        because = "torchrun sets the number of ranks in training"
-        fix = f"add --plan, or start training with {LAUNCHER} --nproc-per-node"
+    because, fix = "only a plan uses it", f"add --plan, or remove it and train with {LAUNCHER} --nproc-per-node"
     return UserError.at(flag, found="it without --plan", expected="both", because=because, fix=fix)
 
 
@@ -109,8 +93,8 @@ def _world_size(values: list[str]) -> int:
     return int(text)
 
 
-def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with its values."""
+def _flags(argv: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each flag. Raises `UserError`."""
     found: dict[str, list[str]] = {}
     flag = ""
     for word in argv:
@@ -124,7 +108,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             raise UserError.at("command line", found=f"`{word}`", expected=expected, fix="see --help")
         else:
             found[flag].append(word)
-    yield from found.items()
+    return found
 
 
 def _one(flag: str, values: list[str]) -> str:
@@ -192,10 +176,6 @@ def print_help(root: type) -> None:
         console.print(Text.assemble((row.flag, "bold"), text), soft_wrap=True)
 
 
-_BY_MODULE = ("precision", "offload")
-"""Sections of settings of each module."""
-
-
 def _rows(kind: object, prefix: str) -> Iterator[FlagRow]:
     assert is_dataclass(kind), "the configuration and its sections are dataclasses"
     types = children(kind) or {}
@@ -209,8 +189,7 @@ def _rows(kind: object, prefix: str) -> Iterator[FlagRow]:
         elif name == "parallel":
             yield FlagRow("--MODULE-parallel", "layout", default, text)
         elif is_dataclass(item := item_type(inner)):
-            key = "MODULE" if name in _BY_MODULE else "NAME"
-            yield from _rows(item, f"{prefix}{name}.{key}.")
+            yield from _rows(item, f"{prefix}{name}.{'NAME' if name in NAMED else 'MODULE'}.")
         else:
             yield FlagRow(f"{prefix}{name}.MODULE", describe(item), default, text)
 

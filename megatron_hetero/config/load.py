@@ -14,7 +14,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -78,9 +78,9 @@ def convert(value: object, kind: object, base: Path) -> object:
         if NoneType in args and value.lower() in ("none", "null", "~", ""):
             return None
         *words, other = (arg for arg in args if arg is not NoneType)
-        return _word_or(value, [word for kind in words for word in get_args(kind)], other, base)
+        return _word(value, [word for kind in words for word in get_args(kind)], other, base)
     if origin is Literal:
-        return _choice(value, args)
+        return _word(value, args, None, base)
     if kind is Path:
         return _path(value, base)
     return _SCALARS[kind](value)
@@ -107,22 +107,19 @@ def _show(value: object) -> str:
     return f"{what}`{value[:80] if isinstance(value, str) else reprlib.repr(value)}`"
 
 
-def _word_or(value: str, words: list[str], other: object, base: Path) -> object:
-    """One of the `words`, or the value as an `other`."""
-    if value in words:
-        return value
+def _word(value: str, words: Iterable[str | int], other: object, base: Path) -> object:
+    """One of the `words`, or else the value as an `other` if there is one."""
+    named = {str(word): word for word in words}
+    if value in named:
+        return named[value]
+    guess, expected = did_you_mean(value, named), ", ".join(named)
+    if other is None:
+        raise ConversionError(f"{_show(value)}{guess}", f"one of {expected}")
     try:
         return convert(value, other, base)
     except ConversionError as error:
-        expected = " or ".join(filter(None, [", ".join(words), error.expected]))
-        raise ConversionError(f"{error.found}{did_you_mean(value, words)}", expected) from None
-
-
-def _choice(value: str, options: tuple[str | int, ...]) -> str | int:
-    named = {str(option): option for option in options}
-    if value not in named:
-        raise ConversionError(f"{_show(value)}{did_you_mean(value, named)}", f"one of {', '.join(named)}")
-    return named[value]
+        expected = " or ".join(filter(None, [expected, error.expected]))
+        raise ConversionError(f"{error.found}{guess}", expected) from None
 
 
 def _items(value: object, args: tuple[object, ...], kind: object, base: Path) -> tuple[object, ...]:
@@ -286,39 +283,31 @@ def build(kind: type[T], tree: Tree) -> T:
     Raises:
         UserError: required fields are missing, or a value has the wrong type.
     """
-    missing = list(_missing(kind, tree, ()))
+    missing: list[str] = []
+    built = _value(kind, tree, (), missing)
     if missing:
         raise UserError.at(
             ", ".join(missing),
             problem="required, but not set",
             fix=f"add it to the --config file, or pass --{missing[0]} VALUE",
         )
-    return _value(kind, tree, ())
+    return built
 
 
-def _missing(kind: object, tree: Tree, path: tuple[str, ...]) -> Iterator[str]:
-    if is_dataclass(kind):
-        types = children(kind) or {}
+def _value(kind: Any, node: Any, path: tuple[str, ...], missing: list[str]) -> Any:
+    """The value of `node` as a `kind`. Required fields that have no value are added to `missing`."""
+    types, item = children(kind), item_type(kind)
+    if types is not None:
+        values = {}
         for f in fields(kind):
             name = shown_name(f)
-            if name in tree or is_dataclass(types[name]):
-                yield from _missing(types[name], tree.get(name, {}), (*path, name))
+            if name in node or is_dataclass(types[name]):
+                values[f.name] = _value(types[name], node.get(name, {}), (*path, name), missing)
             elif f.default is MISSING and f.default_factory is MISSING:
-                yield ".".join((*path, name))
-    elif (item := item_type(kind)) is not None and not is_leaf(item):
-        for name, below in tree.items():
-            yield from _missing(item, below, (*path, name))
-
-
-def _value(kind: Any, node: Any, path: tuple[str, ...]) -> Any:
-    types = children(kind)
-    if types is not None:
-        given = {name: node.get(name, {}) for name in types if name in node or is_dataclass(types[name])}
-        values = {name: _value(types[name], below, (*path, name)) for name, below in given.items()}
-        return kind(**{f.name: values[name] for f in fields(kind) if (name := shown_name(f)) in values})
-    item = item_type(kind)
+                missing.append(".".join((*path, name)))
+        return None if missing else kind(**values)
     if item is not None:
-        return {name: _value(item, below, (*path, name)) for name, below in node.items()}
+        return {name: _value(item, below, (*path, name), missing) for name, below in node.items()}
     try:
         return convert(node.value, kind, node.base)
     except ConversionError as error:

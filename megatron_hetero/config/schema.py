@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from itertools import count
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import yaml
 
 from megatron_hetero.base.errors import UserError, parts_of
 from megatron_hetero.base.files import resolved
-from megatron_hetero.base.outputs import is_ours, lock_of, partial_export_of, replaced_of
-from megatron_hetero.config.fields import Section, check_values, option, shown_name, unused, wrong
-from megatron_hetero.config.flags import CommandLine, EstimateRequest, read_flags, without_plan
-from megatron_hetero.config.load import build, merge, read_yaml
+from megatron_hetero.base.outputs import is_ours, lock_of, partial_of, replaced_of
+from megatron_hetero.config.fields import NAMED, Section, check_values, option, shown_name, unused, wrong
+from megatron_hetero.config.flags import EstimateRequest, read_flags, without_plan
+from megatron_hetero.config.load import Tree, build, merge, read_yaml
 from megatron_hetero.config.optimizers import FP32, OPTIMIZERS, OffloadConfig, OptimizerConfig, PrecisionConfig
 from megatron_hetero.config.sections import (
     BoundaryConfig,
@@ -183,31 +182,22 @@ def _check_evaluation(config: Config) -> None:
 # ------------------------------------------------------------------------------------------- paths
 
 
-class _Conflict(NamedTuple):
-    """A conflict between an output and another path of the run."""
-
-    setting: str
-    """The other setting."""
-    path: Path
-    """Its path."""
-    because: str
-    """The reason for the message."""
-
-
 def _check_paths(config: Config) -> None:
     """Check, through symbolic links too, that the export and the log replace neither an input nor another output."""
     places = {name: resolved(path, name) for name, path in _inputs_and_outputs(config)}
-    for conflict in _in_checkpoints(places["log.dir"], places):
-        expected = f"a folder separate from checkpoint.dir ({conflict.path})"
-        raise wrong("log.dir", config.log.dir, expected, conflict.because, "choose another")
+    _require_outside_checkpoints("log.dir", config.log.dir, places)
     if config.export.hf_dir is None:
         return
-    conflict = next(_conflicts(resolved(config.export.hf_dir, "export.hf_dir"), places), None)
-    if conflict is not None:
-        others = (Path(f"{conflict.path}-trained{'' if n == 1 else f'-{n}'}") for n in count(1))
-        good = next(path for path in others if next(_conflicts(path, places), None) is None)
-        expected = f"a folder separate from {conflict.setting} ({conflict.path})"
-        raise wrong("export.hf_dir", config.export.hf_dir, expected, conflict.because, f"try `--export.hf_dir {good}`")
+    target = resolved(config.export.hf_dir, "export.hf_dir")
+    # The export replaces its folder and the temporary folders next to it.
+    gone = {target, partial_of(target), replaced_of(target), lock_of(target)}
+    for setting, path in places.items():
+        replaced = bool(gone & {path, *path.parents})
+        if replaced or (setting.startswith("model.") and path in target.parents):
+            expected = f"a folder separate from {setting} ({path})"
+            because = "the export replaces the whole folder" if replaced else "a model folder holds one model"
+            raise wrong("export.hf_dir", config.export.hf_dir, expected, because, "choose another")
+    _require_outside_checkpoints("export.hf_dir", config.export.hf_dir, places)
 
 
 def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
@@ -225,22 +215,12 @@ def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
     return ((name, path) for name, path in paths.items() if path is not None)
 
 
-def _conflicts(target: Path, places: Mapping[str, Path]) -> Iterator[_Conflict]:
-    """Conflicts of an export, which replaces its folder and the temporary folders next to it."""
-    gone = {target, partial_export_of(target), replaced_of(target), lock_of(target)}
-    for setting, path in places.items():
-        if gone & {path, *path.parents}:
-            yield _Conflict(setting, path, "the export replaces the whole folder")
-        if setting.startswith("model.") and path in target.parents:
-            yield _Conflict(setting, path, "a model folder holds one model")
-    yield from _in_checkpoints(target, places)
-
-
-def _in_checkpoints(path: Path, places: Mapping[str, Path]) -> Iterator[_Conflict]:
-    """The conflict of an output whose name is reserved in the folder of checkpoints, where a run moves and deletes."""
-    folder = places.get("checkpoint.dir")
-    if folder is not None and folder in path.parents and is_ours(name := path.relative_to(folder).parts[0]):
-        yield _Conflict("checkpoint.dir", folder, f"{name} is reserved there")
+def _require_outside_checkpoints(setting: str, path: Path, places: Mapping[str, Path]) -> None:
+    """Check that an output has no name that is reserved in the folder of checkpoints, where a run moves and deletes."""
+    folder, target = places.get("checkpoint.dir"), resolved(path, setting)
+    if folder is not None and folder in target.parents and is_ours(name := target.relative_to(folder).parts[0]):
+        expected = f"a folder separate from checkpoint.dir ({folder})"
+        raise wrong(setting, path, expected, f"{name} is reserved there", "choose another")
 
 
 # ------------------------------------------------------------------------------------- loading and saving
@@ -253,10 +233,10 @@ def load_command(argv: Sequence[str]) -> tuple[Config, EstimateRequest | None]:
     Raises:
         UserError: a file, name or value is invalid; the message names it and the fix.
     """
-    line = read_flags(argv, Config)
-    if line.plan is None and "plan" in line.settings:  # In a file the section may wait for a later plan.
-        raise without_plan(f"--plan.{next(iter(line.settings['plan']))}")
-    return _config_of(line), line.plan
+    settings, file, request = read_flags(argv, Config)
+    if request is None and "plan" in settings:  # In a file the section may wait for a later plan.
+        raise without_plan(f"--plan.{next(iter(settings['plan']))}")
+    return _merged(settings, file), request
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -265,15 +245,14 @@ def load_config(argv: Sequence[str]) -> Config:
     Raises:
         UserError: as `load_command`, or the command line has ``--plan``.
     """
-    line = read_flags(argv, Config)
-    if line.plan is not None:
+    settings, file, request = read_flags(argv, Config)
+    if request is not None:
         raise UserError.at("--plan", problem="not supported by this program", fix="use pretrain_vlm.py")
-    return _config_of(line)
+    return _merged(settings, file)
 
 
-def _config_of(line: CommandLine) -> Config:
-    settings = read_yaml(line.config, Config) if line.config else {}
-    return build(Config, merge(settings, line.settings))
+def _merged(settings: Tree, file: Path | None) -> Config:
+    return build(Config, merge(read_yaml(file, Config) if file else {}, settings))
 
 
 def to_yaml(config: Config) -> str:
@@ -301,27 +280,14 @@ def require_modules(config: Config, modules: Iterable[str]) -> None:
         UserError: a setting names an unknown module.
     """
     known = list(modules)
-    by_module = {
-        "parallel": config.parallel,
-        "parallel_layers": config.parallel_layers,
-        "model.recompute": config.model.recompute,
-        "model.chunk": config.model.chunk,
-        "model.tp_overlap": config.model.tp_overlap,
-        "model.sequence_parallel": config.model.sequence_parallel,
-        "precision": config.precision,
-        "offload": config.offload,
-        "zero": config.zero,
-    }
-    for where, names in by_module.items():
-        for name in names:
-            if name not in known:
-                raise UserError.at(
-                    f"{where}.{name}",
-                    found=f"module `{name}`{did_you_mean(name, known)}",
-                    expected=f"one of {', '.join(known)}",
-                    because="the model has no other modules",
-                    fix="rename or remove it",
-                )
+    for prefix, section in (("", config), ("model.", config.model)):
+        for f in fields(section):
+            value = getattr(section, f.name)
+            for name in value if isinstance(value, Mapping) and f.name not in NAMED else ():
+                if name not in known:
+                    where, found = f"{prefix}{f.name}.{name}", f"module `{name}`{did_you_mean(name, known)}"
+                    because, fix = "the model has no other modules", "rename or remove it"
+                    raise wrong(where, found, f"one of {', '.join(known)}", because, fix)
 
 
 def _plain(value: object) -> object:

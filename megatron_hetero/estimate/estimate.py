@@ -153,7 +153,8 @@ class Estimate:
     @cached_property
     def communicators(self) -> tuple[CommunicatorKind, ...]:
         """The communicators that a run creates after the world's, in order."""
-        return communicators(self.job.layouts, **self.job.communication)
+        job = self.job
+        return communicators(job.layouts, edges=job.edges, tied=job.tied, interleaved=job.interleaved)
 
     @cached_property
     def memory(self) -> np.ndarray:

@@ -29,9 +29,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megatron_hetero.base.environment import (
     group_timeout,
-    has_agent_store,
     local_rank,
-    meeting_address,
     named_place,
     prepare_environment,
     raise_open_files,
@@ -116,8 +114,9 @@ def meet(timeout_s: float) -> dist.Store:
     """The store of the ranks, once all have joined. Raises `UserError` if one does not within `timeout_s`."""
     import torch.distributed as dist
 
-    address, port = meeting_address()
-    serves = rank() == 0 and not has_agent_store()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # torchrun on the first host may serve the store of all ranks.
+    serves = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = connect(address, port, "MASTER_ADDR and MASTER_PORT", serves=serves, timeout_s=timeout_s)
     # As torch does: plain torchrun keeps its store if it starts the ranks again.
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from megatron_hetero.base.errors import UserError, os_errors_as, reason
 from megatron_hetero.base.files import read_object, shown, try_to_write
 from megatron_hetero.base.lock import alone
-from megatron_hetero.base.outputs import lock_of, mark, partial_export_of, replaced_of, what_would_be_lost
+from megatron_hetero.base.outputs import lock_of, mark, partial_of, replaced_of, what_would_be_lost
 
 # Commands import this file before torch, which takes a second.
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class FolderWriter:
     def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Dtypes, limit: int = SHARD_BYTES):
         self.target = target
         self.dtypes = {name: dtype[name] if isinstance(dtype, Mapping) else dtype for name in shapes}
-        self.partial = partial_export_of(target)
+        self.partial = partial_of(target)
         sizes = {name: math.prod(shape) * self.dtypes[name].itemsize for name, shape in shapes.items()}
         self.shards = plan_shards(sizes, limit)
         self._shard_of = {name: i for i, names in enumerate(self.shards) for name in names}

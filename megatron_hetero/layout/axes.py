@@ -11,15 +11,10 @@ Families declare further views in `ModuleShape.views`. An example, which divides
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
-from math import prod
 from typing import Literal, NamedTuple
-
-from megatron_hetero.base.errors import UserError
 
 Split = Literal["weights", "tokens", "samples", "layers", "experts"]
 
@@ -46,22 +41,15 @@ AXES = tuple(axis.name for axis in TABLE)
 @dataclass(frozen=True)
 class View:
     """Axes from the one that varies fastest among the ranks to the slowest. One of them splits samples; its degree,
-    what the others leave of the ranks, may be omitted in a layout's text.
-
-    Raises:
-        UserError: not exactly one axis splits samples, or the name has a dot.
+    what the others leave of the ranks, may be omitted in a layout's text. The name has no dot.
     """
 
     name: str
     axes: tuple[Axis, ...]
 
     def __post_init__(self) -> None:
-        if "." in self.name:
-            because, fix = "dots separate names of modules, views and tensors", "rename the view"
-            raise UserError.at(f"view {self.name}", found="a dot", expected="none", because=because, fix=fix)
-        if (found := len(self.axes_of("samples"))) != 1:
-            fix = "add one, whose degree is what the others leave of the ranks" if not found else "keep one"
-            raise UserError.at(f"view {self.name}", found=f"{found} axes of samples", expected="one", fix=fix)
+        assert "." not in self.name, "dots separate names of modules, views and tensors"
+        assert len(self.axes_of("samples")) == 1, "a view has one axis of samples"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,11 +94,9 @@ class Fold(NamedTuple):
 
 
 def axis_names(views: Iterable[View]) -> tuple[str, ...]:
-    """Names of the axes of the main view and of these. Raises `UserError` if two have one name."""
+    """Names of the axes of the main view and of these, all different."""
     names = (*AXES, *(name for view in views for name in view.names))
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        fix = "rename one: a layout's text tells axes apart by name"
-        raise UserError.at("views", found=f"axis `{twice[0]}` twice", expected="each axis in one view", fix=fix)
+    assert len(set(names)) == len(names), f"an axis is in two views: {', '.join(names)}"
     return names
 
 
@@ -130,13 +116,12 @@ class ModuleShape:
     parts: Mapping[Split, int] = field(default_factory=dict[Split, int], hash=False)
 
 
-class LayoutProblem(NamedTuple):
-    """Why degrees do not suit a module: the axis to change, what was found and expected, and the reason."""
+class LayoutProblem(Exception):
+    """What is wrong with a layout: what was found, what was expected and why, and the axis to change if it is one."""
 
-    axis: str
-    found: str
-    expected: str
-    why: str
+    def __init__(self, found: str, expected: str, why: str, axis: str = "") -> None:
+        super().__init__(found)
+        self.found, self.expected, self.why, self.axis = found, expected, why, axis
 
 
 # A layout suits a module where
@@ -153,19 +138,19 @@ def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem 
     tp, sp, pp, heads = degrees["tp"], degrees["sp"], degrees["pp"], shape.attention_heads
     if heads % tp:
         why = "each tensor-parallel rank computes whole heads"
-        return LayoutProblem("tp", f"{heads} attention heads and tp:{tp}", f"tp to divide {heads}", why)
+        return LayoutProblem(f"{heads} attention heads and tp:{tp}", f"tp to divide {heads}", why, "tp")
     if heads % (tp * sp):
         found = f"{heads} attention heads, tp:{tp} and sp:{sp}"
         why = "sequence-parallel attention exchanges tokens for whole heads"
-        return LayoutProblem("sp", found, f"tp·sp to divide {heads}", why)
+        return LayoutProblem(found, f"tp·sp to divide {heads}", why, "sp")
     if pp > shape.layers:
         found = f"{shape.layers} layers and pp:{pp}"
-        return LayoutProblem("pp", found, f"pp of at most {shape.layers}", "each pipeline stage holds a layer or more")
+        return LayoutProblem(found, f"pp of at most {shape.layers}", "each pipeline stage holds a layer or more", "pp")
     for axis in (axis for view in shape.views for axis in view.axes):
         most, degree = shape.parts.get(axis.splits), degrees.get(axis.name, 1)
         if most is not None and degree > most:
             found, why = f"{most} {axis.splits} and {axis.name}:{degree}", "each rank holds one of them or more"
-            return LayoutProblem(axis.name, found, f"{axis.name} of at most {most}", why)
+            return LayoutProblem(found, f"{axis.name} of at most {most}", why, axis.name)
     return None
 
 
@@ -173,31 +158,3 @@ def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem 
 def divisors(n: int) -> tuple[int, ...]:
     """The divisors of n, ascending."""
     return tuple(d for d in range(1, n + 1) if n % d == 0)
-
-
-def closest_degrees(
-    wanted: Mapping[str, int], ranks: int, shape: ModuleShape | None, views: Sequence[View] = ()
-) -> dict[str, int]:
-    """The legal degrees over `ranks` ranks that are closest to the `wanted` ones, which are 1 unless given. `dp` and
-    the axis of samples of each further view take the ranks that are left; pure `dp` suits every shape.
-    """
-    axes = [axis for axis in AXES if axis != "dp"]
-    best = _closest(axes, wanted, ranks, {}, shape)
-    best |= {"dp": ranks // prod(best.values())}
-    for view in views:
-        best |= _closest(view.stated, wanted, ranks // best["pp"], best, shape)
-    return best
-
-
-def _closest(
-    axes: Sequence[str], wanted: Mapping[str, int], ranks: int, others: Mapping[str, int], shape: ModuleShape | None
-) -> dict[str, int]:
-    """Legal degrees of `axes` whose product divides `ranks` and is as large as can be, given those of other axes."""
-    options = ([d for d in divisors(ranks) if d <= wanted.get(axis, 1)] for axis in axes)
-    candidates = (dict(zip(axes, degrees, strict=True)) for degrees in product(*options))
-    legal = (
-        degrees
-        for degrees in candidates
-        if ranks % prod(degrees.values()) == 0 and (shape is None or problem_of(shape, {**others, **degrees}) is None)
-    )
-    return max(legal, key=lambda degrees: prod(degrees.values()))

@@ -10,45 +10,43 @@ A layout has one order, `tp` fastest, then `sp`, `cp`, `dp` and `pp`. Dimensions
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from math import prod
 from typing import Any
+
+import numpy as np
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.axes import AXES
 
-Grid = tuple[str, list[tuple[str, int]], list[int]]
-"""A name for messages, dimensions (axis, size) from the slowest to the fastest, and the ranks along them."""
+Arranged = tuple[dict[str, int], tuple[int, ...]]
+"""The degree of each axis, and the ranks in the order of a layout."""
 
-GRID = "Layout.from_grid"
 _ORDER = "layouts number ranks along tp, sp, cp, dp and pp, the first fastest"
 
 
-def grid_of_mesh(mesh: Any, axes: Mapping[str, str]) -> Grid:
-    """The grid of a `DeviceMesh`. Raises `UserError` if it has no names, other names, or is a slice."""
-    names, ranks = mesh.mesh_dim_names, mesh.mesh
+def of_mesh(mesh: Any, axes: Mapping[str, str]) -> Arranged:
+    """Degrees and ranks of a `DeviceMesh`. Raises `UserError` if it has no names, other names, or is a slice."""
+    what, names, ranks = "Layout.from_mesh", mesh.mesh_dim_names, mesh.mesh
     if names is None:
         fix = "give it `mesh_dim_names`"
-        raise UserError.at("Layout.from_mesh", found="a mesh without names", expected="named dimensions", fix=fix)
+        raise UserError.at(what, found="a mesh without names", expected="named dimensions", fix=fix)
     if getattr(mesh, "_root_mesh", None) is not None:
         because = "ranks hold different slices, and a layout is the same on all of them"
-        raise UserError.at(
-            "Layout.from_mesh", found="a slice", expected="a mesh", because=because, fix="pass the whole"
-        )
-    sizes = [int(size) for size in ranks.shape]
-    return "Layout.from_mesh", _dims("Layout.from_mesh", names, sizes, axes), [int(r) for r in ranks.flatten().tolist()]
+        raise UserError.at(what, found="a slice", expected="a mesh", because=because, fix="pass the whole")
+    return _arranged(what, _dims(what, names, list(ranks.shape), axes), ranks.flatten().tolist())
 
 
-def grid_of_hyper_grid(grid: Any, axes: Mapping[str, str]) -> Grid:
-    """The grid of a `HyperCommGrid`. Raises `UserError` if it has other names."""
-    dims = _dims(GRID, grid.dim_names, [int(size) for size in grid.shape], axes)[::-1]
-    first = int(grid.rank_offset)
-    return GRID, dims, list(range(first, first + prod(size for _, size in dims)))
+def of_hyper_grid(grid: Any, axes: Mapping[str, str]) -> Arranged:
+    """Degrees and ranks of a `HyperCommGrid`. Raises `UserError` if it has other names."""
+    what, first = "Layout.from_grid", int(grid.rank_offset)
+    dims = _dims(what, grid.dim_names, [int(size) for size in grid.shape], axes)[::-1]
+    return _arranged(what, dims, range(first, first + prod(size for _, size in dims)))
 
 
-def grid_of_mpu(state: Any, dist: Any) -> Grid:
-    """The grid of `megatron.core.parallel_state`, from the groups of this rank. `dist`: `torch.distributed`. Raises
-    `UserError`.
+def of_mpu(state: Any, dist: Any) -> Arranged:
+    """Degrees and ranks of `megatron.core.parallel_state`, from the groups of this rank. `dist`: `torch.distributed`.
+    Raises `UserError`.
     """
     where = "Layout.from_mpu"
     if not state.model_parallel_is_initialized():
@@ -72,28 +70,24 @@ def grid_of_mpu(state: Any, dist: Any) -> Grid:
             fix = 'initialise it with order="tp-cp-ep-dp-pp", which is its default'
             raise UserError.at(where, found=found, expected=f"{stride} between them", because=_ORDER, fix=fix)
         stride *= len(ranks)
-    return where, [(axis, len(ranks)) for axis, ranks in reversed(mine.items())], list(range(stride))
+    return {axis: len(ranks) for axis, ranks in mine.items()}, tuple(range(stride))
 
 
-def in_layout_order(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> list[int]:
-    """Reorder `ranks` along `dims`, the last fastest, to the order of a layout. Raises `UserError` if that is not
+def _arranged(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> Arranged:
+    """Degrees, and `ranks` along `dims`, the last fastest, in the order of a layout. Raises `UserError` if that is not
     ascending.
     """
     order = sorted(range(len(dims)), key=lambda i: (-AXES.index(dims[i][0]), i))
-    strides = [prod(size for _, size in dims[i + 1 :]) for i in range(len(dims))]
-    places = product(*(range(dims[i][1]) for i in order))
-    listed = [ranks[sum(at * strides[i] for at, i in zip(place, order, strict=True))] for place in places]
+    listed = np.reshape(ranks, [size for _, size in dims]).transpose(order).flatten().tolist()
     if any(b <= a for a, b in pairwise(listed)):
-        wanted = [dims[i][0] for i in order]
-        if [axis for axis, _ in dims] == wanted:
-            found, fix = f"ranks {listed} along {', '.join(wanted)}", "use another order of ranks"
-            raise UserError.at(what, found=found, expected="ascending ranks", because=_ORDER, fix=fix)
-        fastest = "the first fastest" if what == GRID else "the last fastest"
-        turn = -1 if what == GRID else 1
-        shown = ", ".join(f"{axis}:{size}" for axis, size in dims[::turn])
-        expected, fix = f"{', '.join(wanted[::turn])}", "put its dimensions in that order, or state the layout as text"
-        raise UserError.at(what, found=f"dimensions {shown}, {fastest}", expected=expected, because=_ORDER, fix=fix)
-    return listed
+        found = f"ranks {list(ranks)} along {', '.join(f'{axis}:{size}' for axis, size in dims)}, the last fastest"
+        expected = f"ascending ranks along {', '.join(dims[i][0] for i in order)}"
+        fix = "put the dimensions in that order, or state the layout as text"
+        raise UserError.at(what, found=found, expected=expected, because=_ORDER, fix=fix)
+    degrees = dict.fromkeys(AXES, 1)
+    for axis, size in dims:
+        degrees[axis] *= size
+    return degrees, tuple(listed)
 
 
 def _dims(what: str, names: Sequence[str], sizes: Sequence[int], axes: Mapping[str, str]) -> list[tuple[str, int]]:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-from megatron_hetero.layout.axes import AXES
+from megatron_hetero.layout.axes import AXES, LayoutProblem
 
 MOST_PLANNED = 20_000
 """Ranks of the largest world that is estimated or suggested."""
@@ -23,19 +23,11 @@ _MOST_RANKS = 1 << 20
 """Limit on ranks in a text: a mistyped range must not fill the memory."""
 
 
-class GrammarError(Exception):
-    """A fault of a text: what was found, what was expected and why, and the axis if there is one."""
-
-    def __init__(self, found: str, expected: str, why: str, axis: str = "") -> None:
-        super().__init__(found)
-        self.found, self.expected, self.why, self.axis = found, expected, why, axis
-
-
 def read(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[int, ...] | None]:
     """The degrees that `text` gives, by axis, and its ranks, None if it gives none. `axes`: all known axes.
 
     Raises:
-        GrammarError: the text breaks the grammar.
+        LayoutProblem: the text breaks the grammar.
     """
     degrees_text, at, ranks_text = re.sub(r"\s", "", text).partition("@")
     degrees: dict[str, int] = {}
@@ -43,25 +35,9 @@ def read(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[i
         axis, degree = _read_degree(item, axes)
         if axis in degrees:
             why = "an axis has one degree"
-            raise GrammarError(f"{axis} twice ({axis}:{degrees[axis]} and {item})", "each axis once", why, axis)
+            raise LayoutProblem(f"{axis} twice ({axis}:{degrees[axis]} and {item})", "each axis once", why, axis)
         degrees[axis] = degree
     return degrees, _read_ranks(ranks_text) if at else None
-
-
-def salvage(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Likely degrees and ranks of a text that breaks the grammar; either may be empty."""
-    degrees_text, _, ranks_text = re.sub(r"\s", "", text).partition("@")
-    degrees: dict[str, int] = {}
-    pairs: list[tuple[str, str]] = re.findall(r"([A-Za-z]+)\D?(\d{1,7})", degrees_text)
-    for name, degree in pairs:
-        axis = next(iter(get_close_matches(name.lower(), axes, n=1)), None)
-        if axis and int(degree):
-            degrees.setdefault(axis, int(degree))
-    ranks: set[int] = set()
-    for item in ranks_text.split(","):
-        if (ends := _ends(item)) and abs(ends[1] - ends[0]) < _MOST_RANKS:
-            ranks.update(range(min(ends), max(ends) + 1))
-    return degrees, tuple(sorted(ranks))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -84,13 +60,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def _read_degree(item: str, axes: Sequence[str]) -> tuple[str, int]:
     axis, colon, degree = item.partition(":")
     if not colon:
-        raise GrammarError(f"`{item}`", "axis:degree, such as tp:4", "a layout is a list of axes with their degrees")
+        raise LayoutProblem(f"`{item}`", "axis:degree, such as tp:4", "a layout is a list of axes with their degrees")
     if axis not in axes:
         found = f"axis `{axis}`{did_you_mean(axis, axes)}"
-        raise GrammarError(found, f"one of {', '.join(axes)}", "there are no other axes", axis)
+        raise LayoutProblem(found, f"one of {', '.join(axes)}", "the module has no other axes", axis)
     if not re.fullmatch(r"[0-9]{1,7}", degree) or int(degree) < 1:
         why = "a degree is a number of ranks"
-        raise GrammarError(f"degree `{degree}` for {axis}", "an integer of 1 or more", why, axis)
+        raise LayoutProblem(f"degree `{degree}` for {axis}", "an integer of 1 or more", why, axis)
     return axis, int(degree)
 
 
@@ -99,17 +75,17 @@ def _read_ranks(text: str) -> tuple[int, ...]:
     for item in text.split(","):
         ends = _ends(item)
         if ends is None:
-            raise GrammarError(
+            raise LayoutProblem(
                 f"ranks `{item}`", "first-last or one rank, such as 0-3 or 8", "ranks are integers from 0"
             )
         first, last = ends
         if last < first:
-            raise GrammarError(f"ranks `{item}`", "the lower rank first", "ranges ascend")
+            raise LayoutProblem(f"ranks `{item}`", "the lower rank first", "ranges ascend")
         if last >= _MOST_RANKS:
-            raise GrammarError(f"ranks `{item}`", f"ranks below {_MOST_RANKS}", "no world is that large")
+            raise LayoutProblem(f"ranks `{item}`", f"ranks below {_MOST_RANKS}", "no world is that large")
         if ranks and first <= ranks[-1]:
             why = "process groups number their members in ascending order"
-            raise GrammarError(f"ranks `{item}` after rank {ranks[-1]}", "each rank once, ascending", why)
+            raise LayoutProblem(f"ranks `{item}` after rank {ranks[-1]}", "each rank once, ascending", why)
         ranks.extend(range(first, last + 1))
     return tuple(ranks)
 

@@ -173,7 +173,8 @@ class Graph:
 
     def outputs_of(self, edge: Edge) -> tuple[str, ...]:
         """The outputs that cross the edge."""
-        return self._outputs.get(edge, (ROWS,))
+        given = {edge_of(ends): tuple(names) for ends, names in (self.outputs or {}).items()}
+        return given.get(edge, (ROWS,))
 
     def in_layouts(self, layouts: Mapping[str, Layout]) -> Graph:
         """The same graph with canonical names of edges, see `as_edge`. Raises `UserError`."""
@@ -190,7 +191,3 @@ class Graph:
         if isinstance(self.width, Mapping):
             return {edge_of(ends): width for ends, width in self.width.items()}
         return dict.fromkeys(self.edges, self.width)
-
-    @cached_property
-    def _outputs(self) -> dict[Edge, tuple[str, ...]]:
-        return {edge_of(ends): tuple(names) for ends, names in (self.outputs or {}).items()}

@@ -13,8 +13,9 @@ ascend, because process groups number their members in ascending order.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -25,15 +26,16 @@ from megatron_hetero.layout.axes import (
     AXES,
     MAIN,
     Fold,
+    LayoutProblem,
     ModuleShape,
     Split,
     View,
     axis_names,
-    closest_degrees,
+    divisors,
     problem_of,
 )
-from megatron_hetero.layout.foreign import grid_of_hyper_grid, grid_of_mesh, grid_of_mpu, in_layout_order
-from megatron_hetero.layout.grammar import MOST_PLANNED, GrammarError, did_you_mean, format_ranks, read, salvage
+from megatron_hetero.layout.foreign import of_hyper_grid, of_mesh, of_mpu
+from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean, format_ranks, read
 
 __all__ = ["AXES", "Coordinate", "Layout", "ModuleShape"]
 
@@ -98,16 +100,9 @@ class Layout:
         if any(b <= a for a, b in zip((-1, *self.ranks), self.ranks, strict=False)):
             expected = "each to be larger than the one before, from 0"
             raise UserError.at("layout", found=f"ranks {self.ranks}", expected=expected, fix="sort the ranks")
-        needed = prod(self.degrees.values())
-        if needed != self.size:
-            expected = f"{needed}, the product of the degrees"
-            where = f"layout {self.degrees_text}"
-            raise UserError.at(where, found=f"{self.size} ranks", expected=expected, fix="give that many ranks")
-        for view, degrees in self.folds:
-            if self.stage_size % prod(degrees):
-                found, expected = f"degrees that multiply to {prod(degrees)}", f"a divisor of {self.stage_size}"
-                where, because = f"layout {self.degrees_text}", f"view {view.name} folds the ranks of a stage"
-                raise UserError.at(where, found=found, expected=expected, because=because, fix="correct the degrees")
+        if problem := _misfit(self.stated, self.ranks, self.views):
+            where, fix = f"layout {self.degrees_text}", "correct the degrees"
+            raise UserError.at(where, found=problem.found, expected=problem.expected, because=problem.why, fix=fix)
 
     @classmethod
     def of(cls, degrees: Mapping[str, int], ranks: tuple[int, ...], views: Sequence[View] = ()) -> Layout:
@@ -126,9 +121,7 @@ class Layout:
         module: str = "",
         flags: bool = False,
         shape: ModuleShape | None = None,
-        idle: Iterable[int] = (),
         views: Sequence[View] | None = None,
-        elsewhere: Iterable[View] = (),
     ) -> Layout:
         """The layout that `text` describes.
 
@@ -138,30 +131,26 @@ class Layout:
             module: name of the module for errors.
             flags: whether errors name the module's flag (``--MODULE-parallel``) rather than an argument.
             shape: shape that layouts suggested in errors suit.
-            idle: ranks that no other module covers; layouts suggested in errors that name ranks cover these too.
             views: further views of the module, whose axes `text` may give; by default those of its `shape`.
-            elsewhere: further views of other modules, named in errors if `text` gives their axes.
 
         Raises:
             UserError: the text is malformed, or the degrees do not fit the ranks. The message suggests a layout that
                 does.
         """
         views = tuple(views if views is not None else shape.views if shape is not None else ())
-        axes = axis_names(views)
+        axes, degrees, ranks = axis_names(views), dict[str, int](), None
         try:
-            return _fitted(*read(text, axes), world_size, views)
-        except GrammarError as error:
-            suggestion = mended_layout(text, world_size, shape, idle, views)
-            more = _with_more_ranks(text, world_size, shape, flags, views)
-            lacking = next((v.name for v in elsewhere if error.axis in v.names and error.axis not in axes), "")
-            better = str(suggestion) if world_size is None else suggestion.short(world_size)
-            raise UserError.at(
-                titled(module, text, error.axis, flags=flags),
-                found=error.found,
-                expected=error.expected,
-                because=f"{module or 'the module'} has no {lacking}" if lacking else error.why,
-                fix=f"try `{as_given(module, better, flags=flags)}`{more}",
-            ) from None
+            degrees, ranks = read(text, axes)
+            return _fitted(degrees, ranks, world_size, views)
+        except LayoutProblem as problem:
+            readable: list[tuple[str, str]] = re.findall("([a-z]+):([1-9][0-9]{0,6})", text)
+            wanted = {axis: int(degree) for axis, degree in readable if axis in axes}
+            size = world_size or min(_main_ranks(wanted), MOST_PLANNED)
+            inside = tuple(rank for rank in ranks or () if world_size is None or rank < world_size)
+            better = closest_layout(wanted, inside or tuple(range(size)), shape, views)
+            fix = advice(module, better, world_size, flags=flags)
+            more = _more_ranks(degrees, ranks, world_size, shape, views, flags)
+            raise unfit(problem, module, text, fix + more, flags=flags) from None
 
     @property
     def size(self) -> int:
@@ -243,12 +232,12 @@ class Layout:
         Raises:
             UserError: a dimension is no axis, or a layout cannot express the order of the ranks.
         """
-        return _of_grid(*grid_of_mesh(mesh, axes or {}))
+        return cls.of(*of_mesh(mesh, axes or {}))
 
     @classmethod
     def from_grid(cls, grid: Any, *, axes: Mapping[str, str] | None = None) -> Layout:
         """The layout of a `HyperCommGrid` of Megatron-Core. `axes` and `UserError` as for `from_mesh`."""
-        return _of_grid(*grid_of_hyper_grid(grid, axes or {}))
+        return cls.of(*of_hyper_grid(grid, axes or {}))
 
     @classmethod
     def from_mpu(cls) -> Layout:
@@ -261,7 +250,7 @@ class Layout:
         import torch.distributed as dist
         from megatron.core import parallel_state  # pyright: ignore[reportMissingTypeStubs]
 
-        return _of_grid(*grid_of_mpu(parallel_state, dist))
+        return cls.of(*of_mpu(parallel_state, dist))
 
     @property
     def degrees_text(self) -> str:
@@ -362,62 +351,59 @@ class Layout:
         return self.coordinate(rank).dp
 
 
-# --------------------------------------------------------------------------------------- suggestions
+# ------------------------------------------------------------------------------- errors and suggestions
 
 
-def titled(module: str, layout: str, axis: str, *, flags: bool) -> str:
-    """A layout in an error, such as ``text layout `tp:3` (axis tp)``."""
-    places = [*([f"--{module}-parallel"] if flags else []), *([f"axis {axis}"] if axis else [])]
-    return f"{module} layout `{layout}`".lstrip() + (f" ({', '.join(places)})" if places else "")
+def unfit(problem: LayoutProblem, module: str, text: str, fix: str, *, flags: bool) -> UserError:
+    """The error for a module's layout, such as ``text layout `tp:3` (axis tp): found ...``."""
+    places = [*([f"--{module}-parallel"] if flags else []), *([f"axis {problem.axis}"] if problem.axis else [])]
+    place = f" ({', '.join(places)})" if places else ""
+    where = f"{module} layout `{text}`{place}".lstrip()
+    return UserError.at(where, found=problem.found, expected=problem.expected, because=problem.why, fix=fix)
 
 
-def as_given(module: str, layout: str, *, flags: bool) -> str:
-    """A module's layout as a flag, or as an argument such as ``text="tp:4"``."""
+def advice(module: str, layout: Layout, world_size: int | None, *, flags: bool) -> str:
+    """The advice to try a layout, as a flag or as an argument such as ``text="tp:4"``."""
+    text = str(layout) if world_size is None else layout.short(world_size)
     if flags:
-        return f"--{module}-parallel {layout}"
-    return f'{module}="{layout}"' if module else layout
+        return f"try `--{module}-parallel {text}`"
+    return f'try `{module}="{text}"`' if module else f"try `{text}`"
 
 
 def closest_layout(
     wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None, views: Sequence[View]
 ) -> Layout:
-    """The layout over `ranks` that is legal for a module of this shape, with degrees closest to the `wanted` ones."""
-    return Layout.of(closest_degrees(wanted, len(ranks), shape, views), ranks, views)
+    """The legal layout over `ranks` with, axis by axis, the largest degrees up to the `wanted` ones, which are 1 unless
+    given. `dp` and the axis of samples of each further view take the ranks that are left.
+    """
+    best = dict.fromkeys(AXES, 1)
+    for view in (MAIN, *views):
+        left = len(ranks) // best["pp"]
+        for axis in view.stated:
+            options = (best | {axis: degree} for degree in divisors(left) if degree <= wanted.get(axis, 1))
+            best = [degrees for degrees in options if shape is None or problem_of(shape, degrees) is None][-1]
+            left //= best[axis]
+        if view is MAIN:
+            best["dp"] = left
+    return Layout.of(best, ranks, views)
 
 
-def mended_layout(
-    text: str,
+def _more_ranks(
+    degrees: Mapping[str, int],
+    ranks: tuple[int, ...] | None,
     world_size: int | None,
     shape: ModuleShape | None,
-    idle: Iterable[int] = (),
-    views: Sequence[View] = (),
-) -> Layout:
-    """A legal layout that resembles a faulty text, and covers the `idle` ranks too."""
-    degrees, ranks = salvage(text, axis_names(views))
-    wanted = prod(n for axis, n in degrees.items() if axis in AXES)
-    world = range(min(wanted, MOST_PLANNED) if world_size is None else world_size)
-    if world_size is not None:
-        ranks = tuple(rank for rank in ranks if rank < world_size)
-    return closest_layout(degrees, tuple(sorted({*ranks, *idle})) if ranks else tuple(world), shape, views)
-
-
-def _with_more_ranks(
-    text: str, world_size: int | None, shape: ModuleShape | None, flags: bool, views: Sequence[View]
+    views: Sequence[View],
+    flags: bool,
 ) -> str:
     """Advice to start as many ranks as a layout needs, if the world has fewer and the layout is legal."""
-    try:
-        degrees, ranks = read(text, axis_names(views))
-        wanted = prod(n for axis, n in degrees.items() if axis in AXES) if ranks is None else ranks[-1] + 1
-        if world_size is None or not world_size < wanted <= MOST_PLANNED:
-            return ""
-        problem = shape and problem_of(shape, _fitted(degrees, ranks, wanted, views).stated)
-    except GrammarError:
+    wanted = _main_ranks(degrees) if ranks is None else ranks[-1] + 1
+    if world_size is None or not world_size < wanted <= MOST_PLANNED or _misfit(degrees, ranks or range(wanted), views):
         return ""
-    if problem:
+    if shape is not None and problem_of(shape, {**dict.fromkeys(AXES, 1), **degrees}):
         return ""
-    if not flags:
-        return f", or start {wanted} ranks"
-    return f", or start {wanted} ranks with {LAUNCHER} or torchrun (in a plan: --world-size {wanted})"
+    how = f" with {LAUNCHER} or torchrun (in a plan: --world-size {wanted})" if flags else ""
+    return f", or start {wanted} ranks{how}"
 
 
 def _fitted(
@@ -426,46 +412,46 @@ def _fitted(
     """The layout of these degrees, with the axis of samples of each view inferred if it is missing.
 
     Raises:
-        GrammarError: degrees and ranks do not fit each other or the world.
+        LayoutProblem: degrees and ranks do not fit each other or the world.
     """
     if ranks is None and world_size is None:
         why = "without them a layout covers the world, whose size is not known here"
-        raise GrammarError("no ranks", "ranks after `@`", why)
+        raise LayoutProblem("no ranks", "ranks after `@`", why)
     ranks = tuple(range(world_size or 0)) if ranks is None else ranks
     if world_size is not None and ranks[-1] >= world_size:
         outside = format_ranks(rank for rank in ranks if rank >= world_size)
         why = f"the world has {world_size} ranks"
-        raise GrammarError(f"ranks {outside}", f"ranks from 0 to {world_size - 1}", why)
-    stated = prod(n for axis, n in degrees.items() if axis in AXES)
-    where = f"{len(ranks)} ranks ({format_ranks(ranks)})"
-    if len(ranks) % stated:
-        multiply = f"degrees that multiply to {stated} on {where}"
-        raise GrammarError(multiply, f"a divisor of {len(ranks)}", "every replica has equally many ranks")
-    if "dp" in degrees and len(ranks) != stated:
-        found = f"degrees that multiply to {stated} on {where}"
-        raise GrammarError(found, f"{len(ranks)}", "every rank of a layout has work", "dp")
+        raise LayoutProblem(f"ranks {outside}", f"ranks from 0 to {world_size - 1}", why)
+    if problem := _misfit(degrees, ranks, views):
+        raise problem
+    return Layout.of({"dp": len(ranks) // _main_ranks(degrees)} | degrees, ranks, views)
+
+
+def _main_ranks(degrees: Mapping[str, int]) -> int:
+    """The product of the degrees of the main view."""
+    return prod(n for axis, n in degrees.items() if axis in AXES)
+
+
+def _misfit(degrees: Mapping[str, int], ranks: Sequence[int], views: Sequence[View]) -> LayoutProblem | None:
+    """Why these degrees do not fit the ranks; None if they do. The axes of samples take the ranks that are left unless
+    their degrees are given.
+    """
+    size, needed = len(ranks), _main_ranks(degrees)
+    found = f"degrees that multiply to {needed} on {size} ranks"
+    if "dp" in degrees and size != needed:
+        return LayoutProblem(f"{found} ({format_ranks(ranks)})", str(size), "every rank of a layout has work", "dp")
+    if size % needed:
+        why = "every replica has equally many ranks"
+        return LayoutProblem(f"{found} ({format_ranks(ranks)})", f"a divisor of {size}", why)
+    stage = size // degrees.get("pp", 1)
     for view in views:
-        _require_folds(view, degrees, len(ranks) // degrees.get("pp", 1))
-    return Layout.of({"dp": len(ranks) // stated} | degrees, ranks, views)
-
-
-def _require_folds(view: View, degrees: Mapping[str, int], stage: int) -> None:
-    """Check that the stated degrees of a further view fit the ranks of a stage. Raises `GrammarError`."""
-    own = {axis: degrees[axis] for axis in view.names if axis in degrees}
-    if stage % prod(own.values()) or (view.rest in own and prod(own.values()) != stage):
-        given = ",".join(f"{axis}:{n}" for axis, n in own.items())
-        expected = f"degrees that multiply to {stage}" if view.rest in own else f"a divisor of {stage}"
-        why = f"{', '.join(view.names)} number the {stage} ranks of a pipeline stage once more"
-        raise GrammarError(f"{given} on {stage} ranks", expected, why, next(iter(own)))
-
-
-def _of_grid(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> Layout:
-    """The layout of `ranks`, listed along `dims` from the slowest to the fastest. Raises `UserError`."""
-    ordered = in_layout_order(what, dims, ranks)
-    degrees = dict.fromkeys(AXES, 1)
-    for axis, size in dims:
-        degrees[axis] *= size
-    return Layout.of(degrees, tuple(ordered))
+        own = {axis: degrees[axis] for axis in view.names if axis in degrees}
+        if stage % prod(own.values()) or (view.rest in own and prod(own.values()) != stage):
+            given = ",".join(f"{axis}:{n}" for axis, n in own.items())
+            expected = f"degrees that multiply to {stage}" if view.rest in own else f"a divisor of {stage}"
+            why = f"{', '.join(view.names)} number the {stage} ranks of a pipeline stage once more"
+            return LayoutProblem(f"{given} on {stage} ranks", expected, why, next(iter(own)))
+    return None
 
 
 def _indices(position: int, degrees: Mapping[str, int]) -> dict[str, int]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from math import prod
+from collections.abc import Mapping
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.layout.axes import MAIN, LayoutProblem, ModuleShape, divisors, problem_of
+from megatron_hetero.layout.axes import MAIN, LayoutProblem, ModuleShape, problem_of
 from megatron_hetero.layout.grammar import did_you_mean, format_ranks
-from megatron_hetero.layout.layout import Layout, as_given, closest_layout, mended_layout, titled
+from megatron_hetero.layout.layout import Layout, advice, closest_layout, unfit
 
 
 def resolve(
@@ -19,72 +17,9 @@ def resolve(
     command-line flags, as for `Layout.parse`.
 
     Raises:
-        UserError: see `Layout.parse` and `validate`.
+        UserError: a module is unknown; see also `Layout.parse` and `validate`.
     """
-    _require_known(texts, modules, flags)
-    world = tuple(range(world_size))
-    layouts = {
-        name: _parsed(name, texts, modules, world_size, flags)
-        if name in texts
-        else Layout.of({"dp": world_size}, world, shape.views)
-        for name, shape in modules.items()
-    }
-    validate(modules, layouts, world_size, flags=flags)
-    return layouts
-
-
-def _parsed(
-    name: str, texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int, flags: bool
-) -> Layout:
-    """The layout of a module, or an error with advice that suits the other modules too."""
-    others = {other: shape for other, shape in modules.items() if other != name}
-    covered = (_likely_ranks(texts.get(other), world_size, shape) for other, shape in others.items())
-    return Layout.parse(
-        texts[name],
-        world_size,
-        module=name,
-        shape=modules[name],
-        idle=set(range(world_size)).difference(*covered),
-        flags=flags,
-        elsewhere=[view for shape in others.values() for view in shape.views],
-    )
-
-
-def _likely_ranks(text: str | None, world_size: int, shape: ModuleShape) -> Sequence[int]:
-    """The ranks of a module, or of the layout that is suggested for it."""
-    try:
-        return range(world_size) if text is None else Layout.parse(text, world_size, views=shape.views).ranks
-    except UserError:
-        return mended_layout(text or "", world_size, shape, views=shape.views).ranks
-
-
-def validate(
-    modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], world_size: int, *, flags: bool = False
-) -> None:
-    """Check layouts against the shapes of their modules and the world. `flags`: as for `resolve`.
-
-    Raises:
-        UserError: a module is unknown or has no layout, a layout does not suit its module, or ranks
-            are outside the world or have no work. The message suggests a layout that passes.
-    """
-    _require_known(layouts, modules, flags)
-    for name, shape in modules.items():
-        if name not in layouts:
-            raise UserError.at(
-                f"module {name}",
-                found="no layout",
-                expected="one",
-                fix=f"try `{as_given(name, f'dp:{world_size}', flags=flags)}`",
-            )
-        layout = layouts[name]
-        if layout.ranks[-1] >= world_size:  # Parsed again for the message.
-            Layout.parse(str(layout), world_size, module=name, shape=shape, flags=flags, views=layout.views)
-        _require_shape(shape, layout, world_size, flags)
-    _require_all_covered(modules, layouts, world_size, flags)
-
-
-def _require_known(names: Iterable[str], modules: Mapping[str, ModuleShape], flags: bool) -> None:
-    for name in names:
+    for name in texts:
         if name not in modules:
             raise UserError.at(
                 f"--{name}-parallel" if flags else f"layout of `{name}`",
@@ -93,31 +28,36 @@ def _require_known(names: Iterable[str], modules: Mapping[str, ModuleShape], fla
                 because="the model has no other modules",
                 fix="rename or remove it",
             )
+    layouts = {
+        name: Layout.parse(texts.get(name, f"dp:{world_size}"), world_size, module=name, flags=flags, shape=shape)
+        for name, shape in modules.items()
+    }
+    validate(modules, layouts, world_size, flags=flags)
+    return layouts
+
+
+def validate(
+    modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], world_size: int, *, flags: bool = False
+) -> None:
+    """Check the layouts of all modules, on ranks of the world, against their shapes. `flags`: as for `resolve`.
+
+    Raises:
+        UserError: a layout does not suit its module, or ranks have no work. The message suggests a layout that passes.
+    """
+    for name, shape in modules.items():
+        _require_shape(shape, layouts[name], world_size, flags)
+    _require_all_covered(modules, layouts, world_size, flags)
 
 
 def _require_shape(shape: ModuleShape, layout: Layout, world_size: int, flags: bool) -> None:
-    problem = problem_of(shape, layout.stated) or _views_problem(shape, layout)
-    if problem is None:
-        return
-    axis, found, expected, why = problem
-    options = [str(other.stated[axis]) for other in _varied(layout, axis) if problem_of(shape, other.stated) is None]
-    use = f"use one of {axis}: {', '.join(options)}; " if options else ""
-    suggestion = closest_layout(layout.stated, layout.ranks, shape, shape.views).short(world_size)
-    raise UserError.at(
-        titled(shape.name, layout.short(world_size), axis, flags=flags),
-        found=found,
-        expected=expected,
-        because=why,
-        fix=f"{use}try `{as_given(shape.name, suggestion, flags=flags)}`",
-    )
-
-
-def _views_problem(shape: ModuleShape, layout: Layout) -> LayoutProblem | None:
-    """The problem of a layout that has other views than its module."""
-    if layout.views == shape.views:
-        return None
-    found, expected = (", ".join(view.name for view in (MAIN, *views)) for views in (layout.views, shape.views))
-    return LayoutProblem("", f"views {found}", expected, "its layers have parameters in these")
+    problem = problem_of(shape, layout.stated)
+    if problem is None and layout.views != shape.views:
+        found, expected = (", ".join(view.name for view in (MAIN, *views)) for views in (layout.views, shape.views))
+        problem = LayoutProblem(f"views {found}", expected, "its layers have parameters in these")
+    if problem is not None:
+        better = closest_layout(layout.stated, layout.ranks, shape, shape.views)
+        fix = advice(shape.name, better, world_size, flags=flags)
+        raise unfit(problem, shape.name, layout.short(world_size), fix, flags=flags)
 
 
 def _require_all_covered(
@@ -137,19 +77,5 @@ def _require_all_covered(
         found="no module that covers them",
         expected=f"every one of the {world_size} ranks to have work",
         because="idle ranks waste their devices",
-        fix=f"widen a layout{fewer}; try `{as_given(name, wider.short(world_size), flags=flags)}`",
+        fix=f"widen a layout{fewer}; {advice(name, wider, world_size, flags=flags)}",
     )
-
-
-def _varied(layout: Layout, axis: str) -> Iterator[Layout]:
-    """The layout with every degree of `axis` that its ranks allow; the axis of samples takes up the difference."""
-    if not axis:
-        return
-    view = layout.view_of(axis)
-    others = prod(n for other, n in layout.degrees_in(view).items() if other not in (axis, view.rest))
-    for degree in divisors(layout.size // others):
-        degrees = layout.stated | {axis: degree}
-        if view == MAIN:
-            degrees["dp"] = layout.size // others // degree
-        with suppress(UserError):  # Other views may not fit shorter stages.
-            yield Layout.of(degrees, layout.ranks, layout.views)

@@ -108,7 +108,7 @@ class HeldOutEvaluation:
         start, mine, supervised, samples = time.perf_counter(), 0.0, 0, 0
         counts = []
         for batch in self._watched_batches(held_out):
-            loss_sum, hits = self._forward(self.run.job.evaluation_schedule(len(batch.micro_batches)), batch)
+            loss_sum, hits = self._forward(self.run.job.schedule_of(len(batch.micro_batches), evaluation=True), batch)
             mine += loss_sum
             counts.append(self._counts(held_out, batch, hits))
             supervised += batch.supervised

@@ -38,7 +38,7 @@ def test_what_cannot_be_is_refused_with_the_name_of_the_variable(change: dict[st
 
 
 def test_what_is_empty_can_be_unset() -> None:
-    with pytest.raises(UserError, match="Unset RANK, or start the ranks with"):
+    with pytest.raises(UserError, match="Correct or unset it, or start the ranks with"):
         require_numbers({"RANK": ""})
 
 

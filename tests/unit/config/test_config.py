@@ -247,8 +247,6 @@ IN_FLAGS = [
     ("--schedule.timeout_s 1e-30", ["schedule.timeout_s", "expected 0 or ≥ 1"]),
     ("--log.dir " + "é" * 200, ["log.dir", "file name too long"]),
     ("--log.dir \ud800", ["log.dir", "surrogates not allowed"]),
-    ("--log.wandb a/b", ["log.wandb", "found `a/b`", "a project name of up to 128 characters"]),
-    ("--log.wandb " + "x" * 129, ["log.wandb", "128 characters"]),
     ("--model.dtype float32 --precision.text.master split", ["precision.text.master", "are their own masters"]),
     ("--model.dtype float32 --precision.text.gradients bfloat16", ["precision.text.gradients", "Remove it, or set"]),
     ("--model.freeze text --precision.text.moments bfloat16", ["precision.text.moments", "text is frozen"]),
@@ -316,8 +314,14 @@ WITHOUT_EFFECT = [
     (f"{DETAIL} {HELD_OUT} --eval.interval 3 --eval.limit 5", ["eval.limit", "a model of one encoder"]),
     ("--eval.max_new_tokens 5", ["eval.max_new_tokens"]),
     ("--eval.datasets demo demo --export.hf_dir z", ["eval.datasets", "each name once"]),
-    ("--train.profile.start 101", ["train.profile.start", "≤ train.iters = 100"]),
-    ("--train.profile.start 99 --train.profile.steps 3", ["train.profile.steps", "Lower it to 2"]),
+    (
+        "--train.profile.start 101",
+        ["train.profile.start", "found 101", "an end at step 100"],
+    ),
+    (
+        "--train.profile.start 99 --train.profile.steps 3",
+        ["train.profile.start", "99 with 3 steps"],
+    ),
     ("--train.profile.steps 3", ["train.profile.steps", "Set train.profile.start"]),
     ("--optimizer.lr_vision 1e-3 --model.freeze vision", ["optimizer.lr_vision", "leave vision frozen"]),
     (
@@ -401,7 +405,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_settings_by_module_name_modules_of_the_model(write) -> None:
     config = load_config([*write(""), "--model.recompute.visoin", "full"])
-    with pytest.raises(UserError, match=r"model.recompute.visoin: found module `visoin` \(did you mean `vision`\?\)"):
+    with pytest.raises(UserError, match=r"recompute.visoin .*: found module `visoin` \(did you mean `vision`\?\)"):
         require_modules(config, ["vision", "text"])
     require_modules(load_config([*write(""), "--text-parallel", "tp:2"]), ["vision", "text"])
 

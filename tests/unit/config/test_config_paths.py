@@ -1,8 +1,7 @@
-"""What a run writes takes the place of nothing else, and the place that the message names will do."""
+"""What a run writes takes the place of nothing else."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -39,11 +38,8 @@ def config(folder: Path, more: str = "") -> Config:
 def test_an_export_replaces_nothing_of_the_run(target: str, setting: str, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "runs")
-    with pytest.raises(UserError, match=rf"export\.hf_dir .*expected a folder separate from {setting}") as error:
+    with pytest.raises(UserError, match=rf"export\.hf_dir .*expected a folder separate from {setting}"):
         config(tmp_path, f"--export.hf_dir {tmp_path}/{target}")
-    advice = re.search("`(.*)`", str(error.value))
-    assert advice is not None
-    config(tmp_path, advice[1])
 
 
 @pytest.mark.parametrize("target", ["runs/log/model", "runs/checkpoints/model", "runs/model", "data/images/out", "out"])

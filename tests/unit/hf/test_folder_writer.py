@@ -22,7 +22,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_hetero.base import lock as file_lock
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.base.outputs import MARK, lock_of, partial_export_of
+from megatron_hetero.base.outputs import MARK, lock_of, partial_of
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.hf import model_files as writer_module
 from megatron_hetero.hf.model_files import INDEX, SINGLE, folder_writer, plan_shards, read_companions, require_writable
@@ -137,15 +137,15 @@ def test_two_exports_do_not_mix(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "export"
     write(model, target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    partial_export_of(target).mkdir()
-    (partial_export_of(target) / SINGLE).write_text("of the other one")
+    partial_of(target).mkdir()
+    (partial_of(target) / SINGLE).write_text("of the other one")
     with subprocess.Popen([sys.executable, "-c", HOLD, lock_of(target)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         who = rf"export: in use by another export \(process {other.pid} on .*export\.hf_dir"
         with pytest.raises(UserError, match=who):
             write(model, target, torch.bfloat16)
         other.kill()
-    assert (partial_export_of(target) / SINGLE).read_text() == "of the other one"
+    assert (partial_of(target) / SINGLE).read_text() == "of the other one"
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     write(model, target)  # A lock of one that was killed does no harm.
     assert [path.name for path in tmp_path.iterdir()] == ["export"]

@@ -35,7 +35,11 @@ def test_grids(shape: list[int], names: list[str], offset: int, expected: str, m
 @pytest.mark.parametrize(
     "shape, names, message",
     [
-        ([2, 2], ["dp", "tp"], r"found dimensions dp:2, tp:2, the first fastest, expected tp, dp, because layouts"),
+        (
+            [2, 2],
+            ["dp", "tp"],
+            r"along tp:2, dp:2, the last fastest, expected ascending ranks along dp, tp, because",
+        ),
         ([2, 2], ["tp", "ep"], r"found dimension `ep` of size 2, expected one of tp, sp, cp, dp, pp"),
     ],
 )
@@ -61,7 +65,7 @@ def test_meshes() -> None:
         Layout.from_mesh(init_device_mesh("cpu", (8,)))
     with pytest.raises(UserError, match="found dimension `replicate` of size 2"):
         Layout.from_mesh(mesh)
-    with pytest.raises(UserError, match="found dimensions tp:2, dp:4, the last fastest"):
+    with pytest.raises(UserError, match="along tp:2, dp:4, the last fastest"):
         Layout.from_mesh(init_device_mesh("cpu", (2, 4), mesh_dim_names=("tp", "dp")))
 
 
