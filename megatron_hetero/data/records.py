@@ -61,7 +61,7 @@ def read_records(path: Path) -> Iterator[RawRecord]:
             file.seek(0)
             yield from _read_list(path) if first == b"[" else _read_lines(path, file)
     except FileNotFoundError as error:
-        fix = "correct its path: `annotations` in data.registry, or --annotations of cli.evaluate"
+        fix = "correct its path (`annotations` in data.registry)"
         raise UserError.at(path, problem="no such file", fix=fix) from error
     except OSError as error:
         too_large = error.errno == errno.EFBIG

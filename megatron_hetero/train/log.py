@@ -1,7 +1,7 @@
 """Records the metrics of a run: on the terminal, in `log.dir`, and optionally in TensorBoard and Weights & Biases.
 
 runs/
-  metrics.jsonl  config.yaml  evaluation.json  events.out.tfevents.*  trace-rank0.json ...      of the last run
+  metrics.jsonl  config.yaml  events.out.tfevents.*  trace-rank0.json ...      of the last run
   earlier-1/     earlier-2/                                           of earlier runs
   .metrics.lock  held by the run that writes here
 

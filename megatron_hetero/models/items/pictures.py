@@ -109,7 +109,6 @@ def rope_positions(length: int, starts: np.ndarray, places: Sequence[np.ndarray]
     return positions
 
 
-_GREY = (128, 128, 128)
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
@@ -159,10 +158,6 @@ class ImageReader:
         frames, rows, columns = size
         return (Block(np.indices((frames, rows // self.merge_size, columns // self.merge_size)).reshape(3, -1)),)
 
-    def blank(self) -> ImageReader:
-        """A reader that returns grey pictures of the same sizes."""
-        return _GreyReader(self.image_processor, self.token_id)
-
     def describe(self, item: Item, size: ImageSize) -> str:
         """The picture's own size, its size for the encoder, and its grid of patches."""
         width, height = picture_size(*item)
@@ -193,11 +188,6 @@ class ImageReader:
                 fix="do not change pictures during training; if this one is damaged, replace it",
             )
         return np.ascontiguousarray(output["pixel_values"], dtype=np.float32)
-
-
-class _GreyReader(ImageReader):
-    def load_image(self, item: Item) -> Image.Image:
-        return Image.new("RGB", super().load_image(item).size, _GREY)
 
 
 class PixelLimits(NamedTuple):
@@ -295,12 +285,6 @@ class Pictures:
         image_processor = load_image_processor(folder, self.image_processor_class(), section, setting)
         check_agreement(folder, config.vision_config, image_processor)
         return ImageReader(image_processor, token_id)
-
-    def inputs(self, patches: np.ndarray, sizes: Sequence[ImageSize]) -> dict[str, Any]:
-        """Patches and the grid of each picture, by argument of the model."""
-        import torch
-
-        return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor(sizes)}
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
         """A square of whole units, as the image processor would resize it."""
