@@ -24,8 +24,8 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import MANIFEST, record_file
 from megatron_hetero.checkpoint.index import INDEX
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
+from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.checkpoint.resume import choose
-from megatron_hetero.checkpoint.sources import ModelSources
 from megatron_hetero.cli import export
 from megatron_hetero.cli import inspect_data as inspect
 from megatron_hetero.config.flags import flag_rows

@@ -199,7 +199,7 @@ def test_what_was_never_finished_is_reported_and_skipped(run: Path, folders: Pat
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"resume": "RUN/step-9"}, "is not a folder.*step-00000004"),
+    ({"resume": "RUN/step-9"}, "no such checkpoint.*step-00000004"),
     ({"resume": "never"}, "found step-00000004.*expected no checkpoint"),
     ({"resume": "RUN/step-00000002"}, "found step-00000004.*no checkpoint after"),
     ({"dir": "RUN/step-00000002/run.json/x"}, "run.json.*cannot write a checkpoint .not a directory"),

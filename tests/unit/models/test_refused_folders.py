@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.checkpoint.sources import ModelSources
+from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.hf.model_files import SINGLE
