@@ -85,7 +85,7 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
 def train_steps(run: Trainer, writer: Writer, request: StopRequest) -> int | None:
     """Train the remaining steps, save and evaluate. Returns the step after which the run was stopped, if it was."""
     from megatron_hetero.train.held_out import HeldOutEvaluation
-    from megatron_hetero.train.trainer import describe, describe_boundaries
+    from megatron_hetero.train.trainer import describe
 
     evaluation, step, stopping = HeldOutEvaluation.build(run), run.resumed.step, False
     writer.print(describe(run))
@@ -94,8 +94,6 @@ def train_steps(run: Trainer, writer: Writer, request: StopRequest) -> int | Non
     for held_out in evaluation.overdue():
         writer.write_evaluation(held_out)
     for step, batch, waited in run.batches():
-        if step == run.resumed.step + 1:
-            writer.print(describe_boundaries(run, batch))
         metrics = run.train_step(step, batch, waited, stop=request)
         writer.write(metrics)
         # Before evaluating: a run that resumes from here repeats an evaluation that failed or was skipped.
@@ -105,8 +103,6 @@ def train_steps(run: Trainer, writer: Writer, request: StopRequest) -> int | Non
             break
         for held_out in evaluation.after(step):
             writer.write_evaluation(held_out)
-    for note in writer.notes():
-        writer.print(note)
     return step if stopping or run.on_any_rank(request) else None
 
 

@@ -1,4 +1,4 @@
-"""Training from the first step to the export, and the tables that a run prints at its start."""
+"""Training from the first step to the export, and the table that a run prints at its start."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Group
 from rich.table import Table
 
 from megatron_hetero.base.errors import SharedError
 from megatron_hetero.checkpoint.resume import Resumed
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.data.loader import StepBatch, StepLoader
-from megatron_hetero.layout.graph import Edge
 from megatron_hetero.train.hf_export import export_model
 from megatron_hetero.train.inputs import Inputs
 from megatron_hetero.train.log import Writer
@@ -98,28 +96,3 @@ def _parameters(run: Trainer, name: str) -> tuple[int, int]:
     """Return the number of elements of this rank's parameters of a module, and of its trained parameters."""
     own = [p for module in run.modules if module.name == name for p in module.parameters.values()]
     return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
-
-
-def describe_boundaries(run: Trainer, batch: StepBatch) -> Group:
-    """Return tables of the boundaries of the first step on this rank."""
-    return Group(*(_boundary(edge, run, batch) for edge in run.job.edges))
-
-
-def _boundary(edge: Edge, run: Trainer, batch: StepBatch) -> Table:
-    row_bytes = run.job.row_bytes * len(run.job.edges[edge])
-    table = Table(title=f"boundary {' to '.join(edge.ends)}, first step, this rank")
-    for column in ("direction", "rows in place after", "rows received", "bytes received", "bytes sent", "collectives"):
-        table.add_column(column, justify="left" if column == "direction" else "right")
-    plans = [m.share.boundaries[edge] for m in batch.micro_batches if edge in m.share.boundaries]
-    backward = [p.backward for p in plans if p.backward is not None]
-    for name, directions in (("forward", [p.forward for p in plans]), ("backward", backward)):
-        received, sent = sum(d.received_rows for d in directions), sum(d.sent_rows for d in directions)
-        table.add_row(
-            name,
-            f"{sum(d.needed for d in directions):,}",
-            f"{received:,}",
-            f"{received * row_bytes:,}",
-            f"{sent * row_bytes:,}",
-            str(sum(d.collectives for d in directions)),
-        )
-    return table
