@@ -336,6 +336,6 @@ def require_tensors(
         raise UserError.at(
             checkpoint,
             problem=f"tensors do not match the model ({'; '.join(faults)})",
-            fix="give the model that the checkpoint was trained from (model.hf_path of a run, --model of an export), "
+            fix="give the model that the checkpoint was saved from (model.hf_path of a run, --model of an export), "
             "or use another checkpoint",
         )

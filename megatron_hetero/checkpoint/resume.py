@@ -18,7 +18,6 @@ import torch.distributed as dist
 import yaml
 
 from megatron_hetero.base.errors import UserError, listed, os_errors_as
-from megatron_hetero.base.files import try_to_write
 from megatron_hetero.base.lock import Lock
 from megatron_hetero.base.outputs import (
     LOCK,
@@ -162,8 +161,6 @@ def choose(config: CheckpointConfig, again: bool = False) -> tuple[Path | None, 
         chosen = next(reversed(whole(folder).values()), None)
     if folder is not None:
         _require_room(folder, chosen)
-        with os_errors_as(partial(unwritable, folder)):
-            try_to_write(folder)
         if chosen is None:
             notes.append(f"no checkpoint in {folder}: training starts at step 1")
     return chosen, tuple(notes)
