@@ -115,9 +115,13 @@ kernels: $(INSTALLED)
 # MODEL=qwen3_vl takes another family, in a folder of its own; `make demo-clean MODEL=qwen3_vl` removes that.
 MODEL ?=
 DEMO := demo$(addprefix -,$(MODEL))
+HELD_OUT := --annotations $(DEMO)/data/heldout.jsonl --images $(DEMO)/data/images
+ANSWER = OMP_NUM_THREADS=$(RANKS) $(BIN)/python -m examples.answer_questions $(DEMO)/trained $(HELD_OUT)
 
 train: $(DEMO)/demo.json
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_vlm.py --config $(DEMO)/config.yaml
+	$(ANSWER)
+	$(ANSWER) --blank
 
 $(DEMO)/demo.json: | $(INSTALLED)
 	$(BIN)/python -m examples.make_demo $(DEMO) $(addprefix --model ,$(MODEL))

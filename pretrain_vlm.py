@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 try:
     from megatron_hetero.base.errors import SharedError
     from megatron_hetero.config.schema import Config, load_command
-    from megatron_hetero.groups.launch import guarded, note_stop, process_group, rank
+    from megatron_hetero.groups.launch import guarded, note_stop, process_group
     from megatron_hetero.train.stopping import StopRequest, stop_requests
 except (ImportError, SyntaxError) as error:
     sys.exit(f"error: {error}. Run `make venv`, and start this with .venv/bin/python (Python 3.11 or newer).")
@@ -43,15 +43,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def train(config: Config, request: StopRequest) -> None:
-    """Train and evaluate the model, export it, and answer the held-out questions with it."""
+    """Train, evaluate and export the model."""
     with process_group(config.schedule.timeout_s) as platform:
         finished = train_and_export(config, platform, request)
     if not finished:
         note_stop()
-    elif config.answers and rank() == 0:
-        from megatron_hetero.train.generate import evaluate_export
-
-        evaluate_export(config, platform)
 
 
 def train_and_export(config: Config, platform: Platform, request: StopRequest) -> bool:
@@ -107,8 +103,6 @@ def train_steps(run: Trainer, writer: Writer, request: StopRequest) -> int | Non
             break
         for held_out in evaluation.after(step):
             writer.write_evaluation(held_out)
-    for note in writer.notes():
-        writer.print(note)
     return step if stopping or run.on_any_rank(request) else None
 
 

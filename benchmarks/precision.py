@@ -83,15 +83,13 @@ def train(demo: Path, folder: Path, setting: str, seed: int, steps: int) -> Run:
     history = folder / "metrics.jsonl"
     if not _is_whole(history, steps):
         chosen = yaml.safe_load((demo / "config.yaml").read_text(encoding="utf-8"))
-        # Answers of an exported model take longer than the training.
-        chosen = {name: section for name, section in chosen.items() if name != "export"}
-        chosen["eval"] = {"datasets": chosen["eval"]["datasets"]}
+        chosen.pop("export")
         config = demo / "precision.yaml"
         config.write_text(yaml.safe_dump(chosen), encoding="utf-8")
         flags = (
             f"--config {config} --model.hf_path {demo}/model --vision-parallel dp:1 --text-parallel dp:1 "
             f"--model.dtype bfloat16 --train.iters {steps} --train.seed {seed} --data.workers 0 --log.dir {folder} "
-            f"--eval.interval {steps}"
+            f"--eval.datasets demo-heldout --eval.interval {steps}"
         )
         command = [sys.executable, "pretrain_vlm.py", *flags.split(), *SETTINGS[setting]]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})

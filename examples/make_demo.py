@@ -33,7 +33,7 @@ from megatron_hetero.models.registry import titles
 MARKER = "demo.json"
 PARTS = ("model", "data", "config.yaml", MARKER)
 # Increment when the same options produce other bytes.
-FORMAT = 1
+FORMAT = 2
 WORK = ".making-"
 FAMILIES = tuple(SYSTEM_PROMPTS)
 """Families with a demo."""
@@ -64,10 +64,6 @@ optimizer:
   warmup_iters: 20
 log: {{dir: log}}
 export: {{hf_dir: trained}}
-eval:
-  datasets: [demo-heldout]
-  limit: 320
-  max_new_tokens: 8
 """
 
 

@@ -112,8 +112,6 @@ def _program(numbers: Numbers) -> Iterable[str]:
         ])  # fmt: skip
     if "killed" in numbers:
         yield f"First step {numbers['killed']['seconds']:.0f} s after the start."
-    if "answers" in numbers:
-        yield f"Answers of the exported model: {json.dumps(numbers['answers'])}."
 
 
 def _share(numbers: Numbers) -> Iterable[str]:

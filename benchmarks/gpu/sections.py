@@ -35,7 +35,7 @@ SECTIONS: Mapping[str, Section] = {
     "environment": Section("Environment", "environment", 40),
     "correctness": Section("One rank against transformers", "correctness", 150, exact=True),
     "sharing": Section("Several ranks on one device", "sharing", 200, exact=True),
-    "program": Section("The program: save, kill, resume, export, evaluation", "program", 200),
+    "program": Section("The program: save, kill, resume, evaluation, export", "program", 200),
     "share-7b": Section("One rank's share of 7B, without communication", "share", 150, ("7B",)),
     "share-32b": Section("One rank's share of 32B, without communication", "share", 150, ("32B",)),
 }

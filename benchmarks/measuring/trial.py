@@ -26,7 +26,7 @@ from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.weights import STD, stored_shapes
-from megatron_hetero.train.build import build_step_trainer
+from megatron_hetero.train.start import build_step_trainer
 from megatron_hetero.train.step_trainer import StepTrainer
 
 FAKE = "fake"

@@ -44,8 +44,7 @@ from megatron_hetero.checkpoint.index import (
     open_index,
 )
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
-from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.sources import ModelSources, alone, differences, hashes
+from megatron_hetero.checkpoint.record import ModelSources, RunRecord, alone, differences, hashes
 from megatron_hetero.checkpoint.storage import read_entries, write_entries
 from megatron_hetero.data.tokenizer import export_changes
 from megatron_hetero.hf.model_files import CONFIG, ENCODERS, SHARD_BYTES, require_writable

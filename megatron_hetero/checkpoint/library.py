@@ -35,6 +35,7 @@ from megatron_hetero.checkpoint.index import (
     matrix,
     open_index,
 )
+from megatron_hetero.checkpoint.record import require_tensors
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.checkpoint.storage import read_entries, save, verified
 from megatron_hetero.groups.collective import all_or_none, on_every, on_first, on_first_of_all
@@ -45,7 +46,6 @@ from megatron_hetero.step.wrapped import Wrapped, is_sharded
 
 RECORD = "modules.json"
 _ELSEWHERE = "save it with torch.distributed.checkpoint (docs/library.md)"
-_BUILD = "build the modules that it was saved from, or load another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,8 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
     own = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
     own |= {(entry := _entry(*each)).key: entry.size for each in buffers}
-    on_first_of_all(
-        group, lambda: _require_same(own, stored, chosen), lambda every: _require_all(chain(*every), stored, chosen)
-    )
+    saved = {key: shape for key, shape in stored.items() if key.startswith((f"{WEIGHTS}/", f"{BUFFERS}/"))}
+    on_first_of_all(group, lambda: own, lambda every: _require_same(every, saved, chosen))
     settings = all_or_none(group, lambda: list(_settings(optimizer, record, chosen)))
     optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     optimizer.wait_for_weights()
@@ -296,21 +295,8 @@ def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
     return found
 
 
-def _require_same(own: Mapping[str, Shape], stored: Mapping[str, Shape], checkpoint: Path) -> list[str]:
-    """Return the tensors of this rank, after checking their shapes in the checkpoint. Raises `UserError`."""
-    wrong = [key for key, shape in own.items() if stored.get(key) != shape]
-    if wrong:
-        first = stored.get(wrong[0])
-        raise UserError.at(
-            checkpoint,
-            found=f"{wrong[0]} of shape {first}" if first else f"no {listed(wrong)}",
-            expected=f"shape {own[wrong[0]]}" if first else "all parameters and buffers of the modules",
-            fix=_BUILD,
-        )
-    return list(own)
-
-
-def _require_all(own: Iterable[str], stored: Iterable[str], checkpoint: Path) -> None:
-    """Check that the ranks have all tensors of the checkpoint. Raises `UserError`."""
-    if more := {key for key in stored if key.startswith((f"{WEIGHTS}/", f"{BUFFERS}/"))}.difference(own):
-        raise UserError.at(checkpoint, found=listed(more), expected="nothing that no module has", fix=_BUILD)
+def _require_same(every: Sequence[Mapping[str, Shape]], saved: Mapping[str, Shape], checkpoint: Path) -> None:
+    """Check that a checkpoint has exactly the tensors of all ranks, on each in the same shape. Raises `UserError`."""
+    union = dict(chain(*(own.items() for own in every)))
+    for own in every:
+        require_tensors(checkpoint, saved, union | own)

@@ -1,41 +1,103 @@
-"""Resumes a run: its folder is locked, and the checkpoint chosen, verified and loaded, before anything is written."""
+"""The state of a run and its checkpoints: the folder is locked, the checkpoint chosen, verified and loaded into every
+rank, before anything is written.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
+import yaml
 
-from megatron_hetero.base.errors import UserError, os_errors_as
-from megatron_hetero.base.files import try_to_write
+from megatron_hetero.base.errors import UserError, listed, os_errors_as
 from megatron_hetero.base.lock import Lock
 from megatron_hetero.base.outputs import (
     LOCK,
     MANIFEST,
     chosen_in,
+    read_manifest,
+    require_own_name,
+    step_of,
     unfinished,
     unwritable,
     wait_for,
     whole,
     without_manifest,
 )
-from megatron_hetero.checkpoint.record import RunRecord, dataset_records, plain
-from megatron_hetero.checkpoint.sources import ModelSources, hashes
-from megatron_hetero.checkpoint.state import Resumed, TrainState, load
+from megatron_hetero.checkpoint.contents import random_entries, read, written
+from megatron_hetero.checkpoint.index import INDEX, Entry, index_shapes, open_index
+from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
+from megatron_hetero.checkpoint.record import DatasetRecord, ModelSources, RunRecord, hashes
+from megatron_hetero.checkpoint.storage import read_entries, verified
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.config.sections import CheckpointConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.groups.collective import FIRST, Working, on_every, on_first
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import stored_shapes, tensors_of_parts
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.optimizer import ShardOptimizer
 
+HISTORY = "metrics.jsonl"
+"""The metrics of all steps up to the checkpoint's."""
 _FREE_S = 15.0
 """Seconds for which a run that has just died may still hold its lock."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainState:
+    """The state that training changes, on one rank. `shapes`: of the model. `working`: a context for reads and writes
+    that other ranks wait for.
+    """
+
+    optimizer: JointOptimizer
+    topology: Topology
+    shapes: ModelShapes
+    working: Working = nullcontext
+
+    @property
+    def modules(self) -> Sequence[TrainedModule]:
+        """This rank's parts of modules."""
+        return self.optimizer.modules
+
+    @property
+    def optimizers(self) -> Sequence[ShardOptimizer | None]:
+        """Optimizers of the modules, None where nothing trains."""
+        return [self.optimizer.sharded.get(module.key) for module in self.modules]
+
+    def entries(self) -> list[Entry]:
+        """Return the entries that this rank writes: views of the live state."""
+        from megatron_hetero.groups.megatron import random_states  # imports Megatron-Core
+
+        states = random_states(self.topology.platform)
+        return [
+            *written(self.modules, self.optimizers, stored_shapes(self.shapes)),
+            *random_entries(self.topology.rank, states),
+        ]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run resumes from, if any: the last trained step, the metrics up to it (the text of
+    metrics.jsonl), notes for the user, and its folder. `lock`: on the first rank the right to write to
+    `checkpoint.dir`, if any.
+    """
+
+    step: int = 0
+    history: str = ""
+    notes: tuple[str, ...] = ()
+    lock: object = None
+    path: Path | None = None
 
 
 def lock_folder(
@@ -90,16 +152,14 @@ def choose(config: CheckpointConfig, again: bool = False) -> tuple[Path | None, 
         resume = "auto"
     chosen: Path | None = None
     if resume not in ("auto", "never"):
-        chosen = Path(resume).expanduser().absolute()
-        _require_checkpoint(chosen)
+        chosen = chosen_in(Path(resume).expanduser().absolute())
+        read_manifest(chosen)
     elif resume == "auto" and folder is not None:
         notes += [f"{path} is unfinished, ignored" for path in unfinished(folder)]
         notes += [f"{path} has no manifest, ignored" for path in without_manifest(folder)]
         chosen = next(reversed(whole(folder).values()), None)
     if folder is not None:
         _require_room(folder, chosen)
-        with os_errors_as(partial(unwritable, folder)):
-            try_to_write(folder)
         if chosen is None:
             notes.append(f"no checkpoint in {folder}: training starts at step 1")
     return chosen, tuple(notes)
@@ -111,21 +171,6 @@ def started_again(environment: Mapping[str, str]) -> bool:
     return any(count not in ("", "0") for count in counts)
 
 
-def _require_checkpoint(path: Path) -> None:
-    """Check that this is a folder, and not one of checkpoints. Raises `UserError`."""
-    if not path.is_dir():
-        problem, others = "is not a folder", list(whole(path.parent).values())
-    elif (newest := chosen_in(path)) != path:
-        problem, others = "is a folder of checkpoints, not a checkpoint", [newest]
-    else:
-        return
-    raise UserError.at(
-        "checkpoint.resume (--checkpoint.resume)",
-        problem=f"{path} {problem}",
-        fix=f"try `--checkpoint.resume {others[-1]}`" if others else "correct the path",
-    )
-
-
 def _require_room(folder: Path, chosen: Path | None) -> None:
     """Check that this run will not overwrite another run's steps, or write into a checkpoint. Raises `UserError`."""
     if (folder / MANIFEST).is_file():
@@ -134,10 +179,10 @@ def _require_room(folder: Path, chosen: Path | None) -> None:
             problem=f"{folder} is itself a checkpoint",
             fix=f"choose another checkpoint.dir, and resume from this one with --checkpoint.resume {folder}",
         )
-    steps = whole(folder)
-    own = chosen is not None and chosen.resolve().parent == folder.resolve()
-    last = max((step for step, path in steps.items() if own and chosen and path.name == chosen.name), default=-1)
-    if later := [path for step, path in steps.items() if step > last]:
+    last = None
+    if chosen is not None and chosen.resolve().parent == folder.resolve():
+        last = step_of(chosen)
+    if later := [path for step, path in whole(folder).items() if last is None or step > last]:
         raise UserError.at(
             "checkpoint.dir (--checkpoint.dir)",
             found=f"{later[-1].name} in {folder}",
@@ -181,14 +226,84 @@ def shared_record(config: Config, state: TrainState, mixture: Mixture) -> RunRec
     topology = state.topology
 
     def record() -> RunRecord:
-        settings = plain(to_yaml(config))
+        settings = yaml.safe_load(to_yaml(config))
         return RunRecord(
             step=0,
             world_size=topology.world_size,
             layouts={name: str(layout) for name, layout in topology.layouts.items()},
-            datasets=dataset_records(mixture),
+            datasets=tuple(DatasetRecord(str(share), len(data), data.digest) for data, share in mixture.parts),
             config=settings,
             model_files=hashes(ModelSources.recorded(settings)),
         )
 
     return on_first(topology.files, record, state.working)
+
+
+def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[str]) -> Resumed:
+    """Verify a checkpoint, file by file and tensor by tensor, and load it into `state`. `new`: the record of this run,
+    used on the first rank; `allowed`: the changes that it may make.
+
+    Raises `UserError` on every rank, before anything is loaded, if the checkpoint is damaged or another model's.
+    """
+    from megatron_hetero.groups.megatron import random_states, set_random_states  # imports Megatron-Core
+
+    group, working = state.topology.files, state.working
+    manifest = verified(checkpoint, (INDEX, RECORD), group, working)
+    rank, ranks = state.topology.rank, state.topology.world_size
+    record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
+    on_first(group, lambda: require_own_name(checkpoint, record.step, RECORD))
+    on_first(group, lambda: record.require_resumable(new, allowed, checkpoint))
+    on_first(group, lambda: record.require_steps(new, checkpoint))
+    index = on_first(group, lambda: open_index(checkpoint, manifest), working)
+    stored = index_shapes(index)
+    found = on_first(group, lambda: record.require_complete(stored, state.shapes, checkpoint))
+    on_first(group, lambda: record.require_same_model(new, allowed, checkpoint))
+    # Imported weights take the place of the model's folder: the optimizers start from them as they would from that.
+    imported = record.imported_from is not None
+    optimizers = [None] * len(state.modules) if imported else state.optimizers
+    entries = read(state.modules, optimizers, stored_shapes(state.shapes), found, imported=imported)
+    states = random_states(state.topology.platform)
+    own_random = list(random_entries(rank, states))
+    # Random states of another kind of device do not fit.
+    fit = record.world_size == ranks and all(stored.get(entry.key) == entry.size for entry in own_random)
+    read_entries(checkpoint, index, chain(entries, own_random if fit else ()), group, working)
+    if imported:
+        state.optimizer.reload_model_params()
+    else:
+        for optimizer in state.optimizers:
+            if optimizer is not None:
+                optimizer.renew_weights()
+    if fit:
+        set_random_states(states, state.topology.platform)
+    notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new, state.shapes))
+    metrics = checkpoint / HISTORY
+    history = metrics.read_text(encoding="utf-8", errors="replace") if metrics.is_file() else ""
+    return Resumed(record.step, history, notes, path=checkpoint)
+
+
+def _changes(old: RunRecord, new: RunRecord, shapes: ModelShapes) -> list[str]:
+    """Return notes for the user on the differences between two runs of a model."""
+    if old.imported_from is not None:
+        return [f"weights imported from {old.imported_from}: optimizer moments start at zero"]
+    notes = []
+    if (old.world_size, old.layouts) != (new.world_size, new.layouts):
+        before, now = (", ".join(f"{n} {v}" for n, v in record.layouts.items()) for record in (old, new))
+        notes.append(f"layouts changed from {before} on {old.world_size} ranks to {now} on {new.world_size}")
+    frozen_before, frozen_now = old.frozen(shapes), new.frozen(shapes)
+    if thawed := frozen_before - frozen_now:
+        notes.append(f"{_named(thawed, shapes)} no longer frozen: its optimizer moments start at zero")
+    if frozen := frozen_now - frozen_before:
+        notes.append(f"{_named(frozen, shapes)} now frozen: its optimizer state is dropped")
+    for module in new.layouts:
+        for field in ("master", "moments"):
+            before, now = (record.precision(module, field) for record in (old, new))
+            if before != now:
+                notes.append(f"precision.{module}.{field} changed from {before} to {now}: values are converted")
+    return notes
+
+
+def _named(tensors: Collection[str], shapes: ModelShapes) -> str:
+    """Return the names of the parts that the tensors make up, and of further tensors."""
+    whole = {part: names for part, names in tensors_of_parts(shapes).items() if {*names} <= {*tensors}}
+    others = {*tensors}.difference(*whole.values())
+    return ", ".join([*whole, *([listed(others)] if others else [])])

@@ -17,7 +17,7 @@ from megatron_hetero.base.terminal import size_text
 from megatron_hetero.checkpoint.index import Entry
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.state import HISTORY, TrainState
+from megatron_hetero.checkpoint.resume import HISTORY, TrainState
 from megatron_hetero.checkpoint.storage import Saved, save
 from megatron_hetero.config.schema import Config
 from megatron_hetero.groups.collective import Watched

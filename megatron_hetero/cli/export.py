@@ -22,7 +22,7 @@ from megatron_hetero.groups.launch import ended
 def export(options: argparse.Namespace) -> str:
     """Export, and return a summary. Raises `UserError`."""
     from megatron_hetero.checkpoint.convert import OpenCheckpoint, export_checkpoint
-    from megatron_hetero.checkpoint.sources import ModelSources
+    from megatron_hetero.checkpoint.record import ModelSources
 
     start, target, encoders = time.perf_counter(), options.hf_dir.absolute(), by_name(options.encoder)
     with progress() as advance:

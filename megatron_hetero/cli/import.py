@@ -20,7 +20,7 @@ from megatron_hetero.models.registry import titles
 def import_model(options: argparse.Namespace) -> str:
     """Import, and return a summary. Raises `UserError`."""
     from megatron_hetero.checkpoint.convert import UNTRAINED, import_folders, with_own_encoders
-    from megatron_hetero.checkpoint.sources import ModelSources
+    from megatron_hetero.checkpoint.record import ModelSources
 
     start, target = time.perf_counter(), options.checkpoint.absolute()
     given = ModelSources(options.hf_dir, options.vision, options.fresh_projector, by_name(options.encoder))

@@ -80,13 +80,6 @@ class Config(Section):
         """The ZeRO stage of a module."""
         return self.zero.get(module, 1)
 
-    @property
-    def answers(self) -> bool:
-        """Whether the exported model answers the questions of `eval.datasets` after training. Plain `transformers`
-        supports this with one encoder only.
-        """
-        return bool(self.eval.datasets) and self.export.hf_dir is not None and not self.model.encoders
-
     def __post_init__(self) -> None:
         check_values(self)
 
@@ -163,20 +156,8 @@ def _check_evaluation(config: Config) -> None:
     if evaluation.interval and not names:
         why = "there is nothing to evaluate"
         raise wrong("eval.interval", evaluation.interval, "0 without eval.datasets", why, "set eval.datasets")
-    if names and not evaluation.interval and config.model.encoders:
-        why = "`transformers` has no such model to answer them"
-        fix = "set eval.interval to evaluate during training, or remove them"
-        raise wrong("eval.datasets", names, "none with model.encoders", why, fix)
-    if names and not evaluation.interval and config.export.hf_dir is None:
-        why = "the exported model answers them"
-        fix = "set export.hf_dir, or eval.interval to evaluate during training"
-        raise wrong("eval.datasets", names, "none without export.hf_dir", why, fix)
-    for f in fields(evaluation):
-        value = getattr(evaluation, f.name)
-        if f.name in ("limit", "max_new_tokens") and value != f.default and not config.answers:
-            why = "no exported model answers questions in this run"
-            fix = "remove it, or set eval.datasets and export.hf_dir for a model of one encoder"
-            raise unused(f"eval.{f.name}", value, why, fix)
+    if names and not evaluation.interval:
+        raise unused("eval.datasets", names, "eval.interval is 0", "set that, or remove it")
 
 
 # ------------------------------------------------------------------------------------------- paths

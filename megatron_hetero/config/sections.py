@@ -434,16 +434,12 @@ class ExportConfig(Section):
 class EvalConfig(Section):
     """Section `eval`."""
 
-    datasets: tuple[str, ...] = option(
-        (), "Held-out data sets, evaluated during training and answered by the exported model."
-    )
+    datasets: tuple[str, ...] = option((), "Held-out data sets, evaluated during training.")
     interval: int = option(
         0,
         "Steps between evaluations of loss and exact match; the last step is always evaluated. 0 disables.",
         at_least=0,
     )
-    limit: int | None = option(None, "Maximum samples per data set that the exported model answers.", "all", at_least=1)
-    max_new_tokens: int = option(16, "Maximum tokens per answer of the exported model.", at_least=1)
 
 
 GpuName = Literal[

@@ -65,11 +65,6 @@ def render(tokenizer: Any, record: Record, shown: Parts = PICTURES) -> list[Rend
     return [run for run in [*runs, RenderedText(full[position:], False)] if run.text]
 
 
-def render_prompt(tokenizer: Any, record: Record, turns: int, shown: Parts = PICTURES) -> str:
-    """The first `turns` of the record with the generation prompt. Raises `UserError`."""
-    return _apply(tokenizer, to_messages(record, shown)[:turns], record, prompt=True)
-
-
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, prompt: bool) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)

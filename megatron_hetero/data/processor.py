@@ -119,7 +119,7 @@ class Processor:
             UserError: special tokens in the text, a missing or oversized item, or an unsuitable chat template.
         """
         self._refuse_special_tokens(record)
-        sizes = self._sizes(record, len(record.items))
+        sizes = tuple(reader.size(record.item(k)) for k, reader in enumerate(self._readers(record)))
         short_ids, supervised = self._encode(record)
         tokens = self._expanded(record, sizes, short_ids)
         places = [block.places for of_item in tokens.blocks for block in of_item]
@@ -137,25 +137,13 @@ class Processor:
             record=record,
         )
 
-    def prompt(self, record: Record, turns: int, items: int) -> tuple[np.ndarray, tuple[Size, ...]]:
-        """The first `turns` of a record, which show its first `items`, as tokens with the generation prompt; and the
-        sizes of these items. Raises `UserError`.
-        """
-        short_ids = self._tokens_of(chat.render_prompt(self.tokenizer, record, turns, self.shown))
-        sizes = self._sizes(record, items)
-        return self._expanded(record, sizes, short_ids).ids, sizes
-
     def _readers(self, record: Record) -> list[ItemReader]:
         """The reader of each item."""
         return [self.readers[ref.field] for ref in record.items]
 
-    def _sizes(self, record: Record, count: int) -> tuple[Size, ...]:
-        """The sizes of the first `count` items."""
-        return tuple(reader.size(record.item(k)) for k, reader in enumerate(self._readers(record)[:count]))
-
     def _expanded(self, record: Record, sizes: Sequence[Size], short_ids: np.ndarray) -> _Tokens:
-        """Replaces the one token of each item, of which there are as many as `sizes`, with all its tokens."""
-        readers = self._readers(record)[: len(sizes)]
+        """Replaces the one token of each item, which have these `sizes`, with all its tokens."""
+        readers = self._readers(record)
         is_item = np.isin(short_ids, self.row_tokens)
         if not np.array_equal(short_ids[is_item], [reader.token_id for reader in readers]):
             raise UserError.at(

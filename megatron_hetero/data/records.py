@@ -52,7 +52,7 @@ def read_records(path: Path) -> Iterator[tuple[Any, int]]:
                 file.seek(0)
                 yield from _read_lines(path, file)
     except FileNotFoundError as error:
-        fix = "correct its path: `annotations` in data.registry, or --annotations of cli.evaluate"
+        fix = "correct its path (`annotations` in data.registry)"
         raise UserError.at(path, problem="no such file", fix=fix) from error
     except OSError as error:
         too_large = error.errno == errno.EFBIG

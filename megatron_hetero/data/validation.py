@@ -83,7 +83,7 @@ def validate_record(
             raise UserError.at(
                 f"{where}: field '{field.name}'",
                 problem=f"{quoted(paths[field][0])} given, but the data set has no image folder",
-                fix="set `images` of the data set in data.registry, or --images of cli.evaluate",
+                fix="set `images` of the data set in data.registry",
             )
     coming = {field: iter(its_paths) for field, its_paths in paths.items()}
     shown = [field for _, text in turns for field in split_at_placeholders(text, fields)[1]]

@@ -32,7 +32,7 @@ class Ending:
         from them would fail again. Returns the step after which it stopped the run; None if training was complete.
         """
         run, saver, in_doubt = self._run, self._run.saver, isinstance(error, NotFiniteError)
-        run.writer.fail()
+        run.writer.failed = True
         notes = saver.settle()
         # A rank whose save is still in progress would not join another one.
         is_free = not run.on_any_rank(saver.is_busy)

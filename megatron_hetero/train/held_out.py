@@ -17,7 +17,6 @@ import torch
 
 from megatron_hetero.base.errors import TEXT, SharedError
 from megatron_hetero.data.loader import StepBatch, StepLoader
-from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.schedule.contract import DeviceMicroBatch
 from megatron_hetero.schedule.program import Schedule
@@ -54,38 +53,23 @@ def exact_match(counts: np.ndarray) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class HeldOut:
-    """A data set to evaluate, and its loader, from first sample to last."""
-
-    name: str
-    loader: StepLoader
-
-    @classmethod
-    def of(cls, name: str, samples: Mixture, run: Trainer) -> HeldOut:
-        """Prepare one epoch of `samples`, in batches of at most the training batch size."""
-        dealing = run.loader.dealing.once(len(samples))
-        partitioner = replace(run.loader.partitioner, runs=partial(run.job.encoder_calls, evaluation=True))
-        what = f"evaluation of {name}, batch"
-        return cls(name, replace(run.loader, mixture=samples, dealing=dealing, partitioner=partitioner, what=what))
-
-    def batches(self, workers: int) -> Iterator[StepBatch]:
-        """Yield all samples, each once."""
-        steps = -(-len(self.loader.mixture) // self.loader.dealing.step_samples)
-        yield from self.loader.steps(1, steps, workers)
-
-
-@dataclass(frozen=True, eq=False)
 class HeldOutEvaluation:
-    """Evaluates held-out data sets every `eval.interval` steps; never if that is 0. Every rank has one."""
+    """Evaluates held-out data sets every `eval.interval` steps. Every rank has one. `loaders`: by name of the data set;
+    each loads it once, from first sample to last.
+    """
 
     run: Trainer
-    held_out: tuple[HeldOut, ...]
+    loaders: Mapping[str, StepLoader]
 
     @classmethod
     def build(cls, run: Trainer) -> HeldOutEvaluation:
-        """Prepare the data sets that the run has opened."""
-        evaluated = run.held_out.items() if run.config.eval.interval else ()
-        return cls(run, tuple(HeldOut.of(name, samples, run) for name, samples in evaluated))
+        """Prepare the data sets that the run has opened, in batches of at most the training batch size."""
+        partitioner = replace(run.loader.partitioner, runs=partial(run.job.encoder_calls, evaluation=True))
+        loaders = {}
+        for name, samples in run.inputs.held_out.items():
+            dealing, what = run.loader.dealing.once(len(samples)), f"evaluation of {name}, batch"
+            loaders[name] = replace(run.loader, mixture=samples, dealing=dealing, partitioner=partitioner, what=what)
+        return cls(run, loaders)
 
     def after(self, step: int) -> Iterator[EvaluationMetrics]:
         """Yield the metrics of each data set, if an evaluation is due after `step` (from 1). Every rank must exhaust
@@ -94,8 +78,8 @@ class HeldOutEvaluation:
         Raises `SharedError` for unusable data.
         """
         if evaluates(step, self.run.config.eval.interval, self.run.config.train.iters):
-            for held_out in self.held_out:
-                yield self._evaluate(step, held_out)
+            for name in self.loaders:
+                yield self._evaluate(step, name)
 
     def overdue(self) -> Iterator[EvaluationMetrics]:
         """Yield the metrics that are due after the step that the run resumes from: a checkpoint is written before its
@@ -104,30 +88,30 @@ class HeldOutEvaluation:
         if self.run.resumed.step > 0:
             yield from self.after(self.run.resumed.step)
 
-    def _evaluate(self, step: int, held_out: HeldOut) -> EvaluationMetrics:
+    def _evaluate(self, step: int, name: str) -> EvaluationMetrics:
         start, mine, supervised, samples = time.perf_counter(), 0.0, 0, 0
         counts = []
-        for batch in self._watched_batches(held_out):
+        for batch in self._batches(name):
             loss_sum, hits = self._forward(self.run.job.schedule_of(len(batch.micro_batches), evaluation=True), batch)
             mine += loss_sum
-            counts.append(self._counts(held_out, batch, hits))
+            counts.append(self._counts(self.loaders[name].dealing.step_samples, batch, hits))
             supervised += batch.supervised
             samples += len(batch.sample_lengths)
         if supervised == 0:
             raise SharedError.at(
-                f"eval.datasets: {held_out.name}",
+                f"eval.datasets: {name}",
                 problem="no supervised token",
                 because="the loss divides by their number",
                 fix="raise data.max_seq_length, correct the data set, or remove it",
             )
         # In fp64, so that the sum of many batches is as accurate as that of one.
-        with self.run.watched(f"the sums over ranks of the evaluation of {held_out.name} after step {step}"):
+        with self.run.watched(f"the sums over ranks of the evaluation of {name} after step {step}"):
             total = float(self.run.all_gather([mine if self.run.counts_loss else 0.0]).sum())
             right, asked = exact_match(self.run.all_reduce(np.concatenate(counts, axis=1)))
         self.run.watch.read()  # Discarded: these times are not part of the next step.
         return EvaluationMetrics(
             step=step,
-            dataset=held_out.name,
+            dataset=name,
             loss=total / supervised,
             exact_match=right / asked,
             asked=asked,
@@ -136,14 +120,14 @@ class HeldOutEvaluation:
             time_s=time.perf_counter() - start,
         )
 
-    def _watched_batches(self, held_out: HeldOut) -> Iterator[StepBatch]:
-        """Yield all batches of the data set."""
-        batches = iter(held_out.batches(self.run.config.data.workers))
-        while True:
-            with self.run.watched(f"the data of the evaluation of {held_out.name}"):
-                batch = next(batches, None)
-            if batch is None:
-                return
+    def _batches(self, name: str) -> Iterator[StepBatch]:
+        """Yield all batches of a data set."""
+        loader = self.loaders[name]
+        steps = -(-len(loader.mixture) // loader.dealing.step_samples)
+        batches = iter(loader.steps(1, steps, self.run.config.data.workers))
+        for _ in range(steps):
+            with self.run.watched(f"the data of the evaluation of {name}"):
+                batch = next(batches)
             yield batch
 
     def _forward(self, schedule: Schedule, batch: StepBatch) -> tuple[float, dict[int, torch.Tensor]]:
@@ -163,11 +147,10 @@ class HeldOutEvaluation:
 
         return float(self.run.runner.run(schedule, load).loss), hits
 
-    def _counts(self, held_out: HeldOut, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
-        """Return this rank's `answer_counts` of the samples of a batch, in the order of the data set: int64 [2, samples
-        of a full batch]. Samples that were skipped as too long count nothing.
+    def _counts(self, size: int, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
+        """Return this rank's `answer_counts` of the samples of a batch, in the order of the data set: int64 [2, size],
+        with the `size` of a full batch. Samples that were skipped as too long count nothing.
         """
-        size = held_out.loader.dealing.step_samples
         counts = np.zeros((2, size), np.int64)
         for m, of_tokens in hits.items() if self.run.counts_loss else ():
             micro_batch = batch.micro_batches[m]

@@ -11,12 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch.distributed as dist
+import yaml
 
 import megatron_hetero
 from megatron_hetero.base.errors import VISION, UserError, os_errors_as, reason
 from megatron_hetero.base.files import open_regular
-from megatron_hetero.checkpoint.record import plain
-from megatron_hetero.checkpoint.sources import ModelSources, hashes
+from megatron_hetero.checkpoint.record import ModelSources, hashes
 from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture, open_held_out, open_mixture
 from megatron_hetero.data.processor import Processor, open_processor
@@ -38,7 +38,8 @@ _SAMPLES, _SAMPLE_BYTES = 8, 4096
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """The inputs of a rank: weights by module, data, and on the first rank, which exports, the files exported with the
-    model. Held-out data sets too, so that their errors are reported before training.
+    model, whose folders may be gone at the end. Held-out data sets too, so that their errors are reported before
+    training.
     """
 
     weights: Mapping[str, StoredWeights]
@@ -113,7 +114,7 @@ def _files(config: Config, inputs: Inputs) -> Iterator[tuple[str, str]]:
     """Yield the facts of files: hashes of the model's, for weights of size, header and samples; and the records of data
     sets, regardless of their formatting. Raises `UserError` if a file cannot be read.
     """
-    sources = ModelSources.recorded(plain(to_yaml(config)))
+    sources = ModelSources.recorded(yaml.safe_load(to_yaml(config)))
     for setting, hashes_of_folder in hashes(sources).items():
         for name, content in hashes_of_folder.items():
             yield f"{sources.folders[setting] / name} ({setting})", f"SHA-256 {content[:12]}"

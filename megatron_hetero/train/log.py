@@ -1,7 +1,7 @@
 """Records the metrics of a run: on the terminal, in `log.dir`, and optionally in TensorBoard and Weights & Biases.
 
 runs/
-  metrics.jsonl  config.yaml  evaluation.json  events.out.tfevents.*  trace-rank0.json ...      of the last run
+  metrics.jsonl  config.yaml  events.out.tfevents.*  trace-rank0.json ...      of the last run
   earlier-1/     earlier-2/                                           of earlier runs
   .metrics.lock  held by the run that writes here
 
@@ -56,7 +56,7 @@ class LogFolder:
         self._lock = lock_folder(folder, "log.dir", LOG_LOCK, "their metrics", unwritable)
         try:
             self.notes = (*filter(None, [self._lock.note]), *_set_aside(folder, history.encode(), config.encode()))
-            _begin(self._path, history.encode())
+            self._path.write_bytes(history.encode())
             if config:
                 (folder / CONFIG).write_text(config, encoding="utf-8")
         except OSError as error:
@@ -75,8 +75,7 @@ class LogFolder:
         """Return all lines so far, also those that could not be written yet; these alone if the file is unreadable."""
         written = b""
         with suppress(OSError):
-            if self._path.is_file():
-                written = self._path.read_bytes()
+            written = _content(self._path)
         return (written + self._waiting).decode("utf-8", errors="replace")
 
     def close(self) -> None:
@@ -84,33 +83,16 @@ class LogFolder:
         self._lock.release()
 
 
-def _begin(path: Path, history: bytes) -> None:
-    """Make `path` a file with `history`. Raises `OSError`."""
-    present = _common(path, history)
-    if path.is_file():
-        os.truncate(path, present)  # Later steps are trained again.
-    with open(path, "ab") as file:
-        file.write(history[present:])
-
-
-def _common(path: Path, history: bytes) -> int:
-    """Return how many bytes of `history` the file starts with, if it has nothing else before its end: the last lines of
-    a run whose disk was full are only in its checkpoint. Otherwise 0.
-    """
-    if not path.is_file():
-        return 0
-    with open(path, "rb") as file:
-        found = file.read(len(history))
-    return len(found) if history.startswith(found) else 0
-
-
 def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
     """Move the files of another run, or a different configuration, to a new subfolder. Yields notes for the user.
     Raises `OSError`.
     """
-    if _size(folder / METRICS) > 0 and not _common(folder / METRICS, history):
+    lines, settings = _content(folder / METRICS), _content(folder / CONFIG)
+    # The last lines of a run whose disk was full are only in its checkpoint; steps after that are trained again.
+    is_own = bool(history) and history.startswith(lines[: len(history)])
+    if lines and not is_own:
         moved = [path for pattern in OF_A_RUN for path in sorted(folder.glob(pattern))]
-    elif _size(folder / CONFIG) > 0 and config and (folder / CONFIG).read_bytes() != config:
+    elif settings and config and settings != config:
         moved = [folder / CONFIG]
     else:
         return
@@ -121,8 +103,8 @@ def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
     yield f"moved files of an earlier run from {folder} to {place}: {', '.join(path.name for path in moved)}"
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
 
 
 def _not_installed(where: str, name: str, package: str, error: ImportError) -> UserError:
@@ -201,11 +183,13 @@ class WandB:
 class Writer:
     """Receives the output of the training loop, and does nothing with it; a context manager that closes itself.
 
-    `faults`: what could not be written, by what failed.
+    `faults`: what could not be written, by what failed. `failed`: whether the run ends with an error, for the trackers;
+    set by an exception that leaves the context too.
     """
 
     def __init__(self) -> None:
         self.faults: dict[str, str] = {}
+        self.failed = False
 
     def write(self, metrics: StepMetrics) -> None:
         """Record one step."""
@@ -220,13 +204,6 @@ class Writer:
     def print(self, renderable: object) -> None:
         """Print text or anything that `rich` renders, above the progress bar."""
 
-    def notes(self) -> tuple[str, ...]:
-        """Return notes for the end of training, on the steps of this run."""
-        return ()
-
-    def fail(self) -> None:
-        """Record that the run ends with an error, as an exception that leaves the context does too."""
-
     def close(self) -> None:
         """Finish; nothing is written afterwards."""
 
@@ -234,8 +211,7 @@ class Writer:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None:
-            self.fail()
+        self.failed = self.failed or kind is not None
         self.close()
 
 
@@ -270,9 +246,8 @@ class MetricsWriter(Writer):
         console: Console | None = None,
     ) -> None:
         super().__init__()
-        self._steps, self._failed = steps, False
+        self._steps = steps
         self._console = console or terminal.console()
-        self._skipped: list[StepMetrics] = []
         self._log = LogFolder(folder, history, config)
         self._trackers: list[TensorBoard | WandB] = []
         try:
@@ -298,8 +273,6 @@ class MetricsWriter(Writer):
         record = metrics.record()
         self._append(json.dumps(record, allow_nan=False) + "\n")
         self._track("train", metrics.step, record)
-        if metrics.skipped_samples:
-            self._skipped.append(metrics)
         self.print(metrics.line(self._steps))
         self._progress.update(self._task, completed=metrics.step)
 
@@ -355,19 +328,6 @@ class MetricsWriter(Writer):
             why = reason(error) if isinstance(error, OSError) else "broken pipe"
             self._note(TERMINAL, f"standard output: cannot be written ({why}).")
 
-    def notes(self) -> tuple[str, ...]:
-        """Return notes for the end of training, on the steps of this run."""
-        if not self._skipped:
-            return ()
-        samples, idle = sum(each.skipped_samples for each in self._skipped), sum(each.is_idle for each in self._skipped)
-        in_steps = f"{_counted(samples, 'sample')} longer than data.max_seq_length skipped, in "
-        in_steps += _counted(len(self._skipped), "step")
-        return (f"{in_steps}; {_counted(idle, 'step')} had no other samples and trained nothing" if idle else in_steps,)
-
-    def fail(self) -> None:
-        """Record that the run ends with an error, for the trackers."""
-        self._failed = True
-
     def close(self) -> None:
         """Finish; nothing is written afterwards."""
         if self._progress.live.is_started:
@@ -376,8 +336,4 @@ class MetricsWriter(Writer):
         self._log.close()
         for tracker in self._trackers:
             with suppress(Exception):  # Each step was flushed as it was written, and failures were reported.
-                tracker.close(failed=self._failed)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+                tracker.close(failed=self.failed)

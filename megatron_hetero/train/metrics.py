@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 Value = float | int | str | None
 """A metric in a record."""
+_RECORDED_OTHERWISE = ("data_time_s", "boundary_time_s", "stopping", "extra")
+"""Attributes of `StepMetrics` that are recorded in another form, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +55,14 @@ class StepMetrics:
 
     def record(self) -> dict[str, Value]:
         """Return the record for metrics.jsonl; numbers that are not finite are None."""
-        values = {
-            "step": self.step,
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "lr": self.lr,
-            "tokens": self.tokens,
-            "images": self.images,
-            "skipped_samples": self.skipped_samples,
-            "step_time_s": self.step_time_s,
+        rates = {
             "tokens_per_s": self._per_second(self.tokens),
             "images_per_s": self._per_second(self.images),
-            "peak_memory_bytes": self.peak_memory_bytes,
             "data_share": self._per_second(self.data_time_s),
             "boundary_share": self._per_second(self.boundary_time_s),
-            "mfu": self.mfu,
         }
-        taken = values.keys() & self.extra.keys()
-        assert not taken, f"extra metrics {sorted(taken)} have names that are taken"
-        return {name: _finite(value) for name, value in (values | dict(self.extra)).items()}
+        own = {name: value for name, value in vars(self).items() if name not in _RECORDED_OTHERWISE}
+        return {name: _finite(value) for name, value in {**own, **rates, **self.extra}.items()}
 
     def line(self, steps: int) -> str:
         """Return the line for the terminal, in a run of `steps` steps."""

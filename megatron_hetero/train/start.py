@@ -1,27 +1,46 @@
-"""The start of a run: inputs opened, modules built, the state resumed, the log opened."""
+"""The start of a run: inputs are opened, groups, modules and optimizers built, the state is resumed, the log opened."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from typing import Any
+
+import torch
 
 from megatron_hetero.base.environment import prepare_traces
-from megatron_hetero.base.errors import VISION, SharedError, listed, os_errors_as, parts_of
-from megatron_hetero.checkpoint.resume import resume, shared_record
+from megatron_hetero.base.errors import TEXT, VISION, SharedError, UserError, listed, os_errors_as, parts_of
+from megatron_hetero.checkpoint.resume import Resumed, TrainState, resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
-from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.loader import StepLoader
-from megatron_hetero.groups.collective import FIRST, on_first
+from megatron_hetero.data.partition import StepPartitioner
+from megatron_hetero.groups.collective import FIRST, all_or_none, on_first
+from megatron_hetero.groups.megatron import prepare_globals
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.groups.watchdog import Watchdog
+from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
+from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
-from megatron_hetero.models.layers.backend import backend_notices
-from megatron_hetero.models.weights import projector_shapes
-from megatron_hetero.train.build import build_step_trainer
+from megatron_hetero.models.layers.backend import backend_notices, choose_backend
+from megatron_hetero.models.layers.compiled import require_compiler
+from megatron_hetero.models.layers.offload import ActivationOffload
+from megatron_hetero.models.layers.overlapped import overlap_exchanges
+from megatron_hetero.models.layers.recompute import Recompute
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import group_of, projector_shapes
+from megatron_hetero.schedule.contract import ModuleOnRank
+from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
+from megatron_hetero.step.family_module import build_module
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.module import ModuleOptimizer, TrainedModule, gathered_stages
+from megatron_hetero.step.optimizer import build_shard_optimizer
+from megatron_hetero.step.runner import Runner, build
 from megatron_hetero.train.inputs import open_inputs
 from megatron_hetero.train.log import MetricsWriter, Writer, unwritable
+from megatron_hetero.train.measures import StepProfiler
+from megatron_hetero.train.step_trainer import StepTrainer
 from megatron_hetero.train.trainer import Trainer
 
 
@@ -50,12 +69,11 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     steps.wait_for_all("the start of all other ranks")
     return Trainer(
         **{field.name: getattr(steps, field.name) for field in fields(steps)},
+        inputs=inputs,
         loader=StepLoader.of(job, inputs.mixture, inputs.processor, topology, steps.partitioner),
-        held_out=inputs.held_out,
         writer=writer,
         resumed=resumed,
         saver=Saver(config, state, record, resumed.step, watchdog.waiting, writer.history),
-        companions=inputs.companions,
     )
 
 
@@ -93,3 +111,169 @@ def _open_writer(config: Config, topology: Topology, resumed: Resumed) -> Writer
 
     on_first(topology.files, open_folder)
     return opened[0] if opened else Writer()
+
+
+def build_step_trainer(
+    job: JobSpec,
+    platform: Platform,
+    weights: Mapping[str, WeightSource],
+    *,
+    watchdog: Watchdog | None = None,
+    check: bool = True,
+) -> StepTrainer:
+    """Build groups, modules and optimizers of this process's rank.
+
+    Args:
+        job: the resolved configuration.
+        platform: device and backend.
+        weights: sources of the weights of each module.
+        watchdog: the rank's, if it already has one.
+        check: whether groups are checked, see `Topology.build`.
+
+    Raises:
+        UserError: the configuration does not fit the model or the world.
+    """
+    config = job.config
+    job.schedule  # noqa: B018 (one that does not fit is refused before groups are created)
+    torch.manual_seed(config.train.seed)
+    platform.prepare_megatron()
+    prepare_globals(config.train.seed)
+    watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
+    topology = _build_topology(job, platform, watchdog, check)
+    parts = partial(_build_parts, job, topology, weights)
+    with watchdog.waiting(lambda: "the weights of all other ranks"):
+        # A rank may be the only one to find what is wrong: all of them leave, and one says why.
+        optimizer = all_or_none(topology.files, parts, watchdog.working) if check else parts()
+    watch, profiled = Stopwatch(platform), config.train.profile
+    return StepTrainer(
+        job=job,
+        topology=topology,
+        optimizer=optimizer,
+        runner=Runner(
+            topology,
+            _on_rank(job, optimizer.modules),
+            optimizer=optimizer,
+            watch=watch,
+            watchdog=watchdog,
+            check=False,  # Stages of our own.
+        ),
+        partitioner=StepPartitioner(
+            job.shapes.encoders,
+            job.layouts,
+            job.sequence_parallel,
+            topology.rank,
+            job.row_bytes,
+            job.edges,
+            config.data.balance,
+            job.encoder_calls,
+        ),
+        watch=watch,
+        profiler=StepProfiler(
+            *(profiled.start, profiled.steps, config.log.dir, topology.rank, platform), optimizer.wait_for_weights
+        ),
+    )
+
+
+def _build_topology(job: JobSpec, platform: Platform, watchdog: Watchdog, check: bool) -> Topology:
+    with watchdog.waiting(lambda: "the creation of process groups, with all other ranks,"):
+        topology = build(
+            job.graph,
+            job.layouts,
+            platform=platform,
+            tied=job.tied,
+            interleaved=job.interleaved,
+            decoding=job.config.model.encoder_names,
+            megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
+            planned=False,  # The loader plans them, on each rank alike.
+            check=check,
+        )
+    if check:
+        with watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
+            platform.agree_to_compile(topology.files)
+    platform.leave_headroom()
+    return topology
+
+
+def _build_parts(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> JointOptimizer:
+    """Build this rank's parts of modules, and their optimizers."""
+    modules, platform = _build_modules(job, topology, weights), topology.platform
+    streamed = any(job.config.offload_of(module.name).states for module in modules)
+    streams = platform.side_streams(2) if streamed else ()
+    optimizers: dict[str, ModuleOptimizer] = {
+        module.key: build_shard_optimizer(module, _algorithm(job.config, job.shapes, module), streams)
+        for module in modules
+        if module.trained
+    }
+    return JointOptimizer(topology, modules, optimizers, job.config.optimizer.clip_grad)
+
+
+def _algorithm(config: Config, shapes: ModelShapes, module: TrainedModule) -> Algorithm:
+    """Return the optimizer of a module, with its learning rates and number formats."""
+    chosen, precision, name = config.optimizer, config.precision_of(module.name), module.name
+    encoder, *projector = parts_of(name)
+    peaks = dict.fromkeys(projector, chosen.lr_projector)
+    peaks |= {} if name == TEXT else {encoder: chosen.lr_vision}
+
+    def lr(parameter: str) -> float:
+        peak = peaks.get(group_of(name, shapes, parameter))
+        return chosen.lr if peak is None else peak
+
+    common: dict[str, Any] = {
+        "lr": lr,
+        "master": precision.master,
+        "gradients": precision.gradients,
+        "offload": config.offload_of(name).states,
+        "seed": config.train.seed,
+    }
+    if chosen.name == "sgd":
+        return SGD(**common)
+    decay = chosen.weight_decay
+    return AdamW(betas=chosen.betas, eps=chosen.eps, weight_decay=decay, moments=precision.moments, **common)
+
+
+def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> tuple[TrainedModule, ...]:
+    config = job.config
+    if compile_layers := config.model.compile == "layers":
+        require_compiler(topology.platform.device)
+    backend = choose_backend(config.model.layer_backend, topology.platform)
+    modules = tuple(
+        of_view
+        for name, layout in topology.layouts.items()
+        if topology.rank in layout
+        for of_view in build_module(
+            name,
+            job.shapes,
+            job.stages[name],
+            topology,
+            backend,
+            dtype=job.dtype,
+            sequence_parallel=job.sequence_parallel[name],
+            recompute=Recompute.of(config.model, name),
+            frozen=job.frozen.tensors,
+            sharded=job.optimizer.sharded,
+            zero=config.zero_of(name),
+            gradients=getattr(torch, config.precision_of(name).gradients),
+            weights=weights[name],
+            offload=ActivationOffload(topology.platform) if config.offload_of(name).activations else None,
+            compile_layers=compile_layers,
+        )
+    )
+    for name, chunks in {module.name: module.chunks for module in modules}.items():
+        if (parts := config.model.tp_overlap.get(name, 1)) > 1:
+            try:
+                for chunk in chunks:
+                    overlap_exchanges(chunk, parts)
+            except TypeError as error:
+                where = f"model.tp_overlap.{name} (--model.tp_overlap.{name})"
+                raise UserError.at(where, problem=str(error), fix="use --model.backend torch, or remove it") from None
+    return modules
+
+
+def _on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleOnRank]:
+    found = {}
+    for module in modules:
+        stages = dict(zip(module.stages, module.chunks, strict=True))
+        trains = module.name == TEXT or job.frozen.trains(module.name)
+        gathered = gathered_stages(each for each in modules if each.name == module.name)
+        found[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains, gathered)
+    return found

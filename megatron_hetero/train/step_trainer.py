@@ -154,28 +154,33 @@ class StepTrainer:
         gradient is NaN or infinite.
         """
         start = time.perf_counter() - waited
-        if not batch.sample_lengths:
-            # Only the learning rate advances.
-            with self.profiler.step(step), self.watched(f"the end of step {step}"):
-                metrics = self._metrics(step, batch, {}, stop)
-            return self._timed(metrics, batch, start, waited)
-        if batch.supervised == 0:
+        if batch.sample_lengths and batch.supervised == 0:
             raise SharedError(
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
                 f"divides by their number; raise the batch size, or mend the data"
             )
         with self.profiler.step(step):
-            summary = self.gradients(batch)
-            self._refuse_faults(step, summary)
-            # Whoever has read the summary has waited for all that was measured.
-            laps = self.watch.read()
-            norm = summary.norm / batch.supervised
-            factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
-            with self.watched(f"the update of step {step}"):
-                # Before weights are gathered: the host would wait for these, and the next step's kernels for the host.
-                metrics = self._metrics(step, batch, laps, stop, summary.loss_sum / batch.supervised, norm)
-                self._update(step, factor)
-        return self._timed(metrics, batch, start, waited)
+            if batch.sample_lengths:
+                metrics = self._train(step, batch, stop)
+            else:  # Only the learning rate advances.
+                with self.watched(f"the end of step {step}"):
+                    metrics = self._metrics(step, batch, {}, stop)
+        seconds = time.perf_counter() - start
+        used = utilisation(self.shapes, self.job.frozen, batch, seconds, self.topology)
+        return replace(metrics, step_time_s=seconds, data_time_s=waited, mfu=used)
+
+    def _train(self, step: int, batch: StepBatch, stop: object) -> StepMetrics:
+        summary = self.gradients(batch)
+        self._refuse_faults(step, summary)
+        # Whoever has read the summary has waited for all that was measured.
+        laps = self.watch.read()
+        norm = summary.norm / batch.supervised
+        factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
+        with self.watched(f"the update of step {step}"):
+            # Before weights are gathered: the host would wait for these, and the next step's kernels for the host.
+            metrics = self._metrics(step, batch, laps, stop, summary.loss_sum / batch.supervised, norm)
+            self._update(step, factor)
+        return metrics
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Run forward and backward of all micro-batches, then sum over ranks; gradients are not scaled by 1/N yet."""
@@ -277,11 +282,6 @@ class StepTrainer:
                 **self._filled(batch),
             },
         )
-
-    def _timed(self, metrics: StepMetrics, batch: StepBatch, start: float, waited: float) -> StepMetrics:
-        seconds = time.perf_counter() - start
-        used = utilisation(self.shapes, self.job.frozen, batch, seconds, self.topology)
-        return replace(metrics, step_time_s=seconds, data_time_s=waited, mfu=used)
 
     def _padding(self, batch: StepBatch) -> list[float]:
         """Return this rank's tokens of padding and of samples, and patches of padding and of items, in a step."""

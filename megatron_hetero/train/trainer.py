@@ -1,37 +1,33 @@
-"""Training from the first step to the export, and the tables that a run prints at its start."""
+"""Training from the first step to the export, and the table that a run prints at its start."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from megatron_hetero.base.errors import SharedError
+from megatron_hetero.checkpoint.resume import Resumed
 from megatron_hetero.checkpoint.saver import Saver
-from megatron_hetero.checkpoint.state import Resumed
 from megatron_hetero.data.loader import StepBatch, StepLoader
-from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.hf.model_files import Companions
 from megatron_hetero.train.hf_export import export_model
+from megatron_hetero.train.inputs import Inputs
 from megatron_hetero.train.log import Writer
 from megatron_hetero.train.step_trainer import StepTrainer
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trainer(StepTrainer):
-    """Trains a run from step to step, on one rank. `held_out`: the data sets of `eval.datasets`; `companions`: on the
-    first rank, the files exported with the model, read at the start since the model's folders may be gone at the end.
-    """
+    """Trains a run from step to step, on one rank."""
 
+    inputs: Inputs
     loader: StepLoader
-    held_out: Mapping[str, Mixture]
     writer: Writer
     resumed: Resumed
     saver: Saver
-    companions: Mapping[str, Companions]
 
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
         """Yield (step, batch, seconds waited) of all remaining steps. Nothing is prefetched across an evaluation.
@@ -60,7 +56,7 @@ class Trainer(StepTrainer):
         watchdog = self.interpreter.watchdog
         with watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
             export_model(
-                *(self.modules, self.shapes, self.topology, target, self.companions, self.job.dtype),
+                *(self.modules, self.shapes, self.topology, target, self.inputs.companions, self.job.dtype),
                 working=watchdog.working,
             )
 

@@ -68,7 +68,6 @@ def test_a_locale_that_lacks_characters_has_them_escaped() -> None:
     "command",
     [
         "examples.make_demo {folder}/demo",
-        "megatron_hetero.cli.evaluate {folder}/model --annotations {folder}/data.jsonl",
         "megatron_hetero.cli.export {folder}/checkpoint {folder}/out",
         "megatron_hetero.cli.import {folder}/model {folder}/checkpoint",
         "megatron_hetero.cli.inspect_data --x",

@@ -153,7 +153,7 @@ def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
 
 
 def test_one_process_needs_no_torchrun(folder: Path) -> None:
-    evaluation = "--eval.datasets d --eval.interval 1 --eval.limit 1"
+    evaluation = "--eval.datasets d --eval.interval 1"
     flags = f"--vision-parallel dp:1 --text-parallel dp:1 --train.iters 1 {evaluation}".split()
     command = [sys.executable, str(PROGRAM), "--config", str(folder / "config.yaml"), *flags]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
@@ -165,4 +165,3 @@ def test_one_process_needs_no_torchrun(folder: Path) -> None:
     assert (step["step"], measured["step"], measured["eval_dataset"]) == (1, 1, "d")
     assert measured["eval_loss"] > 0 and measured["eval_samples"] == measured["eval_asked"] == 8
     assert 0 <= measured["eval_exact_match"] <= 1
-    assert json.loads((folder / "log/evaluation.json").read_text())["d"]["shown"]["questions"] >= 1

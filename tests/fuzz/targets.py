@@ -24,9 +24,9 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import MANIFEST, record_file
 from megatron_hetero.checkpoint.index import INDEX
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
+from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.checkpoint.resume import choose
-from megatron_hetero.checkpoint.sources import ModelSources
-from megatron_hetero.cli import evaluate, export
+from megatron_hetero.cli import export
 from megatron_hetero.cli import inspect_data as inspect
 from megatron_hetero.config.flags import flag_rows
 from megatron_hetero.config.schema import Config, load_command
@@ -210,7 +210,7 @@ def _run_tools(good: Path, rng: random.Random, case: Path) -> bool:
     values = [*_odd_values(good), f"{good}/checkpoints", f"{good}/images", f"x={good}/model", "=", "x=", f"{case}/new"]
     odd = [value for value in values if value not in ("1e9", "999999999999999999999")]  # To be tried takes that long.
     argv = [rng.choice(odd), f"{case}/{rng.choice(odd)}"] if "tools" in name else ["--config", f"{good}/config.yaml"]
-    argv = argv[1:] if name.endswith(("evaluate", "make_demo")) else argv
+    argv = argv[1:] if name.endswith("make_demo") else argv
     argv += words.SMALL.get(name, ())
     for flag in rng.choices(words.TOOLS[name], k=rng.randint(0, 2)):
         argv += [flag, rng.choice(odd)]
@@ -342,12 +342,6 @@ def _run_imports(good: Path, rng: random.Random, case: Path) -> bool:
     return _told(tool.main, [f"{case}/model", f"{case}/checkpoint"])
 
 
-def _run_evaluations(good: Path, rng: random.Random, case: Path) -> bool:
-    _mutated_model(good / "model", rng, case / "model")
-    line = f"{case}/model --annotations {good}/data.jsonl --images {good}/images --limit 1 --max-new-tokens 2"
-    return _told(evaluate.main, line.split())
-
-
 # ----------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -407,7 +401,6 @@ TARGETS = {
         Target("pictures", good_input.model, _run_pictures),
         Target("models", good_input.model, _run_models),
         Target("imports", good_input.model, _run_imports),
-        Target("evaluations", good_input.model, _run_evaluations),
         Target("checkpoints", good_input.run, _run_checkpoints),
     )
 }

@@ -29,14 +29,6 @@ TEMPLATES = (
 TOOLS: dict[str, tuple[str, ...]] = {
     "megatron_hetero.cli.export": ("--dtype", "--model", "--vision", "--encoder", "--shard-gb"),
     "megatron_hetero.cli.import": ("--vision", "--encoder", "--fresh-projector", "--seed"),
-    "megatron_hetero.cli.evaluate": (
-        "--annotations",
-        "--images",
-        "--limit",
-        "--min-pixels",
-        "--device",
-        "--blank",
-    ),
     "examples.make_demo": ("--model", "--train-pictures", "--heldout-questions", "--seed", "--force"),
     "megatron_hetero.cli.inspect_data": ("-n", "--config", "--data.datasets", "--model.hf_path", "--data.max_pixels"),
 }
@@ -47,7 +39,7 @@ VALUES = (
     "/proc/self/mem", "a", "b%0", "a%1e9", "a b", "--", "vision", "text", "projector", "auto", "adamw", "sgd",
     "bfloat16", "float16", "é" * 200, "x" * 5000, "\x1b[2J", "\ud800", "sp:8", "latest", "never",
 )  # fmt: skip
-NOT_RUN = ("--data.workers", "--train.iters", "--eval.max_new_tokens", "--train.global_batch_size")
+NOT_RUN = ("--data.workers", "--train.iters", "--train.global_batch_size")
 ENDLESS = ("1e9", "999999999999999999999")
 """Values that have a run take for ever, rightly; `NOT_RUN`: flags with which others do, or that start processes."""
 FITTING = {

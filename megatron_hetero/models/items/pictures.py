@@ -8,7 +8,7 @@ merge x merge places, row by row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -83,7 +83,6 @@ def rope_positions(length: int, starts: np.ndarray, places: Sequence[np.ndarray]
     return positions
 
 
-_GREY = (128, 128, 128)
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
@@ -124,10 +123,6 @@ class ImageReader:
         """One block: frame, row and column of each merged patch in raster order."""
         (frames, rows, columns), merge = size, self.image_processor.merge_size
         return (Block(np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)),)
-
-    def blank(self) -> ImageReader:
-        """A reader that returns grey pictures of the same sizes."""
-        return replace(self, blanked=True)
 
     def describe(self, item: Item, size: ImageSize) -> str:
         """The picture's own size, its size for the encoder, and its grid of patches."""
@@ -251,12 +246,6 @@ class Pictures(ItemType):
         image_processor = load_image_processor(folder, self.image_processor_class(), section, setting)
         check_agreement(folder, config.vision_config, image_processor)
         return ImageReader(image_processor, token_id)
-
-    def inputs(self, patches: np.ndarray, sizes: Sequence[ImageSize]) -> dict[str, Any]:
-        """Patches and the grid of each picture, by argument of the model."""
-        import torch
-
-        return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor(sizes)}
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
         """A square of whole units, as the image processor would resize it."""

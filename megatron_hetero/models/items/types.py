@@ -82,10 +82,6 @@ class ItemReader(Protocol):
         """The decoded patches of some pieces of an item, float32 [patches, elements]. Raises `UserError`."""
         ...
 
-    def blank(self) -> ItemReader:
-        """A reader of items of the same sizes without content."""
-        ...
-
     def describe(self, item: Item, size: Any) -> str:
         """A description of an item in its file and of what the encoder takes. Raises `UserError`."""
         ...
@@ -115,10 +111,6 @@ class ItemType(Protocol):
         Raises:
             UserError: the settings do not fit. For a folder that does not load, any other error.
         """
-        ...
-
-    def inputs(self, patches: np.ndarray, sizes: Sequence[Any]) -> dict[str, Any]:
-        """Arguments of a model of `transformers` for items of these sizes with their patches concatenated."""
         ...
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> Size:

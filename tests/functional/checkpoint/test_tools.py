@@ -566,10 +566,11 @@ def test_an_interruption_leaves_nothing(untouched: Untouched, folders: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_must_name_one_checkpoint(untouched: Untouched, tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_stands_for_its_newest(untouched: Untouched, tmp_path: Path) -> None:
     folder = untouched.folder / "checkpoints"
-    with pytest.raises(UserError, match=rf"a folder of checkpoints.*Try `--checkpoint.resume {folder}/step-00000004`"):
-        choose(CheckpointConfig(dir=tmp_path, resume=folder))
+    assert choose(CheckpointConfig(dir=tmp_path / "new", resume=folder))[0] == folder / "step-00000004"
+    with pytest.raises(UserError, match="new/manifest.json: missing"):
+        choose(CheckpointConfig(dir=tmp_path, resume=tmp_path / "new"))
     with pytest.raises(UserError, match=rf"is itself a checkpoint.*--checkpoint.resume {folder}/step-00000002"):
         choose(CheckpointConfig(dir=folder / "step-00000002"))
 

@@ -321,12 +321,9 @@ def test_nothing_to_measure_is_refused(material: Material, make_flags: MakeFlags
         assert "evaluation of many, batch 1, data of rank 0" in message and "at most data.max_seq_length" in message
 
 
-@pytest.mark.parametrize("more", ["--eval.interval 2", "--eval.interval 0 --export.hf_dir {folder}/exported"])
-def test_a_data_set_that_does_not_load_is_refused_first(
-    more: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
-) -> None:
+def test_a_data_set_that_does_not_load_is_refused_first(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text("{")
-    data = f"--data.registry.held.annotations {tmp_path}/broken.jsonl --eval.datasets held"
-    flags = make_flags("sp:2", "tp:2", f"{data} {more.format(folder=tmp_path)}")
+    data = f"--data.registry.held.annotations {tmp_path}/broken.jsonl --eval.datasets held --eval.interval 2"
+    flags = make_flags("sp:2", "tp:2", data)
     for message, groups in pools(2).run(refused_at_once, flags):
         assert "broken.jsonl" in message and groups == 0

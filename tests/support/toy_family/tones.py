@@ -26,7 +26,6 @@ class ToneReader:
     token_id: int
     samples: int
     unit: int
-    silent: bool = False
 
     def _read(self, item: Item) -> np.ndarray:
         try:
@@ -53,13 +52,9 @@ class ToneReader:
         [(_, size)] = pieces
         assert isinstance(size, Tone), "a tone has the size of a tone"
         found = np.zeros(size.patches * self.samples, np.float32)
-        if not self.silent:
-            samples = self._read(item)
-            found[: len(samples)] = samples
+        samples = self._read(item)
+        found[: len(samples)] = samples
         return found.reshape(size.patches, self.samples)
-
-    def blank(self) -> ToneReader:
-        return ToneReader(self.token_id, self.samples, self.unit, silent=True)
 
     def describe(self, item: Item, size: Tone) -> str:
         return f"{len(self._read(item))} samples in {size.patches} patches"
@@ -79,9 +74,6 @@ class Tones(ItemType):
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ToneReader:
         ear = config.vision_config
         return ToneReader(token_id, ear.samples, ear.merged)
-
-    def inputs(self, patches: np.ndarray, sizes: Sequence[Tone]) -> dict[str, Any]:
-        return {"samples": patches}
 
     def assumed(self, shape: Any, plan: Any) -> Tone:
         return Tone(max(1, plan.image_side // 64) * shape.unit)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord
-from megatron_hetero.checkpoint.sources import ModelSources, hashes
+from megatron_hetero.checkpoint.record import OVERRIDABLE, ModelSources, RunRecord, hashes
 from tests.support.folders import ModelChoice, write_model
 
 RUN: dict[str, Any] = {

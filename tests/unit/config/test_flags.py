@@ -25,7 +25,7 @@ offload.MODULE.activations zero.MODULE
 optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_iters log.dir log.tensorboard log.wandb
 checkpoint.dir checkpoint.interval checkpoint.async checkpoint.keep_last checkpoint.on_failure checkpoint.resume
 checkpoint.allow_changes
-export.hf_dir eval.datasets eval.interval eval.limit eval.max_new_tokens plan.images plan.image_side plan.tokens
+export.hf_dir eval.datasets eval.interval plan.images plan.image_side plan.tokens
 plan.supervised plan.memory_gb
 """
 

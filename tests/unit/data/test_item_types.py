@@ -61,9 +61,6 @@ class ClipReader:
         items = self._items(item)
         return np.concatenate([self.pictures.patches(items[n], [Piece(0, size)]) for n, size in pieces])
 
-    def blank(self) -> ClipReader:
-        return ClipReader(self.pictures.blank())
-
     def describe(self, item: Item, size: Sizes) -> str:
         return f"{len(size)} pictures"
 
@@ -78,9 +75,6 @@ class Clips(ItemType):
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ClipReader:
         return ClipReader(PICTURES.open(folder, config, section, setting, token_id))
-
-    def inputs(self, patches: np.ndarray, sizes: Sequence[Sizes]) -> dict[str, Any]:
-        raise NotImplementedError
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> Any:
         return PICTURES.assumed(shape, plan)

@@ -4,9 +4,7 @@ train nothing.
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,24 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from megatron_hetero.train.log import MetricsWriter
 from tests.support.folders import write_data
 from tests.support.pool import Pool
 from tests.support.runs import MakeFlags, build_logged, stored
 from tests.unit.train.test_gradients_run import write_long
-from tests.unit.train.test_metrics import metrics
 
 Pools = Callable[[int], Pool]
 
 LAYOUTS = [("sp:2", "tp:2"), ("dp:1@0", "dp:1@1")]
-NOTE = "3 samples longer than data.max_seq_length skipped, in 2 steps; 1 step had no other samples and trained nothing"
 
 
 def with_skips(flags: list[str]) -> dict[str, Any]:
     """Train and save as the program does: for each step whether it changed a weight, its loss, and how many samples it
-    left out; the notes at the end, and the step to resume from.
+    left out; and the step to resume from.
     """
     run, steps = build_logged(flags), []
     with run.writer:
@@ -43,7 +37,7 @@ def with_skips(flags: list[str]) -> dict[str, Any]:
             after = stored(run)
             changed = any(not np.array_equal(value, after[name]) for name, value in before.items())
             steps.append((changed, metrics.loss, metrics.skipped_samples))
-    return {"steps": steps, "notes": run.writer.notes(), "from": run.resumed.step}
+    return {"steps": steps, "from": run.resumed.step}
 
 
 def test_steps_are_alike_in_all_layouts_and_after_a_resume(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
@@ -63,21 +57,7 @@ def test_steps_are_alike_in_all_layouts_and_after_a_resume(make_flags: MakeFlags
         changed, losses, skipped = zip(*run["steps"], strict=True)
         assert changed == (True, False, True, True) and skipped == (0, 2, 1, 0)
         assert losses == pytest.approx([loss for _, loss, _ in found[0]["steps"]], rel=1e-5, nan_ok=True)
-        resumed = "1 sample longer than data.max_seq_length skipped, in 1 step"  # Step 3.
-        assert run["notes"] == (resumed if run["from"] else NOTE,)
     for i in range(len(LAYOUTS)):
         lines = [json.loads(line) for line in (tmp_path / f"log{i}/metrics.jsonl").read_text().splitlines()]
         assert [line["skipped_samples"] for line in lines] == [0, 2, 1, 0]
         assert [line["loss"] is None for line in lines] == [False, True, False, False]
-
-
-def test_notes_count_samples_and_steps(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, 4, console=Console(file=io.StringIO()))
-    writer.write(metrics(1))
-    assert writer.notes() == ()
-    writer.write(metrics(2, skipped_samples=1))
-    assert writer.notes() == ("1 sample longer than data.max_seq_length skipped, in 1 step",)
-    writer.write(metrics(3, skipped_samples=1999, loss=math.nan))
-    [note] = writer.notes()
-    assert note == NOTE.replace("3 samples", "2,000 samples")
-    writer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.checkpoint.sources import ModelSources
+from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.hf.model_files import SINGLE
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
-from megatron_hetero.models.folders import ModelFolders
+from megatron_hetero.models.folders import ModelFolders, read_config
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import open_modules
 from tests.support.folders import ModelChoice, write_model
@@ -290,3 +291,16 @@ def _mutate_and_open(rng: random.Random, good: Path) -> None:
         assert str(good) in str(error) and len(str(error).encode("utf-8")) < 2000
     finally:
         (good / name).write_text(original)
+
+
+def test_checkpoints_and_files_are_no_models(good: Path, tmp_path: Path) -> None:
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002/manifest.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "step-00000002"):
+        wanted = re.escape(f"python -m megatron_hetero.cli.export {tmp_path}/step-00000002 DIR")
+        with pytest.raises(UserError, match=wanted):
+            read_config(folder, "model.hf_path")
+        with pytest.raises(UserError, match=wanted):
+            Processor.from_folder(folder)
+    with pytest.raises(UserError, match=f"model.hf_path: found the file {good}/a.png, expected a transformers folder"):
+        read_config(good / "a.png", "model.hf_path")
