@@ -322,7 +322,7 @@ class CrossingBench:
         for name in names:  # The bridge makes groups, so that all processes must ask for it.
             if self._takes_part or name == "bridge":
                 self._systems[name] = SYSTEMS[name](case, group, self._platform)
-        plan = plan_boundary(*case.sides, case.row_bytes)
+        plan = plan_boundary(*case.sides)
         least = sum(direction.minimum_total for direction in plan.directions.values()) * case.row_bytes
         if not self._takes_part:
             return 0, least

@@ -90,12 +90,11 @@ _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 class ImageReader:
     """The image processor of a model folder. See `megatron_hetero.models.items.types.ItemReader`.
 
-    `token_id`: the token that stands for one merged patch. `blanked`: whether pictures are grey.
+    `token_id`: the token that stands for one merged patch.
     """
 
     image_processor: Any
     token_id: int
-    blanked: bool = False
 
     def size(self, item: Item) -> ImageSize:
         """The size of a picture as the encoder takes it, from its header."""
@@ -140,8 +139,7 @@ class ImageReader:
             UserError: the picture cannot be decoded, or differs in size from its header.
         """
         [(_, size)], picture = pieces, load_picture(*item)
-        shown = Image.new("RGB", picture.size, _GREY) if self.blanked else picture
-        output = self.image_processor(images=[shown], return_tensors="np")
+        output = self.image_processor(images=[picture], return_tensors="np")
         found, expected = output["image_grid_thw"][0].tolist(), list(cast(ImageSize, size))
         if found != expected:
             raise UserError.at(

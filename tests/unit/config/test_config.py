@@ -307,8 +307,8 @@ IN_FLAGS = [
 WITHOUT_EFFECT = [
     ("--eval.datasets demo", ["eval.datasets", "eval.interval is 0"]),
     ("--eval.datasets demo demo --eval.interval 3", ["eval.datasets", "each name once"]),
-    ("--train.profile.start 101", ["train.profile.start", "≤ train.iters = 100"]),
-    ("--train.profile.start 99 --train.profile.steps 3", ["train.profile.steps", "Lower it to 2"]),
+    ("--train.profile.start 101", ["train.profile.start", "found 101", "an end at step 100"]),
+    ("--train.profile.start 99 --train.profile.steps 3", ["train.profile.start", "99 with 3 steps"]),
     ("--train.profile.steps 3", ["train.profile.steps", "Set train.profile.start"]),
     ("--optimizer.lr_vision 1e-3 --model.freeze vision", ["optimizer.lr_vision", "leave vision frozen"]),
     (
