@@ -322,14 +322,15 @@ class CrossingBench:
         for name in names:  # The bridge makes groups, so that all processes must ask for it.
             if self._takes_part or name == "bridge":
                 self._systems[name] = SYSTEMS[name](case, group, self._platform)
-        plan = plan_boundary(*case.sides)
+        plan = plan_boundary(*case.sides, case.row_bytes)
         least = sum(direction.minimum_total for direction in plan.directions.values()) * case.row_bytes
         if not self._takes_part:
             return 0, least
         self._rows, self._gradient = case.values(case.held), torch.zeros(case.tokens, width, dtype=case.dtype)
         self._embedding = torch.zeros_like(self._gradient)
         _put(self._gradient, case.places, case.values(case.needed))
-        own = sum(_least(*sides, self._rank) for sides in (case.sides, case.sides[::-1]))
+        source, destination = case.sides
+        own = _least(source, destination, self._rank) + _least(destination, source, self._rank)
         return own * case.row_bytes, least
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
