@@ -2,8 +2,8 @@
 
 In this order, since each check relies on those before:
 
-  1. the actions of a role: none missing (such as the receive for another role's send), duplicated, or of a module,
-     stage or micro-batch that is not its own;
+  1. the roles, and the actions of each: none missing (such as the receive for another role's send), duplicated, or of
+     a module, stage or micro-batch that is not its own;
   2. their order on the role: nothing is used before it has been waited for, or sent before it is computed;
   3. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`). Receives in another order
      than their sends are one, and crossings of an edge in different orders. The message shows it;
@@ -14,8 +14,8 @@ In this order, since each check relies on those before:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.communicators import gradient_uses, max_ctas
 from megatron_hetero.schedule.actions import Action, WorkKind, finish, run, start
 from megatron_hetero.schedule.deadlock import find_cycle, issues
-from megatron_hetero.schedule.program import Module, Role, Schedule, use_of
+from megatron_hetero.schedule.program import Role, Schedule, find_roles, use_of
 from megatron_hetero.schedule.transfers import input_of, output_of
 
 Point = tuple[int, int]
@@ -40,6 +40,7 @@ class ScheduleError(UserError):
 
 def check_schedule(schedule: Schedule) -> None:
     """Raise `ScheduleError` for the first problem, if any."""
+    _check_roles(schedule)
     _check_actions(schedule)
     _check_order(schedule)
     _check_deadlock(schedule)
@@ -82,6 +83,18 @@ def _excerpt(schedule: Schedule, points: Sequence[Point]) -> list[str]:
 # ---------------------------------------------------------------------------------------- 1. the actions
 
 
+def _check_roles(schedule: Schedule) -> None:
+    expected = find_roles(schedule.modules)
+    if tuple(replace(role, actions=()) for role in schedule.roles) != expected:
+        raise ScheduleError.at(
+            "schedule, roles",
+            found=", ".join(map(str, schedule.roles)),
+            expected=", ".join(map(str, expected)),
+            because="ranks of a role hold the same stages, and so do their peers",
+            fix="take the roles of `find_roles`",
+        )
+
+
 def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
     """Return the actions that the role executes, each once, in no particular order."""
     found: list[Action] = []
@@ -91,7 +104,7 @@ def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
         for kind in kinds:
             for m in range(schedule.micro_batches):
                 work = run(kind, name, stage, m)
-                found += [*(input_of(module, work) or ()), work, *filter(None, [output_of(module, work)])]
+                found += [*(input_of(schedule, work) or ()), work, *filter(None, [output_of(schedule, work)])]
     for edge in schedule.edges:
         if any(schedule.crosses(role, edge)):
             for kind in ("F", "B") if schedule.returns(edge) else ("F",):
@@ -103,8 +116,8 @@ def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
 def _check_actions(schedule: Schedule) -> None:
     once, because = "each of its actions once", "every action is executed once, on all ranks that take part"
     for index, role in enumerate(schedule.roles):
-        expected = expected_actions(schedule, role)
-        missing = list(Counter(expected) - Counter(role.actions))
+        expected, present = expected_actions(schedule, role), set(role.actions)
+        missing = [action for action in expected if action not in present]
         known, seen = set(expected), set[Action]()
         for at, action in enumerate(role.actions):
             if action not in known or action in seen:
@@ -127,7 +140,7 @@ def local_dependencies(schedule: Schedule, role: Role, action: Action) -> list[A
     """Return the actions that the same rank must have executed before `action`."""
     match action.op:
         case "run":
-            return _dependencies_of_work(schedule, schedule.module[action.module], action)
+            return _dependencies_of_work(schedule, action)
         case "send":
             return [run(action.kind, action.module, action.own_stage, action.micro_batch)]
         case "irecv":
@@ -141,18 +154,15 @@ def local_dependencies(schedule: Schedule, role: Role, action: Action) -> list[A
             return [run("B", action.edge.target, stage, action.micro_batch)] if enters else []
 
 
-def _dependencies_of_work(schedule: Schedule, module: Module, work: Action) -> list[Action]:
-    stage, m = work.own_stage, work.micro_batch
-    here = module.name, stage
-    needed = [arriving[1]] if (arriving := input_of(module, work)) else []
-    if work.kind == "R":
-        needed.append(run("F", module.name, stage, m))
+def _dependencies_of_work(schedule: Schedule, work: Action) -> list[Action]:
+    place, m = work.place, work.micro_batch
+    needed = [arriving[1]] if (arriving := input_of(schedule, work)) else []
     if work.kind == "B":
-        needed.append(run(module.forward_kinds[-1], module.name, stage, m))
-        needed += [finish("B", edge, m) for edge in schedule.leaving.get(here, ()) if schedule.returns(edge)]
-    else:
-        needed += [finish("F", edge, m) for edge in schedule.entering.get(here, ())]
-    return needed
+        needed.append(run(schedule.module[work.module].forward_kinds[-1], *place, m))
+        return needed + [finish("B", edge, m) for edge in schedule.leaving.get(place, ()) if schedule.returns(edge)]
+    if work.kind == "R":
+        needed.append(run("F", *place, m))
+    return needed + [finish("F", edge, m) for edge in schedule.entering.get(place, ())]
 
 
 def _check_order(schedule: Schedule) -> None:

@@ -131,7 +131,7 @@ class _Run:
                 self.begun[work.kind, work.place] += 1
                 self.running[work] = now + _UNITS[work.kind]
                 yield from self._crossings(work, before=True)
-                if arriving := input_of(self.schedule.module[work.module], work):
+                if arriving := input_of(self.schedule, work):
                     yield arriving[1]
                 yield work
             if not self.running:
@@ -140,7 +140,7 @@ class _Run:
             for work in [work for work, end in self.running.items() if end == now]:
                 del self.running[work]
                 self.ended[work.kind, work.place] += 1
-                if sending := output_of(self.schedule.module[work.module], work):
+                if sending := output_of(self.schedule, work):
                     # The receive is not posted later: a send blocks those behind it until then.
                     yield from (sending, receive_of(sending))
                 yield from self._crossings(work, before=False)

@@ -12,25 +12,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_hetero.schedule.actions import Action, irecv, send, wait
-from megatron_hetero.schedule.program import Module, Role, Schedule
+from megatron_hetero.schedule.program import Role, Schedule
 
 Hop = tuple[str, int, int]
 """A module, and the pipeline coordinates of a sender and a receiver."""
 
 
-def input_of(module: Module, work: Action) -> tuple[Action, Action] | None:
+def input_of(schedule: Schedule, work: Action) -> tuple[Action, Action] | None:
     """Return the `irecv` and the `wait` of the input of `work`, if it comes from another stage."""
     source = work.own_stage + (1 if work.kind == "B" else -1)
-    if not 0 <= source < module.stages:
+    if not 0 <= source < schedule.module[work.module].stages:
         return None
     where = work.kind, work.module, work.own_stage, source, work.micro_batch
     return irecv(*where), wait(*where)
 
 
-def output_of(module: Module, work: Action) -> Action | None:
+def output_of(schedule: Schedule, work: Action) -> Action | None:
     """Return the `send` of the output of `work`, if another stage uses it."""
     target = work.own_stage - (1 if work.kind == "B" else -1)
-    if not 0 <= target < module.stages:
+    if not 0 <= target < schedule.module[work.module].stages:
         return None
     return send(work.kind, work.module, work.own_stage, target, work.micro_batch)
 
@@ -55,7 +55,7 @@ def _sent(schedule: Schedule, order: Sequence[Action]) -> dict[Hop, list[Action]
     """Collect the messages that leave a role, in order, as the receiver's `irecv`."""
     found: defaultdict[Hop, list[Action]] = defaultdict(list)
     for work in order:
-        if work.op == "run" and (sending := output_of(schedule.module[work.module], work)):
+        if work.op == "run" and (sending := output_of(schedule, work)):
             message = receive_of(sending)
             found[_hop(schedule, message)].append(message)
     return found
@@ -75,14 +75,13 @@ def _completed(schedule: Schedule, order: Sequence[Action], sent: Mapping[Hop, S
             yield action
             continue
         for work in (action, next(following)):
-            arriving = work and input_of(schedule.module[work.module], work)
+            arriving = work and input_of(schedule, work)
             while arriving and arriving[0] not in posted:
                 message = next(queues[_hop(schedule, arriving[0])])
                 posted.add(message)
                 yield message
-        module = schedule.module[action.module]
-        if arriving := input_of(module, action):
+        if arriving := input_of(schedule, action):
             yield arriving[1]
         yield action
-        if sending := output_of(module, action):
+        if sending := output_of(schedule, action):
             yield sending
