@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Self
 
 import torch
 
@@ -60,7 +61,7 @@ class BatchShape:
         first = (micro_batch * self.replicas + replica) * self.samples
         return self.step(step)[first : first + self.samples]
 
-    def once(self, samples: int) -> BatchShape:
+    def once(self, samples: int) -> Self:
         """Return the shape for a stream of `samples` samples, read once, with no more micro-batches a step."""
         needed = max(1, -(-samples // (self.replicas * self.samples)))
         return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)

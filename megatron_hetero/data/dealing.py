@@ -9,7 +9,7 @@ All ranks deal for themselves, by pure functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -122,35 +122,19 @@ FLOPS = 1 << 20
 
 
 @dataclass(frozen=True)
-class InOrder:
+class InOrder(BatchShape):
     """Deals the same number of samples to every micro-batch, in the order of the stream."""
-
-    batch: BatchShape
-    budget: None = None
-
-    @property
-    def step_samples(self) -> int:
-        """Samples of one step over all replicas: the global batch."""
-        return self.batch.step_samples
-
-    def step(self, step: int) -> range:
-        """Numbers of the samples of `step` (from 1) in the stream (from 0); fewer, or none, at the stream's end."""
-        return self.batch.step(step)
 
     def foreseen(self, step: int, replica: int) -> list[int]:
         """The samples of a replica in `step`, which do not depend on their lengths."""
-        return [n for m in range(self.batch.micro_batches) for n in self.batch.numbers(step, replica, m)]
+        return [n for m in range(self.micro_batches) for n in self.numbers(step, replica, m)]
 
     def deal(self, step: int, samples: Mapping[int, PackMetadata]) -> Deal:
         """Deals out `samples` of `step`, skipped ones excluded: their packs are shorter."""
         return [
-            [[n for n in self.batch.numbers(step, r, m) if n in samples] for r in range(self.batch.replicas)]
-            for m in range(self.batch.micro_batches)
+            [[n for n in self.numbers(step, r, m) if n in samples] for r in range(self.replicas)]
+            for m in range(self.micro_batches)
         ]
-
-    def once(self, samples: int) -> InOrder:
-        """The same for a stream of `samples` samples that is read once, in at most as many micro-batches a step."""
-        return InOrder(self.batch.once(samples))
 
 
 @dataclass(frozen=True)
@@ -169,7 +153,7 @@ class ByBudget:
     end: int | None = None
 
     def step(self, step: int) -> range:
-        """Numbers of the samples of `step`, as in `InOrder`."""
+        """See `BatchShape.step`."""
         return samples_of(step, self.step_samples, self.end)
 
     def foreseen(self, step: int, replica: int) -> None:
@@ -192,7 +176,7 @@ class ByBudget:
         ]
 
     def once(self, samples: int) -> ByBudget:
-        """The same for a stream of `samples` samples that is read once."""
+        """See `BatchShape.once`."""
         return replace(self, end=samples)
 
 
@@ -203,6 +187,6 @@ Dealing: TypeAlias = InOrder | ByBudget
 def dealing_of(job: JobSpec) -> Dealing:
     """The dealing that a job's configuration selects."""
     if job.budget is None:
-        return InOrder(job.batch)
+        return InOrder(*astuple(job.batch))
     samples = job.config.train.global_batch_size
     return ByBudget(job.batch.replicas, samples, job.budget, job.shapes.encoders, job.text_work)

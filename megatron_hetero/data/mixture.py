@@ -93,16 +93,14 @@ class Mixture:
 
 def open_mixture(config: Config, fields: Sequence[ItemField]) -> Mixture:
     """The data sets of `data.datasets`, loaded. Raises `UserError`."""
-    return _mixture(config, config.data.datasets, config.data.shuffle, fields)
+    data = config.data
+    return Mixture.parse(data.datasets, data.registry, data.shuffle, config.train.seed, fields)
 
 
 def open_held_out(config: Config, fields: Sequence[ItemField]) -> dict[str, Mixture]:
     """The data sets of `eval.datasets` by name, loaded, in the order of their records. Raises `UserError`."""
-    return {name: _mixture(config, (name,), False, fields) for name in config.eval.datasets}
-
-
-def _mixture(config: Config, datasets: Sequence[str], shuffle: bool, fields: Sequence[ItemField]) -> Mixture:
-    return Mixture.parse(datasets, config.data.registry, shuffle, config.train.seed, fields)
+    registry, seed = config.data.registry, config.train.seed
+    return {name: Mixture.parse((name,), registry, False, seed, fields) for name in config.eval.datasets}
 
 
 def _check_name(name: str, registry: Mapping[str, DatasetConfig]) -> None:

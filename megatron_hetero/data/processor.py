@@ -245,8 +245,9 @@ def _around(family: Family) -> tuple[str, str]:
 
 
 def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], config: Any) -> int:
-    """The id of a further encoder's placeholder token. `taken`: uses of other tokens; `config`: the model's."""
-    rows = config.text_config.vocab_size
+    """The id of a further encoder's placeholder token. `taken`: uses of other tokens; `config`: the model's, whose
+    embedding has rows for all tokens (`check_vocabulary`).
+    """
     number = tokenizer.get_vocab().get(token)
     structure = tokenizer.convert_tokens_to_ids(
         [*_around(family_of(config.model_type)), "<|im_start|>", chat.END_OF_TURN]
@@ -258,8 +259,6 @@ def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], c
         what = used.get(number, "marks boxes and objects")
     elif number not in tokenizer.added_tokens_decoder:
         what = "is not an added token"
-    elif number >= rows:
-        what = f"has id {number}, beyond the {rows} rows of the embedding"
     else:
         return number
     raise UserError.at(

@@ -29,12 +29,8 @@ MOST_TEMPLATE = 2**18
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _FIX = "copy the complete folder of the model again, tokenizer and processor files included"
-
-JSON_FILES = (
-    *("config.json", "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", *IMAGE_FILES, "chat_template.json"),
-)
-"""JSON files that are read here or exported."""
+JSON_FILES = tuple(name for name in COMPANIONS if name.endswith(".json") and name != "vocab.json")
+"""JSON files that are read here or exported. A vocabulary may be large, and its tokenizer reads it."""
 
 Needed = tuple[tuple[str, ...], ...]
 TEXT_FILES: Needed = (("config.json",), ("tokenizer.json", "vocab.json"))

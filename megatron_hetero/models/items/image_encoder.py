@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -21,6 +21,9 @@ class ImageEncoderShape(EncoderShape):
     """The common part of `megatron_hetero.models.family.EncoderShape`s of encoders that cut images into square patches
     and merge square units of them. Sizes in elements.
     """
+
+    norm_eps: ClassVar[float] = 1e-6
+    """Constant that norms add to the variance, the same in all configurations."""
 
     heads: int
     ffn: int
@@ -50,11 +53,6 @@ class ImageEncoderShape(EncoderShape):
             rope_theta=float(vision.rope_parameters["rope_theta"]),
             **own,
         )
-
-    @property
-    def norm_eps(self) -> float:
-        """Constant that norms add to the variance, the same in all configurations."""
-        return 1e-6
 
     @property
     def head_dim(self) -> int:
@@ -96,10 +94,6 @@ class ImageEncoderShape(EncoderShape):
     def positions(self, size: ImageSize, units: np.ndarray) -> np.ndarray:
         """Row and column of each patch of these units: int64 [2, patches]."""
         return patch_positions(size, self.merge, units)
-
-    def cost(self, size: ImageSize) -> float:
-        """Predicted forward flops of encoding an image."""
-        return math.prod(size) * self.cost_per_patch(size)
 
     def cost_per_patch(self, size: ImageSize) -> float:
         """Predicted forward flops of one patch, which attends to all patches of its frame."""

@@ -169,7 +169,7 @@ class ItemShape(Protocol):
 
     def cost(self, size: Any) -> float:
         """Predicted forward flops of encoding the piece."""
-        ...
+        return sum(self.sequences(size)) * self.cost_per_patch(size)
 
     def cost_per_patch(self, size: Any) -> float:
         """Predicted forward flops of one patch, which attends to all patches of its sequence."""

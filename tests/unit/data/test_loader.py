@@ -41,15 +41,15 @@ def decoded_images(flags: list[str]) -> list[tuple[list[list[tuple[str, str]]], 
     """For each step, the images that each rank decodes, and the number of images that are encoded."""
     run = build(flags)
     seen: list[tuple[str, str]] = []
-    samples: Any = run.loader.reader
-    reader, steps = samples.processor.readers[IMAGE], []
+    processor: Any = run.loader.reader
+    reader, steps = processor.readers[IMAGE], []
     real = reader.patches
 
     def spy(item: Item, pieces: Any) -> np.ndarray:
         seen.append((item.where, item.path.name))
         return real(item, pieces)
 
-    with mock.patch.object(reader, "patches", spy):
+    with mock.patch.object(type(reader), "patches", staticmethod(spy)):
         for _, batch, _ in run.batches():
             steps.append((by_rank(seen), len(batch.sizes["vision"])))
             seen.clear()
