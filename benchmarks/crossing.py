@@ -329,7 +329,8 @@ class CrossingBench:
         self._rows, self._gradient = case.values(case.held), torch.zeros(case.tokens, width, dtype=case.dtype)
         self._embedding = torch.zeros_like(self._gradient)
         _put(self._gradient, case.places, case.values(case.needed))
-        own = sum(_least(*sides, self._rank) for sides in (case.sides, case.sides[::-1]))
+        source, destination = case.sides
+        own = _least(source, destination, self._rank) + _least(destination, source, self._rank)
         return own * case.row_bytes, least
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
