@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -255,7 +256,7 @@ class Crossing:
         rows = self._to_wire_dtype(rows)
         scatter, gather = direction.exchange("scatter"), direction.exchange("gather")
         finish = None if scatter is None else self._launch(scatter, rows, self._output)
-        with self._communicator._buffers.lease() as lease:
+        with closing(self._communicator._buffers.lease()) as lease:
             scatter_rows(self._output, direction.local_to, gather_rows(rows, direction.local_from, lease))
         if finish is not None:
             yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,21 +47,25 @@ class BufferPool:
         self._free.append(buffer)
 
 
-class BufferLease(ExitStack):
-    """Buffers of a pool, released together by `close` or at the end of a `with`. On a GPU, later work on the current
-    stream may then overwrite them.
-    """
+class BufferLease:
+    """Buffers of a pool, released together."""
 
     def __init__(self, pool: BufferPool):
-        super().__init__()
         self._pool = pool
+        self._acquired: list[Tensor] = []
 
     def acquire(self, rows: int, dtype: torch.dtype) -> Tensor:
         """Take an uninitialized buffer, [rows, width]."""
-        size = rows * self._pool.width * dtype.itemsize
+        width = self._pool.width
+        size = rows * width * dtype.itemsize
         buffer = self._pool.acquire(size)
-        self.callback(self._pool.release, buffer)
-        return buffer[:size].view(dtype).view(rows, self._pool.width)
+        self._acquired.append(buffer)
+        return buffer[:size].view(dtype).view(rows, width)
+
+    def close(self) -> None:
+        """Release all buffers. On a GPU, later work on the current stream may overwrite them."""
+        while self._acquired:
+            self._pool.release(self._acquired.pop())
 
 
 # ------------------------------------------------------------------------------------------------ indices

@@ -317,9 +317,7 @@ class Watchdog:
         leave("", 1)
 
     def _roll_call(self) -> dict[int, str | None] | None:
-        """The answers of all ranks, see `Peers.roll_call`; none of any rank if they cannot be asked, so that each
-        reports for itself.
-        """
+        """The answers of all ranks, see `Peers.roll_call`; empty if none can be asked: each then reports for itself."""
         if self._peers is None:
             return {}
         answers = in_background(partial(self._peers.roll_call, self._roll_call_s, self._doing()), "roll call")
