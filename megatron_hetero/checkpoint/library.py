@@ -299,4 +299,4 @@ def _require_same(every: Sequence[Mapping[str, Shape]], saved: Mapping[str, Shap
     """Check that a checkpoint has exactly the tensors of all ranks, on each in the same shape. Raises `UserError`."""
     union = dict(chain(*(own.items() for own in every)))
     for own in every:
-        require_tensors(checkpoint, saved, union | own)
+        require_tensors(checkpoint, saved, {**union, **own})
