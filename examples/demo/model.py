@@ -76,7 +76,7 @@ def write_model(folder: Path, model_type: str, corpus: Iterable[str], sizes: Dem
     data, without that of the template. The caller's random state is unchanged.
     """
     import torch
-    from transformers import GenerationConfig
+    from transformers import AutoModelForImageTextToText, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     prompt = SYSTEM_PROMPTS[model_type]
@@ -85,7 +85,7 @@ def write_model(folder: Path, model_type: str, corpus: Iterable[str], sizes: Dem
     config = model_config(model_type, sizes, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = FAMILIES[model_type].model_class()(config)
+        model = AutoModelForImageTextToText.from_config(config)
     ids = tokenizer.get_vocab()
     model.generation_config = GenerationConfig(
         bos_token_id=ids[END_OF_TEXT],

@@ -105,15 +105,6 @@ class OpenCheckpoint:
         require_own_name(folder, record.step, RECORD)
         return cls(folder, record, open_index(folder, manifest))
 
-    def require(self, shapes: ModelShapes) -> None:
-        """Check that it holds exactly the tensors of a model of `shapes`. Raises `UserError`."""
-        self.record.require_complete(index_shapes(self.index), shapes, self.folder)
-
-    def dtypes(self, shapes: Mapping[str, Shape]) -> dict[str, torch.dtype]:
-        """Return the dtypes of the model's weights, by stored name."""
-        found = index_dtypes(self.index)
-        return {name: found[f"{WEIGHTS}/{name}"] for name in shapes}
-
     def weight(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Read one tensor of the model, in its stored dtype."""
         values = torch.empty(matrix(shape), dtype=dtype)
@@ -150,9 +141,10 @@ def export_checkpoint(
     require_writable(target)
     folders, shapes = sources.read()
     stored = stored_shapes(shapes)
-    checkpoint.require(shapes)
+    checkpoint.record.require_complete(index_shapes(checkpoint.index), shapes, checkpoint.folder)
     require_configurations(sources, checkpoint)
-    dtypes, imported = checkpoint.dtypes(stored), checkpoint.record.imported_from is not None
+    of_all, imported = index_dtypes(checkpoint.index), checkpoint.record.imported_from is not None
+    dtypes = {name: of_all[f"{WEIGHTS}/{name}"] for name in stored}
     chosen = dtype or (STORED if imported else checkpoint.record.config["model"]["dtype"])
     targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
     sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}

@@ -240,11 +240,6 @@ class RunRecord:
         model = self.config["model"]
         return frozen_tensors(shapes, model["freeze"], model.get("train", ()))
 
-    @property
-    def optimizer(self) -> str:
-        """The setting `optimizer.name`."""
-        return self.config["optimizer"]["name"]
-
     def precision(self, module: str, field: str) -> str:
         """Return the setting `precision.MODULE.FIELD`."""
         return self.config.get("precision", {}).get(module, {}).get(field, "float32")
@@ -256,7 +251,9 @@ class RunRecord:
         return str(self.config[section][field])
 
     def require_resumable(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
-        """Check that a run with the record `new` may resume from this one. Raises `UserError` with both values."""
+        """Check that a run with the record `new` may resume from this one, and does not end before its step. Raises
+        `UserError` with both values.
+        """
         if self.imported_from is not None:
             return
         for name in (*(name for name in OVERRIDABLE if name != MODEL), "optimizer.name"):
@@ -270,11 +267,7 @@ class RunRecord:
                     because="the run would not continue as it began",
                     fix=f"restore it{more}",
                 )
-
-    def require_steps(self, new: RunRecord, checkpoint: Path) -> None:
-        """Check that the checkpoint is not past the end of the run `new`. Raises `UserError`."""
-        iters = new.config["train"]["iters"]
-        if self.step > iters:
+        if self.step > (iters := new.config["train"]["iters"]):
             raise UserError.at(
                 "train.iters (--train.iters)",
                 found=str(iters),
@@ -283,17 +276,13 @@ class RunRecord:
                 "checkpoint.dir",
             )
 
-    def require_complete(self, stored: Mapping[str, Shape], shapes: ModelShapes, checkpoint: Path) -> dict[str, Shape]:
+    def require_complete(self, stored: Mapping[str, Shape], shapes: ModelShapes, checkpoint: Path) -> None:
         """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model of
-        `shapes`. Returns them without random states. Raises `UserError` listing all faults.
+        `shapes`, besides random states. Raises `UserError` listing all faults.
         """
         found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
-        require_tensors(
-            checkpoint,
-            found,
-            expected_shapes(stored_shapes(shapes), self.frozen(shapes), optimizer_kind(self.optimizer)),
-        )
-        return found
+        kind = optimizer_kind(self.config["optimizer"]["name"])
+        require_tensors(checkpoint, found, expected_shapes(stored_shapes(shapes), self.frozen(shapes), kind))
 
     def require_same_model(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
         """Check that a run with the record `new` has the same model files other than weights, wherever its folders are.

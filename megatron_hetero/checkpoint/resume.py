@@ -33,7 +33,7 @@ from megatron_hetero.base.outputs import (
     without_manifest,
 )
 from megatron_hetero.checkpoint.contents import random_entries, read, written
-from megatron_hetero.checkpoint.index import INDEX, Entry, index_shapes, open_index
+from megatron_hetero.checkpoint.index import INDEX, Entry, Index, index_shapes, open_index
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import DatasetRecord, ModelSources, RunRecord, hashes
 from megatron_hetero.checkpoint.storage import read_entries, verified
@@ -249,23 +249,26 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
 
     group, working = state.topology.files, state.working
     manifest = verified(checkpoint, (INDEX, RECORD), group, working)
-    rank, ranks = state.topology.rank, state.topology.world_size
-    record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
-    on_first(group, lambda: require_own_name(checkpoint, record.step, RECORD))
-    on_first(group, lambda: record.require_resumable(new, allowed, checkpoint))
-    on_first(group, lambda: record.require_steps(new, checkpoint))
-    index = on_first(group, lambda: open_index(checkpoint, manifest), working)
+
+    def opened() -> tuple[RunRecord, Index]:
+        record = RunRecord.read(checkpoint)
+        require_own_name(checkpoint, record.step, RECORD)
+        record.require_resumable(new, allowed, checkpoint)
+        index = open_index(checkpoint, manifest)
+        record.require_complete(index_shapes(index), state.shapes, checkpoint)
+        record.require_same_model(new, allowed, checkpoint)
+        return record, index
+
+    record, index = on_first(group, opened, working)
     stored = index_shapes(index)
-    found = on_first(group, lambda: record.require_complete(stored, state.shapes, checkpoint))
-    on_first(group, lambda: record.require_same_model(new, allowed, checkpoint))
     # Imported weights take the place of the model's folder: the optimizers start from them as they would from that.
     imported = record.imported_from is not None
     optimizers = [None] * len(state.modules) if imported else state.optimizers
-    entries = read(state.modules, optimizers, stored_shapes(state.shapes), found, imported=imported)
+    entries = read(state.modules, optimizers, stored_shapes(state.shapes), stored, imported=imported)
     states = random_states(state.topology.platform)
-    own_random = list(random_entries(rank, states))
+    own_random = list(random_entries(state.topology.rank, states))
     # Random states of another kind of device do not fit.
-    fit = record.world_size == ranks and all(stored.get(entry.key) == entry.size for entry in own_random)
+    fit = record.world_size == new.world_size and all(stored.get(entry.key) == entry.size for entry in own_random)
     read_entries(checkpoint, index, chain(entries, own_random if fit else ()), group, working)
     if imported:
         state.optimizer.reload_model_params()

@@ -115,12 +115,6 @@ class Family:
 
         return CONFIG_MAPPING[model_type]
 
-    def model_class(self) -> Any:
-        """Return the `transformers` class of a whole model that generates."""
-        import transformers
-
-        return getattr(transformers, self._architecture)
-
     @property
     def _architecture(self) -> str:
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -186,9 +186,8 @@ class StepTrainer:
         """Run forward and backward of all micro-batches, then sum over ranks; gradients are not scaled by 1/N yet."""
         self.optimizer.zero_grad()
         dtype, outputs = self.job.dtype, self.job.outputs
-        result = self.runner.run(
-            self._schedule_of(batch), lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs)
-        )
+        schedule = self.job.schedule_of(len(batch.micro_batches))
+        result = self.runner.run(schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs))
         with self.watched(SUMS):
             return self.optimizer.reduce(result.loss, loss_counts_here=self.counts_loss).read()
 
@@ -231,9 +230,6 @@ class StepTrainer:
             "have not been updated. Lower optimizer.lr, add warm-up, or look for broken samples in this step."
         )
 
-    def _schedule_of(self, batch: StepBatch) -> Schedule:
-        return self.job.schedule_of(len(batch.micro_batches))
-
     # ------------------------------------------------------------------------------------------------- metrics
 
     def _metrics(
@@ -248,7 +244,7 @@ class StepTrainer:
         """Return the metrics of a step but for its time. All ranks exchange their numbers, once, before they update;
         the host waits for it. `laps`: this rank's seconds of each run of its modules.
         """
-        schedule = self._schedule_of(batch)
+        schedule = self.job.schedule_of(len(batch.micro_batches))
         runs = {name: self._runs(schedule, name) for name in self.shapes.encoders}
         own = [float(self.platform.peak_memory_bytes()), float(bool(stop)), *self._padding(batch)]
         for name, count in runs.items():

@@ -569,7 +569,7 @@ def test_an_interruption_leaves_nothing(untouched: Untouched, folders: Path, tmp
 def test_a_folder_of_checkpoints_stands_for_its_newest(untouched: Untouched, tmp_path: Path) -> None:
     folder = untouched.folder / "checkpoints"
     assert choose(CheckpointConfig(dir=tmp_path / "new", resume=folder))[0] == folder / "step-00000004"
-    with pytest.raises(UserError, match="new/manifest.json: missing"):
+    with pytest.raises(UserError, match="new/manifest.json: no such checkpoint"):
         choose(CheckpointConfig(dir=tmp_path, resume=tmp_path / "new"))
     with pytest.raises(UserError, match=rf"is itself a checkpoint.*--checkpoint.resume {folder}/step-00000002"):
         choose(CheckpointConfig(dir=folder / "step-00000002"))
