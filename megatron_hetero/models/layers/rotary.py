@@ -148,25 +148,39 @@ def rotated_heads(
 
 def split_heads(mixed: Tensor, tokens: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return views [n, G, heads of a group, D] of a projection's queries, keys and values, see `rotated_heads`."""
-    heads = mixed.view(len(mixed), mixed.shape[-2], mixed.shape[-1] // dim, dim)[:tokens]
+    heads = _of_tokens(mixed, tokens, dim)
     q, k, v = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
     return q, k, v
 
 
-def _turn(x: Tensor, table_2nD: Tensor, out: Tensor, *, back: bool = False) -> None:
+def _of_tokens(mixed: Tensor, tokens: int, dim: int) -> Tensor:
+    heads = mixed.view(len(mixed), mixed.shape[-2], mixed.shape[-1] // dim, dim)
+    return heads if tokens == len(mixed) else heads[:tokens]
+
+
+def _turn(x: Tensor, table_2nD: Tensor, out: Tensor, *, along: Tensor | None = None, back: bool = False) -> None:
     """Turn `x` [n, ..., D] into `out`: halves (a, b) to (a cos - b sin, b cos + a sin); with `back` the adjoint of
-    that.
+    that. `along`: the result of `_along`, if it is known.
     """
-    cosines, sines = (part.view(len(x), *[1] * (x.dim() - 2), x.shape[-1]) for part in table_2nD)
-    along, swapped = (x * cosines).chunk(2, dim=-1), x.chunk(2, dim=-1)[::-1]
-    parts = zip(along, swapped, sines.chunk(2, dim=-1)[:: -1 if back else 1], strict=True)
+    along = _along(x, table_2nD) if along is None else along
+    sines = _by_heads(table_2nD[1], x).chunk(2, dim=-1)
+    parts = zip(along.chunk(2, dim=-1), x.chunk(2, dim=-1)[::-1], sines[:: -1 if back else 1], strict=True)
     for (own, other, sin), to, sign in zip(parts, out.chunk(2, dim=-1), (1, -1) if back else (-1, 1), strict=True):
         torch.addcmul(own, other, sin, value=sign, out=to)
+
+
+def _along(x: Tensor, table_2nD: Tensor) -> Tensor:
+    """Multiply each element by its cosine, in fp32."""
+    return x * _by_heads(table_2nD[0], x)
 
 
 def _in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
     """Whether to compile, which does not pay for less than two tokens."""
     return compiles_for(x) and table_2nD.shape[1] > 1
+
+
+def _by_heads(part_nD: Tensor, x: Tensor) -> Tensor:
+    return part_nD.view(len(x), *[1] * (x.dim() - 2), x.shape[-1])
 
 
 class _Rotate(torch.autograd.Function):
@@ -215,11 +229,14 @@ class _RotatedHeads(torch.autograd.Function):
 
 
 def _heads_turned_by_parts(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:
-    q, k, v = split_heads(mixed, table_2nD.shape[1], dim)
-    turned_q, turned_k = q.new_empty(q.shape), k.new_empty(k.shape)
-    _turn(q, table_2nD, turned_q)
-    _turn(k, table_2nD, turned_k)
-    return turned_q.flatten(1, 2), turned_k.flatten(1, 2), v.flatten(1, 2).contiguous()
+    heads = _of_tokens(mixed, table_2nD.shape[1], dim)
+    # Queries and keys are side by side.
+    parts = (heads.shape[2] - 2, 1)
+    alongs = _along(heads[:, :, :-1], table_2nD).split(parts, dim=2)
+    outs = tuple(heads.new_empty(*heads.shape[:2], part, dim) for part in parts)
+    for x, along, out in zip(heads[:, :, :-1].split(parts, dim=2), alongs, outs, strict=True):
+        _turn(x, table_2nD, out, along=along)
+    return *(out.flatten(1, 2) for out in outs), heads[:, :, -1].contiguous()
 
 
 def _heads_turned_back(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
