@@ -71,7 +71,8 @@ class EncoderShape(TransformerShape, ItemShape):
         """Output names, each with the layer after which it is computed: `ROWS` first, then those that enter the
         language model deeper. All have the same number of rows, of the same width.
         """
-        return {ROWS: self.layers - 1}
+        ends = [end for end in self.architecture.ends if end.output]
+        return {end.output: end.at if isinstance(end.at, int) else self.layers - 1 for end in ends}
 
     def tokens(self, sizes: Iterable[Any]) -> Tokens:
         """Return the tokens that the encoder computes on for items of these sizes."""

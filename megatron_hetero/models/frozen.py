@@ -105,11 +105,10 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
     """Return the names that a pattern matches in folders with modules side by side or nested. Raises `UserError` if
     these are different tensors.
     """
-    canonical = family_of(shapes.text.family).canonical_name
-    flat, own = canonical(pattern), folder_shapes(shapes)
-    further = {name for name in stored_shapes(shapes) if fnmatchcase(name, flat)}
-    side_by_side, further = further & own.keys(), further - own.keys()
+    canonical, own = family_of(shapes.text.family).canonical_name, folder_shapes(shapes)
+    flat = {name for name in stored_shapes(shapes) if fnmatchcase(name, canonical(pattern))}
     nested = {name for name in own if canonical(n := nested_name(name)) == name and fnmatchcase(n, pattern)}
+    side_by_side = flat & own.keys()
     if side_by_side and nested and side_by_side != nested:
         raise UserError.at(
             f"{setting} (--{setting})",
@@ -117,7 +116,7 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
             f"(`{min(side_by_side)}`), and {len(nested)} where they nest them (`{nested_name(min(nested))}`)",
             fix="begin it with `model.layers.`, `model.language_model.` or `model.visual.`, or name a part",
         )
-    return side_by_side | nested | further
+    return flat | nested
 
 
 def _unmatched(setting: str, pattern: str, shapes: ModelShapes) -> UserError:

@@ -252,7 +252,8 @@ class PackedSelfAttention(Overlapping):
             if self.linear_qkv.weight.requires_grad:
                 ahead = Ahead(parts, self.tp_group)
         with not_saving(hidden):
-            mixed = self._by_group(first_in_parts(self.linear_qkv, hidden, parts, ahead)[0])
+            wide, _ = first_in_parts(self.linear_qkv, hidden, parts, ahead)
+        mixed = wide.view(*wide.shape[:-1], self.groups_on_rank, -1)
         out = self._attention(mixed, table_2nD, params, order)
         if ahead is not None:
             with not_saving(hidden):
@@ -264,10 +265,6 @@ class PackedSelfAttention(Overlapping):
         padded = _computed(partial(_padded, padding, order), out, again=again)
         with not_saving(padded):
             return second_in_parts(self.linear_proj, padded, parts)
-
-    def _by_group(self, wide: Tensor) -> Tensor:
-        """[S, 1, out] to [S, 1, groups, heads of a group * D]."""
-        return wide.view(*wide.shape[:-1], self.groups_on_rank, -1)
 
     def _attention(
         self, mixed: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None = None

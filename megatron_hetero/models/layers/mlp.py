@@ -143,7 +143,7 @@ class MLPModule(Overlapping):
         outs, bias = [], None
         for piece in hidden.split(max(1, self.recompute.chunk // self.shards)):
             with not_saving(hidden):
-                product = recompute(self._product_of_input, piece)
+                product = recompute(lambda x: self._product(*self.linear_fc1(x)), piece)
             with not_saving(product):
                 out, bias = self.linear_fc2(product)
             outs.append(out)
@@ -157,9 +157,6 @@ class MLPModule(Overlapping):
         product = recompute(self._product, *inputs) if self.recompute.selective else self._product(*inputs)
         with not_saving(product):
             return second_in_parts(self.linear_fc2, product, parts)
-
-    def _product_of_input(self, piece: Tensor) -> Tensor:
-        return self._product(*self.linear_fc1(piece))
 
     def _product(self, wide: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute gate and up [..., 2 ffn] to [..., ffn]; without a gate [..., ffn] to the same."""

@@ -68,7 +68,8 @@ def gather_keys(
     each. `lengths`: tokens of each member.
     """
     own = torch.cat((k_nHD, v_nHD), dim=1)
-    padded = F.pad(own, (0, 0, 0, 0, 0, max(lengths) - len(own)))
+    padding = max(lengths) - len(own)
+    padded = F.pad(own, (0, 0, 0, 0, 0, padding)) if padding else own
     gathered = gather_from_sequence_parallel_region(padded, tensor_parallel_output_grad=True, group=group)
     return gathered.index_select(0, index).chunk(2, dim=1)  # pyright: ignore[reportReturnType]
 

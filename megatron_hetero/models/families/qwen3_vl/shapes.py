@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -98,11 +97,6 @@ class VisionShape(ImageEncoderShape):
     def position_dims(self) -> int:
         """Coordinates of a patch: row and column, and how many there are of each in the image."""
         return 4
-
-    @property
-    def outputs(self) -> Mapping[str, int]:
-        """The rows of the last layer and those of earlier layers."""
-        return {ROWS: self.layers - 1} | {f"{DEEPSTACK}{i}": layer for i, layer in enumerate(self.deepstack)}
 
     def order(self, size: ImageSize) -> ItemOrder:
         """Return the image in raster order."""
