@@ -74,8 +74,8 @@ def of_mpu(state: Any, dist: Any) -> Arranged:
 
 
 def _arranged(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> Arranged:
-    """Degrees, and `ranks` reordered from `dims`, the last fastest, to the order of a layout. Raises `UserError` if they
-    do not ascend in it.
+    """Degrees, and `ranks` reordered from `dims`, the last fastest, to the order of a layout. Raises `UserError` if
+    they do not ascend in it.
     """
     order = sorted(range(len(dims)), key=lambda i: (-AXES.index(dims[i][0]), i))
     listed = np.reshape(ranks, [size for _, size in dims]).transpose(order).flatten().tolist()
