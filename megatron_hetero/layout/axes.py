@@ -117,7 +117,7 @@ class ModuleShape:
 
 
 class LayoutProblem(Exception):
-    """What is wrong with a layout: what was found, what was expected and why, and the axis to change if it is one."""
+    """A fault of a layout: what was found, what was expected and why, and the axis to change, if any."""
 
     def __init__(self, found: str, expected: str, why: str, axis: str = "") -> None:
         super().__init__(found)

@@ -1,4 +1,4 @@
-"""Other libraries' descriptions of parallelism, as dimensions and the ranks along them. Pure.
+"""Degrees and ranks from other libraries' descriptions of parallelism. Pure.
 
     DeviceMesh (PyTorch)            the last dimension varies fastest among ranks
     HyperCommGrid (Megatron-Core)   the first one does
@@ -74,8 +74,8 @@ def of_mpu(state: Any, dist: Any) -> Arranged:
 
 
 def _arranged(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> Arranged:
-    """Degrees, and `ranks` along `dims`, the last fastest, in the order of a layout. Raises `UserError` if that is not
-    ascending.
+    """Degrees, and `ranks` reordered from `dims`, the last fastest, to the order of a layout. Raises `UserError` if
+    they do not ascend in it.
     """
     order = sorted(range(len(dims)), key=lambda i: (-AXES.index(dims[i][0]), i))
     listed = np.reshape(ranks, [size for _, size in dims]).transpose(order).flatten().tolist()

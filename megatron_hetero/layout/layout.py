@@ -355,7 +355,7 @@ class Layout:
 
 
 def unfit(problem: LayoutProblem, module: str, text: str, fix: str, *, flags: bool) -> UserError:
-    """The error for a module's layout, such as ``text layout `tp:3` (axis tp): found ...``."""
+    """Return the error for a module's layout, such as ``text layout `tp:3` (axis tp): found ...``."""
     places = [*([f"--{module}-parallel"] if flags else []), *([f"axis {problem.axis}"] if problem.axis else [])]
     place = f" ({', '.join(places)})" if places else ""
     where = f"{module} layout `{text}`{place}".lstrip()
@@ -363,7 +363,7 @@ def unfit(problem: LayoutProblem, module: str, text: str, fix: str, *, flags: bo
 
 
 def advice(module: str, layout: Layout, world_size: int | None, *, flags: bool) -> str:
-    """The advice to try a layout, as a flag or as an argument such as ``text="tp:4"``."""
+    """Return the advice to try a layout, written as a flag or as an argument such as ``text="tp:4"``."""
     text = str(layout) if world_size is None else layout.short(world_size)
     if flags:
         return f"try `--{module}-parallel {text}`"
@@ -396,7 +396,7 @@ def _more_ranks(
     views: Sequence[View],
     flags: bool,
 ) -> str:
-    """Advice to start as many ranks as a layout needs, if the world has fewer and the layout is legal."""
+    """Return the advice to start as many ranks as a layout needs, if the world has fewer and the layout is legal."""
     wanted = _main_ranks(degrees) if ranks is None else ranks[-1] + 1
     if world_size is None or not world_size < wanted <= MOST_PLANNED or _misfit(degrees, ranks or range(wanted), views):
         return ""
@@ -433,8 +433,8 @@ def _main_ranks(degrees: Mapping[str, int]) -> int:
 
 
 def _misfit(degrees: Mapping[str, int], ranks: Sequence[int], views: Sequence[View]) -> LayoutProblem | None:
-    """Why these degrees do not fit the ranks; None if they do. The axes of samples take the ranks that are left unless
-    their degrees are given.
+    """Return why these degrees do not fit the ranks; None if they do. Axes of samples whose degrees are not given take
+    the ranks that are left.
     """
     size, needed = len(ranks), _main_ranks(degrees)
     found = f"degrees that multiply to {needed} on {size} ranks"

@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
         ("train.global_batch_size", "multiple of 4", "--train.global_batch_size 8"),
     ),
     "bad layout": (also("--vision-parallel", "sp:3"), ("--vision-parallel", "Try `--vision-parallel sp:2`")),
-    "layout of a later version": (also("--text-parallel", "pp:2"), ("--text-parallel", "pp:2", "try")),
+    "layout of a later version": (also("--text-parallel", "pp:2"), ("--text-parallel", "pp:2", "Try `--text-par")),
     "unknown field": (also("--train.itres", "3"), ("--train.itres", "did you mean", "iters")),
     "wrong type": (also("--train.iters", "many"), ("train.iters", "many", "integer")),
     "too long a sample": (also("--data.max_seq_length", "8"), ("data.jsonl:1", "max_seq_length")),
