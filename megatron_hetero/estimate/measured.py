@@ -135,15 +135,15 @@ def _first_alike(module: MeasuredModule) -> tuple[int, ...]:
     return tuple(found)
 
 
+FP32 = 4
 META = torch.device("meta")
 _tensor = partial(torch.empty, device=META)
 
-Run = Callable[[Tensor], Sequence[Tensor]]
-"""Maps the input of a part to its output and the rows that it returns."""
 
-
-def part_of(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> tuple[Run, Tensor]:
-    """The function that runs a part on a rank that works on `shard`, and its input."""
+def part_of(
+    module: MeasuredModule, part: ModulePart, shard: SequenceShard
+) -> tuple[Callable[[Tensor], Sequence[Tensor]], Tensor]:
+    """The function that runs a part on a rank that works on `shard` and returns its outputs, and its input."""
     model = _built(module, part)
     if part == FIRST and module.is_text:
         return partial(_embed, model), _tensor(shard.padded, dtype=torch.int64)
@@ -260,9 +260,6 @@ def _segments(spans: Spans, cp_lengths: tuple[int, ...] = ()) -> PackedSegments:
 
 
 _NO_ATTENTION = AttentionParams(_segments(()), (), ())
-
-
-FP32 = 4
 
 
 @dataclass(frozen=True)

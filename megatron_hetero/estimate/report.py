@@ -239,16 +239,17 @@ def _schedule(estimate: Estimate, width: int) -> Iterator[str]:
 
 def show_estimate(config: Config, request: EstimateRequest) -> None:
     """Print the estimate of a configuration, and draw it on request. Raises `UserError`."""
-    if request.plot is not None:
-        require_plot(request.plot)
+    plot = request.plot
+    if plot is not None:
+        require_plot(plot)
     if request.files:
         require_files(config)
-    replaced = request.plot is not None and request.plot.exists()
     estimate = Estimate.of(config, request.world_size)
     print_estimate(estimate)
-    if request.plot is not None:
-        draw_estimate(estimate, request.plot)
-        print(f"\nwrote {request.plot}{', replacing the previous file' if replaced else ''}")
+    if plot is not None:
+        replaced = ", replacing the previous file" if plot.exists() else ""
+        draw_estimate(estimate, plot)
+        print(f"\nwrote {plot}{replaced}")
 
 
 def require_files(config: Config) -> None:

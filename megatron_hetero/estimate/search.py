@@ -120,10 +120,8 @@ def shorter_waves(estimate: Estimate) -> Iterator[Change]:
 
 def no_run_ahead(estimate: Estimate) -> Iterator[Change]:
     """Let encoders on ranks of their own not run ahead."""
-    if (
-        any(encoder.style == "ahead" for encoder in estimate.job.schedule.encoders)
-        and estimate.job.config.schedule.run_ahead != 0
-    ):
+    ahead = any(encoder.style == "ahead" for encoder in estimate.job.schedule.encoders)
+    if ahead and estimate.job.config.schedule.run_ahead != 0:
         yield Change({"schedule.run_ahead": 0})
 
 
@@ -261,7 +259,6 @@ CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
 )
 """All changes that the search tries."""
 
-
 SHOWN = 2
 """Alternatives that the search looks for."""
 LEAST_TRIES, MOST_TRIES = 8, 60
@@ -276,7 +273,6 @@ MOST_RANKS = 1024
 """The largest world that is tried."""
 SLACK = 1.02
 """Pairs are estimated whose summed savings come this close to the limit."""
-
 CLOSEST = 3
 """Pairs that are estimated where none should fit, to report the closest."""
 
