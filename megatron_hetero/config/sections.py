@@ -469,9 +469,9 @@ USABLE_GIB: Mapping[GpuName, float] = {
 class EstimateConfig(Section):
     """Section `plan`: the data and the GPU that `--plan` assumes."""
 
-    images: int = option(1, "Assumed images per sample and encoder.", at_least=0)
+    images: int = option(1, "Assumed images per sample and encoder.", at_least=0, at_most=1 << 16)
     image_side: int = option(896, "Assumed image width and height in pixels, as encoded.", at_least=1)
-    tokens: int = option(512, "Assumed tokens per sample, image tokens excluded.", at_least=1)
+    tokens: int = option(512, "Assumed tokens per sample, image tokens excluded.", at_least=1, at_most=1 << 23)
     supervised: float = option(0.5, "Assumed share of these tokens that is supervised.", above=0, at_most=1)
     memory_gb: GpuName | float | None = option(
         None,

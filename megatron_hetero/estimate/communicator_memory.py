@@ -65,26 +65,22 @@ def bytes_by_rank(kinds: Sequence[CommunicatorKind], world_size: int) -> np.ndar
 
 
 def _exchange_bytes(kind: CommunicatorKind) -> int:
-    """Bytes of connections for messages and all-to-alls."""
+    """Bytes of connections for messages and all-to-alls: to peers on the same node, and one for all other nodes."""
     exchanges = any(not isinstance(use, Axes) or use.exchanges for use in kind.uses)
     channels = max_ctas(kind.uses[0]) or PEER_CHANNELS
-    return exchanges * max(map(_others, kind.groups)) * PEER_BYTES * channels // PEER_CHANNELS
+    peers = max(max(nodes.values()) - 1 + (len(nodes) > 1) for nodes in map(_by_node, kind.groups))
+    return exchanges * peers * PEER_BYTES * channels // PEER_CHANNELS
 
 
 def _collective_bytes(ranks: Ranks) -> int:
     """Bytes of rings, trees and NVLS."""
-    local = _of_a_node(ranks)
+    local = max(_by_node(ranks).values())
     return 3 * RING_BYTES + (local > 2) * local * NVLS_BYTES
 
 
-def _of_a_node(ranks: Ranks) -> int:
-    """The largest number of ranks on one node."""
-    return max(Counter(rank // NODE for rank in ranks).values())
-
-
-def _others(ranks: Ranks) -> int:
-    """Peers with buffers: those of the same node, and one for all other nodes."""
-    return _of_a_node(ranks) - 1 + (len({rank // NODE for rank in ranks}) > 1)
+def _by_node(ranks: Ranks) -> Counter[int]:
+    """Number of ranks on each node."""
+    return Counter(rank // NODE for rank in ranks)
 
 
 ALLOWANCES: tuple[str, ...] = ("context", "communicators", "fragmentation")

@@ -5,8 +5,8 @@ model's `config.json`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import accumulate
 from operator import add
@@ -21,7 +21,6 @@ from megatron_hetero.estimate.communicator_memory import ALLOWANCES, allowance_b
 from megatron_hetero.estimate.lifetimes import RankBytes, StageBytes, peak_activations, stage_bytes
 from megatron_hetero.estimate.measured import MeasuredModule
 from megatron_hetero.estimate.parameters import (
-    GatheredBytes,
     Parameter,
     ParameterBytes,
     gathered_bytes,
@@ -33,7 +32,6 @@ from megatron_hetero.estimate.shards import AssumedBatch, ModuleShards, Sequence
 from megatron_hetero.estimate.time import durations
 from megatron_hetero.estimate.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.job import JobSpec
-from megatron_hetero.layout.axes import View
 from megatron_hetero.layout.communicators import CommunicatorKind, communicators
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.pipeline import stages_of_rank
@@ -43,12 +41,10 @@ from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
 """Kinds of memory, in the order of the columns of `Estimate.memory`."""
-_Place = tuple[str, int]
-"""A module and a coordinate of its pipeline."""
 _Call = tuple[str, int]
 """A module and the number of micro-batches in a call of it."""
 PLANNED_TURNS = 1 << 13
-"""The most turns of all stages that are simulated, some seconds' work; a larger batch is estimated as this one."""
+"""The most turns of all stages that are simulated, some seconds' work; larger batches are refused."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,18 +98,10 @@ class Estimate:
         return cls(job, AssumedBatch.of(job), world_size, gpu)
 
     @cached_property
-    def parameters(self) -> dict[_Place, ParameterBytes]:
+    def parameters(self) -> dict[tuple[str, int], ParameterBytes]:
         """Memory of the parameters of a rank, by module and pipeline coordinate."""
-        return {place: _parameter_bytes(self.job, place) for place in self._places}
-
-    @cached_property
-    def gathered(self) -> dict[_Place, GatheredBytes]:
-        """Memory of gathered weights of a rank, by module and pipeline coordinate."""
-        return {place: _gathered(self.assumed, place) for place in self._places}
-
-    @property
-    def _places(self) -> list[_Place]:
-        return [(name, at) for name, layout in self.job.layouts.items() for at in range(layout.pp)]
+        places = [(name, at) for name, layout in self.job.layouts.items() for at in range(layout.pp)]
+        return {place: _parameter_bytes(self.assumed, *place) for place in places}
 
     @cached_property
     def shards(self) -> dict[str, ModuleShards]:
@@ -162,11 +150,11 @@ class Estimate:
         table = np.zeros((self.world_size, len(KINDS)), np.int64)
         stays, running, updates = np.zeros((3, self.world_size), np.int64)
         for (name, at), held in self.parameters.items():
-            ranks, gathered = np.array(self.job.layouts[name].stage(at).ranks), self.gathered[name, at]
+            ranks = np.array(self.job.layouts[name].stage(at).ranks)
             table[ranks, :3] += held.weights, held.gradients, held.optimizer
-            stays[ranks] += gathered.stays
+            stays[ranks] += held.stays
             # Modules run, and are updated, one at a time.
-            running[ranks] = np.maximum(running[ranks], gathered.running)
+            running[ranks] = np.maximum(running[ranks], held.running)
             updates[ranks] = np.maximum(updates[ranks], held.update)
         table[:, 3], workspace, _ = self._activations.T
         table[:, 4] = self._staging()
@@ -232,45 +220,43 @@ class Estimate:
         computed once for all ranks of a role with equal shards and rows.
         """
         found, schedule = np.zeros((self.world_size, 3), np.int64), self.job.schedule
-        rows = np.concatenate([np.zeros((0, self.world_size), np.int64), *map(self._rows, self.boundaries)])
+        rows = {boundary.edge: self._rows(boundary) for boundary in self.boundaries}
+        numbers = {call: np.zeros(self.world_size, np.int64) for call in self._calls}
+        for (name, size), shards in self._calls.items():
+            numbers[name, size][np.array(self.job.layouts[name].ranks)] = shards.of_rank
+        columns = np.vstack([*numbers.values(), *(side for of_edge in rows.values() for side in of_edge)])
         for role in schedule.roles:
-            names, ranks = {name for name, _ in role.held_stages}, np.array(role.ranks)
-            calls = [call for call in self._calls if call[0] in names]
-            places = [np.searchsorted(np.array(self.job.layouts[name].ranks), ranks) for name, _ in calls]
-            numbers = [self._calls[call].of_rank[at] for call, at in zip(calls, places, strict=True)]
-            kinds, which = np.unique(np.vstack([*numbers, rows[:, ranks]]), axis=1, return_inverse=True)
-            peaks = []
-            for kind in kinds.T.tolist():
-                of_rank = self._rank_bytes(role, dict(zip(calls, kind, strict=False)), kind[len(calls) :])
-                peaks.append(peak_activations(schedule, role, of_rank))
-            found[ranks] = np.array(peaks)[which.ravel()]
+            ranks = np.array(role.ranks)
+            _, first, which = np.unique(columns[:, ranks], axis=1, return_index=True, return_inverse=True)
+            sizes = [self._rank_bytes(role, rank, numbers, rows) for rank in ranks[first].tolist()]
+            found[ranks] = np.array([peak_activations(schedule, role, each) for each in sizes])[which.ravel()]
         return found
 
     def _rows(self, boundary: BoundaryTraffic) -> np.ndarray:
-        """Rows held and needed by each rank in each crossing, int64 [2 · crossings, ranks]."""
-        found = np.zeros((len(boundary.crossings), 2, self.world_size), np.int64)
+        """Rows held by each rank in each crossing, and rows needed, int64 [2, crossings, ranks]."""
+        found = np.zeros((2, len(boundary.crossings), self.world_size), np.int64)
         for number, crossing in enumerate(boundary.crossings):
             forward = crossing["forward"]
-            found[number][:, forward.ranks] = forward.held, forward.needed
-        return found.reshape(-1, self.world_size)
+            found[:, number, forward.ranks] = forward.held, forward.needed
+        return found
 
-    def _rank_bytes(self, role: Role, numbers: Mapping[_Call, int], rows: Sequence[int]) -> RankBytes:
-        """Sizes on a rank. `numbers`: of its shards, by call. `rows`: held and needed in each crossing."""
-        width, left = self.job.shapes.text.hidden * self.job.dtype.itemsize, iter(rows)
-        held, needed = dict[Edge, list[int]](), dict[Edge, list[int]]()
+    def _rank_bytes(
+        self, role: Role, rank: int, numbers: Mapping[_Call, np.ndarray], rows: Mapping[Edge, np.ndarray]
+    ) -> RankBytes:
+        """Sizes on a rank of a role. `numbers`: of the ranks' shards; `rows`: see `_rows`."""
+        width, held, needed = self.job.shapes.text.hidden * self.job.dtype.itemsize, {}, {}
         for boundary in self.boundaries:
-            of_row = boundary.outputs * width
-            crossings = [(next(left) * of_row, next(left) * of_row) for _ in boundary.crossings]
+            of_rank = rows[boundary.edge][:, list(boundary.numbers), rank] * (width * boundary.outputs)
             leaves, enters = self.job.schedule.crosses(role, boundary.edge)
             if leaves:
-                held[boundary.edge] = [crossings[which][0] for which in boundary.numbers]
+                held[boundary.edge] = of_rank[0].tolist()
             if enters:
-                needed[boundary.edge] = [crossings[which][1] for which in boundary.numbers]
+                needed[boundary.edge] = of_rank[1].tolist()
         stages = {
-            (name, stage, call[1]): self._stage(name, stage, self._calls[call].shards[number])
+            (name, stage, size): self._stage(name, stage, shards.shards[numbers[name, size][rank]])
             for name, stage in role.held_stages
-            for call, number in numbers.items()
-            if call[0] == name and self._calls[call].used
+            for (module, size), shards in self._calls.items()
+            if module == name and shards.used
         }
         outputs = {boundary.edge: boundary.outputs for boundary in self.boundaries}
         return RankBytes(stages, held, needed, outputs, self.assumed.calls)
@@ -284,48 +270,33 @@ class Estimate:
         return {name: MeasuredModule.of(self.job, name, gpu=self.gpu) for name in self.job.layouts}
 
 
-def _parameters_in(job: JobSpec, place: _Place, view: View) -> tuple[Parameter, ...]:
-    name, at = place
-    layout = job.layouts[name]
-    stages, holders = stages_of_rank(job.stages[name], at, layout.pp), layout.ways("weights", "experts", view=view)
-    return parameters_of(name, job.shapes, holders, stages, job.frozen.tensors, view.name)
-
-
-def _parameter_bytes(job: JobSpec, place: _Place) -> ParameterBytes:
-    """Memory of the parameters of all views on the ranks of a stage."""
-    config, (name, _) = job.config, place
-    every = [
-        parameter_bytes(
-            _parameters_in(job, place, view),
-            job.layouts[name].ways("tokens", "samples", view=view),
-            job.dtype.itemsize,
-            job.optimizer,
-            config.precision_of(name),
-            on_host=config.offload_of(name).states,
-            zero=config.zero_of(name),
-        )
-        for view in job.layouts[name].every_view
-    ]
-    return reduce(add, every)
-
-
-def _gathered(assumed: AssumedBatch, place: _Place) -> GatheredBytes:
-    """Memory that ZeRO 2 and 3 gather on the ranks of a stage."""
-    job, (name, _) = assumed.job, place
+def _parameter_bytes(assumed: AssumedBatch, name: str, at: int) -> ParameterBytes:
+    """Memory of the parameters of all views on the ranks of a stage of a module."""
+    job = assumed.job
     config, layout, itemsize = job.config, job.layouts[name], job.dtype.itemsize
-    zero, held = config.zero_of(name), [p for view in layout.every_view for p in _parameters_in(job, place, view)]
+    precision, zero = config.precision_of(name), config.zero_of(name)
+    stages = stages_of_rank(job.stages[name], at, layout.pp)
+    every, found = list[Parameter](), list[ParameterBytes]()
+    for view in layout.every_view:
+        holders, ranks = layout.ways("weights", "experts", view=view), layout.ways("tokens", "samples", view=view)
+        own = parameters_of(name, job.shapes, holders, stages, job.frozen.tensors, view.name)
+        on_host = config.offload_of(name).states
+        found.append(parameter_bytes(own, ranks, itemsize, job.optimizer, precision, on_host=on_host, zero=zero))
+        every += own
+    total = reduce(add, found)
     ranks = max(layout.ways("tokens", "samples", view=view) for view in layout.every_view)
-    if not shares_weights(zero, ranks, any(parameter.trains for parameter in held)):
-        return GatheredBytes()
+    if not shares_weights(zero, ranks, total.trained > 0):
+        return total
     is_head = name == TEXT and job.shapes.text.tied and layout.pp == 1
-    exchanged = gradient_itemsize(itemsize, config.precision_of(name))
+    exchanged = gradient_itemsize(itemsize, precision)
     # Gradients of chunks are summed in the dtype of the sum.
     whole = exchanged if config.model.chunk.get(name, 0) else itemsize
     span, turns = span_of(job.schedule.module[name], zero), (*job.schedule.waves, *job.schedule.returned)
     if all(any(call[0] <= turn[0] and turn[-1] <= call[-1] for call in assumed.calls[name]) for turn in turns if turn):
         # With one call per turn, weights need not stay for a next one.
         span = "run" if span == "wave" else span
-    return gathered_bytes(held, itemsize, whole + exchanged, span, is_head=is_head)
+    stays, running = gathered_bytes(every, itemsize, whole + exchanged, span, is_head=is_head)
+    return replace(total, stays=stays, running=running)
 
 
 def _boundary(assumed: AssumedBatch, edge: Edge) -> BoundaryTraffic:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
-from weakref import WeakSet, ref
+from weakref import ref
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_hetero.base.errors import ROWS, TEXT
 from megatron_hetero.estimate.shards import SequenceShard, Spans
@@ -134,15 +135,15 @@ def _first_alike(module: MeasuredModule) -> tuple[int, ...]:
     return tuple(found)
 
 
+FP32 = 4
 META = torch.device("meta")
 _tensor = partial(torch.empty, device=META)
 
-Run = Callable[[Tensor], Sequence[Tensor]]
-"""Maps the input of a part to its output and the rows that it returns."""
 
-
-def part_of(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> tuple[Run, Tensor]:
-    """The function that runs a part on a rank that works on `shard`, and its input."""
+def part_of(
+    module: MeasuredModule, part: ModulePart, shard: SequenceShard
+) -> tuple[Callable[[Tensor], Sequence[Tensor]], Tensor]:
+    """The function that runs a part on a rank that works on `shard` and returns its outputs, and its input."""
     model = _built(module, part)
     if part == FIRST and module.is_text:
         return partial(_embed, model), _tensor(shard.padded, dtype=torch.int64)
@@ -261,9 +262,6 @@ def _segments(spans: Spans, cp_lengths: tuple[int, ...] = ()) -> PackedSegments:
 _NO_ATTENTION = AttentionParams(_segments(()), (), ())
 
 
-FP32 = 4
-
-
 @dataclass(frozen=True)
 class PartBytes:
     """Device memory of a part. `saved`: what autograd saves; `stays`: the tensors among it that are too small to be
@@ -307,7 +305,7 @@ class Memory(TorchDispatchMode):
         self.gpu = gpu
         self.live = self.peak = 0
         self._sizes, self._ends = dict[int, int](), dict[int, Any]()
-        self._saved = WeakSet[_Saved]()
+        self._saved = WeakTensorKeyDictionary()
         self._packed: list[Tensor] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -337,9 +335,9 @@ class Memory(TorchDispatchMode):
 
     def measure(self, run: Callable[[Tensor], Sequence[Tensor]], given: Tensor) -> PartBytes:
         """Run a part forward and backward. The first output of `run` is passed on to the next part."""
-        with self, saved_tensors_hooks(self._pack, _Saved.unpack):
+        with self, saved_tensors_hooks(self._pack, lambda saved: saved):
             outs = run(given)
-            kept = {address_of(saved.tensor) for saved in self._saved}
+            kept = {address_of(saved) for saved in self._saved}
             others = sum(self._sizes.get(address, 0) for address in {address_of(out) for out in outs} - kept)
             passed = outs[0].nbytes if outs[0].dim() == 3 else 0
             saved = [self._sizes[address] for address in kept if address in self._sizes]
@@ -362,11 +360,11 @@ class Memory(TorchDispatchMode):
         least = OffloadSizes.of(self.gpu).least
         return PartBytes(sum(saved), sum(size for size in saved if size < least), passed, forward, backward)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor.detach())
-        self._saved.add(saved)
+    def _pack(self, tensor: Tensor) -> Tensor:
+        saved = tensor.detach()
+        self._saved[saved] = None  # until autograd frees it
         if self._packed is not None:
-            self._packed.append(saved.tensor)
+            self._packed.append(saved)
         return saved
 
     def _hold(self, out: Any, *given: Any) -> None:
@@ -386,16 +384,6 @@ class Memory(TorchDispatchMode):
     def _end(self, address: int, _: Any) -> None:
         self.live -= self._sizes.pop(address)
         del self._ends[address]
-
-
-class _Saved:
-    """A tensor that autograd saves."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-
-    def unpack(self) -> Tensor:
-        return self.tensor
 
 
 class _Outcome(torch.autograd.Function):

@@ -83,7 +83,8 @@ def _rows(tensor_slice: TensorSlice) -> int:
 class ParameterBytes:
     """Memory of a rank's parameters: `parameters`, `trained` in elements, the rest in bytes.
 
-    `host`: states in host memory. `update`: further device memory during an update.
+    `host`: states in host memory. `update`: further device memory during an update. `stays`, `running`: what ZeRO 2 and
+    3 gather, the most between runs of the module, and besides in a run.
     """
 
     parameters: int
@@ -93,6 +94,8 @@ class ParameterBytes:
     optimizer: int
     host: int
     update: int
+    stays: int = 0
+    running: int = 0
 
     def __add__(self, other: ParameterBytes) -> ParameterBytes:
         """The sum; updates do not overlap."""
@@ -119,7 +122,9 @@ def parameter_bytes(
     weights, buffer, held = every, trained, trained
     shares = shares_weights(zero, ranks, trained > 0)
     if shares:
-        weights, buffer = (sum(_share(p, ranks) for p in of) for of in (parameters, moving))
+        weights, buffer = (
+            sum(rows_of_share(p.rows, ranks) * (p.elements // p.rows) for p in of) for of in (parameters, moving)
+        )
         held = buffer
     elif optimizer.sharded:
         held = -(-trained // ranks)
@@ -157,27 +162,16 @@ def gradient_itemsize(itemsize: int, precision: PrecisionConfig) -> int:
     return 4 if itemsize == 4 else _GRADIENT[precision.gradients]
 
 
-def _share(parameter: Parameter, ranks: int) -> int:
-    return rows_of_share(parameter.rows, ranks) * (parameter.elements // parameter.rows)
-
-
 _EMBEDDING = "embedding"
 """The embedding, an FSDP2 unit of its own."""
 
 
-@dataclass(frozen=True)
-class GatheredBytes:
-    """Gathered bytes of a module on one rank: `stays` between its runs at most, `running` only during one."""
-
-    stays: int = 0
-    running: int = 0
-
-
 def gathered_bytes(
     parameters: Sequence[Parameter], itemsize: int, gradient: int, span: GatherSpan, *, is_head: bool
-) -> GatheredBytes:
-    """Gathered weights and gradients in exchange. `itemsize`: bytes of a weight; `gradient`: of its gradient, whole
-    and as it is sent. `is_head`: whether the embedding is also the head.
+) -> tuple[int, int]:
+    """Bytes of gathered weights and of gradients in exchange: the most between runs of a module, and besides in a run.
+    `itemsize`: bytes of a weight; `gradient`: of its gradient, whole and as it is sent. `is_head`: whether the
+    embedding is also the head.
     """
     whole, exchanged = defaultdict[str, int](int), defaultdict[str, int](int)
     for parameter in parameters:
@@ -185,14 +179,14 @@ def gathered_bytes(
         whole[unit] += parameter.elements * itemsize
         exchanged[unit] += parameter.elements * parameter.trains * gradient
     if span != "run":
-        return GatheredBytes(sum(whole.values()), max(whole.values()) + max(exchanged.values()))
+        return sum(whole.values()), max(whole.values()) + max(exchanged.values())
     layers = [unit for unit in whole if unit.startswith(LAYERS)]
     sizes, embedding = [whole[unit] for unit in layers], whole[_EMBEDDING]
     # All layers are gathered before gradients of the embedding and of the rest are exchanged.
     of_layers = max((exchanged[unit] for unit in layers), default=0) + max(sizes, default=0)
     of_layers += max(map(sum, pairwise(sizes)), default=sum(sizes))
     stays = whole[""] + embedding * is_head
-    return GatheredBytes(stays, max(of_layers, *exchanged.values(), embedding * (1 + (not is_head))))
+    return stays, max(of_layers, *exchanged.values(), embedding * (1 + (not is_head)))
 
 
 def _unit_of(name: str) -> str:

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.problems import shortened
+from megatron_hetero.layout.grammar import runs_of
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.pipeline import stages_of_rank
-from megatron_hetero.schedule.drawing import colours_of, draw_legend, draw_panel, new_figure, timelines_of, write_plot
+from megatron_hetero.schedule.drawing import colours_of, draw_legend, draw_panel, new_figure, write_plot
 from megatron_hetero.schedule.simulator import Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_ROWS = 24
-"""The most roles in the plot of the schedule."""
 MOST_MARKS = 128
 """The most marks between replicas or ranks of a module."""
 CHARACTER = 0.0068
@@ -26,8 +25,11 @@ CHARACTER = 0.0068
 
 def draw_estimate(estimate: Estimate, file: Path) -> None:
     """Draw topology and schedule to an SVG or PNG file. Raises `UserError`."""
-    rows = _shown(timelines_of(estimate.simulation))
-    scaled = {_short(label): [_scaled(span) for span in spans] for label, spans in rows.items()}
+    timelines = zip(estimate.job.schedule.roles, estimate.simulation.spans, strict=True)
+    scaled = {
+        f"{shortened(role.ranks, 24)} {role.name}": [Span(s.action, s.start / 1e12, s.end / 1e12) for s in spans]
+        for role, spans in timelines
+    }
     colours = colours_of([scaled])
     modules = len(estimate.job.layouts)
     figure = new_figure((15, 1.6 + 0.95 * modules + 0.36 * max(2, len(scaled))))
@@ -41,24 +43,6 @@ def draw_estimate(estimate: Estimate, file: Path) -> None:
     write_plot(figure, file)
 
 
-def _shown(rows: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
-    """The first and last rows, where there are too many."""
-    if len(rows) <= MOST_ROWS:
-        return dict(rows)
-    labels, half = list(rows), MOST_ROWS // 2
-    left = f"… {len(rows) - 2 * half} more"
-    return {label: rows.get(label, ()) for label in [*labels[:half], left, *labels[-half:]]}
-
-
-def _short(label: str) -> str:
-    ranks, _, name = label.partition(" ")
-    return label if len(ranks) <= 24 else f"{ranks[: ranks.rindex(',', 0, 23) + 1]}… {name}"
-
-
-def _scaled(span: Span) -> Span:
-    return Span(span.action, span.start / 1e12, span.end / 1e12)
-
-
 # ----------------------------------------------------------------------------------------------- topology
 
 
@@ -67,7 +51,7 @@ def _draw_topology(axis: Axes, estimate: Estimate, colours: Mapping[str, str]) -
     for at, (name, layout) in enumerate(layouts.items()):
         for stage in range(layout.pp):
             ranks = layout.stage(stage).ranks
-            for first, last in _runs(ranks):
+            for first, last in runs_of(ranks):
                 whole = last - first + 1 == len(ranks)
                 texts = _texts(estimate, name, layout, stage) if whole else [f"pp {stage}"]
                 _draw_block(axis, at, first, last, colours[name], texts, estimate.world_size)
@@ -83,12 +67,6 @@ def _draw_topology(axis: Axes, estimate: Estimate, colours: Mapping[str, str]) -
     axis.set_xlabel("rank")
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(left=False)
-
-
-def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last rank of each contiguous run."""
-    ends = [i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1] + 1]
-    return [(ranks[a], ranks[b - 1]) for a, b in zip([0, *ends], [*ends, len(ranks)], strict=True)]
 
 
 def _texts(estimate: Estimate, name: str, layout: Layout, stage: int) -> list[str]:

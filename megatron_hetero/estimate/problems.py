@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 
@@ -15,7 +15,6 @@ from megatron_hetero.hf.weight_map import split_length
 from megatron_hetero.job import micro_batch_setting
 from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.grammar import format_ranks
-from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.shapes import assumed_sample
 from megatron_hetero.schedule.program import Role
 
@@ -25,8 +24,6 @@ MOST_PADDING = 0.01
 """Share of a width that may be padding without a report."""
 UNEVEN = 1.25
 """Ratio to the mean that a pipeline stage may compute without a report."""
-COLLECTIVES: Mapping[str, int] = {"sp": 2, "cp": 1}
-"""Collectives per pass of a layer with full attention, by axis (`models.layers.attention`)."""
 
 
 @dataclass(frozen=True)
@@ -45,31 +42,21 @@ def problems_of(estimate: Estimate) -> tuple[Problem, ...]:
 
 # ------------------------------------------------------------------------------------------------- memory
 
-_RECOMPUTE = "--schedule.kind recompute with no schedule.waves"
-
 
 def _memory(estimate: Estimate) -> Iterator[Problem]:
-    limit = estimate.job.config.plan.memory_bytes
-    if limit is None:
+    plan, totals = estimate.job.config.plan, estimate.totals
+    limit, worst = plan.memory_bytes, int(totals.argmax())
+    if limit is None or totals[worst] <= limit:
         return
-    over = np.flatnonzero(estimate.totals > limit)
-    if not len(over):
-        return
-    worst = int(estimate.totals.argmax())
+    gpu = f"{limit / 1e9:.1f} GB of {plan.memory_gb}" if isinstance(plan.memory_gb, str) else f"{plan.memory_gb:g} GB"
     kind = KINDS[int(estimate.memory[worst].argmax())]
     role = estimate.job.schedule.roles[estimate.job.schedule.role_index[worst]]
-    needed, allowance = _gb(estimate.totals[worst]), _gb(estimate.allowance[worst].sum())
     yield Problem(
-        f"a GPU's memory (plan.memory_gb), {_memory_text(estimate, limit)}, is not enough for "
-        f"{_counted(len(over), 'rank')}: rank {worst} ({role.name}) needs {needed}, {allowance} of it allowance, and "
-        f"of the rest most is {kind}",
+        f"a GPU's memory (plan.memory_gb), {gpu}, is not enough for {_counted((totals > limit).sum(), 'rank')}: rank "
+        f"{worst} ({role.name}) needs {_gb(totals[worst])}, {_gb(estimate.allowance[worst].sum())} of it allowance, "
+        f"and of the rest most is {kind}",
         _against_memory(estimate, limit, _modules(role)),
     )
-
-
-def _memory_text(estimate: Estimate, limit: int) -> str:
-    chosen = estimate.job.config.plan.memory_gb
-    return f"{limit / 1e9:.1f} GB of {chosen}" if isinstance(chosen, str) else f"{chosen:g} GB"
 
 
 def _gb(size: float) -> str:
@@ -139,27 +126,19 @@ def _idle_replicas(estimate: Estimate) -> Iterator[Problem]:
         setting = micro_batch_setting(estimate.job.config)
         if images and idle:
             what = "a micro-batch" if size == 1 else f"{size} micro-batches"
+            heads = estimate.job.shapes.encoders[name].architecture.heads
+            axis = "sp" if heads // layout.tp > layout.sp else "cp"  # over which tokens can be split further
             yield Problem(
                 f"{idle:,} of the {layout.dp:,} replicas of {name} have no image in {what} of {images:,}",
-                f"raise {setting}, or give {name} less dp and more {_more_axis(estimate, name, layout)}",
+                f"raise {setting}, or give {name} less dp and more {axis}",
             )
-
-
-def _more_axis(estimate: Estimate, name: str, layout: Layout) -> str:
-    """The axis over which tokens can be split further."""
-    heads = estimate.job.shapes.encoders[name].architecture.heads
-    return "sp" if heads // layout.tp > layout.sp else "cp"
 
 
 def _empty_shards(estimate: Estimate) -> Iterator[Problem]:
     for name in estimate.job.shapes.encoders:
         layout, shards = estimate.job.layouts[name], estimate.shards[name]
-        members = layout.ways("tokens")
-        if not shards.used or members == 1:
-            continue
-        idle = [bool(shard.segments) and not shard.tokens for shard in shards.shards]
-        empty = int(np.array(idle)[shards.of_rank].sum())
-        if empty:
+        idle = [number for number, shard in enumerate(shards.shards) if shard.segments and not shard.tokens]
+        if empty := int(np.isin(shards.of_rank, idle).sum()):
             yield Problem(
                 f"no window of their replica's images falls to {_counted(empty, 'rank')} of {name} under "
                 f"{layout.degrees_text}",
@@ -170,42 +149,23 @@ def _empty_shards(estimate: Estimate) -> Iterator[Problem]:
 def _exchanges(estimate: Estimate) -> Iterator[Problem]:
     """Encoders without windows whose tokens are split: every layer exchanges them."""
     for name, shape in estimate.job.shapes.encoders.items():
-        layout = estimate.job.layouts[name]
-        split = {axis: layout.degrees[axis] for axis in axes_of("tokens") if layout.degrees[axis] > 1}
-        if (
-            not estimate.shards[name].used
-            or not split
-            or any(layer.attention.windowed for layer in shape.architecture.layers)
-        ):
+        layout, windowed = estimate.job.layouts[name], any(e.attention.windowed for e in shape.architecture.layers)
+        split = [f"{axis}:{layout.degrees[axis]}" for axis in axes_of("tokens") if layout.degrees[axis] > 1]
+        if windowed or not split or not estimate.shards[name].used:
             continue
-        ranks = ",".join(f"{axis}:{degree}" for axis, degree in split.items())
-        collectives = shape.layers * sum(COLLECTIVES[axis] for axis in split) * _passes(estimate, name)
+        replicas, images = layout.ways("tokens", "samples"), sum(map(len, estimate.assumed.assigned(name)))
+        whole = replace(layout, **dict.fromkeys(axes_of("tokens"), 1), dp=replicas)
+        flag = f"--{name}-parallel {whole.short(estimate.world_size)}"
+        fix = f"assign whole images to ranks, of which a micro-batch has {images:,}: try {flag}"
+        if images < replicas:
+            fix = (
+                f"keep it for large images; a micro-batch has {_counted(images, 'image')}, and with {replicas:,} or "
+                f"more ({micro_batch_setting(estimate.job.config)}) {flag} would exchange nothing"
+            )
         yield Problem(
-            f"{name} has no windows, so that each of its {shape.layers} layers exchanges tokens over {ranks}, "
-            f"{collectives:,} collectives in a micro-batch",
-            _whole_images(estimate, name, layout),
+            f"{name} has no windows, so that each of its {shape.layers} layers exchanges tokens over {','.join(split)}",
+            fix,
         )
-
-
-def _passes(estimate: Estimate, name: str) -> int:
-    """Passes of an encoder's layers in a micro-batch, forward and backward."""
-    job = estimate.job
-    if not job.frozen.trains(name):
-        return 1
-    return 2 + job.schedule.module[name].recomputes + (job.config.model.recompute.get(name) == "full")
-
-
-def _whole_images(estimate: Estimate, name: str, layout: Layout) -> str:
-    """Advice to assign whole images to ranks."""
-    replicas, images = layout.ways("tokens", "samples"), sum(map(len, estimate.assumed.assigned(name)))
-    whole = replace(layout, **dict.fromkeys(axes_of("tokens"), 1), dp=replicas)
-    flag = f"--{name}-parallel {whole.short(estimate.world_size)}"
-    if images >= replicas:
-        return f"assign whole images to ranks, of which a micro-batch has {images:,}: try {flag}"
-    return (
-        f"keep it for large images; a micro-batch has {_counted(images, 'image')}, and with {replicas:,} or more "
-        f"({micro_batch_setting(estimate.job.config)}) {flag} would exchange nothing"
-    )
 
 
 # ----------------------------------------------------------------------------------------------- schedule
@@ -231,29 +191,23 @@ def _modules(role: Role) -> tuple[str, ...]:
 
 
 def _against_waiting(estimate: Estimate, names: tuple[str, ...]) -> str:
+    schedule, where = estimate.job.schedule, " and ".join(names)
+    ahead = [encoder.name for encoder in schedule.encoders if encoder.style == "ahead"]
     if TEXT not in names:
-        return _against_unequal(estimate, names)
-    encoders = [e for e in estimate.job.schedule.encoders if e.style == "ahead"]
-    if encoders and _encoder_is_slower(estimate):
-        slow = " and ".join(e.name for e in encoders)
-        if any(not all(estimate.assumed.assigned(e.name)) for e in encoders):
+        if set(names) <= set(ahead):
+            return f"{where} waits for {TEXT}: give it fewer ranks, or share ranks with {TEXT}"
+        return f"{where} waits while other ranks run {TEXT}: let the modules have the same ranks, or none in common"
+    if ahead:
+        busy = {True: 0.0, False: 0.0}
+        for role in schedule.roles:
+            runs_text = TEXT in _modules(role)
+            busy[runs_text] = max(busy[runs_text], estimate.simulation.busy(role.ranks[0]))
+        if busy[False] > busy[True]:
+            slow = " and ".join(ahead)
+            if all(all(estimate.assumed.assigned(name)) for name in ahead):
+                return f"give {slow} more of the ranks: it is slower than {TEXT}"
             return f"split images over more ranks: {slow} is slower than {TEXT}, while some of its replicas have none"
-        return f"give {slow} more of the ranks: it is slower than {TEXT}"
     return _against_bubble(estimate)
-
-
-def _against_unequal(estimate: Estimate, names: tuple[str, ...]) -> str:
-    where = " and ".join(names)
-    if all(estimate.job.schedule.module[name].style == "ahead" for name in names):
-        return f"{where} waits for {TEXT}: give it fewer ranks, or share ranks with {TEXT}"
-    return f"{where} waits while other ranks run {TEXT}: let the modules have the same ranks, or none in common"
-
-
-def _encoder_is_slower(estimate: Estimate) -> bool:
-    """Whether ranks that run an encoder alone are busier than those of the text module."""
-    busy = {role: estimate.simulation.busy(role.ranks[0]) for role in estimate.job.schedule.roles}
-    text = max(seconds for role, seconds in busy.items() if TEXT in _modules(role))
-    return max(seconds for role, seconds in busy.items() if TEXT not in _modules(role)) > text
 
 
 def _against_bubble(estimate: Estimate) -> str:
@@ -263,8 +217,10 @@ def _against_bubble(estimate: Estimate) -> str:
         return f"give {TEXT} fewer ranks, or share ranks with the encoder"
     options = []
     waves = next((e.window for e in estimate.job.schedule.encoders if e.style == "waves"), None)
-    if waves is not None and waves < estimate.job.batch.micro_batches:
-        options.append(f"--schedule.waves {min(2 * waves, estimate.job.batch.micro_batches)}, or {_RECOMPUTE}")
+    micro_batches = estimate.job.batch.micro_batches
+    if waves is not None and waves < micro_batches:
+        options.append(f"--schedule.waves {min(2 * waves, micro_batches)}")
+        options.append("or --schedule.kind recompute with no schedule.waves")
     total = 2 * config.train.global_batch_size
     options.append(f"more micro-batches (--train.global_batch_size {total})")
     split = config.parallel_layers.get(TEXT)

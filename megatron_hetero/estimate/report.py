@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -35,30 +34,22 @@ WIDTH = 150
 """Columns where the output is not a terminal."""
 
 
-def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
+def print_estimate(estimate: Estimate) -> None:
     """Print an estimate."""
-    console = console or Console()
+    console = Console()
     if not console.is_terminal:
-        console = Console(file=console.file, width=WIDTH)
+        console = Console(width=WIDTH)
     console.print(Group(*_described(estimate, console.width)), highlight=False)
 
 
 def _described(estimate: Estimate, width: int) -> Iterator[RenderableType]:
     yield from (Text(line) for line in assumptions(estimate))
     yield from ("", _modules(estimate), "")
-    yield from (
-        (_boundaries(estimate), "") if estimate.boundaries else ("Nothing crosses the boundaries: no images.", "")
-    )
-    yield from (
-        _memory(estimate),
-        Text(f"{_host_text(estimate)}{_allowance_text(estimate)} {NOT_COUNTED}", style="dim"),
-        "",
-    )
-    yield from (
-        (_communicators(estimate), Text(_communicators_text(estimate), style="dim"), "")
-        if estimate.communicators
-        else ()
-    )
+    yield _boundaries(estimate) if estimate.boundaries else "Nothing crosses the boundaries: no images."
+    yield from ("", _memory(estimate))
+    yield from (Text(f"{_host_text(estimate)}{_allowance_text(estimate)} {NOT_COUNTED}", style="dim"), "")
+    if estimate.communicators:
+        yield from (_communicators(estimate), Text(_communicators_text(estimate), style="dim"), "")
     yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in _schedule(estimate, width))
     yield ""
     problems = problems_of(estimate)
@@ -109,19 +100,14 @@ def _modules(estimate: Estimate) -> Table:
     columns = ("module", "layout", "ranks", "stages", "parameters per rank", "trained per rank")
     table = _table("Modules", *columns, left=4)
     for name, layout in estimate.job.layouts.items():
+        sizes = [len(stage.layers) for stage in estimate.job.stages[name]]
+        stages = f"{len(sizes)} of {_between(sizes)} layers" if len(sizes) > 1 else f"{sizes[0]} layers"
         held = [estimate.parameters[name, at] for at in range(layout.pp)]
         table.add_row(
-            name, layout.degrees_text, shortened(layout.ranks), _stages_text(estimate, name),
+            name, layout.degrees_text, shortened(layout.ranks), stages,
             _between([h.parameters for h in held]), _between([h.trained for h in held]),
         )  # fmt: skip
     return table
-
-
-def _stages_text(estimate: Estimate, name: str) -> str:
-    sizes = [len(stage.layers) for stage in estimate.job.stages[name]]
-    if len(sizes) == 1:
-        return f"{sizes[0]} layers"
-    return f"{len(sizes)} of {_between(sizes)} layers"
 
 
 def _between(numbers: Sequence[int]) -> str:
@@ -134,25 +120,19 @@ def _boundaries(estimate: Estimate) -> Table:
         "Boundaries, in a step", "from", "to", "rows", "bytes received", "most by a rank", "most sent by a rank",
         "operations of a rank", left=2,
     )  # fmt: skip
+    samples = estimate.job.batch.step_samples
     for boundary in estimate.boundaries:
+        rows, unit = estimate.assumed.sample.rows[boundary.edge.source] * boundary.outputs, boundary.row_bytes
         for direction in boundary.directions:
-            steps, unit = estimate.job.batch.micro_batches, boundary.row_bytes
             received = boundary.of_step(direction, lambda traffic: traffic.received)
             sent = boundary.of_step(direction, lambda traffic: traffic.sent)
             ends = boundary.edge.ends if direction == "forward" else boundary.edge.ends[::-1]
             table.add_row(
-                *ends, f"{_rows(estimate, boundary) * steps:,}", size_text(int(received.sum()) * unit),
+                *ends, f"{rows * samples:,}", size_text(int(received.sum()) * unit),
                 size_text(int(received.max(initial=0)) * unit),
                 size_text(int(sent.max(initial=0)) * unit), _operations(boundary, direction),
             )  # fmt: skip
     return table
-
-
-def _rows(estimate: Estimate, boundary: BoundaryTraffic) -> int:
-    """Rows of all outputs in a micro-batch."""
-    sample, encoder = estimate.assumed.sample, boundary.edge.source
-    of_sample = sample.rows[encoder] * boundary.outputs
-    return of_sample * estimate.job.batch.samples * estimate.job.batch.replicas
 
 
 def _operations(boundary: BoundaryTraffic, direction: str) -> str:
@@ -165,31 +145,21 @@ def _operations(boundary: BoundaryTraffic, direction: str) -> str:
 def _memory(estimate: Estimate) -> Table:
     table = _table("Memory of a rank", "ranks", "number", "holds", *KINDS, "allowance", "total", left=1)
     table.columns[2].justify = "left"
-    rows = [(role.name, _cells(sizes), ranks.tolist()) for role, ranks, sizes in estimate.kinds_of_ranks]
     grouped: dict[tuple[str, ...], list[int]] = {}
-    for name, sizes, ranks in rows:
-        grouped.setdefault((name, *map(size_text, sizes)), []).extend(ranks)
-    shown = list(grouped) if len(grouped) <= SHOWN_KINDS else _largest(rows)
+    largest: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for role, ranks, sizes in estimate.kinds_of_ranks:
+        total = int(sizes.sum())
+        cells = [*sizes[: len(KINDS)].tolist(), int(sizes[len(KINDS) :].sum()), total]
+        key = (role.name, *map(size_text, cells))
+        grouped.setdefault(key, []).extend(ranks.tolist())
+        largest[role.name] = max(largest.get(role.name, (0, key)), (total, key), key=lambda pair: pair[0])
+    shown = list(grouped) if len(grouped) <= SHOWN_KINDS else [key for _, key in largest.values()]
     for key in shown:
         ranks = sorted(grouped[key])
         table.add_row(shortened(ranks), f"{len(ranks):,}", *key)
     if left := len(grouped) - len(shown):
         table.caption = f"{left} further kinds of ranks, each smaller than one that is shown and holds the same"
     return table
-
-
-def _cells(sizes: np.ndarray) -> list[int]:
-    """Cells of a rank: bytes by kind, the allowance, and the total."""
-    return [*sizes[: len(KINDS)].tolist(), int(sizes[len(KINDS) :].sum()), int(sizes.sum())]
-
-
-def _largest(rows: Sequence[tuple[str, list[int], list[int]]]) -> list[tuple[str, ...]]:
-    """The key of each role's largest row."""
-    largest: dict[str, list[int]] = {}
-    for name, sizes, _ in rows:
-        if sizes[-1] > largest.get(name, [-1])[-1]:
-            largest[name] = sizes
-    return [(name, *map(size_text, sizes)) for name, sizes in largest.items()]
 
 
 def _allowance_text(estimate: Estimate) -> str:
@@ -268,46 +238,39 @@ def _schedule(estimate: Estimate, width: int) -> Iterator[str]:
 
 def show_estimate(config: Config, request: EstimateRequest) -> None:
     """Print the estimate of a configuration, and draw it on request. Raises `UserError`."""
-    if request.plot is not None:
-        require_plot(request.plot)
+    plot = request.plot
+    if plot is not None:
+        require_plot(plot)
     if request.files:
         require_files(config)
-    replaced = request.plot is not None and request.plot.exists()
     estimate = Estimate.of(config, request.world_size)
     print_estimate(estimate)
-    if request.plot is not None:
-        draw_estimate(estimate, request.plot)
-        print(f"\nwrote {request.plot}{', replacing the previous file' if replaced else ''}")
+    if plot is not None:
+        replaced = ", replacing the previous file" if plot.exists() else ""
+        draw_estimate(estimate, plot)
+        print(f"\nwrote {plot}{replaced}")
 
 
 def require_files(config: Config) -> None:
     """Check that the weights and data sets of a run exist. Raises `UserError`."""
-    for file in _weights(config):
+    from megatron_hetero.hf.model_files import weight_files
+
+    model = config.model
+    folders = [model.hf_path, model.hf_path_vision, *(encoder.hf_path for encoder in model.encoders.values())]
+    for file in (file for folder in folders if folder is not None for file in weight_files(folder)):
         if not file.is_file():
             expected, fix = "weights, which the folder's index names", "download or copy the folder again"
             raise UserError.at(file, found=_found(file), expected=expected, fix=fix)
     names = [text.split("%")[0] for text in config.data.datasets]
     for name in dict.fromkeys([*names, *config.eval.datasets]):
         entry, setting = config.data.registry[name], f"data.registry.{name}"
-        if not entry.annotations.is_file():
-            raise _missing(f"{setting}.annotations", entry.annotations, "a file of records")
-        if entry.images is not None and not entry.images.is_dir():
-            raise _missing(f"{setting}.images", entry.images, "the folder that image paths are relative to")
-
-
-def _weights(config: Config) -> Iterator[Path]:
-    """The weight files of all model folders. Raises `UserError` for a folder without any."""
-    from megatron_hetero.hf.model_files import weight_files
-
-    model = config.model
-    folders = [model.hf_path, model.hf_path_vision, *(encoder.hf_path for encoder in model.encoders.values())]
-    for folder in folders:
-        yield from weight_files(folder) if folder is not None else ()
-
-
-def _missing(setting: str, path: Path, expected: str) -> UserError:
-    found = f"{path}: {_found(path)}"
-    return UserError.at(f"{setting} (--{setting})", found=found, expected=expected, fix="correct the path")
+        wanted = [("annotations", entry.annotations, Path.is_file, "a file of records")]
+        if entry.images is not None:
+            wanted.append(("images", entry.images, Path.is_dir, "the folder that image paths are relative to"))
+        for field, path, exists, expected in wanted:
+            if not exists(path):
+                where, found = f"{setting}.{field} (--{setting}.{field})", f"{path}: {_found(path)}"
+                raise UserError.at(where, found=found, expected=expected, fix="correct the path")
 
 
 def _found(path: Path) -> str:

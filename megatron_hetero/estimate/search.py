@@ -4,17 +4,13 @@ Each change of `CHANGES` is estimated alone, then pairs of them; then the same l
 is that of its simulation, times the factor of the change for what the simulation does not see: kernels of smaller
 matrices, transfers, collectives.
 
-An entry of `CHANGES` is a function of the estimate that yields the changes that it would try, if any. To add one, write
-it and append it; order matters only between changes of equal cost:
-
-    def no_run_ahead(plan: Plan) -> Iterator[Change]:
-        if plan.config.schedule.run_ahead != 0:
-            yield Change({"schedule.run_ahead": 0})
+An entry of `CHANGES` is a function of the estimate that yields the changes that it would try, if any; their order
+matters only between changes of equal cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import combinations, zip_longest
 from typing import Any
@@ -57,18 +53,12 @@ def _changed(node: Any, settings: Settings, kind: Any) -> Any:
 
 def flags_of(settings: Settings) -> str:
     """The settings as flags of the command line."""
-    return " ".join(f"{_flag(name)} {_text(value)}" for name, value in settings.items())
+    return " ".join(f"{_flag(name)} {str(value).lower()}" for name, value in settings.items())
 
 
 def _flag(name: str) -> str:
     section, _, module = name.partition(".")
     return f"--{module}-parallel" if section == "parallel" else f"--{name}"
-
-
-def _text(value: object) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(_text, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 SMALLER = 1.05
@@ -130,10 +120,8 @@ def shorter_waves(estimate: Estimate) -> Iterator[Change]:
 
 def no_run_ahead(estimate: Estimate) -> Iterator[Change]:
     """Let encoders on ranks of their own not run ahead."""
-    if (
-        any(encoder.style == "ahead" for encoder in estimate.job.schedule.encoders)
-        and estimate.job.config.schedule.run_ahead != 0
-    ):
+    ahead = any(encoder.style == "ahead" for encoder in estimate.job.schedule.encoders)
+    if ahead and estimate.job.config.schedule.run_ahead != 0:
         yield Change({"schedule.run_ahead": 0})
 
 
@@ -154,20 +142,18 @@ def recomputed_layers(estimate: Estimate) -> Iterator[Change]:
             yield Change({f"model.recompute.{name}": "full"})
 
 
-def split_masters(estimate: Estimate) -> Iterator[Change]:
-    """Store masters as a bfloat16 weight and 16 more bits, exactly."""
-    if estimate.job.dtype == torch.bfloat16:
-        yield from _states(estimate, {"master": "split"}, SPLIT)
-
-
 def smaller_states(estimate: Estimate) -> Iterator[Change]:
-    """Store moments and gradients in bfloat16, rounded."""
+    """Store masters as a bfloat16 weight and 16 more bits, exactly; moments and gradients in bfloat16, rounded."""
+    halves = estimate.job.dtype == torch.bfloat16
+    masters = {"master": "split"} if halves else {}
     moments = {"moments": "bfloat16"} if estimate.job.optimizer.moments else {}
-    gradients = {"gradients": "bfloat16"} if estimate.job.dtype == torch.bfloat16 else {}
-    for chosen in (moments, gradients, {**moments, **gradients} if moments and gradients else {}):
-        yield from _states(estimate, chosen, ROUNDED, rounds=True)
+    gradients = {"gradients": "bfloat16"} if halves else {}
+    yield from _states(estimate, masters, SPLIT)
+    yield from _states(estimate, moments, ROUNDED, rounds=True)
+    yield from _states(estimate, gradients, ROUNDED, rounds=True)
     if moments and gradients:
-        yield from _states(estimate, {"master": "split", **moments, **gradients}, ROUNDED * SPLIT, rounds=True)
+        yield from _states(estimate, {**moments, **gradients}, ROUNDED, rounds=True)
+        yield from _states(estimate, {**masters, **moments, **gradients}, ROUNDED * SPLIT, rounds=True)
 
 
 def _states(estimate: Estimate, chosen: Settings, unseen: float, *, rounds: bool = False) -> Iterator[Change]:
@@ -251,13 +237,9 @@ def _over_more_ranks(estimate: Estimate, name: str, axis: str, longer: float) ->
     """Double one degree in place of dp, as often as possible; tp stays within a node."""
     layout, unseen = estimate.job.layouts[name], 1.0
     while layout.dp % 2 == 0 and (axis != "tp" or 2 * layout.tp <= NODE):
-        layout, unseen = _moved(layout, axis), unseen * longer
+        layout = replace(layout, **{"dp": layout.dp // 2, axis: 2 * layout.degrees[axis]})
+        unseen *= longer
         yield Change({f"parallel.{name}": layout.short(estimate.world_size)}, unseen)
-
-
-def _moved(layout: Layout, axis: str) -> Layout:
-    """Half of the replicas, each twice as large."""
-    return replace(layout, **{"dp": layout.dp // 2, axis: 2 * layout.degrees[axis]})
 
 
 CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
@@ -265,7 +247,6 @@ CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
     shorter_waves,
     no_run_ahead,
     rows_alone,
-    split_masters,
     smaller_states,
     recomputed_layers,
     activations_on_the_host,
@@ -277,7 +258,6 @@ CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
     text_over_more_ranks,
 )
 """All changes that the search tries."""
-
 
 SHOWN = 2
 """Alternatives that the search looks for."""
@@ -293,7 +273,6 @@ MOST_RANKS = 1024
 """The largest world that is tried."""
 SLACK = 1.02
 """Pairs are estimated whose summed savings come this close to the limit."""
-
 CLOSEST = 3
 """Pairs that are estimated where none should fit, to report the closest."""
 
@@ -328,11 +307,18 @@ class Fitting:
 
 def find_fitting(estimate: Estimate, limit: int) -> Fitting:
     """Find settings with which every rank needs at most `limit` bytes."""
-    trials = _Trials(estimate, _tries(estimate))
-    alone = [a for a in trials.of(_changes(estimate)) if (a.estimate.totals < estimate.totals).any()]
+    tries = _tries(estimate)
+    changes = _changes(estimate)[:tries]
+    tried = [attempt for change in changes if (attempt := planned(estimate, change))]
+    alone = [attempt for attempt in tried if (attempt.estimate.totals < estimate.totals).any()]
     if found := _cheapest(alone, limit):
         return Fitting(found)
-    pairs = list(trials.of(_pairs(alone, estimate, limit), enough=limit))
+    pairs = list[Attempt]()
+    for change in _pairs(alone, estimate, limit)[: tries - len(changes)]:
+        if attempt := planned(estimate, change):
+            pairs.append(attempt)
+            if len(_cheapest(pairs, limit)) == SHOWN:
+                break
     if found := _cheapest(pairs, limit):
         return Fitting(found)
     closest = min([*alone, *pairs], key=lambda attempt: attempt.needed, default=None)
@@ -348,26 +334,6 @@ def _changes(estimate: Estimate) -> list[Change]:
 def _tries(estimate: Estimate) -> int:
     size = OVERHEAD + estimate.world_size + sum(len(role.actions) for role in estimate.job.schedule.roles)
     return max(LEAST_TRIES, min(MOST_TRIES, EFFORT // size))
-
-
-@dataclass
-class _Trials:
-    """Estimates `base` with changed settings, at most `left` more times."""
-
-    base: Estimate
-    left: int
-
-    def of(self, changes: Iterable[Change], *, enough: int | None = None) -> Iterator[Attempt]:
-        """Yield valid attempts, until `SHOWN` of them need no more than `enough` bytes."""
-        fitting: set[frozenset[str]] = set()
-        for change in changes:
-            if not self.left or len(fitting) == SHOWN:
-                return
-            self.left -= 1
-            if attempt := planned(self.base, change):
-                yield attempt
-                if enough is not None and attempt.needed <= enough:
-                    fitting.add(frozenset(change.settings))
 
 
 def planned(base: Estimate, change: Change, world_size: int | None = None) -> Attempt | None:
@@ -396,15 +362,14 @@ def _pairs(alone: Sequence[Attempt], estimate: Estimate, limit: int) -> list[Cha
     by_time = sorted(range(len(pairs)), key=lambda i: pairs[i][0].slowdown * pairs[i][1].slowdown)
     by_memory = sorted(range(len(pairs)), key=needed.__getitem__)
     chosen = [i for i in by_time if needed[i] <= SLACK * limit] or by_memory[:CLOSEST]
-    return [_both(*pairs[i]) for i in chosen]
-
-
-def _both(a: Attempt, b: Attempt) -> Change:
-    return Change(
-        {**a.change.settings, **b.change.settings},
-        a.change.unseen * b.change.unseen,
-        a.change.rounds or b.change.rounds,
-    )
+    return [
+        Change(
+            {**a.change.settings, **b.change.settings},
+            a.change.unseen * b.change.unseen,
+            a.change.rounds or b.change.rounds,
+        )
+        for a, b in (pairs[i] for i in chosen)
+    ]
 
 
 # --------------------------------------------------------------------------------------------- more ranks
@@ -414,13 +379,13 @@ def _on_more_ranks(estimate: Estimate, closest: Attempt | None, limit: int) -> A
     """The same layouts on more ranks, with the present settings or the closest ones: more replicas of encoders; more
     replicas, stages, or tp within a node for the text module.
     """
-    starts = [Change({}), *([closest.change] if closest else [])]
+    starts = [(Change({}), estimate), *([(closest.change, closest.estimate)] if closest else [])]
     for factor in FACTORS:
         world_size = factor * estimate.world_size
         if world_size > MOST_RANKS:
             return None
-        for start in starts:
-            layouts = estimate.job.layouts if start.settings == {} or closest is None else closest.estimate.job.layouts
+        for start, base in starts:
+            layouts = base.job.layouts
             for axis in ("dp", "pp", *(["tp"] if factor * layouts[TEXT].tp <= NODE else [])):
                 grown = {
                     f"parallel.{name}": _grown(layout, factor, axis if name == TEXT else "dp").short(world_size)

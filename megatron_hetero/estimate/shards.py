@@ -23,10 +23,10 @@ from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.items.types import Size, padded_patches
-from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sample, assumed_sizes, lengthened
+from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sample, lengthened
 
-MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
-"""Limits on an assumed micro-batch: images and rows over all replicas, tokens of one."""
+MOST_ROWS = 1 << 22
+"""Limit on the rows of a micro-batch over all replicas."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +44,15 @@ class AssumedBatch:
         """The batch that section `plan` describes. Raises `UserError` where it is too large to count."""
         shapes, batch = job.shapes, job.batch
         plan = job.config.plan if job.budget is None else _filling(job.config.plan, shapes, batch, job.budget)
-        _require_size(plan, shapes, batch, micro_batch_setting(job.config))
         sample = assumed_sample(plan, shapes)
+        if (rows := sum(sample.rows.values()) * batch.samples * batch.replicas) > MOST_ROWS:
+            raise UserError.at(
+                "section plan (--plan.images, --plan.image_side)",
+                found=f"{rows} rows of images in a micro-batch of {batch.samples * batch.replicas} samples",
+                expected=f"{MOST_ROWS} at most",
+                because="the estimate counts each of them",
+                fix=f"lower plan.images, plan.image_side or {micro_batch_setting(job.config)}",
+            )
         return cls(job, sample, _calls(job, sample))
 
     @property
@@ -120,28 +127,6 @@ def _filling(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, budge
                 fix=f"lower plan.images, plan.image_side or plan.tokens, or raise train.{what}_per_micro_batch",
             )
     return lengthened(plan, budget.tokens // batch.samples, shapes)
-
-
-def _require_size(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, setting: str) -> None:
-    """Check that a micro-batch is small enough to count its images and tokens one by one."""
-    packs = batch.samples * batch.replicas
-    images = plan.images * len(shapes.encoders) * packs
-    of_image = sum(shapes.encoders[name].rows(size) for name, size in assumed_sizes(plan, shapes).items())
-    rows, pack = plan.images * of_image * packs, (plan.images * of_image + plan.tokens) * batch.samples
-    found = {
-        "images": (images, MOST_IMAGES),
-        "rows of images": (max(rows, of_image), MOST_ROWS),
-        "tokens of a pack": (pack, MOST_TOKENS),
-    }
-    for what, (number, most) in found.items():
-        if number > most:
-            raise UserError.at(
-                "section plan (--plan.images, --plan.image_side, --plan.tokens)",
-                found=f"{number} {what} in a micro-batch of {packs} samples",
-                expected=f"{most} at most",
-                because="the estimate counts each of them",
-                fix=f"lower plan.images, plan.image_side, plan.tokens or {setting}",
-            )
 
 
 def one_replica(layout: Layout) -> Layout:

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from megatron_hetero.boundary.plan import BoundaryPlan
-from megatron_hetero.boundary.routes import Phase, Redistribution, Routes
+from megatron_hetero.boundary.routes import Phase, Redistribution
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,26 +75,18 @@ def traffic_of(plan: BoundaryPlan) -> dict[str, DirectionTraffic]:
 def _direction(direction: Redistribution, ranks: np.ndarray) -> DirectionTraffic:
     rows = direction.row_table(None)
     scatter = direction.routes("scatter", rows)
-    routes: dict[Phase, Routes] = {}
-    for stage in direction.phases:
-        routes[stage] = scatter if stage == "scatter" else direction.routes(stage, rows)
+    stages = []
+    for phase in direction.phases:
+        routes = scatter if phase == "scatter" else direction.routes(phase, rows)
+        moved = routes.sender != routes.receiver
+        sender, receiver = routes.sender[moved], routes.receiver[moved]
+        pairs = len(np.unique(sender * (1 + receiver.max(initial=0)) + receiver))
+        stages.append(StageTraffic(phase, _counted(sender, ranks), _counted(receiver, ranks), pairs))
     held, needed = (
         np.append(np.diff(side.starts), 0)[side.members.groups_of(ranks)] for side in (direction.held, direction.needed)
     )
-    stays = scatter.sender == scatter.receiver
-    kept = _counted(scatter.sender[stays], ranks)
-    return DirectionTraffic(ranks, held, needed, kept, tuple(_stage(name, r, ranks) for name, r in routes.items()))
-
-
-def _stage(name: Phase, routes: Routes, ranks: np.ndarray) -> StageTraffic:
-    moved = routes.sender != routes.receiver
-    sender, receiver = routes.sender[moved], routes.receiver[moved]
-    return StageTraffic(
-        name,
-        _counted(sender, ranks),
-        _counted(receiver, ranks),
-        len(np.unique(sender * (1 + receiver.max(initial=0)) + receiver)),
-    )
+    kept = _counted(scatter.sender[scatter.sender == scatter.receiver], ranks)
+    return DirectionTraffic(ranks, held, needed, kept, tuple(stages))
 
 
 def _counted(members: np.ndarray, ranks: np.ndarray) -> np.ndarray:

@@ -42,13 +42,18 @@ def read(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[i
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Ascending ranks as ranges: ``0-3,8`` for 0, 1, 2, 3, 8."""
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs_of(ranks))
+
+
+def runs_of(ranks: Iterable[int]) -> list[list[int]]:
+    """The first and last rank of each run of consecutive ranks."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return runs
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

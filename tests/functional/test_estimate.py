@@ -210,7 +210,7 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     assert expected["optimizer"] == pytest.approx(states, rel=0.05)
     assert estimate.host_states[rank] == pytest.approx(on_host, rel=0.05)
     layouts = estimate.job.layouts
-    stays = [each.stays for (name, at), each in estimate.gathered.items() if rank in layouts[name].stage(at).ranks]
+    stays = [each.stays for (name, at), each in estimate.parameters.items() if rank in layouts[name].stage(at).ranks]
     assert max(stays, default=0) <= live.most_gathered <= expected["workspace"]
     assert expected["activations"] == pytest.approx(live.peak, rel=0.05)
     assert estimate.host_activations[rank] == pytest.approx(sum(map(_offloaded_bytes, run.modules)), rel=0.05)

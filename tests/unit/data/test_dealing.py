@@ -5,7 +5,6 @@ changes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +25,10 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.job import Budget
 from megatron_hetero.models.items.pictures import ImageSize
 from tests.support.folders import write_data
-from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
 from tests.support.runs import MakeFlags, build, error_of
 from tests.unit.data.packs import SHAPE, by_rank
 
-Pools = Callable[[int], Pool]
 BUDGET = "--train.tokens_per_micro_batch 200 --data.max_seq_length 200"
 ENCODERS = {"vision": SHAPE}
 
@@ -149,11 +146,10 @@ def test_skipped_samples_are_not_dealt(with_long: list[str]) -> None:
     assert skipped == [4, 2] and numbers == [5, 7]
 
 
-def test_a_sample_of_too_many_patches_is_an_error(make_flags: MakeFlags, pools: Pools) -> None:
-    flags = make_flags("sp:2", "dp:2", f"{BUDGET} --train.patches_per_micro_batch 4")
-    raised = set(pools(2).run(error_of, flags))
-    assert len(raised) == 1
-    message = raised.pop()[1]
+@pytest.mark.parametrize("flags", [("sp:2", "dp:2", f"{BUDGET} --train.patches_per_micro_batch 4")], indirect=True)
+@on_ranks(2)
+def test_a_sample_of_too_many_patches_is_an_error(flags: list[str]) -> None:
+    [(_, message)] = set(by_rank(error_of(flags)))
     assert "data.jsonl:1: found images of" in message and "at most train.patches_per_micro_batch = 4" in message
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,12 +18,9 @@ from megatron_hetero.models.items.types import Item
 from tests.support import runs as jobs
 from tests.support.folders import write_data
 from tests.support.items import IMAGE
-from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
-from tests.support.runs import MakeFlags, build
+from tests.support.runs import MakeFlags, build, error_of
 from tests.unit.data.packs import by_rank
-
-Pools = Callable[[int], Pool]
 
 
 @pytest.mark.parametrize("replicas, micro_batches, samples", [(1, 1, 1), (2, 3, 2), (4, 1, 2), (3, 2, 1)])
@@ -146,24 +142,27 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
 
 
+@pytest.fixture
+def with_bad_data(kind: str, workers: int, make_flags: MakeFlags, tmp_path: Path) -> list[str]:
+    """A command line for data whose second step cannot be read."""
+    data = write_data(tmp_path, 8, pictures=(1,))
+    BAD[kind][0](data.parent / "images")
+    return make_flags("dp:4", "tp:2,dp:2", f"--train.iters 3 --data.workers {workers}", data=data)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_data_of_one_rank_stops_all_with_one_message(
-    kind: str, workers: int, make_flags: MakeFlags, pools: Pools, tmp_path: Path
-) -> None:
-    data = write_data(tmp_path, 8, pictures=(1,))
-    spoil, name = BAD[kind]
-    spoil(data.parent / "images")
-    more = f"--train.iters 3 --data.workers {workers}"
-    raised = pools(4).run(jobs.error_of, make_flags("dp:4", "tp:2,dp:2", more, data=data))
-    assert len(set(raised)) == 1, "ranks disagree"
-    steps, message = raised[0]
-    assert steps == 1 and message.startswith("step 2, data of rank ") and name in message
+@on_ranks(4)
+def test_bad_data_of_one_rank_stops_all_with_one_message(kind: str, with_bad_data: list[str]) -> None:
+    [(steps, message)] = set(by_rank(error_of(with_bad_data)))
+    assert steps == 1 and message.startswith("step 2, data of rank ") and BAD[kind][1] in message
 
 
-def test_a_long_sample_is_an_error_unless_skipped(make_flags: MakeFlags, pools: Pools) -> None:
-    raised = set(pools(4).run(jobs.error_of, make_flags("sp:4", "tp:4", "--data.max_seq_length 20")))
-    assert len(raised) == 1 and "data.max_seq_length = 20" in raised.pop()[1]
+@pytest.mark.parametrize("flags", [("sp:4", "tp:4", "--data.max_seq_length 20")], indirect=True)
+@on_ranks(4)
+def test_a_long_sample_is_an_error_unless_skipped(flags: list[str]) -> None:
+    [(_, message)] = set(by_rank(error_of(flags)))
+    assert "data.max_seq_length = 20" in message
 
 
 @pytest.mark.long

@@ -150,22 +150,22 @@ def test_each_text_replica_has_a_sample(make_plan: MakePlan) -> None:
 
 
 @pytest.mark.parametrize(
-    "samples, vision, more, collectives, fix",
+    "samples, vision, more, axes, fix",
     [
-        (8, "sp:8", "", "over sp:8, 108 collectives in a micro-batch", "has 8: try --vision-parallel dp:8"),
-        (8, "sp:2,dp:4", "", "over sp:2, 108 collectives", "has 8: try --vision-parallel dp:8"),
-        (4, "tp:2,cp:2,dp:2", "", "over cp:2, 54 collectives", "has 4: try --vision-parallel tp:2,dp:4"),
-        (4, "sp:4@0-3", "--text-parallel tp:4@4-7", "over sp:4, 108 ", "has 4: try --vision-parallel dp:4@0-3"),
-        (2, "sp:2,cp:2,dp:2", "--schedule.kind recompute", "over sp:2,cp:2, 243 ", "has 2 images, and with 8 or more"),
-        (1, "sp:8", "--model.freeze vision", "over sp:8, 54 collectives", "has 1 image, and with 8 or more"),
-        (1, "sp:8", "--model.recompute.vision full", "over sp:8, 162 collectives", "keep it for large images"),
+        (8, "sp:8", "", "sp:8", "has 8: try --vision-parallel dp:8"),
+        (8, "sp:2,dp:4", "", "sp:2", "has 8: try --vision-parallel dp:8"),
+        (4, "tp:2,cp:2,dp:2", "", "cp:2", "has 4: try --vision-parallel tp:2,dp:4"),
+        (4, "sp:4@0-3", "--text-parallel tp:4@4-7", "sp:4", "has 4: try --vision-parallel dp:4@0-3"),
+        (2, "sp:2,cp:2,dp:2", "--schedule.kind recompute", "sp:2,cp:2", "has 2 images, and with 8 or more"),
+        (1, "sp:8", "--model.freeze vision", "sp:8", "has 1 image, and with 8 or more"),
+        (1, "sp:8", "--model.recompute.vision full", "sp:8", "keep it for large images"),
     ],
 )
 def test_an_encoder_without_windows_had_better_get_whole_images(
-    samples: int, vision: str, more: str, collectives: str, fix: str
+    samples: int, vision: str, more: str, axes: str, fix: str
 ) -> None:
     found = _found(_plan_without_windows(vision, f"--train.micro_batch_size {samples} {more}"))
-    assert f"each of its 27 layers exchanges tokens {collectives}" in found, found
+    assert f"each of its 27 layers exchanges tokens over {axes} ->" in found, found
     assert fix in found
 
 
@@ -390,9 +390,12 @@ def test_sizes_and_ranks_are_short() -> None:
         ("--plan --world-size 1000000", "--world-size: found `1000000`"),
         ("--plan --train.global_batch_size 1000000", "1000000 micro-batches of each replica, expected"),
         ("--plan --train.global_batch_size 8000", "expected 4096 or less, 4096 micro-batches"),
-        ("--plan --plan.images 1000000000000", "1000000000000 images in a micro-batch"),
+        (
+            "--plan --plan.images 1000000000000",
+            "plan.images (--plan.images): found 1000000000000, expected ≥ 0 and ",
+        ),
         ("--plan --plan.image_side 1000000000", "rows of images in a micro-batch"),
-        ("--plan --plan.tokens 1000000000000", "tokens of a pack"),
+        ("--plan --plan.tokens 1000000000000", "plan.tokens (--plan.tokens): found 1000000000000"),
         ("--plan --world-size 4 --vision-parallel dp:1@0", "global_batch_size"),
     ],
 )

@@ -230,14 +230,14 @@ def test_settings_are_changed_together(plan_flags: PlanFlags) -> None:
     config = load_config(plan_flags("--schedule.waves 2 --vision-parallel sp:4"))
     edits = {
         "schedule.kind": "recompute", "schedule.waves": None, "model.recompute.text": "full", "parallel.text": "tp:4",
-        "model.sequence_parallel.text": True, "parallel_layers.text": (4, 12),
+        "model.sequence_parallel.text": True,
     }  # fmt: skip
     changed = with_settings(config, edits)
     assert (changed.schedule.kind, changed.schedule.waves) == ("recompute", None)
     assert changed.parallel == {"vision": "sp:4", "text": "tp:4"} and changed.model.recompute == {"text": "full"}
     assert flags_of(edits) == (
         "--schedule.kind recompute --schedule.waves none --model.recompute.text full --text-parallel tp:4 "
-        "--model.sequence_parallel.text true --parallel_layers.text 4 12"
+        "--model.sequence_parallel.text true"
     )
     assert load_config(_with_flags(plan_flags("--vision-parallel sp:4"), flags_of(edits))) == changed
 
