@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -217,7 +217,7 @@ class ShardOptimizer(ModuleOptimizer):
         noise = None if self._is_plain(state) else self._noise(state, batch.names[0], batch.start, step)
         for draw, numbers, whole in zip((2, 0, 1), stored, wholes, strict=False):
             if whole is not None:
-                numbers.write(batch.start, whole, noise and noise.draw(draw))
+                numbers.write(batch.start, whole, noise and replace(noise, number=draw))
 
     @cached_property
     def _batches(self) -> tuple[tuple[OptimizerState, Batch], ...]:
@@ -249,7 +249,7 @@ class ShardOptimizer(ModuleOptimizer):
             # Its copies have other names, and other places, on other stages.
             name, shard = "tied", state.shards[first]
             start += shard.start - shard.at
-        return Noise.of(f"{self.algorithm.seed}/{self.module.name}/{name}/{shard.start}/{step}").at(start)
+        return Noise.of(f"{self.algorithm.seed}/{self.module.name}/{name}/{shard.start}/{step}", start)
 
     def _on(self, place: int) -> AbstractContextManager[object]:
         """Switch to the stream for the batch at `place`."""
