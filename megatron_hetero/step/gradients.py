@@ -471,8 +471,8 @@ def _finished_gradient(module: TrainedModule) -> Any:
 
 
 def factor_of(topology: Topology, tokens: Tokens | None) -> float | Tensor:
-    """The factor from sums over tokens to means, which all ranks call for; 1 for None. The host waits for tensors other
-    than the result of `count_tokens`.
+    """The factor from sums over tokens to means; 1 for None. All ranks call it. The host waits for tensors other than
+    the result of `count_tokens`.
 
     Raises:
         UserError: on all ranks. They have different numbers, or one that is not positive.

@@ -141,9 +141,8 @@ def _in_topology(topology: Topology, graph: Graph) -> Graph:
     """The graph with the names of the topology, whose edges on this rank it must have. Rows of one name that enter one
     stage must be equally wide, since they are in one tensor. Raises `UserError`.
     """
-    known = set(graph.modules) <= topology.layouts.keys()
-    named = graph.in_layouts(topology.layouts) if known else graph
-    mine = {edge for edge in named.edges if not known or topology.rank in edge_ranks(topology.layouts, edge)}
+    named = graph.in_layouts(topology.layouts)
+    mine = [edge for edge in named.edges if topology.rank in edge_ranks(topology.layouts, edge)]
     _require_edges(topology, "graph", mine, "give `Topology.build` the edges of the graph in `edges`")
     first: dict[tuple[str, int, str], Edge] = {}
     for edge in named.edges:

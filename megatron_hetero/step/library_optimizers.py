@@ -18,7 +18,7 @@ from megatron_hetero.layout.communicators import GRADIENT_AXES
 from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.buffers import Replicated
-from megatron_hetero.step.fully_sharded import FullySharded, shard_stage
+from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_modules import Chunks, require_replicas, trained_modules
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
@@ -162,40 +162,30 @@ def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModul
     """Move gradients to buffers, and shard the module by its ZeRO stage. Raises `UserError` for one that is wrapped."""
     _require_plain(module)
     group, platform = module.replicas, module.topology.platform
-    gradients = getattr(torch, algorithm.gradients)
+    common: dict[str, Any] = {"gradients": getattr(torch, algorithm.gradients), "adds_up": False}
     if not shares_weights(algorithm.zero, group.size(), bool(module.trained)):
         sharing = Replicated.of(
             *(module.name, module.parameters, module.chunks, group),
             in_one_bucket=False,
             prefers_all_reduce=platform.prefers_all_reduce,
             sharded=algorithm.kind.sharded,
-            gradients=gradients,
-            adds_up=False,
+            **common,
         )
         return replace(module, data_parallel=sharing)
     if len(dtypes := {str(p.dtype) for p in module.trained.values()}) > 1:
         found = f"{' and '.join(sorted(dtypes))} parameters with zero={algorithm.zero}"
         _refuse(module, found, "one dtype, which FSDP2 requires, or zero=1")
     trained, names = frozenset(module.trained), {id(p): name for name, p in module.parameters.items()}
-    places = [{path: names[id(p)] for path, p in chunk.named_parameters()} for chunk in module.chunks]
-    stages = [
-        stage
-        for chunk, place in zip(module.chunks, places, strict=True)
-        for stage in shard_stage(
-            *(chunk, place.__getitem__, group, platform.device, _filled, trained),
-            gradients=gradients,
-            zero=algorithm.zero,
-            adds_up=False,
+    stages, parameters = list[ShardedStage](), dict[str, nn.Parameter]()
+    for chunk in module.chunks:
+        place = {path: names[id(p)] for path, p in chunk.named_parameters()}
+        stages += shard_stage(
+            *(chunk, place.__getitem__, group, platform.device, _filled, trained), zero=algorithm.zero, **common
         )
-    ]
+        parameters |= {place[path]: p for path, p in chunk.named_parameters()}
     for stage in stages:
         stage.before_run(algorithm.zero == 2)  # For loops without an interpreter.
-    named = {
-        place[path]: p
-        for chunk, place in zip(module.chunks, places, strict=True)
-        for path, p in chunk.named_parameters()
-    }
-    return replace(module, data_parallel=FullySharded.of(named, group, tuple(stages)))
+    return replace(module, data_parallel=FullySharded.of(parameters, group, tuple(stages)))
 
 
 def _filled(name: str, _: Tensor) -> None:

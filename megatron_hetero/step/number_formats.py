@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
@@ -40,18 +40,10 @@ class Noise:
     number: int = 0
 
     @classmethod
-    def of(cls, text: str) -> Self:
+    def of(cls, text: str, start: int = 0) -> Self:
         """Derive the keys from a text."""
         digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-        return cls((digest % (1 << _KEY_BITS), (digest >> _KEY_BITS) % (1 << _KEY_BITS)))
-
-    def at(self, start: int) -> Noise:
-        """Return the bits of elements from place `start` on."""
-        return replace(self, start=start)
-
-    def draw(self, number: int) -> Noise:
-        """Return another draw of the same elements."""
-        return replace(self, number=number)
+        return cls((digest % (1 << _KEY_BITS), (digest >> _KEY_BITS) % (1 << _KEY_BITS)), start)
 
     def bits(self, count: int, device: torch.device) -> Tensor:
         """Draw 16 bits for each of `count` elements, int32 [count]."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -215,9 +215,9 @@ class ShardOptimizer(ModuleOptimizer):
                 maximize=False,
             )
         noise = None if self._is_plain(state) else self._noise(state, batch.names[0], batch.start, step)
-        for draw, numbers, whole in zip((2, 0, 1), stored, wholes, strict=False):
+        for draw, numbers, whole in zip((2, 0, 1), stored, wholes, strict=False):  # As the fused update draws.
             if whole is not None:
-                numbers.write(batch.start, whole, noise and noise.draw(draw))
+                numbers.write(batch.start, whole, noise and replace(noise, number=draw))
 
     @cached_property
     def _batches(self) -> tuple[tuple[OptimizerState, Batch], ...]:
@@ -236,7 +236,9 @@ class ShardOptimizer(ModuleOptimizer):
 
     def _is_plain(self, state: OptimizerState) -> bool:
         """Whether all numbers are stored in the format, and where, they are computed with."""
-        return state.is_plain and not self.algorithm.offload
+        of_moments = {tensor.dtype for moment in state.moments.values() for tensor in moment.tensors}
+        dtypes = {state.gradients.dtype, state.master.dtype} | of_moments
+        return dtypes == {torch.float32} and not self.algorithm.offload
 
     def _noise(self, state: OptimizerState, first: str, start: int, step: int) -> Noise:
         """The random bits of elements of a state from `start` on, which are in parameter `first`: the same on all ranks
@@ -249,7 +251,7 @@ class ShardOptimizer(ModuleOptimizer):
             # Its copies have other names, and other places, on other stages.
             name, shard = "tied", state.shards[first]
             start += shard.start - shard.at
-        return Noise.of(f"{self.algorithm.seed}/{self.module.name}/{name}/{shard.start}/{step}").at(start)
+        return Noise.of(f"{self.algorithm.seed}/{self.module.name}/{name}/{shard.start}/{step}", start)
 
     def _on(self, place: int) -> AbstractContextManager[object]:
         """Switch to the stream for the batch at `place`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -62,12 +61,6 @@ class OptimizerState:
     moments: Mapping[str, Stored]
     updates: Tensor
     shards: Mapping[str, OptimizerShard]
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether all numbers are stored in fp32."""
-        moments = (tensor.dtype for moment in self.moments.values() for tensor in moment.tensors)
-        return {self.gradients.dtype, self.master.dtype, *moments} == {torch.float32}
 
 
 def build_states(module: TrainedModule, algorithm: Algorithm) -> tuple[OptimizerState, ...]:

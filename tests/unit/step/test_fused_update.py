@@ -4,6 +4,7 @@ what masters are kept in differs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ class Kept:
             amsgrad=False, beta1=BETAS[0], beta2=BETAS[1], lr=LR, weight_decay=decay, eps=EPS, maximize=False,
         )  # fmt: skip
         for number, moment in enumerate(self.moments):
-            moment.write(0, numbers[1 + number], noise.draw(number))
-        self.master.write(0, numbers[0], noise.draw(2))
+            moment.write(0, numbers[1 + number], replace(noise, number=number))
+        self.master.write(0, numbers[0], replace(noise, number=2))
 
     def at_once(self, gradients: Tensor, call: CallRates, ends: tuple[int, ...], function: Any = update_) -> None:
         weights = self.master
@@ -71,7 +72,7 @@ def rates(count: int, decay: float = DECAY, lr: float = LR) -> SegmentRates:
 
 
 def call(count: int, *segments: SegmentRates, scale: float = 1.0) -> CallRates:
-    noise = Noise.of(f"{count}").at(7)
+    noise = Noise.of(f"{count}", 7)
     return CallRates(scale, 1 - BETAS[0], 1 - BETAS[1], EPS, noise, segments or (rates(count),))
 
 
@@ -129,9 +130,9 @@ def test_plain_gradient_descent_has_no_moments() -> None:
 def test_noise_is_that_of_places() -> None:
     """However many elements are drawn at a time, beyond what int32 counts too; and other draws are other."""
     noise = Noise.of("a text")
-    whole = noise.at(2**33 + 5).bits(5000, CPU)
-    assert torch.equal(noise.at(2**33 + 1005).bits(4000, CPU), whole[1000:])
-    draws = [noise.draw(n).bits(100_000, CPU).double() for n in range(3)]
+    whole = replace(noise, start=2**33 + 5).bits(5000, CPU)
+    assert torch.equal(replace(noise, start=2**33 + 1005).bits(4000, CPU), whole[1000:])
+    draws = [replace(noise, number=n).bits(100_000, CPU).double() for n in range(3)]
     draws += [Noise.of("another").bits(100_000, CPU).double()]
     for draw in draws:
         assert draw.min() >= 0 and draw.max() < 2**16

@@ -253,9 +253,10 @@ def test_edges_are_those_of_the_topology() -> None:
     rank, deeper = dist.get_rank(), Edge("encoder", "decoder", 0, 1)
     topology = Topology.build(STAGED, platform(), edges=[EDGE])
     own = {"encoder": ModuleOnRank({0: Weight()})} if rank < 2 else {"decoder": ModuleOnRank({rank - 2: Weight()})}
-    for edge in (deeper, Edge("audio", "decoder")):
-        found = f"found a graph with the edges `{edge}`, `encoder>decoder`, expected `encoder>decoder`, because"
-        with pytest.raises(UserError, match=f"interpreter on rank 0: {found}"):
+    found = "found a graph with the edges `encoder.0>decoder.1`, `encoder>decoder`, expected `encoder>decoder`, because"
+    unknown = "edge audio>decoder: found no module `audio`, expected modules among encoder, decoder"
+    for edge, message in ((deeper, f"interpreter on rank 0: {found}"), (Edge("audio", "decoder"), unknown)):
+        with pytest.raises(UserError, match=message):
             Interpreter.build(topology, own, Graph([EDGE, edge], width=1, dtype=torch.float32), timeout_s=0)
     interpreter = Interpreter.build(topology, own, Graph([EDGE], width=1, dtype=torch.float32), timeout_s=0)
     if rank == 2:  # The other edge does not enter it: it would wait for the others.
