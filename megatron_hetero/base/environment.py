@@ -24,7 +24,6 @@ from megatron_hetero.base.errors import UserError
 LAUNCHER = "python -m megatron_hetero.run"
 """The command that starts the ranks: torchrun, with our handling of their exit."""
 MOST_PORT = 65535
-_LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
 _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
 
 
@@ -58,40 +57,31 @@ def named_place(address: str, port: int) -> str:
 
 
 def _number(name: str, default: int) -> int:
-    # Errors are for `require_numbers` to report.
+    # Errors are for `require_ranks` to report.
     text = os.environ.get(name, "")
     return int(text) if _is_number(text) else default
 
 
-def _is_number(text: str) -> bool:
-    return re.fullmatch("[0-9]{1,9}", text) is not None
+def _is_number(text: str, most: int = 10**9) -> bool:
+    return re.fullmatch("[0-9]{1,10}", text) is not None and int(text) <= most
 
 
-def require_numbers(environ: Mapping[str, str] = os.environ) -> None:
-    """Check the variables that identify this rank. Raises `UserError`."""
-    for name, least in _LEAST.items():
-        text = environ.get(name)
-        if text is not None and not (_is_number(text) and int(text) >= least):
-            raise _wrong(name, f"`{text}`", f"a number of at least {least}", f"correct or unset it, or {_FIX}")
-    if int(environ.get("MASTER_PORT", "1")) > MOST_PORT:
-        fix = "choose a free port of the host of rank 0, such as 29500"
-        raise _wrong("MASTER_PORT", environ["MASTER_PORT"], f"1 to {MOST_PORT}", fix)
-    size = int(environ.get("WORLD_SIZE", "1"))
-    if "RANK" not in environ:
-        if size > 1:
-            raise _wrong("WORLD_SIZE", f"{size} without RANK", "both or neither", f"unset WORLD_SIZE, or {_FIX}")
-    elif "WORLD_SIZE" not in environ:
-        raise _unset("WORLD_SIZE", "the number of ranks")
-    elif int(environ["RANK"]) >= size:
-        raise _wrong("RANK", environ["RANK"], f"0 to {size - 1}, because WORLD_SIZE is {size}", _FIX)
-
-
-def require_meeting_place(environ: Mapping[str, str] = os.environ) -> None:
-    """Check that the rendezvous address is set, for a process that is not alone. Raises `UserError`."""
-    require_numbers(environ)
-    for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port there")):
+def require_ranks(environ: Mapping[str, str] = os.environ) -> None:
+    """Check the variables that identify this rank, and the rendezvous address of a process that is not alone. Raises
+    `UserError`.
+    """
+    needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if "RANK" in environ else ()
+    for name in needed:
         if not environ.get(name):
-            raise _unset(name, what)
+            raise UserError.at(f"environment variable {name}", problem="not set, but RANK is", fix=_FIX)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if not _is_number(environ.get(name, "0"), MOST_PORT if name == "MASTER_PORT" else 10**9):
+            found, expected = f"`{environ[name]}`", "a port" if name == "MASTER_PORT" else "a number"
+            raise UserError.at(f"environment variable {name}", found=found, expected=expected, fix=_FIX)
+    rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+    if rank >= size or (size > 1 and not needed):
+        found, expected = f"RANK {environ.get('RANK', 'unset')} of WORLD_SIZE {size}", "ranks from 0 to WORLD_SIZE - 1"
+        raise UserError.at("environment variables", found=found, expected=expected, fix=_FIX)
 
 
 def stay_on_host(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -109,14 +99,6 @@ def raise_open_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _unset(name: str, what: str) -> UserError:
-    return UserError.at(f"environment variable {name}", problem=f"not set, but RANK is; it is {what}", fix=_FIX)
-
-
-def _wrong(name: str, found: str, expected: str, fix: str) -> UserError:
-    return UserError.at(f"environment variable {name}", found=found, expected=expected, fix=fix)
 
 
 _QUEUES, _FEW = "CUDA_DEVICE_MAX_CONNECTIONS", range(8)  # 8 is CUDA's default.

@@ -18,13 +18,6 @@ from megatron_hetero.base.errors import UserError, quoted, reason
 
 MOST_BYTES = 1 << 27
 """Default limit on files that are read whole: several times the largest tokenizer."""
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -36,7 +29,7 @@ def open_regular(path: Path) -> BufferedReader:
         os.close(descriptor)
         if kind == stat.S_IFDIR:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, f"{_KINDS.get(kind, 'something else')} and not a file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 

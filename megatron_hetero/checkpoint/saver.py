@@ -69,20 +69,20 @@ class Saver:
     def after(self, step: int, stopping: bool = False) -> list[str]:
         """Save if a checkpoint is due, and collect the result of an earlier save. Collective, after each step.
 
-        Returns notes for the user: checkpoints that are now complete, and failed ones if `checkpoint.on_failure` is
-        `continue` or training is complete, so that the model can still be exported. Raises `SharedError` as `save`
-        does; for a save in the background, after a later step.
+        Returns notes for the user: checkpoints that are now complete, and a failed one if training is complete, so that
+        the model can still be exported. Raises `SharedError` as `save` does; for a save in the background, after a later
+        step.
         """
         self.trained = step
         chosen = self.config.checkpoint
         last = stopping or step == self.config.train.iters
         due = chosen.dir is not None and (last or step % chosen.interval == 0)
-        continues = chosen.on_failure == "continue" or step == self.config.train.iters
+        raises = step < self.config.train.iters
         with self._watched(lambda: f"the saving of a checkpoint after step {step}, with all other ranks,"):
-            notes = self._ended(waits=due, raises=not continues)
+            notes = self._ended(waits=due, raises=raises)
             if due:
                 self._writing = self._begin(step, in_thread=chosen.async_ and not last)
-                notes += self._ended(waits=not chosen.async_ or last, raises=not continues)
+                notes += self._ended(waits=not chosen.async_ or last, raises=raises)
         if stopping and self.lost is not None:  # A stopped run must not exit as if it had saved.
             raise self.lost
         return notes
@@ -97,7 +97,7 @@ class Saver:
         with self._watched(lambda: "the end of a save that was under way"):
             if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
                 with suppress(Exception):
-                    return self._ended(waits=True, raises=False, continues=False)
+                    return self._ended(waits=True, raises=False)
         return []
 
     def rescue(self) -> list[str]:
@@ -108,7 +108,7 @@ class Saver:
             return []
         with self._watched(lambda: f"the saving of a checkpoint after step {self.trained}, with all other ranks,"):
             self._writing = self._begin(self.trained, in_thread=False, keeps_all=True)
-            return self._ended(waits=True, raises=False, continues=False)
+            return self._ended(waits=True, raises=False)
 
     def _begin(self, step: int, in_thread: bool, keeps_all: bool = False) -> _Writing:
         self._tried, keep = step, None if keeps_all else self.config.checkpoint.keep_last
@@ -138,10 +138,8 @@ class Saver:
         saved = save(entries, chosen.dir, step, texts, keep, group, self.state.working)
         return saved, time.perf_counter() - start
 
-    def _ended(self, waits: bool, raises: bool, continues: bool = True) -> list[str]:
-        """Return notes on the save in progress if it has ended, which is awaited if `waits`. `continues`: whether
-        training does, while steps are left.
-        """
+    def _ended(self, waits: bool, raises: bool) -> list[str]:
+        """Return notes on the save in progress if it has ended, which is awaited if `waits`."""
         writing, start = self._writing, time.perf_counter()
         if writing is None or not (waits or writing.outcome.done()):
             return []
@@ -152,8 +150,7 @@ class Saver:
             self.lost = error
             if raises:
                 raise
-            more = ", training continues" if continues and self.trained < self.config.train.iters else ""
-            return [f"warning: no checkpoint after step {writing.step}{more}: {error}"]
+            return [f"warning: no checkpoint after step {writing.step}: {error}"]
         waited = writing.waited_s + time.perf_counter() - start
         return [
             f"checkpoint {self.saved.path.name}: {size_text(self.saved.size)} in {seconds:.1f} s; "

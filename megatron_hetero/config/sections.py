@@ -395,9 +395,6 @@ class CheckpointConfig(Section):
     keep_last: int | None = option(
         None, "Number of newest checkpoints to keep; older ones are deleted.", "all", at_least=1
     )
-    on_failure: Literal["stop", "continue"] = option(
-        "stop", "Action if a checkpoint cannot be written: stop, or warn and continue."
-    )
     resume: Literal["auto", "never"] | Path = option(
         "auto", "Resume from the newest checkpoint in dir (auto), from the checkpoint at a path, or never."
     )

@@ -34,8 +34,7 @@ from megatron_hetero.base.environment import (
     prepare_environment,
     raise_open_files,
     rank,
-    require_meeting_place,
-    require_numbers,
+    require_ranks,
     resolves,
     stay_on_host,
     world_size,
@@ -90,7 +89,7 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     device.
     """
     alone = "RANK" not in os.environ
-    require_numbers() if alone else require_meeting_place()
+    require_ranks()
     stay_on_host()
     raise_open_files()
     prepare_environment()
@@ -211,7 +210,7 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
 def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     """Run `main`; end the process if it fails."""
     try:
-        require_numbers()
+        require_ranks()
         with (
             open(os.devnull, "w") as nowhere,
             contextlib.redirect_stdout(nowhere if rank() > 0 and "--help" in argv else sys.stdout),
@@ -307,7 +306,7 @@ def leave(message: str, status: int, *, final: bool = False) -> NoReturn:
     """Print `message` and exit without waiting for threads or other ranks. `final`: the next start would fail too."""
     if status:
         _write_error_file(message, final)
-    with contextlib.suppress(OSError, ValueError):  # If they cannot be written, the status tells.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # If they cannot be written, the status tells.
         if message:
             print(message, file=sys.stderr)
         sys.stderr.flush()

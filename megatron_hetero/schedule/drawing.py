@@ -1,17 +1,15 @@
-"""Schedules as text, and timelines of ranks as text and as SVG or PNG with matplotlib."""
+"""Timelines of ranks as text, and as SVG or PNG with matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.simulator import Event, Simulation, Span, in_order
+from megatron_hetero.schedule.simulator import Simulation, Span
 
 Timelines = Mapping[str, Sequence[Span]]
 """Spans, simulated or recorded, by the label of their row in the plot."""
@@ -24,25 +22,6 @@ def timelines_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
 
 
 # ---------------------------------------------------------------------------------------------------- text
-
-
-def format_schedule(schedule: Schedule) -> str:
-    """Write a schedule as text: a line per step and a column per role, in which an action is below what it waits for on
-    other ranks, and ``-`` is no action.
-    """
-    step: dict[Event, int] = {}
-    columns: list[list[str]] = [[] for _ in schedule.roles]
-    for role, action, awaited in in_order(schedule):
-        step[role, action] = max([len(columns[role]), *(step[event] + 1 for event in awaited)])
-        columns[role] += [*["-"] * (step[role, action] - len(columns[role])), str(action)]
-    names = ["step", *(role.name for role in schedule.roles)]
-    ranks = ["", *(f"@{format_ranks(role.ranks)}" for role in schedule.roles)]
-    rows = ([f"{at:4}", *row] for at, row in enumerate(zip_longest(*columns, fillvalue="-")))
-    cells = [names, ranks, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
-    edges = f"edges: {' '.join(map(str, schedule.edges)) or '-'}"
-    return "\n".join([f"micro-batches: {schedule.micro_batches}", edges, *map(str, schedule.modules), *lines])
 
 
 def timeline(simulation: Simulation, *, unit: float | None = None, columns: int = 40) -> str:

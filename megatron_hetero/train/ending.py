@@ -4,10 +4,7 @@ ranks end with the same message, which says where it is.
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_hetero.base.errors import NotFiniteError, SharedError
@@ -17,7 +14,7 @@ from megatron_hetero.train.trainer import Trainer
 
 EXPORT = "python -m megatron_hetero.cli.export"
 LEFT_OVER = "trained-model"
-"""The name of a model that could not be written to its intended place."""
+"""The folder in `log.dir` of a model that could not be written to its intended place."""
 
 
 class Ending:
@@ -47,7 +44,7 @@ class Ending:
         sentence = text if text.endswith((".", "?", "!")) else f"{text}."
         self._problems.append(f"{sentence} {self._what_is_saved(in_doubt)}".strip())
         if is_free and saver.lost is not None and self._last_checkpoint() is None:
-            self._write_first(self._other_places(), f"model after step {saver.trained}")
+            self._write_first([self._other_place], f"model after step {saver.trained}")
         return saver.trained
 
     def stopped(self, step: int) -> None:
@@ -63,8 +60,7 @@ class Ending:
             self._problems.append(str(saver.lost))
         checkpoint = self._last_checkpoint()
         if checkpoint is None and (target is not None or saver.lost is not None):
-            own = [] if target is None else [target]
-            self._write_first(itertools.chain(own, self._other_places()), "trained model")
+            self._write_first([self._other_place] if target is None else [target, self._other_place], "trained model")
         elif target is not None and not self._written(target):
             self._problems[-1] += f" {checkpoint} has the trained model: `{EXPORT} {checkpoint} HF_DIR` writes it."
         self._add_faults()
@@ -114,11 +110,9 @@ class Ending:
             return saver.saved.path
         return self._run.resumed.path if self._run.resumed.step == saver.trained else None
 
-    def _other_places(self) -> Iterator[Path]:
-        """Yield alternatives to the intended place of the model: next to that, and next to the metrics."""
-        target, logs = self._run.config.export.hf_dir, self._run.config.log.dir
-        for parent in dict.fromkeys([logs] if target is None else [target.parent, logs]):
-            yield on_first(self._run.topology.files, partial(_free, parent / LEFT_OVER))
+    @property
+    def _other_place(self) -> Path:
+        return self._run.config.log.dir / LEFT_OVER
 
     def _write_first(self, places: Iterable[Path], model: str) -> None:
         """Write the model, which no checkpoint has, to the first place that works."""
@@ -139,9 +133,3 @@ class Ending:
         """Add metrics that could not be written on any rank."""
         of_ranks = on_every(self._run.topology.files, lambda: list(self._run.writer.faults.values()))
         self._problems += [fault for faults in of_ranks for fault in faults]
-
-
-def _free(place: Path) -> Path:
-    """Return the path if it is free, else with the first free number appended."""
-    numbered = (place.with_name(f"{place.name}-{number}") for number in itertools.count(2))
-    return next(path for path in itertools.chain([place], numbered) if not os.path.lexists(path))

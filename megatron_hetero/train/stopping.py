@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
@@ -29,7 +27,6 @@ class StopRequest:
     def start(self) -> None:
         """Note signals from now on. SIGTERM still ends the process, which has nothing to save before `begin`."""
         self._handlers = ExitStack()
-        self._handlers.enter_context(_insistence())
         for number in SIGNALS[1:]:
             # nohup ignores SIGHUP: the run should survive the terminal.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
@@ -46,8 +43,17 @@ class StopRequest:
             self._handlers.close()
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
-        self.seen = self.seen or signal.Signals(number)
+        """Handle a signal: end the process if it `insists` on an earlier one."""
+        if self.seen is not None:
+            if insists(self.seen, number):
+                leave_interrupted()
+            return
+        self.seen = signal.Signals(number)
+        if rank() == 0:
+            again = "; Ctrl-C again stops it at once" if number == signal.SIGINT else ""
+            # Not through sys.stderr, which the interrupted code may be writing to.
+            with suppress(OSError):
+                os.write(2, f"{self.seen.name}: the run will save and stop after this step{again}\n".encode())
 
     def _handle(self, handlers: ExitStack, number: int) -> None:
         handlers.callback(signal.signal, number, signal.signal(number, self.note))
@@ -75,39 +81,3 @@ def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
         raise
     finally:
         request.end()
-
-
-@contextmanager
-def _insistence() -> Iterator[None]:
-    """End the process on a second Ctrl-C inside. A thread waits for it, because Python runs handlers between
-    instructions of the main thread, which may be blocked on the device or on other ranks.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=_listen, args=(reader,), name="stop-requests", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        writer.close()
-        thread.join()
-        reader.close()
-
-
-def _listen(signals: socket.socket) -> None:
-    first = None
-    while data := signals.recv(1):
-        number = data[0]
-        if number not in SIGNALS:
-            continue
-        if first is not None and insists(first, number):
-            leave_interrupted()
-        if first is None and rank() == 0:
-            again = "; Ctrl-C again stops it at once" if number == signal.SIGINT else ""
-            text = f"{signal.Signals(number).name}: the run will save and stop after this step{again}\n"
-            # Not through sys.stderr, whose lock a main thread that waits may hold.
-            with suppress(OSError):
-                os.write(2, text.encode())
-        first = first or number

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import yaml
 
 import pretrain_vlm
-from megatron_hetero.base.environment import require_numbers
+from megatron_hetero.base.environment import require_ranks
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import MANIFEST, record_file
 from megatron_hetero.checkpoint.index import INDEX
@@ -183,7 +183,7 @@ def _run_runs(good: Path, rng: random.Random, case: Path) -> bool:
 
     def run() -> None:
         with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(io.StringIO()):
-            require_numbers()
+            require_ranks()
             try:
                 pretrain_vlm.main(_inside(argv, case))
             finally:

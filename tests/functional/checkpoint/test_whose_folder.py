@@ -187,7 +187,7 @@ def test_less_steps_than_have_been_trained(run: Path, folders: Path, pools: Pool
 
 
 def test_a_last_checkpoint_that_is_lost_is_an_error_in_the_end(folders: Path, tmp_path: Path, pools: Pools) -> None:
-    line = flags(folders, tmp_path, "tp:2", "tp:2", "--checkpoint.on_failure continue")
+    line = flags(folders, tmp_path, "tp:2", "tp:2")
     for said, error in pools(2).run(loses_the_last, line):
         assert said[3].startswith("warning: no checkpoint after step 4") and "checkpoint.dir" in error
     assert list(whole(tmp_path / "checkpoints")) == [2] and unfinished(tmp_path / "checkpoints") == ()

@@ -62,8 +62,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "make, said",
     [
-        (pipe, "a named pipe and not a file"),
-        (zeros, "a device and not a file"),
+        (pipe, "not a regular file"),
+        (zeros, "not a regular file"),
         (sparse, "1000000000000 bytes"),
         (lambda path: path.mkdir() or path, "a directory|a folder"),
     ],
@@ -85,11 +85,11 @@ READERS: dict[str, Callable[[Path], Any]] = {
 NAMES = {"record": "run.json", "index": INDEX, "manifest": MANIFEST}
 
 
-@pytest.mark.parametrize("make, said", [(pipe, "a named pipe"), (zeros, "a device")])
+@pytest.mark.parametrize("make, said", [(pipe, "not a regular file"), (zeros, "not a regular file")])
 @pytest.mark.parametrize("kind", READERS)
 def test_readers_refuse_what_is_no_file(kind: str, make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
     path = make(tmp_path / NAMES.get(kind, "x"))
-    with pytest.raises(UserError, match=f"{path}.*{said} and not a file"):
+    with pytest.raises(UserError, match=f"{path}.*{said}"):
         READERS[kind](path)
 
 
@@ -107,7 +107,9 @@ def test_a_long_configuration_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"])
-@pytest.mark.parametrize("make, said", [(pipe, "a named pipe"), (zeros, "a device"), (sparse, "a file of 10{12}")])
+@pytest.mark.parametrize(
+    "make, said", [(pipe, "not a regular file"), (zeros, "not a regular file"), (sparse, "a file of 10{12}")]
+)
 def test_a_model_s_folder_with_what_is_no_file(
     name: str, make: Callable[[Path], Path], said: str, tmp_path: Path
 ) -> None:
@@ -120,4 +122,4 @@ def test_a_model_s_folder_with_what_is_no_file(
 
 def test_a_manifest_that_names_a_pipe(tmp_path: Path) -> None:
     pipe(tmp_path / "x")
-    assert verify(tmp_path, {"x": FileRecord(0, "")}, ["x"]) == ["x cannot be read: a named pipe and not a file"]
+    assert verify(tmp_path, {"x": FileRecord(0, "")}, ["x"]) == ["x cannot be read: not a regular file"]

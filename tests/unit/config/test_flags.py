@@ -23,7 +23,7 @@ optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_pr
 precision.MODULE.master precision.MODULE.moments precision.MODULE.gradients offload.MODULE.states
 offload.MODULE.activations zero.MODULE
 optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_iters log.dir log.tensorboard log.wandb
-checkpoint.dir checkpoint.interval checkpoint.async checkpoint.keep_last checkpoint.on_failure checkpoint.resume
+checkpoint.dir checkpoint.interval checkpoint.async checkpoint.keep_last checkpoint.resume
 checkpoint.allow_changes
 export.hf_dir eval.datasets eval.interval plan.images plan.image_side plan.tokens
 plan.supervised plan.memory_gb

@@ -102,7 +102,7 @@ def test_missing_files_are_named_and_nothing_waits_on_a_pipe(tmp_path: Path) -> 
     assert_refused(tmp_path / "a.png", "no such file", "Correct the record's 'image'")
     assert_refused(tmp_path, "is a directory")
     os.mkfifo(tmp_path / "pipe")
-    assert_refused(tmp_path / "pipe", "a named pipe and not a file")
+    assert_refused(tmp_path / "pipe", "not a regular file")
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0", b"GIF89a"])
