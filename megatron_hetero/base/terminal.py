@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -12,7 +11,6 @@ from megatron_hetero.base.errors import printable
 
 # `rich` is imported where something is printed with it.
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
     from rich.console import Console
 
 FILE_COLUMNS = 300
@@ -45,26 +43,11 @@ def size_text(size: int) -> str:
 
 
 def prepare_outputs() -> None:
-    """Redirect standard output and error to /dev/null where they were closed before the start (`>&-`), have them escape
-    characters that their encoding lacks, and drop what is written to a terminal that has gone: the end of ssh must not
-    prevent the last checkpoint.
+    """Redirect standard output and error to /dev/null where they were closed before the start (`>&-`), and have them
+    escape characters that their encoding lacks.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it stays open
         if reconfigure := getattr(getattr(sys, name), "reconfigure", None):
             reconfigure(errors="backslashreplace")
-    if sys.stdout.isatty():
-        terminal = io.BufferedWriter(_Terminal(sys.stdout.fileno(), "w", closefd=False))
-        encoding, errors = sys.stdout.encoding, sys.stdout.errors
-        sys.stdout = io.TextIOWrapper(terminal, encoding, errors, line_buffering=True)
-
-
-class _Terminal(io.FileIO):
-    """A terminal, or what is left of it."""
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(memoryview(data))

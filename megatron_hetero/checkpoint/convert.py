@@ -17,8 +17,6 @@ from megatron_hetero.base import lock as file_lock
 from megatron_hetero.base.errors import TEXT, UserError, reason
 from megatron_hetero.base.files import resolved
 from megatron_hetero.base.outputs import (
-    LATEST,
-    MANIFEST,
     chosen_in,
     damaged,
     is_ours,
@@ -284,7 +282,7 @@ def import_folders(
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise _unwritable(target, error, complete=(target / MANIFEST).is_file()) from None
+        raise _unwritable(target, error) from None
     return Copied(len(entries), total, _names_of(dtypes))
 
 
@@ -327,10 +325,6 @@ def require_free(target: Path) -> None:
     raise UserError.at(target, problem=problem, fix=f"choose {UNTRAINED} in a new folder")
 
 
-def _unwritable(target: Path, error: OSError, complete: bool) -> UserError:
-    left = f"{target} is complete, but {LATEST} may not name it" if complete else "nothing was left behind"
-    return UserError.at(
-        error.filename or target,
-        problem=f"cannot be written ({reason(error)}); {left}",
-        fix="free space or grant access, or choose another folder",
-    )
+def _unwritable(target: Path, error: OSError) -> UserError:
+    fix = "free space or grant access, or choose another folder"
+    return UserError.at(error.filename or target, problem=f"cannot be written ({reason(error)})", fix=fix)

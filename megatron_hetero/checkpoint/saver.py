@@ -70,8 +70,8 @@ class Saver:
         """Save if a checkpoint is due, and collect the result of an earlier save. Collective, after each step.
 
         Returns notes for the user: checkpoints that are now complete, and a failed one if training is complete, so that
-        the model can still be exported. Raises `SharedError` as `save` does; for a save in the background, after a later
-        step.
+        the model can still be exported. Raises `SharedError` as `save` does, for a save in the background after a
+        later step.
         """
         self.trained = step
         chosen = self.config.checkpoint

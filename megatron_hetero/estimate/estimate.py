@@ -4,6 +4,7 @@ model's `config.json`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,16 +30,19 @@ from megatron_hetero.estimate.parameters import (
     parameters_of,
 )
 from megatron_hetero.estimate.shards import AssumedBatch, ModuleShards, SequenceShard, encoder_shards, text_shards
-from megatron_hetero.estimate.time import durations
 from megatron_hetero.estimate.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.communicators import CommunicatorKind, communicators
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.pipeline import stages_of_rank
+from megatron_hetero.models.layers.parts import FORWARD, Tokens
+from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.schedule.gathering import shares_weights, span_of
 from megatron_hetero.schedule.program import Role
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 
+COPIED = 8000
+"""Operations per byte copied to or from the host: some 400 TFLOP/s and 50 GB/s on H100, half of both on A100."""
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
 """Kinds of memory, in the order of the columns of `Estimate.memory`."""
 _Call = tuple[str, int]
@@ -131,7 +135,7 @@ class Estimate:
                 for number in range(len(stages)):
                     on_host = (self._stage(name, number, shard).host for shard in self.shards[name].shards)
                     copied[name, number] = max(on_host, default=0) // size
-        return durations(self.assumed, copied)
+        return _durations(self.assumed, copied)
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -318,3 +322,47 @@ def _most_in_flight(role: Role, edge: Edge) -> int:
     change = {"start": 1, "finish": -1}
     changes = [change[a.op] for a in role.actions if a.op in change and a.edge == edge]
     return max(accumulate(changes), default=0)
+
+
+# ---------------------------------------------------------------------------------------------- time
+
+
+def _durations(assumed: AssumedBatch, copied: Mapping[tuple[str, int], int]) -> dict[DurationKey, float]:
+    """Operations of one rank by module, kind of work and stage, or those that fit in the time of the copies beside
+    them where that is longer. `copied`: bytes copied to the host, and back, by module and stage.
+
+    A backward pass costs a forward pass each for the gradients of inputs and of weights, where they are computed, and
+    the forward pass of fully recomputed layers. Selective recomputation repeats no matrix product and costs nothing;
+    chunked MLPs recompute their first product.
+    """
+    job, found = assumed.job, dict[DurationKey, float]()
+    for name, stages in job.stages.items():
+        architecture, ways = job.shapes[name].architecture, job.layouts[name].ways
+        tokens, times = _of_replica(assumed, name)
+        on_rank = times * tokens.total / ways("tokens")
+        passes = job.frozen.passes(name, inputs=name == TEXT or job.frozen.trains(name))
+        recompute = Recompute.of(job.config.model, name)
+        for number, stage in enumerate(stages):
+            forward = times * architecture.operations(tokens, stage, FORWARD) / ways("weights", "tokens")
+            again = forward * recompute.whole_layers(len(stage.layers)) / len(stage.layers)
+            if passes.linear > 1 and recompute.chunks(math.ceil(on_rank)):
+                per_token = sum(layer.mlp.first_product for layer in architecture.layers[stage.first : stage.last])
+                again += on_rank * per_token / ways("weights")
+            copies = COPIED * copied.get((name, number), 0)
+            saves = not job.schedule.module[name].recomputes  # else F saves nothing yet
+            found[name, "F", number] = max(forward, copies * saves)
+            found[name, "R", number] = max(forward, copies)
+            found[name, "B", number] = max(forward * (passes.linear - 1) + again, copies)
+    return found
+
+
+def _of_replica(assumed: AssumedBatch, module: str) -> tuple[Tokens, float]:
+    """Tokens of a replica's micro-batch: those of the text module, or those of one image, and how many images the
+    replica with the most has in a micro-batch, averaged over the calls of a step.
+    """
+    if module == TEXT:
+        return Tokens(assumed.lengths, supervised=assumed.sample.supervised * len(assumed.lengths)), 1
+    calls = assumed.calls[module]
+    most = {n: max(map(len, assumed.assigned(module, n))) for n in assumed.sizes_of_calls(module)}
+    images = sum(most[len(call)] for call in calls) / sum(map(len, calls))
+    return assumed.job.shapes.encoders[module].tokens(assumed.sample.sizes[module][:1]), images

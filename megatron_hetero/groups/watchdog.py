@@ -87,23 +87,17 @@ class Stopwatch:
 
 
 def clock_of(device: torch.device) -> Clock | None:
-    """The clock of a device: events on the current stream of a GPU, reused once completed. None for a CPU, whose work
-    is synchronous.
-    """
+    """The clock of a device: events on the current stream of a GPU. None for a CPU, whose work is synchronous."""
     if device.type != "cuda":
         return None
-    free: deque[torch.cuda.Event] = deque()
 
     def has_ended(event: torch.cuda.Event) -> bool:
         # A new thread is on device 0, where a query would create a context.
         torch.cuda.set_device(device)
-        ended = event.query()
-        if ended:
-            free.append(event)
-        return ended
+        return event.query()
 
     def mark() -> Mark:
-        event = free.pop() if free else torch.cuda.Event()
+        event = torch.cuda.Event()
         event.record()
         return partial(has_ended, event)
 

@@ -86,7 +86,12 @@ def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_
     raw = read_object(path)
     found = raw.get("model_type")
     if not isinstance(found, str) or found not in model_types:
-        raise _of_another_family(path, found, model_types, of_encoder)
+        because, fix = "this program builds no other family", f"give a {titles()} folder"
+        if of_encoder is not None:
+            because = f"the encoder of {VISION_FOLDER} is {of_encoder.title}'s"
+            fix = f"give a language model of that family, or leave out --{VISION_FOLDER}"
+        expected = " or ".join(map(repr, model_types))
+        raise UserError.at(path, found=f"model_type {shown(found)}", expected=expected, because=because, fix=fix)
     family = family_of(found)
     check(path, raw, family.built)
     with sound(path):
@@ -104,14 +109,3 @@ def sound(path: Path) -> Iterator[None]:
         raise UserError.at(
             path, problem=f"cannot be used ({in_short(error)})", fix="restore the original file"
         ) from error
-
-
-def _of_another_family(path: Path, found: Any, model_types: Sequence[str], of_encoder: Family | None) -> UserError:
-    because, fix = "this program builds no other family", f"give a {titles()} folder"
-    if of_encoder is not None:
-        because = f"the encoder of {VISION_FOLDER} is {of_encoder.title}'s"
-        fix = f"give a language model of that family, or leave out --{VISION_FOLDER}"
-    elif any(found in family.language_models for family in FAMILIES.values()):
-        fix += f", or the folder of a vision encoder too, with --{VISION_FOLDER}"
-    expected = " or ".join(map(repr, model_types))
-    return UserError.at(path, found=f"model_type {shown(found)}", expected=expected, because=because, fix=fix)

@@ -22,8 +22,6 @@ from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import folder_shapes, stored_shapes, tensors_of_parts, weight_map
 
-_MOST_SUGGESTED = 8
-
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
@@ -46,12 +44,12 @@ class Frozen:
         stored, by_part = stored_shapes(shapes), tensors_of_parts(shapes)
         tensors = frozen_tensors(shapes, freeze, train)
         parts = frozenset(part for part, names in by_part.items() if tensors.issuperset(names))
+        setting = "train" if train else "freeze"
         if len(parts) == len(by_part):
-            setting = "train" if train else "freeze"
             problem = f"freezes all of {', '.join(by_part)}, which leaves nothing to train"
             raise UserError.at(f"model.{setting} (--model.{setting})", problem=problem, fix="remove an entry")
         if any(map(is_pattern, (*freeze, *train))):
-            _require_whole_parameters(shapes, tensors, freeze, train)
+            _require_whole_parameters(shapes, tensors)
             entry = shapes.text.architecture.entry
             looked_up = set() if shapes.text.tied else {entry.stored + name for name in entry.part.tensors()}
             shares = {part: _share({*names} - looked_up, tensors, stored) for part, names in by_part.items()}
@@ -137,9 +135,7 @@ def _any_layer(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _require_whole_parameters(
-    shapes: ModelShapes, frozen: frozenset[str], freeze: Sequence[str], train: Sequence[str]
-) -> None:
+def _require_whole_parameters(shapes: ModelShapes, frozen: frozenset[str]) -> None:
     """Check that all tensors of one parameter (q, k and v of a layer) train, or none. Raises `UserError`."""
     maps = [
         weight_map(module, shapes, Share(0, 1), view=view)
@@ -147,23 +143,15 @@ def _require_whole_parameters(
         for view in shapes[module].architecture.views
     ]
     parameters = [dict.fromkeys(each.name for each in slices) for of_module in maps for slices in of_module.values()]
-    mixed = [names for names in parameters if 0 < len(frozen.intersection(names)) < len(names)]
-    if not mixed:
-        return
-    first = mixed[0]
-    too_few = not frozen_tensors(shapes, freeze).isdisjoint(first)
-    setting, given = ("model.freeze", freeze) if too_few else ("model.train", train)
-    missing = {name for names in mixed for name in names if (name in frozen) != too_few}
-    patterns = dict.fromkeys(map(_any_layer, sorted(missing)))
-    add = patterns if {n for pattern in patterns for n in _matching(setting, pattern, shapes)} == missing else missing
-    entries = " ".join(f'"{entry}"' if is_pattern(entry) else entry for entry in [*given, *sorted(add)])
-    raise UserError.at(
-        f"{setting} (--{setting})",
-        found=f"{listed(frozen.intersection(first))} frozen without {listed(first.keys() - frozen)}",
-        expected="all of them or none",
-        because="they are one parameter in training",
-        fix=f"try `--{setting} {entries}`" if len(add) <= _MOST_SUGGESTED else f"list these too: {listed(add)}",
-    )
+    for names in parameters:
+        if 0 < len(frozen.intersection(names)) < len(names):
+            raise UserError.at(
+                "model.freeze and model.train",
+                found=f"{listed(frozen.intersection(names))} frozen without {listed(names.keys() - frozen)}",
+                expected="all of them or none",
+                because="they are one parameter in training",
+                fix="list all of them, or patterns that match all",
+            )
 
 
 def _share(names: Iterable[str], frozen: Collection[str], stored: Mapping[str, Sequence[int]]) -> float:

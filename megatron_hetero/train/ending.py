@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_hetero.base.errors import NotFiniteError, SharedError
-from megatron_hetero.base.outputs import name_of, whole
-from megatron_hetero.groups.collective import on_every, on_first
+from megatron_hetero.base.outputs import name_of
+from megatron_hetero.groups.collective import on_every
 from megatron_hetero.train.trainer import Trainer
 
 EXPORT = "python -m megatron_hetero.cli.export"
@@ -85,23 +85,15 @@ class Ending:
             )
         if saver.trained == self._run.resumed.step:
             return ""
+        again = f"{self._command} resumes from the newest checkpoint, or starts over if there is none."
+        again = again[:1].upper() + again[1:]
         if saver.config.checkpoint.dir is None:
             return "Nothing was saved, since checkpoint.dir is not set."
         if in_doubt:
-            return f"Step {saver.trained} was not saved, since its weights may be at fault. {self._what_is_resumed()}"
+            return f"Step {saver.trained} was not saved, since its weights may be at fault. {again}"
         if checkpoint is not None:
             return f"What was trained is saved in {checkpoint}; {self._command} resumes from there."
-        return f"Step {saver.trained} could not be saved. {self._what_is_resumed()}"
-
-    def _what_is_resumed(self) -> str:
-        """Describe the start of the next run, if the last step has no checkpoint."""
-        folder = self._run.config.checkpoint.dir
-        found = on_first(self._run.topology.files, lambda: list(whole(folder).values()) if folder is not None else [])
-        if found:
-            return f"The newest checkpoint is {found[-1]}; {self._command} resumes from there."
-        given = self._run.resumed.path
-        start = "at step 1" if given is None else f"from {given}"
-        return f"There is no earlier checkpoint; the same command starts over {start}."
+        return f"Step {saver.trained} could not be saved. {again}"
 
     def _last_checkpoint(self) -> Path | None:
         """Return the checkpoint after the last trained step, whether this run wrote it or resumed from it."""

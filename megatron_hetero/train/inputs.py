@@ -6,14 +6,13 @@ import hashlib
 import platform as python
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch.distributed as dist
 import yaml
 
-import megatron_hetero
 from megatron_hetero.base.errors import VISION, UserError, os_errors_as, reason
 from megatron_hetero.base.files import open_regular
 from megatron_hetero.checkpoint.record import ModelSources, hashes
@@ -30,7 +29,7 @@ from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
 
-PACKAGES = ("torch", "transformers", "tokenizers", "megatron-core", "safetensors", "numpy", "pillow")
+PACKAGES = ("megatron_hetero", "torch", "transformers", "tokenizers", "megatron-core", "safetensors", "numpy", "pillow")
 """Packages that affect the numbers of a run, or the data that its ranks exchange."""
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
@@ -105,7 +104,6 @@ def _settings_and_versions(config: Config, platform: Platform) -> dict[str, str]
     return settings | {
         "version of python": python.python_version(),
         **{f"version of {name}": _version(name) for name in PACKAGES},
-        "source of megatron_hetero": _source(),
         "kind of device": platform.device.type,
     }
 
@@ -136,16 +134,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
-
-
-@cache
-def _source() -> str:
-    """Return a hash of this package's own code, since many commits share a version."""
-    folder, digest = Path(megatron_hetero.__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0".encode())
-        digest.update(path.read_bytes())
-    return f"SHA-256 {digest.hexdigest()[:12]}"
 
 
 def fingerprint(path: Path) -> str:

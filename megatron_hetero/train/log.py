@@ -26,14 +26,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_hetero.base import terminal
-from megatron_hetero.base.errors import UserError, in_short, os_errors_as, reason
+from megatron_hetero.base.errors import UserError, in_short, os_errors_as
 from megatron_hetero.base.files import in_the_way
 from megatron_hetero.base.outputs import CONFIG, LOG_LOCK, METRICS, OF_A_RUN, WANDB_ID
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics, Value
-
-TERMINAL = "terminal"
-"""The fault of a writer after which nothing more is printed."""
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
@@ -315,23 +312,20 @@ class MetricsWriter(Writer):
 
     def print(self, renderable: object) -> None:
         """Print text or anything that `rich` renders, above the progress bar."""
-        if TERMINAL in self.faults:
-            return
-        try:
+        # A pipe or terminal that has gone must not end the run; on a closed pipe `rich` exits.
+        with suppress(OSError, SystemExit):
             if isinstance(renderable, str) and not self._console.is_terminal:
                 # A file or a pipe has no width to wrap at.
                 print(renderable, file=self._console.file)
             else:
                 self._console.print(renderable, markup=False, highlight=False)
             self._console.file.flush()
-        except (OSError, SystemExit) as error:  # `rich` exits on a closed pipe.
-            why = reason(error) if isinstance(error, OSError) else "broken pipe"
-            self._note(TERMINAL, f"standard output: cannot be written ({why}).")
 
     def close(self) -> None:
         """Finish; nothing is written afterwards."""
         if self._progress.live.is_started:
-            self._progress.stop()
+            with suppress(OSError):
+                self._progress.stop()
         self._append("")  # Lines still waiting for disk space.
         self._log.close()
         for tracker in self._trackers:

@@ -48,11 +48,6 @@ class StepMetrics:
     stopping: bool = False
     extra: Mapping[str, Value] = field(default_factory=dict)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing was trained, since all samples were too long."""
-        return math.isnan(self.loss)
-
     def record(self) -> dict[str, Value]:
         """Return the record for metrics.jsonl; numbers that are not finite are None."""
         rates = {
@@ -68,7 +63,7 @@ class StepMetrics:
         """Return the line for the terminal, in a run of `steps` steps."""
         parts = [
             f"step {self.step:>{len(str(steps))}}/{steps}",
-            "nothing trained" if self.is_idle else f"loss {self.loss:.4f} | norm {self.grad_norm:.3f}",
+            "nothing trained" if math.isnan(self.loss) else f"loss {self.loss:.4f} | norm {self.grad_norm:.3f}",
             f"lr {self.lr:.2e}",
             f"{self._per_second(self.tokens):,.0f} tokens/s",
             f"{self._per_second(self.images):,.1f} images/s",

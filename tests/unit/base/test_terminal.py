@@ -1,26 +1,10 @@
-"""A terminal that goes, and messages of the argument parser."""
+"""Messages of the argument parser."""
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 
-from megatron_hetero.base.terminal import Parser, prepare_outputs
-
-
-def test_a_terminal_that_goes_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of ssh: what has been trained is to be saved."""
-    master, terminal = os.openpty()
-    with os.fdopen(terminal, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        prepare_outputs()
-        print("one", flush=True)
-        assert os.read(master, 100) == b"one\r\n"
-        os.close(master)
-        print("two", flush=True)
-        print("three")
+from megatron_hetero.base.terminal import Parser
 
 
 def test_what_a_command_line_quotes_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,32 +194,18 @@ def test_a_device_that_fails_leaves_the_rest_to_who_issues_the_next_work() -> No
         assert oldest(watchdog) == "c"
 
 
-def test_events_of_a_gpu_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Event] = []
-
-    class Event:
-        def __init__(self) -> None:
-            self.recorded, self.ended = 0, False
-            made.append(self)
-
-        def record(self) -> None:
-            self.recorded, self.ended = self.recorded + 1, False
-
-        def query(self) -> bool:
-            return self.ended
-
+def test_the_clock_of_a_gpu_asks_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    event = SimpleNamespace(record=lambda: ended.append(False), query=lambda: ended[-1])
     devices: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     clock = clock_of(torch.device("cuda", 2))
     assert clock is not None and clock_of(CPU) is None
-    first, second = clock(), clock()
-    assert not first() and not second() and len(made) == 2
-    made[0].ended = True
-    assert first()
-    clock()
-    assert len(made) == 2 and [event.recorded for event in made] == [2, 1]
-    assert set(devices) == {torch.device("cuda", 2)}, "a thread begins on device 0"
+    mark = clock()
+    assert not mark()
+    ended.append(True)
+    assert mark() and set(devices) == {torch.device("cuda", 2)}, "a thread begins on device 0"
 
 
 def test_a_watchdog_of_zero_seconds_does_nothing() -> None:

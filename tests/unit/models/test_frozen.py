@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from fnmatch import fnmatchcase
 
 import pytest
@@ -137,19 +136,6 @@ def test_what_cannot_be_is_an_error(freeze: tuple[str, ...], train: tuple[str, .
         (("*.q_proj.bias",), ("text",)),
     ],
 )
-def test_a_part_of_a_parameter_is_refused_and_the_suggestion_passes(
-    freeze: tuple[str, ...], train: tuple[str, ...]
-) -> None:
-    with pytest.raises(UserError, match="frozen without .*expected all of them or none") as error:
+def test_a_part_of_a_parameter_is_refused(freeze: tuple[str, ...], train: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=r"found .*_proj.* frozen without .*_proj.*expected all of them or none"):
         Frozen.of(TWO, freeze, train)
-    match = re.search(r"Try `--model\.(freeze|train) (.*)`", str(error.value))
-    assert match
-    entries = tuple(shlex.split(match[2]))
-    found = Frozen.of(TWO, **{"freeze": freeze, "train": train, match[1]: entries})
-    assert {*entries} > {*(freeze if match[1] == "freeze" else train)}
-    assert found.tensors
-
-
-def test_many_parts_of_parameters_are_listed() -> None:
-    with pytest.raises(UserError, match=r"List these too: .* and \d+ more"):
-        frozen("*.q_proj.*", "*.gate_proj.*")

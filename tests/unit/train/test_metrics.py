@@ -146,7 +146,7 @@ def test_a_terminal_that_takes_nothing_ends_nothing(tmp_path: Path) -> None:
             writer.write(metrics(2))
         with contextlib.suppress(OSError):
             full.close()
-    assert "standard output: cannot be written (no space left on device)" in writer.faults["terminal"]
+    assert not writer.faults
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -158,7 +158,7 @@ def test_a_pipe_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
             writer.write(metrics())
         with contextlib.suppress(OSError):
             file.close()
-    assert writer.faults.keys() == {"terminal"}
+    assert not writer.faults and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_silent_writer_takes_everything(capsys: pytest.CaptureFixture[str]) -> None:
