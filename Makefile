@@ -46,6 +46,9 @@ $(INSTALLED): setup.py constraints.txt
 
 # ---------------------------------------------------------------------------------------------- tests
 
+# What `make unit` runs; `make functional` runs the rest, in about the same time.
+IN_UNIT := tests/unit tests/fake_cuda benchmarks/tests
+
 # Types and both runs of pytest at the same time, since many tests wait; their output is mixed. How each ended comes last.
 test: lint
 	@$(MAKE) --no-print-directory --keep-going --jobs 3 types unit functional || { tail -n 25 $(LOGS)/*.log; exit 1; }
@@ -58,14 +61,14 @@ types: $(INSTALLED)
 	$(BIN)/pyright 2>&1 | tee $(LOGS)/types.log
 
 unit: $(INSTALLED)
-	$(BIN)/python -u -m pytest tests/unit 2>&1 | tee $(LOGS)/unit.log
+	$(BIN)/python -u -m pytest $(IN_UNIT) 2>&1 | tee $(LOGS)/unit.log
 
 # Not part of `make test`.
 matrix: $(INSTALLED)
 	$(BIN)/python -m pytest -m long --ignore tests/rules
 
 functional: $(INSTALLED)
-	$(BIN)/python -u -m pytest --ignore tests/unit 2>&1 | tee $(LOGS)/functional.log
+	$(BIN)/python -u -m pytest $(IN_UNIT:%=--ignore %) 2>&1 | tee $(LOGS)/functional.log
 
 # Not part of `make test`. SEED=N kills at other moments.
 SEED ?= 0

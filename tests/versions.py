@@ -68,6 +68,7 @@ SUBSET = (
     "tests/unit/schedule",
     "tests/unit/cli",
     "tests/unit/train",
+    "tests/functional/train",
     "tests/parity/test_parity.py::test_no_schedule_changes_the_loss",
     "tests/parity/test_parity.py::test_three_sgd_steps",
     "tests/parity/test_parity.py::test_three_adamw_steps[dp:1|dp:1 untied micro 2]",

@@ -1,9 +1,8 @@
 """Environment variables: those by which torchrun, or another launcher, describes the ranks, and those of CUDA, the
 allocator and NCCL (docs/training.md, "Hardware queues", docs/schedules.md, "When a rank is stuck"). Imports no torch.
 
-CUDA reads its
-variables when its context is created, PyTorch's allocator on first use. Variables that the user has set, also by their
-older names, are never changed.
+CUDA reads its variables when its context is created, PyTorch's allocator on first use. Variables that the user has set,
+also by their older names, are never changed.
 """
 
 from __future__ import annotations
@@ -66,12 +65,10 @@ def _is_number(text: str, most: int = 10**9) -> bool:
     return re.fullmatch("[0-9]{1,10}", text) is not None and int(text) <= most
 
 
-def require_ranks(environ: Mapping[str, str] = os.environ) -> None:
-    """Check the variables that identify this rank, and the rendezvous address of a process that is not alone. Raises
-    `UserError`.
-    """
-    needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if "RANK" in environ else ()
-    for name in needed:
+def require_ranks(environ: Mapping[str, str] = os.environ, *, meet: bool = False) -> None:
+    """Check the variables that identify this rank, and where ranks `meet` their rendezvous. Raises `UserError`."""
+    alone = "RANK" not in environ
+    for name in () if alone else ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")[: 3 if meet else 1]:
         if not environ.get(name):
             raise UserError.at(f"environment variable {name}", problem="not set, but RANK is", fix=_FIX)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
@@ -79,7 +76,7 @@ def require_ranks(environ: Mapping[str, str] = os.environ) -> None:
             found, expected = f"`{environ[name]}`", "a port" if name == "MASTER_PORT" else "a number"
             raise UserError.at(f"environment variable {name}", found=found, expected=expected, fix=_FIX)
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-    if rank >= size or (size > 1 and not needed):
+    if rank >= size or (size > 1 and alone):
         found, expected = f"RANK {environ.get('RANK', 'unset')} of WORLD_SIZE {size}", "ranks from 0 to WORLD_SIZE - 1"
         raise UserError.at("environment variables", found=found, expected=expected, fix=_FIX)
 

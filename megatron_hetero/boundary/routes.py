@@ -70,11 +70,6 @@ class DirectionPlan(Generic[Index]):
         """Rows sent to other ranks."""
         return sum(sum(e.send_counts) for e in self.exchanges)
 
-    @property
-    def collectives(self) -> int:
-        """The number of collectives, the same on every rank."""
-        return len(self.exchanges)
-
 
 def is_identity(plan: DirectionPlan[np.ndarray]) -> bool:
     """Whether the output is the input: no rank exchanges anything, and every row stays in its place."""

@@ -89,7 +89,7 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     device.
     """
     alone = "RANK" not in os.environ
-    require_ranks()
+    require_ranks(meet=True)
     stay_on_host()
     raise_open_files()
     prepare_environment()

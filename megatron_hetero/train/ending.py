@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_hetero.base.errors import NotFiniteError, SharedError
-from megatron_hetero.base.outputs import name_of
-from megatron_hetero.groups.collective import on_every
+from megatron_hetero.base.outputs import chosen_in, name_of, step_of
+from megatron_hetero.groups.collective import on_every, on_first
 from megatron_hetero.train.trainer import Trainer
 
 EXPORT = "python -m megatron_hetero.cli.export"
@@ -85,10 +85,12 @@ class Ending:
             )
         if saver.trained == self._run.resumed.step:
             return ""
-        again = f"{self._command} resumes from the newest checkpoint, or starts over if there is none."
-        again = again[:1].upper() + again[1:]
         if saver.config.checkpoint.dir is None:
             return "Nothing was saved, since checkpoint.dir is not set."
+        newest = on_first(self._run.topology.files, lambda: chosen_in(saver.config.checkpoint.dir or Path()))
+        again = f"The newest checkpoint is {newest}; {self._command} resumes from there."
+        if step_of(newest) is None:
+            again = "There is no earlier checkpoint; the same command starts over."
         if in_doubt:
             return f"Step {saver.trained} was not saved, since its weights may be at fault. {again}"
         if checkpoint is not None:

@@ -239,7 +239,7 @@ def _rows(directions: Sequence[Any]) -> tuple[int, int, int]:
     return (
         sum(d.received_rows for d in directions),
         sum(d.sent_rows for d in directions),
-        sum(d.collectives for d in directions),
+        sum(len(d.exchanges) for d in directions),
     )
 
 

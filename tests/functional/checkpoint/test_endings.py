@@ -150,7 +150,7 @@ def test_a_lost_checkpoint_midway_does_not_lose_the_model(line: list[str], tmp_p
     assert not finished and other == (finished, message) and "see who removes the folder" in message.lower()
     where = rf"The model after step \d is in {tmp_path}/log/trained-model\."
     assert re.search(
-        rf"Step \d could not be saved\. The same command resumes from .* if there is none\. {where}", message
+        rf"Step \d could not be saved\. There is no earlier checkpoint; the same command starts over\. {where}", message
     )
     assert (tmp_path / "log/trained-model" / MARK).is_file() and not (tmp_path / "out").exists()
 
@@ -170,7 +170,7 @@ def test_weights_that_may_be_at_fault_do_not_become_the_newest_checkpoint(
     blown_up = once([*line, "--optimizer.lr", "1e30", "--optimizer.clip_grad", "0"])
     runs = pools(2).run(program_harmed, blown_up, 1, nothing, tmp_path)
     assert runs[0] == runs[1] and "in this step. Step 1 was not saved, since its weights may be at fault." in runs[0][1]
-    assert runs[0][1].endswith("resumes from the newest checkpoint, or starts over if there is none.")
+    assert runs[0][1].endswith("There is no earlier checkpoint; the same command starts over.")
     assert not whole(folder)
     pools(2).run(program_harmed, once([*line, "--train.iters", "2"]), 1, nothing, tmp_path)
     shutil.rmtree(tmp_path / "out")

@@ -42,13 +42,13 @@ from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.conftest import Untouched
 from tests.functional.checkpoint.runs import flags, seal
 from tests.functional.checkpoint.test_across_layouts import same
+from tests.functional.train.test_two_folders import write_language_model
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.runs import build_logged
 from tests.support.shapes import shapes_of_folder
 from tests.unit.hf.test_folder_writer import HOLD
-from tests.unit.train.test_two_folders import write_language_model
 
 
 def train_and_export(flags: list[str], target: Path) -> list[float]:

@@ -31,14 +31,14 @@ WRONG = [
 def test_what_cannot_be_is_refused_with_the_name_of_the_variable(change: dict[str, str | None], told: str) -> None:
     environ = {name: value for name, value in (GOOD | change).items() if value is not None}
     with pytest.raises(UserError, match="environment variable") as refused:
-        require_ranks(environ)
+        require_ranks(environ, meet=True)
     assert told in str(refused.value)
     assert "python -m megatron_hetero.run" in str(refused.value)
 
 
 @pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1"}, {"MASTER_PORT": "29500"}, GOOD], ids=str)
 def test_a_process_alone_needs_nothing(environ: dict[str, str]) -> None:
-    require_ranks(environ)
+    require_ranks(environ, meet=True)
 
 
 def test_a_rank_that_is_no_number_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

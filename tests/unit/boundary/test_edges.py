@@ -281,7 +281,7 @@ def _planned(graph: Graph, rank: int) -> dict[str, int]:
                 moved["sent"] += row * direction.sent_rows
                 moved["received"] += row * direction.received_rows
                 busy = [len(e.send) + len(e.receive) > 0 for e in direction.exchanges]
-                moved["exchanges"] += sum(busy) if plan.point_to_point else direction.collectives
+                moved["exchanges"] += sum(busy) if plan.point_to_point else len(direction.exchanges)
     return moved
 
 

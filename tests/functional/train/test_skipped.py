@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.functional.train.test_gradients import write_long
 from tests.support.folders import write_data
 from tests.support.pool import Pool
 from tests.support.runs import MakeFlags, build_logged, stored
-from tests.unit.train.test_gradients_run import write_long
 
 Pools = Callable[[int], Pool]
 
