@@ -58,8 +58,8 @@ ROWS = (
 # schedule.
 SUBSET = (
     "tests/unit/layout/test_communicators.py",
-    "tests/unit/test_platform.py",
-    "tests/unit/test_topology.py",
+    "tests/unit/groups/test_platform.py",
+    "tests/unit/groups/test_topology.py",
     "tests/unit/boundary",
     "tests/unit/checkpoint",
     "tests/functional/checkpoint",
