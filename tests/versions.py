@@ -66,7 +66,7 @@ SUBSET = (
     "tests/unit/data",
     "tests/unit/models",
     "tests/unit/schedule",
-    "tests/unit/cli",
+    "tests/unit/examples",
     "tests/unit/train",
     "tests/functional/train",
     "tests/parity/test_parity.py::test_no_schedule_changes_the_loss",

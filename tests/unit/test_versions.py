@@ -91,3 +91,7 @@ def test_failing_and_missing_tests_are_counted(tmp_path: Path, monkeypatch: pyte
     assert (found.passed, found.failed, found.skipped, found.problem) == (1, 1, 1, None)
     missing = versions.run(row, tmp_path, "dev", (f"{case}::test_d",))
     assert not missing.good and missing.problem == "pytest ended with status 4"
+
+
+def test_the_subset_exists() -> None:
+    assert not [name for name in versions.SUBSET if not (versions.ROOT / name.partition("::")[0]).exists()]
