@@ -50,19 +50,14 @@ def resolves(address: str) -> bool:
     return True
 
 
-def named_place(address: str, port: int) -> str:
-    """Host and port for a message, with a note if the name does not resolve."""
-    return f"{address}:{port}" + ("" if resolves(address) else " (whose name does not resolve)")
-
-
 def _number(name: str, default: int) -> int:
     # Errors are for `require_ranks` to report.
     text = os.environ.get(name, "")
     return int(text) if _is_number(text) else default
 
 
-def _is_number(text: str, most: int = 10**9) -> bool:
-    return re.fullmatch("[0-9]{1,10}", text) is not None and int(text) <= most
+def _is_number(text: str, least: int = 0, most: int = 10**9) -> bool:
+    return re.fullmatch("[0-9]{1,10}", text) is not None and least <= int(text) <= most
 
 
 def require_ranks(environ: Mapping[str, str] = os.environ, *, meet: bool = False) -> None:
@@ -72,7 +67,8 @@ def require_ranks(environ: Mapping[str, str] = os.environ, *, meet: bool = False
         if not environ.get(name):
             raise UserError.at(f"environment variable {name}", problem="not set, but RANK is", fix=_FIX)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        if not _is_number(environ.get(name, "0"), MOST_PORT if name == "MASTER_PORT" else 10**9):
+        least, most = int("RANK" not in name), MOST_PORT if name == "MASTER_PORT" else 10**9
+        if name in environ and not _is_number(environ[name], least, most):
             found, expected = f"`{environ[name]}`", "a port" if name == "MASTER_PORT" else "a number"
             raise UserError.at(f"environment variable {name}", found=found, expected=expected, fix=_FIX)
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))

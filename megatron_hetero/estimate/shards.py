@@ -26,7 +26,7 @@ from megatron_hetero.models.items.types import Size, padded_patches
 from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sample, lengthened
 
 MOST_ROWS = 1 << 22
-"""Limit on the rows of a micro-batch over all replicas."""
+"""Limit on the rows of a micro-batch over all replicas. Packs have at most twice as many tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +45,14 @@ class AssumedBatch:
         shapes, batch = job.shapes, job.batch
         plan = job.config.plan if job.budget is None else _filling(job.config.plan, shapes, batch, job.budget)
         sample = assumed_sample(plan, shapes)
-        if (rows := sum(sample.rows.values()) * batch.samples * batch.replicas) > MOST_ROWS:
+        rows, tokens = sum(sample.rows.values()) * batch.samples * batch.replicas, sample.tokens * batch.samples
+        if rows > MOST_ROWS or tokens > 2 * MOST_ROWS:
             raise UserError.at(
-                "section plan (--plan.images, --plan.image_side)",
-                found=f"{rows} rows of images in a micro-batch of {batch.samples * batch.replicas} samples",
-                expected=f"{MOST_ROWS} at most",
+                "section plan (--plan.images, --plan.image_side, --plan.tokens)",
+                found=f"{rows} rows of images in a micro-batch, and {tokens} tokens in a pack",
+                expected=f"{MOST_ROWS} and {2 * MOST_ROWS} at most",
                 because="the estimate counts each of them",
-                fix=f"lower plan.images, plan.image_side or {micro_batch_setting(job.config)}",
+                fix=f"lower plan.images, plan.image_side, plan.tokens or {micro_batch_setting(job.config)}",
             )
         return cls(job, sample, _calls(job, sample))
 

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from megatron_hetero.base.environment import (
     group_timeout,
     local_rank,
-    named_place,
     prepare_environment,
     raise_open_files,
     rank,
@@ -129,7 +128,11 @@ def connect(address: str, port: int, setting: str, *, serves: bool, timeout_s: f
 
     # Here, since torch would print the stack trace of each attempt.
     ready = (lambda: resolves(address)) if serves else (lambda: _listens(address, port))
-    _wait(ready, lambda: f"store at {named_place(address, port)}", timeout_s)
+    _wait(
+        ready,
+        lambda: f"store at {address}:{port}{'' if resolves(address) else ' (whose name does not resolve)'}",
+        timeout_s,
+    )
     try:
         timeout = timedelta(seconds=timeout_s)
         return TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)

@@ -42,7 +42,6 @@ EXIT_TIMEOUT_S = 30.0
 """Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
 _PREFIX = "watchdog"
 _UNWATCHED = "nothing that is watched"
-_MOST_LINES = 32
 _INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
 _PAUSE_S = 2.0
 """The most seconds between requests of a rank that waits; all have three times as long to answer what they wait in."""
@@ -293,22 +292,21 @@ class Watchdog:
 
     def _give_up(self, described: Callable[[], str], since: float) -> None:
         waited, what, answers = time.monotonic() - since, described(), self._roll_call()
-        if answers is not None:
-            print(
-                f"rank {self.rank}: found {what} unfinished after {waited:.0f} s, expected it within "
-                f"{self._setting} = {self.timeout_s:g}, because {_suspected(answers)}. Look for the first error of "
-                f"another rank, or raise {self._setting}{_listed(answers)}",
-                file=sys.stderr,
-                flush=True,
-            )
-        # `on_exit` may block in a driver with the GIL held.
+        # A terminal may have gone, and `on_exit` may block in a driver with the GIL held.
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True)
+        with contextlib.suppress(OSError):
+            if answers is not None:
+                print(
+                    f"rank {self.rank}: found {what} unfinished after {waited:.0f} s, expected it within "
+                    f"{self._setting} = {self.timeout_s:g}, because {_suspected(answers)}. Look for the first error of "
+                    f"another rank, or raise {self._setting}{_listed(answers)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         more = self._on_exit()
         if answers is None:  # The first one ends the job after its report.
             time.sleep(2 * self._roll_call_s)
-        elif more:
-            print(more, file=sys.stderr, flush=True)
-        leave("", 1)
+        leave(more if answers is not None else "", 1)
 
     def _roll_call(self) -> dict[int, str | None] | None:
         """The answers of all ranks, see `Peers.roll_call`; empty if none can be asked: each then reports for itself."""
@@ -357,7 +355,7 @@ def _listed(answers: Mapping[int, str | None]) -> str:
         if doing is not None:
             ranks.setdefault(doing, []).append(rank)
     lines = [f"\n  {_named(own)}: {doing}" for doing, own in ranks.items()]
-    return "".join(lines[:_MOST_LINES]) + ("\n  ..." if len(lines) > _MOST_LINES else "")
+    return "".join(lines[:32]) + ("\n  ..." if len(lines) > 32 else "")
 
 
 def _named(ranks: Collection[int]) -> str:

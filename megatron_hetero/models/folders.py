@@ -90,6 +90,8 @@ def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_
         if of_encoder is not None:
             because = f"the encoder of {VISION_FOLDER} is {of_encoder.title}'s"
             fix = f"give a language model of that family, or leave out --{VISION_FOLDER}"
+        elif any(found in family.language_models for family in FAMILIES.values()):
+            fix += f", or the folder of a vision encoder too, with --{VISION_FOLDER}"
         expected = " or ".join(map(repr, model_types))
         raise UserError.at(path, found=f"model_type {shown(found)}", expected=expected, because=because, fix=fix)
     family = family_of(found)

@@ -480,6 +480,7 @@ def factor_of(topology: Topology, tokens: Tokens | None) -> float | Tensor:
     counted = isinstance(tokens, Tensor) and getattr(tokens, "counted_version", None) == tokens._version
     number = None if counted or tokens is None else float(tokens)
     shown = "counted" if counted else "None" if number is None else f"{number:.17g}"
+    shown += " in a tensor" if number == 0 and isinstance(tokens, Tensor) else ""  # Refused unless it is in one.
     fix = "give the tokens of the whole step, which `count_tokens` adds up"
     require_equal(topology.host, "gradients", {"tokens": shown}, fix)
     if number is not None and not (0 < number < math.inf or (number == 0 and isinstance(tokens, Tensor))):

@@ -111,6 +111,10 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
     Raises `UserError`.
     """
     rank, where = topology.rank, f"interpreter on rank {topology.rank}"
+    for name, module in modules.items():
+        if not isinstance(module, ModuleOnRank):
+            found, fix = f"a {type(module).__name__} for `{name}`", "write `ModuleOnRank({0: model})`"
+            raise UserError.at(where, found=found, expected="a ModuleOnRank", fix=fix)
     for name, layout in topology.layouts.items():
         stages = sorted(modules[name].stages) if name in modules else []
         first = layout.coordinate(rank).pp if rank in layout else None

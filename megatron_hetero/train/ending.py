@@ -4,6 +4,8 @@ ranks end with the same message, which says where it is.
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -106,7 +108,10 @@ class Ending:
 
     @property
     def _other_place(self) -> Path:
-        return self._run.config.log.dir / LEFT_OVER
+        """A free path: an export would replace the model that an earlier run has left there."""
+        place = self._run.config.log.dir / LEFT_OVER
+        names = itertools.chain([place], (place.with_name(f"{LEFT_OVER}-{number}") for number in itertools.count(2)))
+        return on_first(self._run.topology.files, lambda: next(path for path in names if not os.path.lexists(path)))
 
     def _write_first(self, places: Iterable[Path], model: str) -> None:
         """Write the model, which no checkpoint has, to the first place that works."""

@@ -125,4 +125,5 @@ class StepProfiler:
                 problem=f"cannot be written ({reason(error)})",
                 fix="free space or grant access, or choose another folder with --log.dir DIR",
             )
-            print(f"warning: {wrong}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # A terminal may have gone.
+                print(f"warning: {wrong}", file=sys.stderr, flush=True)

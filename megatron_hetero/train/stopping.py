@@ -50,7 +50,7 @@ class StopRequest:
             return
         self.seen = signal.Signals(number)
         if rank() == 0:
-            again = "; Ctrl-C again stops it at once" if number == signal.SIGINT else ""
+            again = "; Ctrl-C again ends it without saving" if number == signal.SIGINT else ""
             # Not through sys.stderr, which the interrupted code may be writing to.
             with suppress(OSError):
                 os.write(2, f"{self.seen.name}: the run will save and stop after this step{again}\n".encode())
@@ -66,8 +66,8 @@ def insists(first: int, then: int) -> bool:
 
 @contextmanager
 def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
-    """Note `SIGNALS` inside instead of ending the process, until the request's `end`. A second Ctrl-C still ends it at
-    once, as does SIGTERM before the request's `begin`. Does nothing unless `wanted`.
+    """Note `SIGNALS` inside instead of ending the process, until the request's `end`. A second Ctrl-C still ends
+    it, as does SIGTERM before the request's `begin`. Does nothing unless `wanted`.
     """
     request = StopRequest()
     try:

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from megatron_hetero.base.environment import named_place, raise_open_files, rank, require_ranks
+from megatron_hetero.base.environment import raise_open_files, rank, require_ranks
 from megatron_hetero.base.errors import UserError
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -15,6 +15,8 @@ WRONG = [
     ({"RANK": ""}, "RANK: found ``"),
     ({"RANK": "-1"}, "RANK: found `-1`"),
     ({"RANK": "2"}, "RANK 2 of WORLD_SIZE 2"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE: found `0`"),
+    ({"MASTER_PORT": "0"}, "MASTER_PORT: found `0`, expected a port"),
     ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE: found `2.0`"),
     ({"WORLD_SIZE": None}, "WORLD_SIZE: not set, but RANK is"),
     ({"RANK": None}, "RANK unset of WORLD_SIZE 2"),
@@ -45,11 +47,6 @@ def test_a_rank_that_is_no_number_can_be_asked_for(monkeypatch: pytest.MonkeyPat
     """Whoever tells of it asks for the rank."""
     monkeypatch.setenv("RANK", "abc")
     assert rank() == 0
-
-
-def test_a_place_whose_name_does_not_resolve_is_said_to_be_one() -> None:
-    assert named_place("127.0.0.1", 80) == "127.0.0.1:80"
-    assert named_place("no.such.invalid", 80) == "no.such.invalid:80 (whose name does not resolve)"
 
 
 @pytest.mark.parametrize("refused", [None, PermissionError, ValueError], ids=str)

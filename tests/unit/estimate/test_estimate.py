@@ -395,6 +395,10 @@ def test_sizes_and_ranks_are_short() -> None:
             "plan.images (--plan.images): found 1000000000000, expected ≥ 0 and ",
         ),
         ("--plan --plan.image_side 1000000000", "rows of images in a micro-batch"),
+        (
+            "--plan --plan.images 0 --train.global_batch_size 4000000 --train.micro_batch_size 1000000",
+            "tokens in a pack",
+        ),
         ("--plan --plan.tokens 1000000000000", "plan.tokens (--plan.tokens): found 1000000000000"),
         ("--plan --world-size 4 --vision-parallel dp:1@0", "global_batch_size"),
     ],
