@@ -64,14 +64,19 @@ def write_model(folder: Path, choice: ModelChoice) -> Path:
     tokenizer = train_tokenizer(CORPUS, 300, chat_template(SYSTEM_PROMPTS[choice.family]))
     config = model_config(choice, tokenizer)
     kind: Any = Qwen3VLForConditionalGeneration if newer else Qwen2_5_VLForConditionalGeneration
+    save_random(folder, kind, config, tokenizer, choice.seed)
+    write_processor(folder, choice.family)
+    return folder
+
+
+def save_random(folder: Path, kind: Any, config: Any, tokenizer: Any, seed: int) -> None:
+    """A model of this kind with random weights, and its tokenizer, in `folder`."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(choice.seed)
+        torch.manual_seed(seed)
         model = kind(config)
         randomise(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    write_processor(folder, choice.family)
-    return folder
 
 
 def model_config(choice: ModelChoice, tokenizer: Any) -> Qwen2_5_VLConfig | Qwen3VLConfig:

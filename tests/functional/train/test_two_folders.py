@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -20,7 +19,7 @@ from megatron_hetero.job import JobSpec
 from megatron_hetero.models.families.common import canonical_name
 from tests.functional.train import test_held_out as jobs
 from tests.functional.train.test_held_out import _mean_loss
-from tests.support.folders import CORPUS, ModelChoice, randomise, train_tokenizer, write_model
+from tests.support.folders import CORPUS, ModelChoice, save_random, train_tokenizer, write_model
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool
 from tests.support.runs import MakeFlags
@@ -42,12 +41,7 @@ def write_language_model(folder: Path, *, tied: bool = False) -> Path:
         num_key_value_heads=2,
         tie_word_embeddings=tied,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = Qwen2ForCausalLM(config)
-        randomise(model)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_random(folder, Qwen2ForCausalLM, config, tokenizer, seed=5)
     return folder
 
 

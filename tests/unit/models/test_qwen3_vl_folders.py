@@ -43,7 +43,7 @@ from megatron_hetero.models.weights import (
     open_modules,
     stored_shapes,
 )
-from tests.support.folders import CORPUS, ModelChoice, randomise, write_model
+from tests.support.folders import CORPUS, ModelChoice, save_random, write_model
 from tests.support.items import pictures, whole
 from tests.support.shapes import parameter_count, shapes_of_folder
 
@@ -73,12 +73,7 @@ def write_language_model(folder: Path) -> None:
         num_key_value_heads=2,
         head_dim=16,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(33)
-        model = Qwen3ForCausalLM(config)
-        randomise(model)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_random(folder, Qwen3ForCausalLM, config, tokenizer, seed=33)
 
 
 def copied(folders: Path, name: str, to: Path, *edits: tuple[str, object]) -> Path:
