@@ -23,6 +23,7 @@ from megatron_hetero.base.errors import UserError
 LAUNCHER = "python -m megatron_hetero.run"
 """The command that starts the ranks: torchrun, with our handling of their exit."""
 MOST_PORT = 65535
+_LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
 _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
 
 
@@ -63,11 +64,11 @@ def _is_number(text: str, least: int = 0, most: int = 10**9) -> bool:
 def require_ranks(environ: Mapping[str, str] = os.environ, *, meet: bool = False) -> None:
     """Check the variables that identify this rank, and where ranks `meet` their rendezvous. Raises `UserError`."""
     alone = "RANK" not in environ
-    for name in () if alone else ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")[: 3 if meet else 1]:
-        if not environ.get(name):
+    for name in ("WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if meet else ())):
+        if not alone and not environ.get(name):
             raise UserError.at(f"environment variable {name}", problem="not set, but RANK is", fix=_FIX)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        least, most = int("RANK" not in name), MOST_PORT if name == "MASTER_PORT" else 10**9
+    for name, least in _LEAST.items():
+        most = MOST_PORT if name == "MASTER_PORT" else 10**9
         if name in environ and not _is_number(environ[name], least, most):
             found, expected = f"`{environ[name]}`", "a port" if name == "MASTER_PORT" else "a number"
             raise UserError.at(f"environment variable {name}", found=found, expected=expected, fix=_FIX)

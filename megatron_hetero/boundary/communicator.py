@@ -201,10 +201,8 @@ def boundary_communicators(
         BoundaryCommunicator, device=topology.platform.device, dtype=dtype, transport=transport, check=check
     )
     return {
-        edge: create(
-            topology.boundaries[edge].forward, width=width, backward=topology.boundaries[edge].backward, name=str(edge)
-        )
-        for edge, width in widths.items()
+        edge: create(groups.forward, width=widths[edge], backward=groups.backward, name=str(edge))
+        for edge, groups in ((edge, topology.boundaries[edge]) for edge in widths)
     }
 
 

@@ -42,6 +42,7 @@ EXIT_TIMEOUT_S = 30.0
 """Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
 _PREFIX = "watchdog"
 _UNWATCHED = "nothing that is watched"
+_MOST_LINES = 32
 _INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
 _PAUSE_S = 2.0
 """The most seconds between requests of a rank that waits; all have three times as long to answer what they wait in."""
@@ -355,7 +356,7 @@ def _listed(answers: Mapping[int, str | None]) -> str:
         if doing is not None:
             ranks.setdefault(doing, []).append(rank)
     lines = [f"\n  {_named(own)}: {doing}" for doing, own in ranks.items()]
-    return "".join(lines[:32]) + ("\n  ..." if len(lines) > 32 else "")
+    return "".join(lines[:_MOST_LINES]) + ("\n  ..." if len(lines) > _MOST_LINES else "")
 
 
 def _named(ranks: Collection[int]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_hetero.base.errors import NotFiniteError, SharedError
@@ -46,7 +46,7 @@ class Ending:
         sentence = text if text.endswith((".", "?", "!")) else f"{text}."
         self._problems.append(f"{sentence} {self._what_is_saved(in_doubt)}".strip())
         if is_free and saver.lost is not None and self._last_checkpoint() is None:
-            self._write_first([self._other_place], f"model after step {saver.trained}")
+            self._write_first(self._places(None), f"model after step {saver.trained}")
         return saver.trained
 
     def stopped(self, step: int) -> None:
@@ -62,7 +62,7 @@ class Ending:
             self._problems.append(str(saver.lost))
         checkpoint = self._last_checkpoint()
         if checkpoint is None and (target is not None or saver.lost is not None):
-            self._write_first([self._other_place] if target is None else [target, self._other_place], "trained model")
+            self._write_first(self._places(target), "trained model")
         elif target is not None and not self._written(target):
             self._problems[-1] += f" {checkpoint} has the trained model: `{EXPORT} {checkpoint} HF_DIR` writes it."
         self._add_faults()
@@ -89,15 +89,14 @@ class Ending:
             return ""
         if saver.config.checkpoint.dir is None:
             return "Nothing was saved, since checkpoint.dir is not set."
+        if checkpoint is not None:
+            return f"What was trained is saved in {checkpoint}; {self._command} resumes from there."
         newest = on_first(self._run.topology.files, lambda: chosen_in(saver.config.checkpoint.dir or Path()))
         again = f"The newest checkpoint is {newest}; {self._command} resumes from there."
         if step_of(newest) is None:
             again = "There is no earlier checkpoint; the same command starts over."
-        if in_doubt:
-            return f"Step {saver.trained} was not saved, since its weights may be at fault. {again}"
-        if checkpoint is not None:
-            return f"What was trained is saved in {checkpoint}; {self._command} resumes from there."
-        return f"Step {saver.trained} could not be saved. {again}"
+        why = "was not saved, since its weights may be at fault" if in_doubt else "could not be saved"
+        return f"Step {saver.trained} {why}. {again}"
 
     def _last_checkpoint(self) -> Path | None:
         """Return the checkpoint after the last trained step, whether this run wrote it or resumed from it."""
@@ -106,12 +105,13 @@ class Ending:
             return saver.saved.path
         return self._run.resumed.path if self._run.resumed.step == saver.trained else None
 
-    @property
-    def _other_place(self) -> Path:
-        """A free path: an export would replace the model that an earlier run has left there."""
+    def _places(self, target: Path | None) -> Iterator[Path]:
+        """Yield the `target`, and a free path: an export would replace the model that an earlier run has left there."""
+        if target is not None:
+            yield target
         place = self._run.config.log.dir / LEFT_OVER
         names = itertools.chain([place], (place.with_name(f"{LEFT_OVER}-{number}") for number in itertools.count(2)))
-        return on_first(self._run.topology.files, lambda: next(path for path in names if not os.path.lexists(path)))
+        yield on_first(self._run.topology.files, lambda: next(path for path in names if not os.path.lexists(path)))
 
     def _write_first(self, places: Iterable[Path], model: str) -> None:
         """Write the model, which no checkpoint has, to the first place that works."""
