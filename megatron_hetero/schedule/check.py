@@ -90,7 +90,7 @@ def _check_roles(schedule: Schedule) -> None:
             "schedule, roles",
             found=", ".join(map(str, schedule.roles)),
             expected=", ".join(map(str, expected)),
-            because="ranks of a role hold the same stages, and so do their peers",
+            because="ranks of a role hold the same stages",
             fix="take the roles of `find_roles`",
         )
 
@@ -182,10 +182,10 @@ def _check_order(schedule: Schedule) -> None:
 
 def _check_deadlock(schedule: Schedule) -> None:
     if cycle := find_cycle(schedule):
-        names = [str(schedule.roles[role]) for role, _ in groupby([*cycle, cycle[0]], key=lambda each: each.role)]
+        names = [str(role) for role, _ in groupby([*cycle, cycle[0]], key=lambda each: each.role)]
         raise _error(
             schedule,
-            [*dict.fromkeys((each.role, each.at) for each in cycle)],
+            [*dict.fromkeys((schedule.role_index[each.role.ranks[0]], each.at) for each in cycle)],
             "a deadlock",
             "an order in which all can proceed",
             f"on NCCL they wait in a cycle: {' for '.join(names)}",

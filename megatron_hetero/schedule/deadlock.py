@@ -26,7 +26,8 @@ docs/schedules.md, "How deadlocks are excluded", has the rules and what they ass
 predecessors, so a schedule ends if and only if the graph of beginnings and ends has no cycle, whatever the durations.
 What a batch of data skips, it skips on all ranks that take part, which adds no cycle.
 
-All ranks of a role issue the same, and their peers have one role, so that a cycle of roles is one of ranks.
+All ranks of a role issue the same, so the graph is one of roles, in which a transfer is one of all ranks of its stages.
+Where that has a cycle, roles are parted until the peers of their ranks have one role: a cycle of these is one of ranks.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ class Issue(NamedTuple):
     waits: int | None = None
 
 
-def issues(schedule: Schedule, role: Role, communicator: Communicator = str) -> list[Issue]:
-    """Return what the host of each rank of the role issues, in order. Its actions must be complete, each once."""
-    host = _Host(schedule, role, communicator)
+def issues(schedule: Schedule, role: Role, communicator: Communicator = str, parted: bool = False) -> list[Issue]:
+    """Return what the host of each rank of the role issues, in order. Its actions must be complete, each once.
+    `parted`: whether peers of a role have one role (see `Schedule.parted`).
+    """
+    host = _Host(schedule, role, communicator, parted)
     for at, action in enumerate(role.actions):
         host.issue(at, action)
     return host.issued
@@ -71,9 +74,8 @@ def issues(schedule: Schedule, role: Role, communicator: Communicator = str) -> 
 class _Host:
     """The host of one role: turns its actions into issues."""
 
-    def __init__(self, schedule: Schedule, role: Role, communicator: Communicator):
-        self.schedule, self.role, self.communicator = schedule, role, communicator
-        self.index = schedule.role_index[role.ranks[0]]
+    def __init__(self, schedule: Schedule, role: Role, communicator: Communicator, parted: bool):
+        self.schedule, self.role, self.communicator, self.parted = schedule, role, communicator, parted
         self.issued: list[Issue] = []
         self.crosses = {edge: schedule.crosses(role, edge) for edge in schedule.edges}
         self.position = {action: at for at, action in enumerate(role.actions)}
@@ -127,9 +129,10 @@ class _Host:
 
     def _transfer(self, at: int, action: Action) -> int:
         """Issue a send or receive, whose message is known by its sender."""
-        sends = action.op == "send"
-        sender = self.index if sends else self.schedule.peer_role(self.role, action)
-        message = action.kind, action.module, sender, action.stage if sends else action.peer, action.micro_batch
+        sends, rank = action.op == "send", self.role.ranks[0]
+        sender = self.schedule.role_index[rank if sends else self.schedule.peer_rank(rank, action)]
+        stage = action.stage if sends else action.peer
+        message = action.kind, action.module, stage, sender if self.parted else None, action.micro_batch
         return self._add(Issue(at, "", self._stream(action), message, message))
 
     def _irecv(self, action: Action) -> None:
@@ -201,12 +204,12 @@ Reason = Literal["begin", "end", "behind", "after"]
 class Waiting(NamedTuple):
     """An action in which a role waits for the action of the next `Waiting` of the cycle.
 
-    `role`, `at`: the index of the role and of its action. `reason`: it waits for other ranks to `begin` the next
-    action; for the `end` of its own operation; it is `behind` another operation on its communicator; or begins `after`
-    what its ranks issued before. `text` has all of it in words.
+    `role`: a role or, parted from one, those of its ranks that wait. `at`: the index of the action. `reason`: it waits
+    for other ranks to `begin` the next action; for the `end` of its own operation; it is `behind` another operation on
+    its communicator; or begins `after` what its ranks issued before. `text` has all of it in words.
     """
 
-    role: int
+    role: Role
     at: int
     reason: Reason
     text: str
@@ -222,11 +225,12 @@ def find_cycle(
         communicator: names the communicator for a use.
         single_queue: all streams of a rank share one hardware queue. A schedule that ends with one ends with more.
     """
-    issued = [issues(schedule, role, communicator) for role in schedule.roles]
-    graph = _EventGraph(issued, single_queue)
-    stuck = graph.stuck()
-    if not stuck:
-        return None
+    for parted in (False, True):
+        schedule = schedule.parted() if parted else schedule
+        issued = [issues(schedule, role, communicator, parted) for role in schedule.roles]
+        graph = _EventGraph(issued, single_queue)
+        if not (stuck := graph.stuck()):
+            return None
     return _described(schedule, issued, [*filter(None, map(graph.issue_of, _short_cycle(graph, stuck)))])
 
 
@@ -390,4 +394,4 @@ def _waiting(schedule: Schedule, issued: Sequence[Sequence[Issue]], mine: _Issue
         "behind": f"is queued behind {what}",
         "after": f"begins after {what}",
     }[reason]
-    return Waiting(mine.role, issue.at, reason, f"{role}: {issue.part}`{role.actions[issue.at]}`{on} {waits}")
+    return Waiting(role, issue.at, reason, f"{role}: {issue.part}`{role.actions[issue.at]}`{on} {waits}")

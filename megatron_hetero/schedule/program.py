@@ -1,17 +1,17 @@
 """A schedule: modules, and the actions of every rank in a step, with their peers and communicators. Pure data; actions
 are specified in `actions`.
 
-Ranks that hold the same stages of the same modules, and whose peers in other stages do too, share one *role* and one
-list of actions, so the size of a schedule grows with the number of roles (about that of pipeline stages), not of ranks.
+Ranks that hold the same stages of the same modules share one *role* and one list of actions, so the size of a schedule
+grows with the number of roles (about that of pipeline stages), not of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megatron_hetero.layout.communicators import Direction, EdgeUse, Link
 from megatron_hetero.layout.grammar import format_ranks
@@ -22,6 +22,7 @@ from megatron_hetero.schedule.actions import Action, WorkKind
 Style = Literal["text", "waves", "recompute", "ahead", "graph"]
 StageId = tuple[str, int]
 """A module and one of its stages."""
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks that hold the same `held_stages`, execute the same `actions` and have peers of the same roles."""
+    """Ranks that hold the same `held_stages` and execute the same `actions`."""
 
     held_stages: tuple[StageId, ...]
     ranks: tuple[int, ...]
@@ -101,32 +102,20 @@ class Role:
 def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
     """Find the roles of all ranks, without actions, in the order of their first ranks."""
     held_stages: dict[int, tuple[StageId, ...]] = {}
-    rings: list[dict[int, int]] = []  # by module with stages, the peer of each rank in the next stage
     for module in modules:
-        stages = [module.stage_ranks(coordinate) for coordinate in range(module.layout.pp)]
-        for coordinate, ranks in enumerate(stages):
+        for coordinate in range(module.layout.pp):
             held = tuple((module.name, stage) for stage in range(coordinate, module.stages, module.layout.pp))
-            for rank in ranks:
+            for rank in module.stage_ranks(coordinate):
                 held_stages[rank] = held_stages.get(rank, ()) + held
-        if len(stages) > 1:
-            rings.append(dict(zip(chain(*stages), chain(*stages[1:], stages[0]), strict=True)))
-    role_of = _numbered(held_stages)
-    while True:  # Part roles whose peers have different roles, until there are none.
-        peers = {rank: (own, *(role_of[ring[rank]] for ring in rings if rank in ring)) for rank, own in role_of.items()}
-        parted = _numbered(peers)
-        if len({*parted.values()}) == len({*role_of.values()}):
-            break
-        role_of = parted
-    members: dict[int, list[int]] = {}
-    for rank in sorted(role_of):
-        members.setdefault(role_of[rank], []).append(rank)
-    return tuple(Role(held_stages[ranks[0]], tuple(ranks)) for ranks in members.values())
+    return tuple(Role(held, ranks) for held, ranks in _grouped(held_stages).items())
 
 
-def _numbered(keys: Mapping[int, Hashable]) -> dict[int, int]:
-    """Number the distinct keys of all ranks."""
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
-    return {rank: numbers[key] for rank, key in keys.items()}
+def _grouped(keys: Mapping[int, _Key]) -> dict[_Key, tuple[int, ...]]:
+    """Group ranks by their keys, in the order of the first ranks."""
+    members: dict[_Key, list[int]] = {}
+    for rank in sorted(keys):
+        members.setdefault(keys[rank], []).append(rank)
+    return {key: tuple(ranks) for key, ranks in members.items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,9 +165,20 @@ class Schedule:
         module = self.module[action.module]
         return module.stage_ranks(action.peer_stage)[module.stage_ranks(action.own_stage).index(rank)]
 
-    def peer_role(self, role: Role, action: Action) -> int:
-        """Return the index of the role of the peers in a `send`, `irecv` or `wait` of `role`."""
-        return self.role_index[self.peer_rank(role.ranks[0], action)]
+    def parted(self) -> Schedule:
+        """Return the schedule with roles parted until all ranks of a role have peers of one role."""
+        rings: list[dict[int, int]] = []  # by module with stages, the peer of each rank in the next stage
+        for module in self.modules:
+            if module.layout.pp > 1:
+                stages = [module.stage_ranks(coordinate) for coordinate in range(module.layout.pp)]
+                rings.append(dict(zip(chain(*stages), chain(*stages[1:], stages[0]), strict=True)))
+        role_of, count = self.role_index, 0
+        while len(parts := _grouped(role_of)) > count:
+            count = len(parts)
+            index = {rank: at for at, ranks in enumerate(parts.values()) for rank in ranks}
+            role_of = {rank: (own, *(index.get(ring.get(rank, -1)) for ring in rings)) for rank, own in index.items()}
+        roles = (replace(self.roles[self.role_index[ranks[0]]], ranks=ranks) for ranks in parts.values())
+        return replace(self, roles=tuple(roles))
 
     @cached_property
     def roles_of_stages(self) -> dict[StageId, set[int]]:

@@ -118,8 +118,10 @@ def compare(
         if options["dtype"] == torch.float32:
             torch.testing.assert_close(ours, expected)
         else:
-            # Rounding of what is stored in half precision: inputs are exact, weights and results are not.
-            error = (ours.cpu().float() - expected).norm() / expected.norm()
+            # Rounding of what is stored in half precision: inputs are exact, weights and results are not. With one key
+            # per query the gradients of queries and keys are zero, and what is rounded is that of the output.
+            scale = expected.norm() or cotangent.float().norm()
+            error = (ours.cpu().float() - expected).norm() / scale
             assert error < 4 * torch.finfo(options["dtype"]).eps
 
 

@@ -254,10 +254,9 @@ def assert_same_verdict(schedule: Schedule, wiring: Wiring, one_queue: bool) -> 
     assert bool(cycle) == bool(left)
     stuck = {(entry.rank, entry.action) for entry in left}
     for each in cycle or ():
-        role = schedule.roles[each.role]
-        action = role.actions[each.at]
-        assert {(rank, action) for rank in role.ranks} <= stuck, each
-        assert re.match(rf"{re.escape(str(role))}: [a-z ]*`{re.escape(str(action))}`", each.text)
+        action = each.role.actions[each.at]
+        assert {(rank, action) for rank in each.role.ranks} <= stuck, each
+        assert re.match(rf"{re.escape(str(each.role))}: [a-z ]*`{re.escape(str(action))}`", each.text)
     return not cycle
 
 
@@ -304,9 +303,8 @@ def test_ranks_of_one_stage_with_different_peers() -> None:
     rank 3 waits before it posts F1. That would be a cycle if rank 2 needed what rank 3 does with F1.
     """
     schedule = build_schedule(layouts(a="dp:1@2", text="tp:2,pp:2@0-3"), 3)
-    assert [str(role) for role in schedule.roles] == [
-        "rank 0 (text.0)", "rank 1 (text.0)", "rank 2 (a.0+text.1)", "rank 3 (text.1)",
-    ]  # fmt: skip
+    assert [str(role) for role in schedule.roles] == ["ranks 0-1 (text.0)", "rank 2 (a.0+text.1)", "rank 3 (text.1)"]
+    assert [role.ranks for role in schedule.parted().roles] == [(0,), (1,), (2,), (3,)]
     early = [Action.parse(text) for text in ("text.1<0.F1", "text.1<0.F1!")]
     actions = [action for action in schedule.actions_of(2) if action not in early]
     at = actions.index(Action.parse("text.1.F0"))
