@@ -21,7 +21,7 @@ from megatron_hetero.groups.platform import Platform
 LIBRARIES = (
     "torch", "triton", "transformers", "megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "pillow",
 )  # fmt: skip
-VARIABLES = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_", "PYTORCH_", "OMP_")
+VARIABLES = ("CUDA_", "NCCL_", "NVIDIA_TF32", "NVIDIA_VISIBLE", "TORCH_", "PYTORCH_", "OMP_")
 """How the names of variables begin that matter."""
 
 

@@ -119,9 +119,9 @@ def compare(
             torch.testing.assert_close(ours, expected)
         else:
             # Rounding of what is stored in half precision: inputs are exact, weights and results are not. With one key
-            # per query the gradients of queries and keys are zero, and what is rounded is that of the output.
-            scale = expected.norm() or cotangent.float().norm()
-            error = (ours.cpu().float() - expected).norm() / scale
+            # per query the gradients of queries and keys are zero, but for rounding in fp32.
+            least = 0.01 * cotangent.float().norm()
+            error = (ours.cpu().float() - expected).norm() / torch.maximum(expected.norm(), least)
             assert error < 4 * torch.finfo(options["dtype"]).eps
 
 
