@@ -68,7 +68,7 @@ matrix: $(INSTALLED)
 	$(BIN)/python -m pytest -m long --ignore tests/rules
 
 functional: $(INSTALLED)
-	$(BIN)/python -u -m pytest $(IN_UNIT:%=--ignore %) 2>&1 | tee $(LOGS)/functional.log
+	$(BIN)/python -u -m pytest tests $(IN_UNIT:%=--ignore %) 2>&1 | tee $(LOGS)/functional.log
 
 # Not part of `make test`. SEED=N kills at other moments.
 SEED ?= 0

@@ -120,8 +120,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blank", action="store_true", help="show grey pictures of the same sizes")
     parser.add_argument("--max-new-tokens", type=positive, default=8, help="maximum tokens per answer (default 8)")
     parser.add_argument("--batch-size", type=positive, default=16, help="questions per batch (default 16)")
-    parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
+    parser.add_argument("--device", type=_device, default="cpu", help="torch device (default cpu)")
     return parser
+
+
+def _device(text: str) -> str:
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
+    return text
 
 
 def _answer(given: argparse.Namespace) -> None:

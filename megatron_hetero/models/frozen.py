@@ -49,7 +49,7 @@ class Frozen:
             problem = f"freezes all of {', '.join(by_part)}, which leaves nothing to train"
             raise UserError.at(f"model.{setting} (--model.{setting})", problem=problem, fix="remove an entry")
         if any(map(is_pattern, (*freeze, *train))):
-            _require_whole_parameters(shapes, tensors)
+            _require_whole_parameters(shapes, tensors, f"model.{setting} (--model.{setting})")
             entry = shapes.text.architecture.entry
             looked_up = set() if shapes.text.tied else {entry.stored + name for name in entry.part.tensors()}
             shares = {part: _share({*names} - looked_up, tensors, stored) for part, names in by_part.items()}
@@ -135,7 +135,7 @@ def _any_layer(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _require_whole_parameters(shapes: ModelShapes, frozen: frozenset[str]) -> None:
+def _require_whole_parameters(shapes: ModelShapes, frozen: frozenset[str], setting: str) -> None:
     """Check that all tensors of one parameter (q, k and v of a layer) train, or none. Raises `UserError`."""
     maps = [
         weight_map(module, shapes, Share(0, 1), view=view)
@@ -146,7 +146,7 @@ def _require_whole_parameters(shapes: ModelShapes, frozen: frozenset[str]) -> No
     for names in parameters:
         if 0 < len(frozen.intersection(names)) < len(names):
             raise UserError.at(
-                "model.freeze and model.train",
+                setting,
                 found=f"{listed(frozen.intersection(names))} frozen without {listed(names.keys() - frozen)}",
                 expected="all of them or none",
                 because="they are one parameter in training",

@@ -164,11 +164,11 @@ EVENTS = {
 }
 ON_BOTH = [
     # The event; on which of two hosts; their statuses; what each says first.
-    ("user error", "0", (1, 70), ("error: found X\n", "rank 1 lost another rank")),
+    ("death", "1", (70, 137), ("rank 0 lost another rank", "rank 1 of ")),
     ("exception", "1", (70, 70), ("rank 0 lost another rank", "rank 1 failed:\n")),
     ("user error", "01", (1, 1), ("error: found X\n", "error: found X\n")),
     ("death", "0", (137, 70), ("rank 0 of ", "rank 1 lost another rank")),
-    ("death", "1", (70, 137), ("rank 0 lost another rank", "rank 1 of ")),
+    ("user error", "0", (1, 70), ("error: found X\n", "rank 1 lost another rank")),
     ("user error", "1", (70, 1), ("rank 0 lost another rank", "error: found X\n")),
     ("launcher killed", "0", (-9, 70), ("", "rank 1 lost another rank")),
     ("exception", "0", (70, 70), ("rank 0 failed:\n", "rank 1 lost another rank")),
@@ -177,7 +177,7 @@ ON_BOTH = [
 ]
 
 
-@pytest.mark.parametrize("event, where, statuses, told", thinned(ON_BOTH, 4))
+@pytest.mark.parametrize("event, where, statuses, told", thinned(ON_BOTH, 6))
 def test_what_ends_one_host_ends_both(
     event: str, where: str, statuses: tuple[int, int], told: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -205,10 +205,11 @@ def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
     }
     for name, (ours, theirs) in pairs.items():
         if ours != theirs:
+            why = "for images of any size" if name == "do_resize" else "by vision_config of config.json"
             raise UserError.at(
                 folder / "preprocessor_config.json",
                 found=f"{name} {ours}",
-                expected=f"{theirs}, by vision_config of config.json and the number of image tokens",
+                expected=f"{theirs}, {why}",
                 fix="copy both files from the same model",
             )
     side = vision.patch_size * vision.spatial_merge_size

@@ -94,7 +94,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(
-    "model, vision, text, ranks, steps", [(*LAYOUTS[0], 50), *long((*layout, 100) for layout in LAYOUTS)]
+    "model, vision, text, ranks, steps", [(*LAYOUTS[0], 24), *long((*layout, 100) for layout in LAYOUTS)]
 )
 def test_split_masters_train_as_fp32_masters(
     model: str, vision: str, text: str, ranks: int, steps: int, folders: Path, tmp_path: Path, pools: Pools
