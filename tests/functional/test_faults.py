@@ -13,7 +13,7 @@ import pytest
 from megatron_hetero.base.outputs import unfinished, whole
 from tests.functional.test_torchrun import CONFIG, started
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.matrix import thinned
+from tests.support.matrix import long, thinned
 
 LAYOUTS = {
     "disjoint": ("dp:1@0", "pp:2@1-2", 3),
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "layout, phase, victim",
-    thinned([("disjoint", "pipeline", 1), ("mixed", "backward", 2), ("colocated", "boundary back", 0)], 3),
+    long([("disjoint", "pipeline", 1), ("mixed", "backward", 2), ("colocated", "boundary back", 0)]),
 )
 def test_a_killed_rank_leaves_no_process(layout: str, phase: str, victim: int, folder: Path) -> None:
     assert seconds_until_all_are_gone(folder, layout, phase, victim) < LIMIT_S

@@ -177,7 +177,7 @@ ON_BOTH = [
 ]
 
 
-@pytest.mark.parametrize("event, where, statuses, told", thinned(ON_BOTH, 6))
+@pytest.mark.parametrize("event, where, statuses, told", thinned(ON_BOTH, 10))
 def test_what_ends_one_host_ends_both(
     event: str, where: str, statuses: tuple[int, int], told: tuple[str, str], tmp_path: Path
 ) -> None:

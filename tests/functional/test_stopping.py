@@ -185,6 +185,7 @@ def wait_until_ranks_listen(process: subprocess.Popen[str], ranks: int) -> None:
     raise AssertionError("no ranks that listen")
 
 
+@pytest.mark.long  # `make slurm` submits the same script to a real Slurm.
 def test_a_job_that_was_warned_saves_and_is_queued_again(folder: Path, cluster: Path) -> None:
     """Warned as early as can be, while its ranks start: each job comes one step further at least."""
     checkpoints, flags = cluster / "runs/checkpoints", ["--config", f"{folder}/config.yaml", "--log.dir", "runs/log"]

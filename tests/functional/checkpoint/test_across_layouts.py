@@ -135,7 +135,7 @@ CHAINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", thinned(CHAINS, 4))
+@pytest.mark.parametrize("name", thinned(CHAINS, 6))
 def test_a_chain_of_layouts(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     """Each run resumes from a checkpoint of the one before, with the same bits, and the next losses are those
     of the one before, to rounding.
