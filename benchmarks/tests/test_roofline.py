@@ -202,6 +202,7 @@ split by column, if its tokens were exchanged at once.
 """
 
 
+@pytest.mark.long
 def test_what_the_program_issues_overlaps_with_the_queues_that_it_asks_for() -> None:
     """The order is that of the program's own layers, gathers of weights and sums of gradients."""
     environ: dict[str, str] = {}

@@ -69,6 +69,7 @@ def require_trained(log: Path, expected: list[float]) -> None:
         assert action in {event.get("name") for event in trace["traceEvents"]}
 
 
+@pytest.mark.long
 def test_two_agents_train_a_disjoint_layout(folder: Path, expected: list[float], tmp_path: Path) -> None:
     port = _free_port()
     agents = [

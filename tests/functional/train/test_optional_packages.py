@@ -68,8 +68,7 @@ def test_layers_of_transformer_engine(
 
 @pytest.mark.parametrize(
     "installed, optimizer",
-    [("with_te", "adamw"), ("with_apex", "adamw"), ("with_apex", "sgd")],
-    ids=["Transformer Engine, AdamW", "Apex, AdamW", "Apex, SGD"],
+    thinned([("with_te", "adamw"), ("with_apex", "sgd"), ("with_apex", "adamw")], 2),
 )
 def test_what_is_installed_and_not_chosen_changes_no_bit(
     installed: str, optimizer: str, model: Path, pools: Callable[[int], Pool],

@@ -94,6 +94,7 @@ def test_a_function_may_be_compiled_for_more_than_eight_cases(monkeypatch: pytes
     assert counters["stats"]["unique_graphs"] == 11
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_ranks_compile_together_or_not_at_all() -> None:
     """The second one has no compiler. Its kernels are those of the CPU, which takes the place of a GPU."""

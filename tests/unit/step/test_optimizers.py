@@ -27,6 +27,7 @@ from megatron_hetero.step.algorithms import SGD, AdamW
 from megatron_hetero.step.gradients import finish_gradients
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_optimizers import build_optimizers
+from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
 
@@ -128,7 +129,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("images, image_wrapper, text, text_wrapper, config, tied, frozen", CASES)
+@pytest.mark.parametrize("images, image_wrapper, text, text_wrapper, config, tied, frozen", thinned(CASES, 3))
 @on_ranks(4, timeout_s=40)
 def test_steps_norms_and_weights_are_those_of_one_process(
     images: str, image_wrapper: str, text: str, text_wrapper: str, config: Any, tied: bool, frozen: bool

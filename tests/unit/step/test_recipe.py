@@ -19,7 +19,7 @@ from examples.demo.records import draw, training_samples
 from megatron_hetero import Boundary, build, finish_gradients, micro_batch, prepare_megatron, total_loss
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.step.buffers import BucketSums
-from tests.support.matrix import long
+from tests.support.matrix import long, thinned
 from tests.support.ranks import on_ranks
 from tests.unit.step import running
 
@@ -171,7 +171,7 @@ def train(vision: str, text: str, data: Path, **options: Any) -> None:
     assert second.gradients_apart < 1e-3, "AdamW's first step follows the signs of rounding errors"
 
 
-@pytest.mark.parametrize("vision, text", [*LAYOUTS, *long(MORE)])
+@pytest.mark.parametrize("vision, text", [*thinned(LAYOUTS, 2), *long(MORE)])
 @on_ranks(4)
 def test_any_layouts_train_as_one_process(vision: str, text: str, data: Path) -> None:
     train(vision, text, data)
