@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     steps.wait_for_all("the start of all other ranks")
     return Trainer(
         **{field.name: getattr(steps, field.name) for field in fields(steps)},
-        inputs=inputs,
+        inputs=replace(inputs, weights={}),  # whose files would stay mapped
         loader=StepLoader.of(job, inputs.mixture, inputs.processor, topology, steps.partitioner),
         writer=writer,
         resumed=resumed,
