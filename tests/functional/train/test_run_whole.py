@@ -81,6 +81,14 @@ def export_of(flags: list[str], target: Path) -> Arrays:
     return stored(run)
 
 
+def mapped_weights(flags: list[str]) -> list[str]:
+    """Build a run; returns the files of weights that are still mapped."""
+    run = build(flags)
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    del run  # It was there until now.
+    return [line for line in lines if line.endswith(".safetensors")]
+
+
 Pools = Callable[[int], Pool]
 
 
@@ -135,6 +143,10 @@ def test_two_encoders_go_out_as_two_folders(make_flags: MakeFlags, pools: Pools,
     again = f"--model.hf_path {target} --model.encoders.detail.hf_path {target}/encoders/detail"
     assert pools(4).run(jobs.losses, flags(again, 1))[0] == [pytest.approx(straight[1], rel=1e-5)]
     assert straight[1] < straight[0]
+
+
+def test_weights_that_are_read_are_closed(make_flags: MakeFlags, pools: Pools) -> None:
+    assert pools(2).run(mapped_weights, make_flags("sp:2", "tp:2", "")) == [[], []]
 
 
 def test_crossings_overlap_the_embedding(make_flags: MakeFlags, pools: Pools) -> None:
