@@ -88,7 +88,7 @@ def test_rows_that_enter_several_stages(name: str, expected: Ask, rules_pools: C
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=str)
+@pytest.mark.parametrize("case", thinned(OTHERS, 2), ids=str)
 def test_axes(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
