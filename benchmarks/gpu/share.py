@@ -219,8 +219,8 @@ def _rates(plan: Estimate, seconds: dict[str, float]) -> dict[str, float]:
     rates = {}
     for (module, kind, _), operations in plan.work.items():
         phase = f"{module} {'backward' if kind == 'B' else 'forward'}"
-        runs = kind != "R" or plan.job.schedule.module[module].recomputes
-        if runs and seconds.get(phase):
+        runs = (*plan.job.schedule.module[module].forward_kinds, "B")
+        if kind in runs and seconds.get(phase):
             rates[phase] = rates.get(phase, 0.0) + MICRO_BATCHES * operations / seconds[phase] / 1e12
     return rates
 

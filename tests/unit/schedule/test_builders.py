@@ -245,5 +245,7 @@ def test_sixteen_thousand_ranks_are_no_slower_than_their_roles(
     began = time.process_time()
     schedule = build_schedule(model, 64, ScheduleSettings(virtual_stages=virtual))
     check_schedule(schedule)
+    assert time.process_time() - began < 2 and len(schedule.roles) == roles
+    began = time.process_time()
     simulate(schedule, 1.0)
-    assert time.process_time() - began < 3 and len(schedule.roles) == roles
+    assert time.process_time() - began < 2
