@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import atexit
+import json
+import shutil
+import tempfile
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
+LAYERS = 8
+"""Of either module of a shallow model."""
+SHALLOW: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"num_hidden_layers": LAYERS, "vision_config": {"depth": LAYERS, "fullatt_block_indexes": [7]}},
+    "qwen3_vl": {
+        "text_config": {"num_hidden_layers": LAYERS},
+        "vision_config": {"depth": LAYERS, "deepstack_visual_indexes": [1, 3, 5]},
+    },
+}
+"""By family, what the configuration of a shallow model says instead."""
+
+
+@cache
+def _shallow(family: str, model: str) -> Path:
+    """A folder with a shallow model, for as long as this process lives."""
+    config = json.loads((MODELS / f"{family}_{model}" / "config.json").read_text(encoding="utf-8"))
+    for name, value in SHALLOW[family].items():
+        config[name] = config[name] | value if isinstance(value, dict) else value
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
 
 
 @dataclass(frozen=True)
 class Case:
-    """One rank of a layout of `model` of a family. `more`: further flags; those given here win."""
+    """One rank of a layout of `model` of a family. `more`: further flags; those given here win. `shallow`: with fewer
+    layers, which are as wide.
+    """
 
     model: str
     vision: str
@@ -19,10 +49,12 @@ class Case:
     rank: int = 0
     more: str = ""
     family: str = "qwen2_5_vl"
+    shallow: bool = False
 
     def __str__(self) -> str:
         settings = " ".join(self.more.replace("--", "").split())
         model = self.model if self.family == Case.family else f"{self.family} {self.model}"
+        model += f" of {LAYERS} layers" * self.shallow
         return f"{model} {self.vision}|{self.text} rank {self.rank} of {self.world} {settings}".strip()
 
     @property
@@ -30,8 +62,9 @@ class Case:
         """The command line of a run in bfloat16: in each sample a picture of 72 by 72 patches, or of 64 by 64 where a
         patch has 16 pixels, and 6,912 tokens besides.
         """
+        whole = MODELS / f"{self.family}_{self.model}"
         usual = {
-            "model.hf_path": MODELS / f"{self.family}_{self.model}",
+            "model.hf_path": _shallow(self.family, self.model) if self.shallow else whole,
             "model.dtype": "bfloat16",
             "model.backend": "torch",
             "vision-parallel": self.vision,
@@ -62,33 +95,32 @@ LONG_SAMPLE = "--plan.image_side 3584 --plan.tokens 114688 --data.max_seq_length
 """A picture of 65,536 patches, and 131,072 tokens in all."""
 SMALL_PICTURES = "--schedule.waves 4 --train.global_batch_size 8 --plan.image_side 224 --plan.tokens 256"
 """Of 256 patches, four micro-batches in one call."""
+few = partial(Case, shallow=True)
 CASES = (
-    Case("7b", "sp:8", "tp:4,dp:2", 8),
-    Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} --model.recompute.vision full --train.global_batch_size 4"),
-    Case("7b", "tp:4,dp:2", "tp:4,dp:2", 8, 5),
+    few("7b", "sp:8", "tp:4,dp:2", 8),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} --model.recompute.vision full --train.global_batch_size 4"),
+    few("7b", "tp:4,dp:2", "tp:4,dp:2", 8, 5),
     Case("7b", "sp:8", "sp:4,dp:2", 8, 3, RECOMPUTED),
-    Case("7b", "cp:4,dp:2", "tp:2,cp:4", 8, 7, "--train.global_batch_size 1"),
-    Case("7b", "dp:4@0-3", "tp:4@4-7", 8, 6, "--train.global_batch_size 4 --model.tp_overlap.text 4"),
+    few("7b", "cp:4,dp:2", "tp:2,cp:4", 8, 7, "--train.global_batch_size 1"),
+    few("7b", "dp:4@0-3", "tp:4@4-7", 8, 6, "--train.global_batch_size 4 --model.tp_overlap.text 4"),
     Case("7b", "dp:4@0-3", "tp:4@4-7", 8, 2, "--plan.images 4"),
-    Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--train.global_batch_size 4 --schedule.virtual_stages 2"),
+    few("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--train.global_batch_size 4 --schedule.virtual_stages 2"),
     Case("32b", "sp:8", "tp:8", 8, 0, f"{RECOMPUTED} --train.global_batch_size 1"),
     Case("32b", "sp:8,dp:2", "tp:8,dp:2", 16, 9, RECOMPUTED),
-    Case("7b", "sp:8", "tp:4,dp:2", 8, 1, f"{RECOMPUTED} --model.recompute.vision full {SMALL} {LONG_SAMPLE} {HOST}"),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 1, f"{RECOMPUTED} --model.recompute.vision full {SMALL} {LONG_SAMPLE} {HOST}"),
     Case("32b", "sp:8,dp:4", "tp:8,pp:4", 32, 31, f"--model.freeze vision {RECOMPUTED} --train.global_batch_size 4"),
     Case("8b", "sp:8", "tp:4,dp:2", 8, 0, RECOMPUTED, "qwen3_vl"),
-    Case("8b", "sp:4,dp:2", "tp:2,pp:4", 8, 2, f"{SPLIT} 11 12 12 --schedule.waves 2", "qwen3_vl"),
+    few("8b", "sp:4,dp:2", "tp:2,pp:4", 8, 2, f"{SPLIT} 2 2 3 --schedule.waves 2", "qwen3_vl"),
     Case("8b", "pp:2@0-1", "tp:2,pp:3@2-7", 8, 4, f"{SPLIT} 17 18 --schedule.run_ahead 1", "qwen3_vl"),
     Case("8b", "pp:2@0-1", "tp:2,pp:3@2-7", 8, 0, f"{SPLIT} 17 18 --schedule.run_ahead 1", "qwen3_vl"),
     Case("32b", "dp:8@0-7", "tp:8,pp:2@8-23", 24, 8, "--train.global_batch_size 8 --schedule.run_ahead 1"),
     Case("8b", "sp:8", "tp:4,dp:2", 8, 0, SELECTIVE, "qwen3_vl"),
     Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--model.recompute.text 3 --model.recompute.vision 16"),
-    Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} --model.chunk.text 1024 --model.chunk.vision 1024"),
-    Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"--zero.vision 2 --zero.text 3 {RECOMPUTED} --train.global_batch_size 4"),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} --model.chunk.text 1024 --model.chunk.vision 1024"),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"--zero.vision 2 --zero.text 3 {RECOMPUTED} --train.global_batch_size 4"),
     Case("7b", "sp:8", "dp:8", 8, 3, "--zero.vision 3 --zero.text 3 --train.global_batch_size 8"),
-    Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} {OFFLOADED}"),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} {OFFLOADED}"),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, SMALL_PICTURES),
 )
-LONG = tuple(CASES[number] for number in (3, 6, 8, 9, 11, 12, 14, 15, 16, 17, 18, 21, 23))
-"""For `make matrix`: what these have, others have beside something else. 32B has the kernels of 7B, and more of them;
-modules that are apart are those of 7B and 8B. Calls of several micro-batches are those of stages.
-"""
+LONG = tuple(case for case in CASES if not case.shallow)
+"""For `make matrix`: the whole depth takes minutes."""

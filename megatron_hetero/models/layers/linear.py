@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_hetero.groups.megatron import ColumnParallelLinear, RowParallelLinear
 
 LEAST = 2**24
 """Least multiplications of a product by oneDNN."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -205,14 +204,13 @@ class Recording(Platform):
         return super().host_group(what)
 
 
-def _calls(rank: int, world_size: int, **options: Any) -> tuple[list[Any], float]:
+def _calls(rank: int, world_size: int, **options: Any) -> list[Any]:
     platform, layouts = Recording(CPU, "fake", host_backend="fake"), _layouts(world_size, *LARGEST[world_size])
     object.__setattr__(platform, "calls", [])
     with _fake_world(rank, world_size):
-        start = time.perf_counter()
         options |= {"decoding": ["vision"], "edges": [EDGE], "tied": ["text"], "interleaved": ["text"]}
         Topology.build(layouts, platform, **options, check=False)
-        return platform.calls, time.perf_counter() - start
+        return platform.calls
 
 
 @settings(max_examples=50)
@@ -329,11 +327,10 @@ def test_options_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", LARGEST)
 def test_few_calls_the_same_on_all_ranks(world_size: int) -> None:
-    first, seconds = _calls(0, world_size)
+    first = _calls(0, world_size)
     assert len(first) <= 40
-    assert seconds < 2.0
     others = range(world_size) if world_size <= 64 else range(1, world_size, 93)
-    assert all(_calls(rank, world_size)[0] == first for rank in others)
+    assert all(_calls(rank, world_size) == first for rank in others)
 
 
 def test_encoders_with_equal_replicas_share_their_hosts() -> None:
@@ -350,4 +347,4 @@ def test_encoders_with_equal_replicas_share_their_hosts() -> None:
 
 
 def test_the_number_of_calls_does_not_depend_on_the_world() -> None:
-    assert len(_calls(0, 64, megatron=[])[0]) == len(_calls(0, 1024, megatron=[])[0])
+    assert len(_calls(0, 64, megatron=[])) == len(_calls(0, 1024, megatron=[]))
