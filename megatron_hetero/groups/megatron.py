@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -25,32 +25,31 @@ from megatron_hetero.layout.communicators import GRADIENT_AXES, REPLICA_AXES
 
 
 @contextlib.contextmanager
-def _compiled_when_called() -> Iterator[None]:
-    """Inside, a function that `torch.compile` decorates is compiled by its first call. Megatron-Core decorates dozens
-    at import, and the first one would load the compiler: 2.3 of the 6 seconds in which a rank starts.
-    """
-    compile_now = torch.compile
-
-    def compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        compiled = cache(partial(compile_now, function, **options))
-        return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
-
-    torch.compile = compile_later  # pyright: ignore[reportAttributeAccessIssue]
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, attributes of `owner` have other values."""
+    before = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        torch.compile = compile_now
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
-with _compiled_when_called():
+def _compile_later(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile(function)`, at the first call."""
+    compiled = cache(lambda: torch.compile(function))
+    return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+
+# Decorators of Megatron-Core would load the compiler at import, in 2.3 of the 6 seconds in which a rank starts.
+with _replaced(torch, compile=_compile_later):
     from megatron.core import parallel_state
+    from megatron.core import tensor_parallel as tensor_parallel
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
-    from megatron.core.tensor_parallel import RowParallelLinear as RowParallelLinear
-    from megatron.core.tensor_parallel import cross_entropy
-    from megatron.core.tensor_parallel import mappings as mappings
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -110,7 +109,7 @@ def _loss_in_own_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> T
     """The loss over the model's own tensor-parallel group; the unfused loss would use the group of `parallel_state`."""
     group = model.pg_collection.tp
     with _replaced(
-        cross_entropy,
+        tensor_parallel.cross_entropy,
         get_tensor_model_parallel_group=lambda *_, **__: group,
         get_tensor_model_parallel_rank=group.rank,
         get_tensor_model_parallel_world_size=group.size,
@@ -155,19 +154,6 @@ def without_processes(device: torch.device) -> Iterator[None]:
         _replaced(megatron_random.CudaRNGStatesTracker, fork=lambda *_: contextlib.nullcontext()),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, attributes of `owner` have other values."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def own_parameter_groups() -> contextlib.AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_hetero.base.errors import HIDDEN, ROWS
-from megatron_hetero.groups.megatron import make_viewless_tensor, mappings
+from megatron_hetero.groups.megatron import make_viewless_tensor, tensor_parallel
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.family import EncoderShape, TextShape
@@ -307,9 +307,9 @@ class TextModel(ModuleStage):
         """Return the sum of token losses from the result of the last stage's layers. Fills `batch.hits`."""
         tp = self.groups.tp
         if self.shards > 1:
-            hidden = mappings.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp)
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=tp)
         else:
-            hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=tp)
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=tp)
         if self._shares_weight and isinstance(self.embedding, FSDPModule):
             self.embedding.unshard()
         weight = self._head_weight

@@ -43,9 +43,8 @@ NAMES |= {f"megatron_hetero.{name}": ("", name) for name in megatron_hetero.__al
 
 def loaded(statement: str) -> set[str]:
     """The heavy packages that a statement imports in a process of its own."""
-    code = (
-        f"{statement}; import sys; print([m for m in ('torch', 'megatron.core', 'transformers') if m in sys.modules])"
-    )
+    heavy = "'torch', 'megatron.core', 'transformers', 'torch._inductor', 'torch._dynamo'"
+    code = f"{statement}; import sys; print([name for name in ({heavy}) if name in sys.modules])"
     return set(ast.literal_eval(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)))
 
 
@@ -58,6 +57,10 @@ def test_what_runs_imports_no_megatron() -> None:
     """It takes seconds; only a `Topology.collection` needs it, and what is for Megatron's models when it is called."""
     modules = "; ".join(f"import megatron_hetero.{home}" for home in names_by_module())
     assert loaded(f"from megatron_hetero import *; {modules}") == {"torch"}
+
+
+def test_a_rank_starts_without_the_compiler() -> None:
+    assert loaded("import megatron_hetero.train.start") == {"torch", "megatron.core"}
 
 
 @pytest.mark.parametrize("path", NAMES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -133,13 +133,15 @@ class TokenEmbedding(Part):
     vocab: int
     hidden: int
 
+    parameter: ClassVar[str] = "word_embeddings.weight"
+
     def tensors(self) -> TensorShapes:
         """Return the table."""
         return {"weight": (self.vocab, self.hidden)}
 
     def slices(self, stored: str, share: Share) -> WeightMap:
         """Split the rows of the table."""
-        return {"word_embeddings.weight": split_rows(f"{stored}weight", self.vocab, share)}
+        return {self.parameter: split_rows(f"{stored}weight", self.vocab, share)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """Build the torch module."""
@@ -167,20 +169,10 @@ class _TokenEmbedding(torch.nn.Module):
         return embedded if self.splits_activations else embedded.transpose(0, 1).contiguous()
 
 
-@dataclass(frozen=True)
-class Head(Part):
-    """A linear layer to logits of `vocab` tokens."""
+class Head(TokenEmbedding):
+    """A linear layer without bias to logits of `vocab` tokens, whose weight is a table as that of the embedding."""
 
-    vocab: int
-    hidden: int
-
-    def tensors(self) -> TensorShapes:
-        """Return the weight; there is no bias."""
-        return {"weight": (self.vocab, self.hidden)}
-
-    def slices(self, stored: str, share: Share) -> WeightMap:
-        """Split the rows of the weight."""
-        return {"weight": split_rows(f"{stored}weight", self.vocab, share)}
+    parameter = "weight"
 
     def operations(self, tokens: Tokens) -> Operations:
         """Count one product for each supervised token."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.megatron import ColumnParallelLinear, RowParallelLinear
+from megatron_hetero.groups.megatron import tensor_parallel
 
 LEAST = 2**24
 """Least multiplications of a product by oneDNN."""
@@ -121,7 +121,7 @@ them, so that parts of their gradient are summed (`whole`); or there is nothing 
 """
 
 
-class ColumnLinear(ColumnParallelLinear):
+class ColumnLinear(tensor_parallel.ColumnParallelLinear):
     """Linear layer that is split by column. It adds its bias itself, whatever `skip_bias_add`."""
 
     exchanges_in_parts = True
@@ -132,7 +132,7 @@ class ColumnLinear(ColumnParallelLinear):
         return _linear(self, input_, self.bias, sharing), None
 
 
-class RowLinear(RowParallelLinear):
+class RowLinear(tensor_parallel.RowParallelLinear):
     """Linear layer that is split by row. It adds its bias itself, whatever `skip_bias_add`: in the product of the first
     tp rank, before the sum.
     """

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hetero.groups.megatron import PackedSeqParams, mappings
+from megatron_hetero.groups.megatron import PackedSeqParams, tensor_parallel
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.layout.context import AttentionSegments
 
@@ -49,14 +49,14 @@ def ulysses_scatter_heads(
     packed = torch.cat([x.transpose(0, 1) for x in parts], dim=2)
     mine, dim = len(q_nHD), q_nHD.shape[-1]
     rows = packed.flatten(0, 1).flatten(1)  # [m * n, heads * D], also where n is 0
-    received = mappings.all_to_all(group, rows, list(lengths), [mine] * members)
+    received = tensor_parallel.all_to_all(group, rows, list(lengths), [mine] * members)
     return received.unflatten(1, (sum(widths), dim)).split(widths, dim=1)  # pyright: ignore[reportReturnType]
 
 
 def ulysses_gather_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     """Exchange tokens for heads: [N, H / m * D] to [n, H * D]."""
     members, mine = group.size(), lengths[group.rank()]
-    received = mappings.all_to_all(group, x_Nc, [mine] * members, list(lengths))
+    received = tensor_parallel.all_to_all(group, x_Nc, [mine] * members, list(lengths))
     return received.unflatten(0, (members, mine)).transpose(0, 1).flatten(1)
 
 
@@ -69,7 +69,7 @@ def gather_keys(
     own = torch.cat((k_nHD, v_nHD), dim=1)
     padding = max(lengths) - len(own)
     padded = F.pad(own, (0, 0, 0, 0, 0, padding)) if padding else own
-    gathered = mappings.gather_from_sequence_parallel_region(padded, tensor_parallel_output_grad=True, group=group)
+    gathered = tensor_parallel.gather_from_sequence_parallel_region(padded, group=group)
     return gathered.index_select(0, index).chunk(2, dim=1)  # pyright: ignore[reportReturnType]
 
 
