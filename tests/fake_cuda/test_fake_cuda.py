@@ -1,5 +1,5 @@
-"""One rank's step of layouts of models of 7B to 32B, with real widths and depths, on a GPU that computes nothing: what
-it would wait for, what it would mix up, what it would need, and what it would launch.
+"""One rank's step of layouts of models of 7B to 32B on a GPU that computes nothing: what it would wait for, what it
+would mix up, what it would need, and what it would launch. `make test` runs models of fewer layers, which are as wide.
 
 What the fake device cannot show: time, values, memory of the driver and of NCCL, fragmentation. Functions that a GPU
 compiles count as the kernels that the compiler makes of them (`device.COMPILED`).

@@ -22,6 +22,7 @@ from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.registry import ENTRY_POINTS, FAMILIES, family_of
 from megatron_hetero.train.start import build_trainer
+from tests.support.matrix import thinned
 from tests.support.pool import Pool, platform
 from tests.support.toy_family.family import TOY, known, write_data, write_model
 
@@ -92,7 +93,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory, pools: Pools) 
     return pools(1).run(train, flags, made / "export")[0]
 
 
-@pytest.mark.parametrize("vision, text, more", LAYOUTS)
+@pytest.mark.parametrize("vision, text, more", thinned(LAYOUTS, 2))
 def test_it_trains_saves_resumes_and_exports(
     vision: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], pools: Pools
 ) -> None:
@@ -110,7 +111,9 @@ def test_it_trains_saves_resumes_and_exports(
 
 @pytest.mark.parametrize(
     "vision, text, more",
-    [("dp:4", "tp:2,dp:2,xp:4", ""), ("dp:2@0-1", "pp:2,dp:2,xp:1", ""), ("dp:4", "dp:4,xp:2", "--zero.text 3")],
+    thinned(
+        [("dp:4", "tp:2,dp:2,xp:4", ""), ("dp:2@0-1", "pp:2,dp:2,xp:1", ""), ("dp:4", "dp:4,xp:2", "--zero.text 3")], 3
+    ),
 )
 def test_its_exchanges_keep_nccls_rules(
     vision: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], rules_pools: Pools

@@ -11,7 +11,7 @@ import pytest
 
 from tests.parity import runs
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.matrix import thinned
+from tests.support.matrix import long, thinned
 from tests.support.pool import Pool
 
 STEPS = 50
@@ -57,7 +57,7 @@ def curve(folders: dict[str, Path], pools: Callable[[int], Pool]) -> Curve:
     return get
 
 
-@pytest.mark.parametrize("family, ranks, vision, text, more", thinned(CASES, 3))
+@pytest.mark.parametrize("family, ranks, vision, text, more", long(CASES))
 def test_bf16_curves_are_close(family: str, ranks: int, vision: str, text: str, more: str, curve: Curve) -> None:
     alone = curve(family, 1, "dp:1", "dp:1")
     got = curve(family, ranks, vision, text, f"--model.dtype bfloat16 {more}")

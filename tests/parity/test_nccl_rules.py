@@ -76,19 +76,19 @@ OTHERS = CASES[2::10]
 
 
 # Of the rows that `make test` has, each placement comes with each of its schedules.
-@pytest.mark.parametrize("name", thinned(ROWS, 7))
+@pytest.mark.parametrize("name", thinned(ROWS, 11))
 def test_placements_and_schedules(name: str, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
     case = ROWS[name]
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 
-@pytest.mark.parametrize("name", thinned(ROWS_OF_QWEN3, 5))
+@pytest.mark.parametrize("name", thinned(ROWS_OF_QWEN3, 8))
 def test_rows_that_enter_several_stages(name: str, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
     case = ROWS_OF_QWEN3[name]
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 
-@pytest.mark.parametrize("case", thinned(OTHERS, 2), ids=str)
+@pytest.mark.parametrize("case", thinned(OTHERS, 3), ids=str)
 def test_axes(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 

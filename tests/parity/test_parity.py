@@ -109,7 +109,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 5), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 7), ids=str)
 def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
@@ -185,7 +185,7 @@ def _covering(cases: Sequence[Case]) -> list[Case]:
     return kept
 
 
-@pytest.mark.parametrize("case", thinned(_covering(CASES), 7), ids=str)
+@pytest.mark.parametrize("case", thinned(_covering(CASES), 9), ids=str)
 def test_three_adamw_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
 

@@ -50,7 +50,7 @@ REMADE = [{}, {"recompute": "selective"}, {"recompute": "selective", "chunk": 8}
 
 
 @pytest.mark.parametrize(
-    "more, module, layout", thinned(product(REMADE, ["vision", "text"], ["sp:2", "tp:2", "cp:2"]), 4), ids=str
+    "more, module, layout", thinned(product(REMADE, ["vision", "text"], ["sp:2", "tp:2", "cp:2"]), 7), ids=str
 )
 def test_layers_of_transformer_engine(
     more: dict[str, Any], module: str, layout: str, model: Path, with_te: Pool, pools: Callable[[int], Pool]
@@ -68,7 +68,7 @@ def test_layers_of_transformer_engine(
 
 @pytest.mark.parametrize(
     "installed, optimizer",
-    thinned([("with_te", "adamw"), ("with_apex", "sgd"), ("with_apex", "adamw")], 2),
+    thinned([("with_te", "adamw"), ("with_apex", "sgd"), ("with_apex", "adamw")], 3),
 )
 def test_what_is_installed_and_not_chosen_changes_no_bit(
     installed: str, optimizer: str, model: Path, pools: Callable[[int], Pool],

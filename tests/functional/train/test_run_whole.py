@@ -19,6 +19,7 @@ from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.stages import EncoderModel, TextModel
 from tests.support import runs as jobs
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.runs import Arrays, LiveBytes, MakeFlags, build, stored
 
@@ -92,8 +93,12 @@ def mapped_weights(flags: list[str]) -> list[str]:
 Pools = Callable[[int], Pool]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("vision, text", [("sp:2,dp:2", "tp:4"), ("tp:4", "tp:2,dp:2")])
+@pytest.mark.parametrize("vision, text, dtype", thinned([
+    ("sp:2,dp:2", "tp:4", "float32"),
+    ("sp:2,dp:2", "tp:4", "bfloat16"),
+    ("tp:4", "tp:2,dp:2", "float32"),
+    ("tp:4", "tp:2,dp:2", "bfloat16"),
+], 3))  # fmt: skip
 def test_what_is_exported_is_what_was_trained(
     dtype: str, vision: str, text: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
 ) -> None:
@@ -159,7 +164,9 @@ def test_crossings_overlap_the_embedding(make_flags: MakeFlags, pools: Pools) ->
     assert found["backward"][0] < found["gradient"][0] < found["gradient"][1] < found["backward"][1]
 
 
-@pytest.mark.parametrize("settings, micro_batches", [("--schedule.waves 2", 3), ("--schedule.kind recompute", 1)])
+@pytest.mark.parametrize(
+    "settings, micro_batches", thinned([("--schedule.waves 2", 3), ("--schedule.kind recompute", 1)], 2)
+)
 def test_encoder_activations_do_not_grow_with_the_number_of_micro_batches(
     settings: str, micro_batches: int, make_flags: MakeFlags, pools: Pools, tmp_path: Path
 ) -> None:

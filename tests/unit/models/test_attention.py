@@ -251,7 +251,7 @@ LENGTHS = [(16, 7, 1, 3), (5, 9, 9), (1,), (2, 0, 23), ()]
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("ranks, layout", thinned(LAYOUTS, 3))
+@pytest.mark.parametrize("ranks, layout", thinned(LAYOUTS, 5))
 @on_ranks("ranks")
 def test_attention_across_ranks_is_that_of_one(ranks: int, layout: str, causal: bool) -> None:
     """Outputs, gradients and collectives under `sp` and `cp`."""

@@ -419,7 +419,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_model(tmp_path_factory.mktemp(name) / "model", choice) for name, choice in CHOICES.items()}
 
 
-@pytest.mark.parametrize("family, vision, text, ranks, more, rule", thinned(ROWS, 6))
+@pytest.mark.parametrize("family, vision, text, ranks, more, rule", thinned(ROWS, 11))
 @on_ranks("ranks")
 def test_steps_are_the_same_bit_by_bit(
     family: str,

@@ -151,7 +151,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {f: write_model(tmp_path_factory.mktemp(f), ModelChoice(family=f, **choice)) for f in families}
 
 
-@pytest.mark.parametrize("family, vision, text, ranks, more", thinned(STEPS, 4))
+@pytest.mark.parametrize("family, vision, text, ranks, more", thinned(STEPS, 7))
 @on_ranks("ranks")
 def test_steps(family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path]) -> None:
     more += " --model.dtype float32 --optimizer.name sgd"

@@ -106,7 +106,7 @@ CASES += [("qwen3_vl", "text", *row) for row in [*TEXT[:6], ("tp:2", {"split": (
 CASES += [("qwen3_vl", "vision", *row) for row in [*VISION[:6], ("tp:2", {"split": (3, 1)})]]
 
 
-@pytest.mark.parametrize("family, module, layout, more", thinned(CASES, 5), ids=str)
+@pytest.mark.parametrize("family, module, layout, more", thinned(CASES, 9), ids=str)
 def test_it_changes_nothing(
     family: str, module: str, layout: str, more: dict[str, Any], models: dict[str, Path], pools: Pools
 ) -> None:
@@ -142,7 +142,7 @@ def flags_of(folder: Path, vision: str, text: str, more: str) -> list[str]:
     return [*common.split(), *more.split()]
 
 
-@pytest.mark.parametrize("family, vision, text, ranks, more", thinned(STEPS, 4))
+@pytest.mark.parametrize("family, vision, text, ranks, more", thinned(STEPS, 7))
 @on_ranks("ranks")
 def test_steps_in_bfloat16(family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path]) -> None:
     flags = flags_of(models[family], vision, text, more)

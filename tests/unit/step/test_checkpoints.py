@@ -25,6 +25,7 @@ from megatron_hetero.step.algorithms import SGD, AdamW
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_optimizers import build_optimizers
 from tests.functional.checkpoint.test_whose_folder import HOLD
+from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
 from tests.unit.step.test_optimizers import INPUTS, batch_of, loss_of_rows, of_pytorch, pictures, vision
@@ -72,7 +73,7 @@ ELSEWHERE = [
 ]
 
 
-@pytest.mark.parametrize("before, after, tied, options", ELSEWHERE)
+@pytest.mark.parametrize("before, after, tied, options", thinned(ELSEWHERE, 2))
 @on_ranks(4, timeout_s=60)
 def test_a_run_goes_on_in_another_layout(
     before: dict[str, str], after: dict[str, str], tied: bool, options: dict[str, Any], tmp_path: Path

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron_hetero.boundary.boundary import Boundary, micro_batch
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.step.library_optimizers import build_optimizers
+from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
 
@@ -41,20 +42,26 @@ def ids(batch: list[gpt.Sample], indices: list[int]) -> list[int]:
     return [index * 10 + place for index in indices for place in batch[index].places]
 
 
-@pytest.mark.parametrize("images, text", PLACEMENTS)
+@pytest.mark.parametrize("images, text", thinned(PLACEMENTS, 2))
 @on_ranks(4, timeout_s=40)
 def test_rows_from_other_ranks_enter_megatrons_loop(images: str, text: str) -> None:
     train(images, text)
 
 
-@pytest.mark.parametrize("images, text", PLACEMENTS[:3])
+@pytest.mark.parametrize("images, text", thinned(PLACEMENTS[:3], 3))
 @on_ranks(4, timeout_s=60, fixture="rules_pools")
 def test_the_same_under_nccls_rules(images: str, text: str) -> None:
     train(images, text)
 
 
-@pytest.mark.parametrize("wrapper", ["fsdp", "ddp", "megatron"])
-@pytest.mark.parametrize("images, text", [("dp:4", "tp:2,dp:2"), ("dp:2@0-1", "dp:2@2-3")])
+@pytest.mark.parametrize("images, text, wrapper", thinned([
+    ("dp:4", "tp:2,dp:2", "fsdp"),
+    ("dp:2@0-1", "dp:2@2-3", "ddp"),
+    ("dp:4", "tp:2,dp:2", "megatron"),
+    ("dp:2@0-1", "dp:2@2-3", "fsdp"),
+    ("dp:4", "tp:2,dp:2", "ddp"),
+    ("dp:2@0-1", "dp:2@2-3", "megatron"),
+], 2))  # fmt: skip
 @on_ranks(4, timeout_s=40)
 def test_rows_enter_a_model_in_a_wrapper(images: str, text: str, wrapper: str) -> None:
     """PyTorch's reduce in each backward pass of a micro-batch, Megatron's once."""

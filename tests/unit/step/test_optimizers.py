@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -129,7 +130,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("images, image_wrapper, text, text_wrapper, config, tied, frozen", thinned(CASES, 3))
+@pytest.mark.parametrize("images, image_wrapper, text, text_wrapper, config, tied, frozen", thinned(CASES, 5))
 @on_ranks(4, timeout_s=40)
 def test_steps_norms_and_weights_are_those_of_one_process(
     images: str, image_wrapper: str, text: str, text_wrapper: str, config: Any, tied: bool, frozen: bool
@@ -137,8 +138,12 @@ def test_steps_norms_and_weights_are_those_of_one_process(
     train(images, image_wrapper, text, text_wrapper, config, tied, frozen)
 
 
-@pytest.mark.parametrize("images, text", [("dp:2@0-1", "tp:2@2-3"), ("dp:4", "tp:2,pp:2")])
-@pytest.mark.parametrize("config", [adam(), ours()], ids=["Megatron's settings", "ours"])
+@pytest.mark.parametrize("images, text, config", thinned([
+    ("dp:2@0-1", "tp:2@2-3", ours()),
+    ("dp:4", "tp:2,pp:2", ours()),
+    ("dp:2@0-1", "tp:2@2-3", adam()),
+    ("dp:4", "tp:2,pp:2", adam()),
+], 3))  # fmt: skip
 @on_ranks(4, timeout_s=60, fixture="rules_pools")
 def test_the_same_under_nccls_rules(images: str, text: str, config: Any) -> None:
     train(images, "plain", text, "plain", config, True, False)
@@ -457,7 +462,7 @@ def test_weights_in_bfloat16_are_updated_in_fp32() -> None:
         build_optimizers(topology, {"text": model}, OptimizerConfig(lr=1.0))
 
 
-@pytest.mark.parametrize("wrapper", ["plain", "megatron", "zero1"])
+@pytest.mark.parametrize("wrapper", thinned(["zero1", "plain", "megatron"], 2))
 @on_ranks(4, timeout_s=40)
 def test_a_model_in_bfloat16(wrapper: str) -> None:
     """Its norms are near those of fp32, and so is what it has learnt."""
@@ -584,9 +589,9 @@ def test_numbers_of_states(options: dict[str, Any], zero: int) -> None:
     assert torch.equal(found, trained(options, resumes=True))
 
 
-@pytest.mark.parametrize("options", NARROW, ids=str)
-@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "options, first, fused", thinned(product(NARROW, [torch.bfloat16, torch.float32], [False, True]), 3), ids=str
+)
 @on_ranks(2, timeout_s=40)
 def test_weights_of_two_dtypes(first: torch.dtype, options: dict[str, Any], fused: bool) -> None:
     """Those in fp32 are their own masters, whatever the others have; a resumed run goes on alike."""

@@ -171,13 +171,13 @@ def train(vision: str, text: str, data: Path, **options: Any) -> None:
     assert second.gradients_apart < 1e-3, "AdamW's first step follows the signs of rounding errors"
 
 
-@pytest.mark.parametrize("vision, text", [*thinned(LAYOUTS, 2), *long(MORE)])
+@pytest.mark.parametrize("vision, text", [*thinned(LAYOUTS, 3), *long(MORE)])
 @on_ranks(4)
 def test_any_layouts_train_as_one_process(vision: str, text: str, data: Path) -> None:
     train(vision, text, data)
 
 
-@pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,pp:2"), ("dp:2@0-1", "tp:2@2-3")])
+@pytest.mark.parametrize("vision, text", thinned([("dp:4", "tp:2,pp:2"), ("dp:2@0-1", "tp:2@2-3")], 2))
 @on_ranks(4)
 def test_it_learns_in_bfloat16_and_resumes_elsewhere(vision: str, text: str, data: Path, tmp_path: Path) -> None:
     """With split masters, and sums of gradients within the backward pass."""
@@ -203,13 +203,13 @@ def test_it_learns_in_bfloat16_and_resumes_elsewhere(vision: str, text: str, dat
     assert losses[7] < losses[4] < losses[0], "the second run goes on from the first"
 
 
-@pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,pp:2"), ("dp:2@0-1", "tp:2@2-3")])
+@pytest.mark.parametrize("vision, text", thinned([("dp:4", "tp:2,pp:2"), ("dp:2@0-1", "tp:2@2-3")], 2))
 @on_ranks(4)
 def test_a_tower_whose_weights_replicas_share(vision: str, text: str, data: Path) -> None:
     train(vision, text, data, zero=3)
 
 
-@pytest.mark.parametrize("tower, model, vision, text", [*WRAPPED, *long(MORE_WRAPPED)])
+@pytest.mark.parametrize("tower, model, vision, text", [*thinned(WRAPPED, 2), *long(MORE_WRAPPED)])
 @on_ranks(4)
 def test_either_side_in_a_wrapper_of_pytorch(tower: str, model: str, vision: str, text: str, data: Path) -> None:
     """In a plain loop: the interpreter refuses DDP, which reduces in each backward pass."""

@@ -64,7 +64,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks, vision, text, sharded", thinned(CASES, 7))
+@pytest.mark.parametrize("ranks, vision, text, sharded", thinned(CASES, 11))
 @on_ranks("ranks")
 def test_crossing(ranks: int, vision: str, text: str, sharded: tuple[bool, bool]) -> None:
     """Both ways, with every kind of batch."""
