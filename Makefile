@@ -26,6 +26,8 @@ SHELL := bash
 export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
+# Each process would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv test matrix lint types unit functional torture nccl-rules recorded properties fuzz slurm test-versions
 .PHONY: format readme kernels train demo-clean bench bench-gpu clean

@@ -185,7 +185,7 @@ def _covering(cases: Sequence[Case]) -> list[Case]:
     return kept
 
 
-@pytest.mark.parametrize("case", thinned(_covering(CASES), 9), ids=str)
+@pytest.mark.parametrize("case", thinned(_covering(CASES), 13), ids=str)
 def test_three_adamw_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
 

@@ -60,17 +60,17 @@ def interrupted(run: Path, other: Path) -> Path:
     ids=["apart", "shared"],
 )
 def test_the_same_layout_resumes_bit_by_bit(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
-    """Sixteen steps, and eight and eight."""
+    """Eight steps, and four and four."""
     whole, cut = (
-        flags(folders, tmp_path / name, "sp:2", "tp:2", f"{more} --train.iters 16 --checkpoint.interval 100")
+        flags(folders, tmp_path / name, "sp:2", "tp:2", f"{more} --train.iters 8 --checkpoint.interval 100")
         for name in ("whole", "cut")
     )
     untouched = pools(2).run(jobs.train, whole)[0]
-    first = pools(2).run(jobs.train, cut, None, 8)[0]
+    first = pools(2).run(jobs.train, cut, None, 4)[0]
     second = pools(2).run(jobs.train, cut)[0]
-    assert (first["from"], second["from"]) == (0, 8)
-    assert first["losses"] + second["losses"] == untouched["losses"] and len(untouched["losses"]) == 16
-    same(*(tmp_path / name / "checkpoints/step-00000016" for name in ("whole", "cut")), but="")
+    assert (first["from"], second["from"]) == (0, 4)
+    assert first["losses"] + second["losses"] == untouched["losses"] and len(untouched["losses"]) == 8
+    same(*(tmp_path / name / "checkpoints/step-00000008" for name in ("whole", "cut")), but="")
     assert all(np.array_equal(second["weights"][name], value) for name, value in untouched["weights"].items())
     history = [json.loads(line) for line in (tmp_path / "cut/log/metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in history] == list(enumerate(untouched["losses"], 1))
@@ -99,7 +99,7 @@ class Link:
     more: str = ""
 
 
-APART, COMPARED = 5, 6
+APART, COMPARED = 3, 4
 """Steps from one resume to the next, and those after it that are compared."""
 BUDGET = "--train.tokens_per_micro_batch 200 --data.max_seq_length 200"
 ALL, TWO, ONE = (f"--train.micro_batch_size {size}" for size in (4, 2, 1))

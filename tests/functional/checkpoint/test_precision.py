@@ -152,7 +152,7 @@ def test_split_masters_are_those_in_fp32_in_one_pass_too(
     same(*(tmp_path / name / "checkpoints/step-00000020" for name in ("fp32", "split")), but="")
 
 
-@pytest.mark.parametrize("name", thinned(SETTINGS, 3))
+@pytest.mark.parametrize("name", thinned(SETTINGS, 5))
 def test_a_resume_is_exact(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {SETTINGS[name]}"
     require_exact_resume(pools, tmp_path, lambda run: flags(folders, tmp_path / run, "sp:2", "tp:2", more))
@@ -170,6 +170,7 @@ def _require_close(key: str, value: torch.Tensor, before: torch.Tensor, setting:
     torch.testing.assert_close(value, before, rtol=2**-8 if rounds else 0.0, atol=0.0)
 
 
+@pytest.mark.long
 def test_every_setting_resumes_every_other(folders: Path, tmp_path: Path, pools: Pools) -> None:
     """In other layouts; what is kept in as many bits has the same values, and what is rounded is said."""
     settings = ["", *SETTINGS.values(), ""]
@@ -202,12 +203,15 @@ def test_every_setting_resumes_every_other(folders: Path, tmp_path: Path, pools:
 
 @pytest.mark.parametrize(
     "job, moments, model, vision, text",
-    [
-        (copies, "8bit", "deep", "dp:4", "tp:2,pp:2"),  # The embedding is on both stages.
-        (copies, "bfloat16", "deep", "dp:4", "tp:2,pp:2"),
-        (copies_fused, "bfloat16", "deep", "dp:4", "tp:2,pp:2"),
-        (copies_fused, "bfloat16", "plain", "sp:4", "tp:4"),  # Each head of keys and values is on two ranks.
-    ],
+    thinned(
+        [
+            (copies, "8bit", "deep", "dp:4", "tp:2,pp:2"),  # The embedding is on both stages.
+            (copies, "bfloat16", "deep", "dp:4", "tp:2,pp:2"),
+            (copies_fused, "bfloat16", "deep", "dp:4", "tp:2,pp:2"),
+            (copies_fused, "bfloat16", "plain", "sp:4", "tp:4"),  # Each head of keys and values is on two ranks.
+        ],
+        3,
+    ),
 )
 def test_copies_stay_equal(
     job: Callable[..., Any],

@@ -33,7 +33,7 @@ def zero(vision: int, text: int) -> str:
             (zero(3, 2), HOST),
             (zero(3, 3), "--model.chunk.vision 8 --model.chunk.text 8"),
         ],
-        3,
+        5,
     ),
 )
 def test_training_is_the_same_bit_by_bit(stages: str, more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:

@@ -20,6 +20,7 @@ from megatron_hetero.schedule import gathering
 from megatron_hetero.step.buffers import WeightGathers
 from megatron_hetero.train.trainer import Trainer
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.support.runs import MakeFlags, build, stored
 
@@ -38,18 +39,21 @@ def flags(request: pytest.FixtureRequest, make_flags: MakeFlags, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "ranks, flags",
-    [
-        (2, ("sp:2", "dp:2", "--optimizer.name adamw", (1,))),
-        (
-            4,
+    thinned(
+        [
             (
-                "dp:2@0-1",
-                "pp:2,dp:2",
-                "--optimizer.name adamw --schedule.virtual_stages 2 --model.recompute.text full",
-                (0, 0, 1),
+                4,
+                (
+                    "dp:2@0-1",
+                    "pp:2,dp:2",
+                    "--optimizer.name adamw --schedule.virtual_stages 2 --model.recompute.text full",
+                    (0, 0, 1),
+                ),
             ),
-        ),
-    ],
+            (2, ("sp:2", "dp:2", "--optimizer.name adamw", (1,))),
+        ],
+        2,
+    ),
     ids=str,
     indirect=["flags"],
 )

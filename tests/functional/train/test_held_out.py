@@ -192,7 +192,7 @@ def qwen3_two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
     return Material(tmp_path_factory.mktemp("qwen3-two-towers"), two_towers=True, model=QWEN3)
 
 
-@pytest.mark.parametrize("vision, text, ranks, more", [
+@pytest.mark.parametrize("vision, text, ranks, more", thinned([
     ("dp:1", "dp:1", 1, "--train.micro_batch_size 4"),
     ("sp:2", "tp:2", 2, "--model.recompute.text full"),
     ("sp:2", "tp:2", 2, "--model.recompute.text selective --model.chunk.text 4 --model.chunk.vision 8"),
@@ -203,7 +203,7 @@ def qwen3_two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
     ("sp:2@0-1", "pp:2@1-2", 3, ""),
     ("pp:2@0-1", "tp:2@2-3", 4, "--schedule.run_ahead 0"),
     ("sp:2", "dp:2", 2, "--train.tokens_per_micro_batch 256 --data.max_seq_length 256"),
-])  # fmt: skip
+], 3))  # fmt: skip
 def test_numbers_equal_transformers(
     vision: str, text: str, ranks: int, more: str, material: Material, make_flags: MakeFlags, pools: Pools
 ) -> None:

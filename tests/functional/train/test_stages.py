@@ -122,7 +122,7 @@ def merged(of_ranks: list[dict], what: str) -> dict:
             ("cp:2,pp:2", None, 1, {}),
             ("tp:2,pp:3", (1, 3, 1), 1, {}),
         ],
-        2,
+        5,
     ),
     ids=str,
 )

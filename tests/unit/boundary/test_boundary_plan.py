@@ -35,7 +35,7 @@ def cases(number: int) -> settings:
 # ------------------------------------------------------------------------------------------- properties
 
 
-@cases(800)
+@cases(400)
 @given(boundaries())
 def test_random_boundaries(boundary: Boundary) -> None:
     check_everything(boundary)

@@ -20,6 +20,7 @@ from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.boundary.routes import DirectionPlan
 from megatron_hetero.groups.platform import CPU
+from tests.support.matrix import thinned
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
 from tests.unit.boundary.cases import PLACEMENTS, Placement, random_boundary
@@ -40,8 +41,7 @@ def communicator_of(dtype: torch.dtype = torch.float64, **options: Any) -> Bound
     return BoundaryCommunicator(world(), CPU, WIDTH, dtype, **options)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("of_pool, ranks", RANKS)
+@pytest.mark.parametrize("placement, of_pool, ranks", thinned(((p, *ranks) for p in PLACEMENTS for ranks in RANKS), 2))
 @on_ranks("of_pool")
 def test_random_ownerships(of_pool: int, ranks: tuple[int, ...], placement: Placement) -> None:
     group: Any = world() if len(ranks) == of_pool else dist.new_group(list(ranks))

@@ -25,6 +25,7 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.job import Budget
 from megatron_hetero.models.items.pictures import ImageSize
 from tests.support.folders import write_data
+from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.support.runs import MakeFlags, build, error_of
 from tests.unit.data.packs import SHAPE, by_rank
@@ -93,12 +94,14 @@ class Case:
 def case(request: pytest.FixtureRequest, make_flags: MakeFlags, tmp_path: Path) -> Case:
     """The case of layouts of vision and text on so many ranks."""
     vision, text, ranks = request.param
-    data, more = uneven_data(tmp_path, 18), "--train.iters 5 --train.global_batch_size 6 --optimizer.lr 1e-2"
+    data, more = uneven_data(tmp_path, 18), "--train.iters 3 --train.global_batch_size 6 --optimizer.lr 1e-2"
     by_budget = make_flags(vision, text, f"{more} {BUDGET} --data.workers 2", data)
     return Case(ranks, by_budget, make_flags(vision, text, more, data))
 
 
-@pytest.mark.parametrize("case", [("sp:4", "tp:2,dp:2", 4), ("sp:2@0-1", "tp:2@1-2", 3)], ids=str, indirect=True)
+@pytest.mark.parametrize(
+    "case", thinned([(("sp:2@0-1", "tp:2@1-2", 3),), (("sp:4", "tp:2,dp:2", 4),)], 2), ids=str, indirect=True
+)
 @on_ranks("case.ranks")
 def test_ranks_agree_and_losses_are_those_of_single_samples(case: Case) -> None:
     """Steps of as many micro-batches as they need, with training in between."""

@@ -51,7 +51,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("layout, wrapper, tied, options", CASES)
+@pytest.mark.parametrize("layout, wrapper, tied, options", thinned(CASES, 4))
 @on_ranks(4, timeout_s=40)
 def test_gradients_and_loss_are_those_of_one_process(layout: str, wrapper: str, tied: bool, options: dict) -> None:
     topology = running.topology_of(text=layout)
