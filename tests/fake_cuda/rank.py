@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import _lru_cache_wrapper
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
+from megatron_hetero.models.layers import rotary
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.step.buffers import BucketSums, WeightGathers
 from megatron_hetero.train.step_trainer import StepTrainer
@@ -91,6 +93,9 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     """What one step of the case's rank asks of `gpu`, which is in use, and what the plan says that it takes; see
     `_report`.
     """
+    for value in vars(rotary).values():  # Tables that a case before has made in this process.
+        if isinstance(value, _lru_cache_wrapper):
+            value.cache_clear()
     config = load_config(case.flags)
     plan = Estimate.of(config, case.world)
     dist.init_process_group(FAKE, store=FakeStore(), rank=case.rank, world_size=case.world)

@@ -39,10 +39,8 @@ def measured(folder: Path, cases: Sequence[Case] = CASES) -> Found:
     Raises `RuntimeError` with the output of a process that failed.
     """
     library = guard.compiled(folder)
-    names = [NOTICED, *map(str, range(len(CASES)))]
-    # What is run before a case in its process may have made a table that it needs: each stays in its process.
-    chosen = {NOTICED, *(str(CASES.index(case)) for case in cases)}
-    shares = [[name for name in names[first::PROCESSES] if name in chosen] for first in range(PROCESSES)]
+    names = [NOTICED, *(str(CASES.index(case)) for case in cases)]
+    shares = [names[first::PROCESSES] for first in range(PROCESSES)]
     started = [_start(library, share, folder / str(first)) for first, share in enumerate(shares)]
     found: dict[str, Any] = {}
     for number, process in enumerate(started):
