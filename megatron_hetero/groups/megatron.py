@@ -37,16 +37,15 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _compile_later(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile(function)`, at the first call."""
-    compiled = cache(lambda: torch.compile(function))
-    return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+def _compile_later(function: Any = None, *, compile_now: Any = torch.compile, **options: Any) -> Any:
+    """As `torch.compile`, which here waits for the first call of the function if there is one."""
+    compiled = cache(lambda: compile_now(function, **options))
+    return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs)) if function else compiled()
 
 
 # Decorators of Megatron-Core would load the compiler at import, in 2.3 of the 6 seconds in which a rank starts.
 with _replaced(torch, compile=_compile_later):
-    from megatron.core import parallel_state
-    from megatron.core import tensor_parallel as tensor_parallel
+    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -9,6 +9,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from torch._inductor.config import cpp
 from torch._inductor.utils import fresh_inductor_cache
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups import megatron
 from megatron_hetero.groups import platform as module
 from megatron_hetero.groups.platform import CPU, HEADROOM, Platform, _Compiler, _CudaMeansCpu, compiled
 from tests.support.pool import world
@@ -189,3 +191,25 @@ except ValueError:
 def test_megatrons_random_states_work_on_a_cpu() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", MEGATRON], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_megatron_decorates_is_compiled_by_its_first_call() -> None:
+    made: list[tuple[str, dict[str, bool]]] = []
+
+    def compile_now(function: Any = None, **options: bool) -> Any:
+        if function is None:
+            return partial(compile_now, **options)
+        made.append((function.__name__, options))
+        return function
+
+    later = partial(megatron._compile_later, compile_now=compile_now)
+
+    @later
+    def plain(x: int, *, more: int = 0) -> int:
+        return x + more
+
+    dynamic = later(plain, dynamic=True)
+    assert not made and plain.__name__ == "plain"
+    assert [plain(1, more=2), plain(3), dynamic(5)] == [3, 3, 5] and len(made) == 2
+    assert [options for _, options in made] == [{}, {"dynamic": True}]
+    assert later(fullgraph=True)(plain)(7) == 7 and made[-1] == ("plain", {"fullgraph": True}), "a decorator compiles"
