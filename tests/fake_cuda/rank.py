@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import _lru_cache_wrapper
 from typing import Any
 from unittest import mock
 
@@ -94,7 +93,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     `_report`.
     """
     for value in vars(rotary).values():  # Tables that a case before has made in this process.
-        if isinstance(value, _lru_cache_wrapper):
+        if hasattr(value, "cache_clear"):
             value.cache_clear()
     config = load_config(case.flags)
     plan = Estimate.of(config, case.world)

@@ -7,8 +7,8 @@ import pstats
 from collections.abc import Callable
 
 
-def calls(function: Callable[[], object]) -> int:
-    """How many functions of Python are called by this one."""
+def calls(function: Callable[..., object], *arguments: object) -> int:
+    """How many functions of Python are called by `function(*arguments)`."""
     with cProfile.Profile() as profile:
-        function()
+        function(*arguments)
     return pstats.Stats(profile).total_calls  # pyright: ignore[reportAttributeAccessIssue]

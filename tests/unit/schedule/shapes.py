@@ -16,6 +16,25 @@ from megatron_hetero.schedule.check import MOST_CTAS, most_resident
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, sharing_encoders
 
+LARGE_AND_SMALL = {
+    "stages": (
+        {"vision": "sp:16384@0-16383", "text": "tp:8,pp:16@0-16383"},
+        {"vision": "sp:32@0-31", "text": "tp:2,pp:16@0-31"},
+        16,
+    ),
+    "apart": (
+        {"vision": "dp:1024@0-1023", "text": "tp:8,pp:16@1024-16383"},
+        {"vision": "dp:2@0-1", "text": "tp:2,pp:16@2-33"},
+        17,
+    ),
+    "stages that do not nest": (
+        {"vision": "pp:3,dp:5460@0-16379", "text": "tp:8,pp:4@0-16383"},
+        {"vision": "pp:3,dp:2@0-5", "text": "tp:2,pp:4@0-7"},
+        7,
+    ),
+}
+"""Texts of layouts of 16,384 ranks, of a few with the same stages, and the number of roles of the first."""
+
 
 def layouts(**texts: str) -> dict[str, Layout]:
     """Layouts by module, from their texts with ranks."""

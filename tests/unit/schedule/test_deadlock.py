@@ -31,7 +31,7 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.work import calls
 from tests.unit.schedule.gpus import Gpus
-from tests.unit.schedule.shapes import layouts, schedules
+from tests.unit.schedule.shapes import LARGE_AND_SMALL, layouts, schedules
 
 
 @dataclass(frozen=True)
@@ -315,20 +315,8 @@ def test_ranks_of_one_stage_with_different_peers() -> None:
     assert [a for a in schedule.actions_of(3) if a in (*late, early[0])] == [late[0], early[0], late[1]]
 
 
-@pytest.mark.parametrize(
-    "large, small",
-    [
-        (
-            {"vision": "sp:16384@0-16383", "text": "tp:8,pp:16@0-16383"},
-            {"vision": "sp:32@0-31", "text": "tp:2,pp:16@0-31"},
-        ),
-        (
-            {"vision": "dp:1024@0-1023", "text": "tp:8,pp:16@1024-16383"},
-            {"vision": "dp:2@0-1", "text": "tp:2,pp:16@2-33"},
-        ),
-    ],
-)
+@pytest.mark.parametrize("large, small", [LARGE_AND_SMALL[name][:2] for name in ("stages", "apart")])
 def test_sixteen_thousand_ranks_are_refused_with_as_little_work(large: dict[str, str], small: dict[str, str]) -> None:
     few, many = (build_schedule(layouts(**shape), 16, ScheduleSettings(virtual_stages=4)) for shape in (small, large))
     assert find_cycle(many, SHARED)
-    assert calls(lambda: find_cycle(many, SHARED)) < 2 * calls(lambda: find_cycle(few, SHARED))
+    assert calls(find_cycle, many, SHARED) < 2 * calls(find_cycle, few, SHARED)

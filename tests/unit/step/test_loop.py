@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -23,9 +24,10 @@ PLACEMENTS = [
     ("dp:2@0-1", "pp:2@2-3"),
     ("dp:3@0,2-3", "tp:2,pp:2"),
     ("dp:4", "pp:2,dp:2"),
-    ("dp:4", "tp:4"),
     ("dp:1@0", "pp:2,dp:1@1-2"),
+    ("dp:4", "tp:4"),
 ]
+WRAPPED = [("dp:4", "tp:2,dp:2"), ("dp:2@0-1", "dp:2@2-3")]
 
 
 def encoder() -> nn.Linear:
@@ -48,24 +50,17 @@ def test_rows_from_other_ranks_enter_megatrons_loop(images: str, text: str) -> N
     train(images, text)
 
 
-@pytest.mark.parametrize("images, text", thinned(PLACEMENTS[:3], 3))
+@pytest.mark.parametrize("images, text", thinned(PLACEMENTS[:3], 2))
 @on_ranks(4, timeout_s=60, fixture="rules_pools")
 def test_the_same_under_nccls_rules(images: str, text: str) -> None:
     train(images, text)
 
 
-@pytest.mark.parametrize("images, text, wrapper", thinned([
-    ("dp:4", "tp:2,dp:2", "fsdp"),
-    ("dp:2@0-1", "dp:2@2-3", "ddp"),
-    ("dp:4", "tp:2,dp:2", "megatron"),
-    ("dp:2@0-1", "dp:2@2-3", "fsdp"),
-    ("dp:4", "tp:2,dp:2", "ddp"),
-    ("dp:2@0-1", "dp:2@2-3", "megatron"),
-], 2))  # fmt: skip
+@pytest.mark.parametrize("placement, wrapper", thinned(product(WRAPPED, ["fsdp", "ddp", "megatron"]), 2))
 @on_ranks(4, timeout_s=40)
-def test_rows_enter_a_model_in_a_wrapper(images: str, text: str, wrapper: str) -> None:
+def test_rows_enter_a_model_in_a_wrapper(placement: tuple[str, str], wrapper: str) -> None:
     """PyTorch's reduce in each backward pass of a micro-batch, Megatron's once."""
-    train(images, text, wrapper)
+    train(*placement, wrapper)
 
 
 def train(images: str, text: str, wrapper: str = "plain") -> None:

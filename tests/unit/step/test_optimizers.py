@@ -138,14 +138,12 @@ def test_steps_norms_and_weights_are_those_of_one_process(
     train(images, image_wrapper, text, text_wrapper, config, tied, frozen)
 
 
-@pytest.mark.parametrize("images, text, config", thinned([
-    ("dp:2@0-1", "tp:2@2-3", ours()),
-    ("dp:4", "tp:2,pp:2", ours()),
-    ("dp:2@0-1", "tp:2@2-3", adam()),
-    ("dp:4", "tp:2,pp:2", adam()),
-], 3))  # fmt: skip
+@pytest.mark.parametrize(
+    "config, placement", thinned(product([ours(), adam()], [("dp:2@0-1", "tp:2@2-3"), ("dp:4", "tp:2,pp:2")]), 3)
+)
 @on_ranks(4, timeout_s=60, fixture="rules_pools")
-def test_the_same_under_nccls_rules(images: str, text: str, config: Any) -> None:
+def test_the_same_under_nccls_rules(config: Any, placement: tuple[str, str]) -> None:
+    images, text = placement
     train(images, "plain", text, "plain", config, True, False)
 
 
