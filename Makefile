@@ -42,7 +42,9 @@ venv: $(INSTALLED)
 
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-input -q -c constraints.txt -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-input -q --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
+	# On all cores, where pip takes one. Some files are for other versions of Python.
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@mkdir -p $(LOGS)
 	@touch $@
 

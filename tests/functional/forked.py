@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import pretrain_vlm
 from megatron_hetero.groups.launch import guarded
-from tests.support.pool import PRELOADED
+from tests.support.pool import OURS, PRELOADED
 
 Program = Callable[..., None]
 
@@ -33,7 +33,7 @@ class Forked:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload([*PRELOADED, *OURS])
         places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(arguments)), "LOCAL_RANK": "0"}
         self.ranks = [
             context.Process(target=_rank, args=(own, places | {"RANK": str(rank)}, program, of_rank), daemon=True)

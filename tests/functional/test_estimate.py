@@ -189,7 +189,7 @@ BUCKET = 20_000
 """Elements of a bucket of gradients, so that a module has several."""
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 9) + long(COMPILED), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 13) + long(COMPILED), ids=str)
 @on_ranks("case.ranks")
 def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     rank, config = dist.get_rank(), load_config(flags_of(case, folders[case.family, case.tied]))

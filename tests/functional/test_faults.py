@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import psutil
 import pytest
 
 from megatron_hetero.base.outputs import unfinished, whole
+from tests.functional.dying import main as dying
+from tests.functional.forked import Forked
 from tests.functional.test_torchrun import CONFIG, started
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import long, thinned
@@ -54,17 +57,16 @@ STATES = {
 def test_the_next_start_of_a_killed_run_resumes(states: str, folder: Path, tmp_path: Path) -> None:
     """From the last whole checkpoint and without help: the rank dies while the next is written."""
     checkpoints = tmp_path / "checkpoints"
-    program = "-m", "tests.functional.dying", str(tmp_path / "died once"), "1", "save, written"
-    flags = (
-        f"--vision-parallel sp:2 --text-parallel pp:2 --train.iters 3 --log.dir {tmp_path}/again --export.hf_dir none"
-    )
-    flags += f" --checkpoint.dir {checkpoints} --checkpoint.interval 1 {STATES[states]}"
-    with started(folder, *flags.split(), program=program, launcher="megatron_hetero.run") as agent:
-        output, _ = agent.communicate(timeout=90)
-    assert agent.returncode == 137 and "was killed by SIGKILL" in output, output
-    with started(folder, *flags.split(), program=program) as agent:
-        output, _ = agent.communicate(timeout=90)
-    assert agent.returncode == 0, output
+    flags = f"--config {folder}/config.yaml --vision-parallel sp:2 --text-parallel pp:2 --train.iters 3"
+    flags += f" --log.dir {tmp_path}/again --export.hf_dir none --checkpoint.dir {checkpoints} --checkpoint.interval 1"
+    start = [str(tmp_path / "died once"), "1", "save, written", *flags.split(), *STATES[states].split()]
+    with Forked(tmp_path / "first", dying, [start] * 2) as run:
+        for rank in run.ranks:
+            rank.join(60)
+        assert [rank.exitcode for rank in run.ranks] == [1, -signal.SIGKILL], run.said(0)
+    with Forked(tmp_path / "next", dying, [start] * 2) as run:
+        run.require_success()
+        output = run.said(0)
     assert f"{checkpoints}/.step-00000002.partial is unfinished" in output
     assert f"resumed from {checkpoints}/step-00000001" in output
     assert list(whole(checkpoints)) == [1, 2, 3] and not unfinished(checkpoints)

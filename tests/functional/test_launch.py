@@ -16,7 +16,6 @@ from tests.support.matrix import thinned
 
 HEAD = """
 import os, sys, threading, time
-import torch, torch.distributed as dist
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.launch import guarded, process_group, rank, world_size
 """
@@ -57,7 +56,7 @@ def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def test_threads_that_still_work_do_not_abort_the_process_as_it_ends() -> None:
     """As those of gloo do, which drop the tensors of the last collective. Exit handlers run, and output is flushed."""
-    body = """import atexit
+    body = """import atexit, torch
 atexit.register(print, "handled")
 def work():
     tensor = torch.ones(100)
@@ -71,7 +70,8 @@ time.sleep(0.05)
 
 
 def test_a_process_alone_needs_no_launcher() -> None:
-    body = """with process_group() as platform:
+    body = """import torch, torch.distributed as dist
+with process_group() as platform:
     total = torch.ones(1, device=platform.device)
     dist.all_reduce(total)
     print(rank(), world_size(), dist.get_world_size(), total.item(), argv)
@@ -84,8 +84,7 @@ def test_torch_is_told_to_print_no_stack_traces_before_it_is_imported(wanted: di
     """It reads the variable then."""
     body = "print('torch' in sys.modules, os.environ['TORCH_CPP_LOG_LEVEL'])"
     clean = {k: v for k, v in os.environ.items() if k != "TORCH_CPP_LOG_LEVEL"}
-    text = program(body).replace("import torch, torch.distributed as dist", "")
-    done = subprocess.run([sys.executable, "-c", text], env=clean | wanted, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program(body)], env=clean | wanted, capture_output=True, text=True)
     assert done.stdout == f"False {level}\n", done.stderr
 
 
@@ -125,9 +124,7 @@ def test_ranks_end_with_torchrun(tmp_path: Path) -> None:
     """It is killed, and can tell them nothing."""
     path = tmp_path / "program.py"
     path.write_text(
-        program(
-            "os.write(1, f'{os.getpid()}\\n'.encode())  # in one piece, beside the other rank\ntime.sleep(60)"
-        ).replace("import torch,", "#")
+        program("os.write(1, f'{os.getpid()}\\n'.encode())  # in one piece, beside the other rank\ntime.sleep(60)")
     )
     agent = subprocess.Popen(
         [sys.executable, "-W", "ignore", *TORCHRUN, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -148,7 +145,8 @@ def test_ranks_end_with_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize("failing", thinned([1, 0], 2))
 def test_one_rank_that_fails_ends_the_other_that_waits(failing: int, tmp_path: Path) -> None:
     path = tmp_path / "program.py"
-    body = f"""with process_group():
+    body = f"""import torch.distributed as dist
+with process_group():
     if rank() == {failing}:
         raise UserError('only rank {failing} found this')
     dist.barrier()"""

@@ -39,7 +39,7 @@ def loop(left_out: str) -> None:
 
 @pytest.mark.parametrize(
     "left_out, said",
-    thinned([("crossing", "a crossing of"), ("plan", "a plan of"), ("end", "the return of gradients of")], 2),
+    thinned([("crossing", "a crossing of"), ("plan", "a plan of"), ("end", "the return of gradients of")], 3),
 )
 def test_the_others_end_and_say_who_did_not_come(left_out: str, said: str, tmp_path: Path) -> None:
     with Forked(tmp_path / "ranks", loop, [[left_out]] * 3) as ranks:

@@ -23,6 +23,7 @@ from megatron_hetero.groups.launch import INTERRUPTED
 from megatron_hetero.run import STOPPED
 from tests.functional.test_torchrun import CONFIG, PROGRAM, started
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.matrix import thinned
 
 SCRIPT = PROGRAM.parent / "examples/slurm/requeue.sbatch"
 LAUNCHER = "megatron_hetero.run"
@@ -70,11 +71,14 @@ def require_whole(checkpoints: Path) -> list[int]:
     return list(whole(checkpoints))
 
 
-def test_a_run_that_is_stopped_saves_and_resumes(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", thinned([((signal.SIGINT,),), ((signal.SIGTERM, signal.SIGINT),)], 2), ids=str)
+def test_a_run_that_is_stopped_saves_and_resumes(
+    numbers: tuple[signal.Signals, ...], folder: Path, tmp_path: Path
+) -> None:
     flags = f"--train.iters 100000 --log.dir {tmp_path}/log --checkpoint.dir {tmp_path}/checkpoints".split()
     program = "-m", "tests.functional.leaving", str(tmp_path)
     stops = [0]
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers:
         with started(folder, *flags, program=program, launcher=LAUNCHER) as agent:
             output = read_to_a_step(agent)
             agent.send_signal(number)

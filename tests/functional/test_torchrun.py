@@ -140,6 +140,7 @@ def test_an_error_is_reported_once(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
+@pytest.mark.long  # With our launcher: `test_stopping`.
 def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
     with started(folder, "--train.iters", "100000") as process:
         wait_for_step(process, "step      3/100000")

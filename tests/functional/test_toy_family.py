@@ -93,7 +93,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory, pools: Pools) 
     return pools(1).run(train, flags, made / "export")[0]
 
 
-@pytest.mark.parametrize("vision, text, more", thinned(LAYOUTS, 2))
+@pytest.mark.parametrize("vision, text, more", thinned(LAYOUTS, 4))
 def test_it_trains_saves_resumes_and_exports(
     vision: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], pools: Pools
 ) -> None:

@@ -84,7 +84,7 @@ MORE = [
 """For `make matrix`: whatever these have, a row above has, if with something else beside it."""
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 3) + long(MORE), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 4) + long(MORE), ids=str)
 def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
@@ -150,7 +150,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(SCHEDULES, 2))
+@pytest.mark.parametrize("name", thinned(SCHEDULES, 3))
 def test_no_schedule_changes_the_loss(name: str, expected: Ask, pools: Callable[[int], Pool]) -> None:
     case, others = SCHEDULES[name]
     schedules_agree(case, others, expected(case), pools(case.ranks))

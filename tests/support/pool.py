@@ -31,7 +31,10 @@ PRELOADED = [
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
 ]
-"""Imported once by the server that workers are forked from: imports cost seconds per process otherwise."""
+OURS = ["megatron_hetero.train.start", "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"]
+"""Imported once by the server that workers are forked from: imports cost seconds per process otherwise. What other
+packages have comes first.
+"""
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def _context(packages: Sequence[Path]) -> Any:
     if packages:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *OURS])
     return context
 
 

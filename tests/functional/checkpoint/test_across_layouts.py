@@ -26,14 +26,14 @@ Pools = Callable[[int], Pool]
 
 
 def require_exact_resume(pools: Pools, tmp_path: Path, flags_of: Callable[[str], list[str]]) -> None:
-    """Train 8 steps at once and, in another folder, 4 and 4: losses and checkpoints are the same."""
+    """Train 4 steps at once and, in another folder, 2 and 2: losses and checkpoints are the same."""
     whole, cut = flags_of("whole"), flags_of("cut")
     untouched = pools(2).run(jobs.train, whole)[0]
-    first = pools(2).run(jobs.train, cut, None, 4)[0]
+    first = pools(2).run(jobs.train, cut, None, 2)[0]
     second = pools(2).run(jobs.train, cut, tmp_path / "copy")[0]
-    assert second["from"] == 4 and first["losses"] + second["losses"] == untouched["losses"]
-    same(tmp_path / "cut/checkpoints/step-00000004", tmp_path / "copy/step-00000004", but="random/")
-    same(*(tmp_path / run / "checkpoints/step-00000008" for run in ("whole", "cut")), but="")
+    assert second["from"] == 2 and first["losses"] + second["losses"] == untouched["losses"]
+    same(tmp_path / "cut/checkpoints/step-00000002", tmp_path / "copy/step-00000002", but="random/")
+    same(*(tmp_path / run / "checkpoints/step-00000004" for run in ("whole", "cut")), but="")
 
 
 def same(one: Path, other: Path, but: str) -> None:
@@ -60,17 +60,17 @@ def interrupted(run: Path, other: Path) -> Path:
     ids=["apart", "shared"],
 )
 def test_the_same_layout_resumes_bit_by_bit(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
-    """Eight steps, and four and four."""
+    """Four steps, and two and two."""
     whole, cut = (
-        flags(folders, tmp_path / name, "sp:2", "tp:2", f"{more} --train.iters 8 --checkpoint.interval 100")
+        flags(folders, tmp_path / name, "sp:2", "tp:2", f"{more} --train.iters 4 --checkpoint.interval 100")
         for name in ("whole", "cut")
     )
     untouched = pools(2).run(jobs.train, whole)[0]
-    first = pools(2).run(jobs.train, cut, None, 4)[0]
+    first = pools(2).run(jobs.train, cut, None, 2)[0]
     second = pools(2).run(jobs.train, cut)[0]
-    assert (first["from"], second["from"]) == (0, 4)
-    assert first["losses"] + second["losses"] == untouched["losses"] and len(untouched["losses"]) == 8
-    same(*(tmp_path / name / "checkpoints/step-00000008" for name in ("whole", "cut")), but="")
+    assert (first["from"], second["from"]) == (0, 2)
+    assert first["losses"] + second["losses"] == untouched["losses"] and len(untouched["losses"]) == 4
+    same(*(tmp_path / name / "checkpoints/step-00000004" for name in ("whole", "cut")), but="")
     assert all(np.array_equal(second["weights"][name], value) for name, value in untouched["weights"].items())
     history = [json.loads(line) for line in (tmp_path / "cut/log/metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in history] == list(enumerate(untouched["losses"], 1))

@@ -47,7 +47,7 @@ def test_training_is_the_same_bit_by_bit(stages: str, more: str, folders: Path, 
 
 @pytest.mark.parametrize("more", thinned([f"{zero(3, 3)} {SMALL}", f"{zero(3, 2)} {HOST}"], 2))
 def test_a_resume_is_exact(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
-    more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {more}"
+    more = f"{BF16} --train.iters 4 --checkpoint.interval 100 {more}"
     require_exact_resume(pools, tmp_path, lambda run: flags(folders, tmp_path / run, "sp:2", "dp:2", more))
 
 

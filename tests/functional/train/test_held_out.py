@@ -19,7 +19,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.train.held_out import HeldOutEvaluation
 from megatron_hetero.train.metrics import EvaluationMetrics
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.matrix import thinned
+from tests.support.matrix import long, thinned
 from tests.support.oracle import Oracle, TwoTowers
 from tests.support.pool import Pool
 from tests.support.runs import Arrays, LiveBytes, MakeFlags, build, stored
@@ -238,7 +238,9 @@ def test_numbers_of_two_encoders_of_two_families(
     test_numbers_of_two_encoders(vision, detail, text, ranks, qwen3_two_towers, make_flags, pools)
 
 
-@pytest.mark.parametrize("vision, detail, text, ranks", [("sp:2", "dp:2", "tp:2", 2), ("dp:1@0", "dp:1@1", "pp:2", 2)])
+@pytest.mark.parametrize(
+    "vision, detail, text, ranks", long([("sp:2", "dp:2", "tp:2", 2), ("dp:1@0", "dp:1@1", "pp:2", 2)])
+)
 def test_numbers_of_two_encoders(
     vision: str, detail: str, text: str, ranks: int, two_towers: Material, make_flags: MakeFlags, pools: Pools
 ) -> None:

@@ -35,13 +35,13 @@ def cases(number: int) -> settings:
 # ------------------------------------------------------------------------------------------- properties
 
 
-@cases(400)
+@cases(200)
 @given(boundaries())
 def test_random_boundaries(boundary: Boundary) -> None:
     check_everything(boundary)
 
 
-@cases(50)
+@cases(25)
 @given(boundaries(worlds=(24, 64), most_rows=600))
 def test_random_boundaries_of_up_to_64_ranks(boundary: Boundary) -> None:
     check_everything(boundary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def communicator_of(dtype: torch.dtype = torch.float64, **options: Any) -> Bound
     return BoundaryCommunicator(world(), CPU, WIDTH, dtype, **options)
 
 
-@pytest.mark.parametrize("placement, of_pool, ranks", thinned(((p, *ranks) for p in PLACEMENTS for ranks in RANKS), 2))
+@pytest.mark.parametrize("placement, of_pool, ranks", thinned(((p, *ranks) for p in PLACEMENTS for ranks in RANKS), 3))
 @on_ranks("of_pool")
 def test_random_ownerships(of_pool: int, ranks: tuple[int, ...], placement: Placement) -> None:
     group: Any = world() if len(ranks) == of_pool else dist.new_group(list(ranks))
@@ -134,8 +135,7 @@ def check_rounded(boundary: Boundary, gradient: Tensor, x: Tensor) -> None:
 # --------------------------------------------------------------------------------- several at once, buffers
 
 
-@pytest.mark.parametrize("last_first", [False, True])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("last_first, placement", thinned(product([False, True], PLACEMENTS), 2))
 @on_ranks(4)
 def test_two_crossings_at_once(placement: Placement, last_first: bool) -> None:
     communicator = communicator_of()
@@ -148,8 +148,7 @@ def test_two_crossings_at_once(placement: Placement, last_first: bool) -> None:
             boundaries[i].check_gradient(back[i].wait(), communicator.group)
 
 
-@pytest.mark.parametrize("transport", [None, torch.bfloat16])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("transport, placement", thinned(product([None, torch.bfloat16], PLACEMENTS), 2))
 @on_ranks(4)
 def test_crossings_no_larger_than_before_allocate_their_results_only(
     placement: Placement, transport: torch.dtype | None

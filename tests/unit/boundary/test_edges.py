@@ -297,7 +297,7 @@ EDGES = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.sampled_from(VISION),
     st.sampled_from(TEXT),

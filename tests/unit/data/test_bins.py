@@ -14,7 +14,7 @@ from megatron_hetero.models.items.pictures import ImageSize
 from tests.unit.data.test_balance import SHAPE
 
 BUDGET = 8192
-some = settings(max_examples=150)
+some = settings(max_examples=80)
 Drawn = tuple[np.ndarray, list[int], np.ndarray, int]
 
 

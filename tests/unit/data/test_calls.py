@@ -42,7 +42,7 @@ def called(schedule: Schedule) -> Schedule:
 
 
 @given(schedules(), st.integers(0, 1000))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_calls_as_large_as_they_may_be_keep_a_schedule_sound(schedule: Schedule, seed: int) -> None:
     """Also where the streams of a GPU share one queue."""
     for module in schedule.modules:

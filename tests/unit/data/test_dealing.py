@@ -45,7 +45,7 @@ def sample(text: int, units: int) -> PackMetadata:
 samples = st.lists(st.builds(sample, st.integers(1, 30), st.integers(0, 20)), max_size=24)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(samples, st.integers(1, 4), st.sampled_from([None, 80, 200]), st.randoms())
 def test_a_deal_is_of_the_samples_alone(
     drawn: list[PackMetadata], replicas: int, patches: int | None, random: Random

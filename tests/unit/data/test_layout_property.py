@@ -100,7 +100,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(random_layout(rng, VISION, first), random_layout(rng, TEXT, second), sharded, batch, seed)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(cases())
 def test_any_two_layouts(case: Case) -> None:
     check_sources(case)

@@ -35,7 +35,7 @@ VISION = [
 ]  # fmt: skip
 TEXT = ["dp:8", "tp:8", "tp:2,dp:4", "tp:4,dp:2", "cp:8", "sp:8", "tp:2,cp:2,dp:2", "sp:2,cp:2,tp:2", "sp:4,dp:2"]
 Case = tuple[list[PackShape], dict[str, Layout], dict[str, bool], int]
-some = settings(max_examples=60)
+some = settings(max_examples=40)
 
 EDGE = Edge("vision", "text")
 
@@ -234,7 +234,7 @@ def steps(draw: st.DrawFn) -> tuple[list[list[PackShape]], dict[str, Layout], di
     return [packs, *more], layouts, sharded
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(steps())
 def test_a_call_encodes_several_micro_batches(step: tuple[Any, dict[str, Layout], dict[str, bool]]) -> None:
     """Every rank holds the rows of one after the other, and what the text module needs does not change."""

@@ -79,7 +79,7 @@ def test_supervised_are_the_answers_and_their_ends(processor: Processor, make_re
         assert sample.input_ids.tolist() == reference_ids(processor, record, grids(sample))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(texts=st.lists(st.text(max_size=12), min_size=1, max_size=3), system=st.none() | st.text(max_size=8))
 def test_supervision_is_exact_for_any_text(
     processor: Processor, make_record: MakeRecord, texts: list[str], system: str | None
@@ -310,7 +310,7 @@ UNFIT = {
 SAID = st.lists(st.sampled_from(["a", " ", "\n", "</think>", "<think>\n", "assistant\n", "é"]), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("name", FITTING)
 @given(texts=st.lists(SAID.map("".join), min_size=1, max_size=4), system=st.none() | st.just("Look."))
 def test_answers_are_where_prompts_end(

@@ -88,7 +88,7 @@ def damaged_files(draw: st.DrawFn) -> bytes:
     return content
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(content=damaged_files())
 def test_damaged_records_are_read_or_refused(
     content: bytes, tmp_path_factory: pytest.TempPathFactory, processor: Processor, pictures: Path

@@ -98,7 +98,7 @@ def _suggested(attempt: Attempt, argv: list[str]) -> Estimate:
 
 
 @given(case=st.sampled_from(CASES), share=st.floats(0.3, 0.99))
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_suggested_is_taken_and_fits(plan_flags: PlanFlags, case: Case, share: float) -> None:
     argv = plan_flags(case.flags)
     plan = Estimate.of(load_config(argv), case.ranks)

@@ -117,7 +117,7 @@ def _drawn(draw: st.DrawFn) -> tuple[dict[str, Layout], dict[str, Any]]:
     return layouts, options
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(_drawn())
 def test_kinds_are_disjoint_and_every_use_has_its_own(drawn: tuple[dict[str, Layout], dict[str, Any]]) -> None:
     layouts, options = drawn
@@ -224,7 +224,7 @@ def test_what_runs_beside_the_computation_shares_with_nobody(drawn: tuple[dict[s
         assert kind.is_synchronous == (isinstance(kind.uses[0], Axes) and not beside)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(_drawn())
 def test_each_set_of_sums_has_one_communicator(drawn: tuple[dict[str, Layout], dict[str, Any]]) -> None:
     kinds = communicators(drawn[0], **drawn[1])

@@ -67,6 +67,7 @@ def test_activations() -> None:
     alike(lambda x: compiled.activated(x, bias, F.gelu, False), lambda x: F.gelu(x + bias), wide)
 
 
+@pytest.mark.long  # The compiler takes long.
 def test_a_function_is_compiled_once_for_any_number_of_tokens() -> None:
     torch._dynamo.reset()
     counters.clear()

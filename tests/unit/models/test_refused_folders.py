@@ -261,7 +261,7 @@ FILES = (CONFIG, CONFIG, PICTURES, TOKENIZER, "generation_config.json")
 
 
 @settings(
-    max_examples=80,
+    max_examples=40,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -271,7 +271,7 @@ def test_mutated_files_end_with_a_sentence_or_not_at_all(rng: random.Random, goo
 
 
 @settings(
-    max_examples=80,
+    max_examples=40,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

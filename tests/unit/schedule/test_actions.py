@@ -24,7 +24,7 @@ _ACTIONS = st.builds(run, _KINDS, _NAMES, _NUMBERS, _NUMBERS) | _TRANSFERS | _CR
 
 
 @given(_ACTIONS)
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_text_round_trip(action: Action) -> None:
     assert Action.parse(str(action)) == action
 

@@ -29,7 +29,7 @@ def peak(schedule: Schedule, rank: int, module: str) -> int:
 
 
 @given(schedules(), st.integers(0, 1000))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_every_schedule_passes_and_runs(schedule: Schedule, seed: int) -> None:
     check_schedule(schedule)
     execute(schedule, seed)

@@ -82,14 +82,14 @@ def disorders(draw: st.DrawFn) -> Schedule:
 
 
 @given(st.one_of(removals(), repetitions(), changes()))
-@settings(max_examples=250)
+@settings(max_examples=120)
 def test_wrong_actions_are_always_caught(broken: Schedule) -> None:
     with pytest.raises(ScheduleError, match="<-- ERROR HERE"):
         check_schedule(broken)
 
 
 @given(disorders(), st.integers(0, 1000))
-@settings(max_examples=250)
+@settings(max_examples=120)
 def test_what_cannot_be_executed_does_not_pass(schedule: Schedule, seed: int) -> None:
     try:
         execute(schedule, seed)

@@ -62,13 +62,13 @@ WIRINGS = [Wiring(*each) for each in product(("pair", "pipeline"), ("direction",
 
 
 @given(schedules(most_ranks=64))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_every_schedule_ends(schedule: Schedule) -> None:
     assert find_cycle(schedule) is None
 
 
 @given(schedules(most_batches=6), st.integers(0, 2**16))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_every_schedule_ends_whatever_a_batch_leaves_out(schedule: Schedule, seed: int) -> None:
     """Encoders without images in some micro-batches, and messages of no rows. On its own: no check by role."""
     assert not Gpus(schedule).run()
@@ -242,7 +242,7 @@ def _keeps_needs(schedule: Schedule, index: int, actions: list[Action]) -> bool:
 
 
 @given(schedules(most_batches=5), st.sampled_from(WIRINGS), st.booleans(), st.integers(0, 2**16))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_the_verdict_is_that_of_an_execution(schedule: Schedule, wiring: Wiring, one_queue: bool, seed: int) -> None:
     assert_same_verdict(permuted(schedule, Random(seed)), wiring, one_queue)
 

@@ -31,7 +31,7 @@ def seconds(module: str, kind: str, stage: int) -> float:
 
 
 @given(graph_schedules(), st.integers(0, 1000))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_every_graph_ends(schedule: Schedule, seed: int) -> None:
     check_schedule(schedule)
     execute(schedule, seed)

@@ -105,7 +105,7 @@ def may_wait(schedule: Schedule) -> bool:
 
 
 @given(schedules(most_batches=5).filter(may_wait), st.sampled_from(WIRINGS), st.booleans())
-@settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_the_check_says_what_happens(
     rules_pools: Pools, one_connection_pools: Pools, schedule: Schedule, wiring: Wiring, one_queue: bool
 ) -> None:

@@ -114,7 +114,7 @@ def test_ranks_proceed_during_transfers() -> None:
 
 
 @given(schedules(most_batches=6))
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_times_agree_with_the_order(schedule: Schedule) -> None:
     simulation = simulate(schedule, unit, transfers=0.25)
     assert [tuple(s.action for s in spans) for spans in simulation.spans] == [r.actions for r in schedule.roles]

@@ -73,7 +73,7 @@ ELSEWHERE = [
 ]
 
 
-@pytest.mark.parametrize("before, after, tied, options", thinned(ELSEWHERE, 3))
+@pytest.mark.parametrize("before, after, tied, options", thinned(ELSEWHERE, 5))
 @on_ranks(4, timeout_s=60)
 def test_a_run_goes_on_in_another_layout(
     before: dict[str, str], after: dict[str, str], tied: bool, options: dict[str, Any], tmp_path: Path
