@@ -52,7 +52,6 @@ with _replaced(torch, compile=_compile_later):
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.utils import make_viewless_tensor as make_viewless_tensor
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -129,6 +129,7 @@ class Topology:
         rank, world = dist.get_rank(), dist.group.WORLD
         assert world is not None, "the default process group is initialised"
         everybody = tuple(range(dist.get_world_size()))
+        _level(platform)
         # Hosts first: the groups of some of them are named by how many groups a rank has.
         host, files = platform.host_group("host"), platform.host_group("files")
         replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
@@ -259,7 +260,6 @@ def _host_groups(
     wanted: Mapping[str | Edge, tuple[Ranks, ...]], everybody: Ranks, host: dist.ProcessGroup, platform: Platform
 ) -> dict[tuple[Ranks, ...], dist.ProcessGroup | None]:
     """The host group of this rank in each partition of ranks: of all ranks, of modules' replicas, and of edges."""
-    _level(host, platform)
     found: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {(everybody,): host}
     for name, groups in wanted.items():
         if groups not in found:  # All ranks call it, including those outside the module.
@@ -267,14 +267,17 @@ def _host_groups(
     return found
 
 
-def _level(host: dist.ProcessGroup, platform: Platform) -> None:
-    """Fill up all ranks to the same number of process groups: members of a group that is created without other ranks
-    name it by how many they have. A program may have created others before.
+def _level(platform: Platform) -> None:
+    """Fill up all ranks to the same number of process groups, of which a program may have created some: those that are
+    created without all ranks are named by how many a rank has, or from PyTorch 2.14 on by how many it has named.
     """
-    counts: list[Any] = [None] * host.size()
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=host)
-    for _ in range(counts[host.rank()], max(counts)):
+    world = dist.distributed_c10d._world
+    counts = torch.tensor([len(world.pg_names), world.group_count], device=platform.device)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    most, named = counts.tolist()
+    for _ in range(len(world.pg_names), most):
         platform.split_hosts((), "filler")
+    world.group_count = named + most
 
 
 def _create(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup | None:

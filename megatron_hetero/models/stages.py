@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_hetero.base.errors import HIDDEN, ROWS
-from megatron_hetero.groups.megatron import make_viewless_tensor, tensor_parallel
+from megatron_hetero.groups.megatron import tensor_parallel
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.family import EncoderShape, TextShape
@@ -107,13 +107,12 @@ class ModuleStage(torch.nn.Module):
         functions to call after layers, by their numbers in the whole module.
         """
         with self._saving(table_2nD):
-            hidden = _viewless(hidden)
             for layer in self.layers:
                 each: Any = layer
                 hidden = each(hidden, table_2nD, params)
-                hidden = _viewless(after[each.number](hidden) if each.number in after else hidden)
+                hidden = after[each.number](hidden) if each.number in after else hidden
             for norm in self._final_norm:
-                hidden = _viewless(norm(hidden))
+                hidden = norm(hidden)
             return hidden
 
     @property
@@ -124,10 +123,6 @@ class ModuleStage(torch.nn.Module):
         if self.offload is None or not torch.is_grad_enabled():
             return nullcontext()
         return self.offload.saving(list(self.layers), self._final_norm, [table_2nD])
-
-
-def _viewless(hidden: Tensor) -> Tensor:
-    return make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
 
 
 class EncoderModel(ModuleStage):

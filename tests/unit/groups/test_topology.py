@@ -203,6 +203,7 @@ def test_a_topology_next_to_other_groups() -> None:
     """In a program whose ranks have made different numbers of groups before."""
     for ranks in ([0, 1], [0, 2], [0, 3]):
         dist.new_group(ranks)
+    dist.new_group([1, 2], use_local_synchronization=True)
     topology = build({"vision": "sp:2,dp:2", "text": "tp:2,pp:2"}, decoding=["vision"])
     assert answered(topology.group("text", "tp")) == topology.layouts["text"].group_of(dist.get_rank(), "tp")
 
