@@ -17,9 +17,9 @@ setup(
     packages=find_packages(include=["megatron_hetero", "megatron_hetero.*"]),
     package_data={"megatron_hetero": ["py.typed"]},
     install_requires=[
-        # Newer ones have not passed: 2.15 hangs where ranks had made different numbers of groups before a topology.
+        # Newer ones have not been tested as a whole.
         "torch>=2.11,<2.14",
-        # The models and optimizers rest on its internal interfaces, which 0.19 has changed.
+        # Likewise; models and optimizers rest on its internal interfaces.
         "megatron-core>=0.16,<0.17",
         # 5.17 is the first whose configuration of the vision encoder has `rope_parameters`.
         "transformers>=5.17,<5.24",

@@ -74,7 +74,8 @@ def prepare_layers(seed: int, tp: int, pp: int) -> None:
     program with `parallel_state` has seeded stay.
     """
     _prepare_buffer()
-    _patch(LanguageModule, "compute_language_model_loss", _loss_in_own_group)
+    if hasattr(tensor_parallel.cross_entropy, "get_tensor_model_parallel_rank"):  # From 0.19 on it takes the group.
+        _patch(LanguageModule, "compute_language_model_loss", _loss_in_own_group)
     _patch(WrappedTorchNorm, "__new__", _norm_on_shards)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # A router reads it even without Transformer Engine.

@@ -220,7 +220,8 @@ class Platform:
         if dist.group.WORLD.bound_device_id is not None:  # pyright: ignore[reportOptionalMemberAccess]
             # One `ncclCommSplit` of all ranks. `new_group` would call it for each group, on all ranks too.
             ranks = list(map(list, groups))
-            return dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=what)
+            group = dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=what)
+            return group if group_of(groups, dist.get_rank()) else None  # From 2.15 on outsiders get a number.
         return self._own_group(groups, self.backend, what, options)
 
     def _options(self, max_ctas: int | None, urgent: bool) -> Any:

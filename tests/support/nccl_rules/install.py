@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +21,8 @@ from tests.support.nccl_rules.group import CPU, WORLD, RulesGroup
 def install(connection: Connection, store: dist.Store, rank: int, ranks: int) -> Client:
     """Register the backends. The client begins jobs, and ends them."""
     client = Client(connection, store, rank, ranks)
+    # PyTorch's recorder, from 2.15 on of every backend, does not know groups of Python.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     dist.Backend.register_backend(DEVICE, _creator(client, on_device=True), extended_api=True, devices=["cpu"])
     dist.Backend.register_backend(HOST, _creator(client, on_device=False), extended_api=True, devices=["cpu"])
     for name, replaced in {"split_group": _with_accelerator(dist.split_group), "batch_isend_irecv": _batch}.items():
