@@ -271,10 +271,9 @@ def _level(platform: Platform) -> None:
     """Fill up all ranks to the same number of process groups, of which a program may have created some: those that are
     created without all ranks are named by how many a rank has, or from PyTorch 2.14 on by how many it has named.
     """
-    world = dist.distributed_c10d._world
-    counts = torch.tensor([len(world.pg_names), world.group_count], device=platform.device)
-    dist.all_reduce(counts, dist.ReduceOp.MAX)
-    most, named = counts.tolist()
+    world, counts = dist.distributed_c10d._world, [(0, 0)] * dist.get_world_size()
+    dist.all_gather_object(counts, (len(world.pg_names), world.group_count))
+    most, named = map(max, zip(*counts, strict=True))
     for _ in range(len(world.pg_names), most):
         platform.split_hosts((), "filler")
     world.group_count = named + most

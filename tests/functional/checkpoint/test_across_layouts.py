@@ -55,9 +55,9 @@ def interrupted(run: Path, other: Path) -> Path:
 @pytest.mark.parametrize(
     "more",
     thinned(
-        ["--vision-parallel dp:1@0 --text-parallel dp:1@1 --checkpoint.async true", "--train.micro_batch_size 4"], 2
+        ["--train.micro_batch_size 4", "--vision-parallel dp:1@0 --text-parallel dp:1@1 --checkpoint.async true"], 2
     ),
-    ids=["apart", "shared"],
+    ids=["shared", "apart"],
 )
 def test_the_same_layout_resumes_bit_by_bit(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     """Four steps, and two and two."""

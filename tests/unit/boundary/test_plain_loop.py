@@ -139,7 +139,7 @@ def test_the_table_lists_what_is_tested() -> None:
     assert {row: cells for row, *cells in lines} == {row: ["yes"] * len(PLACEMENTS) for row in CASES}
 
 
-@pytest.mark.parametrize("row, placement", thinned(product(CASES, PLACEMENTS), 7))
+@pytest.mark.parametrize("row, placement", thinned(product(CASES, PLACEMENTS), 10))
 @on_ranks(4)
 def test_a_loop_gives_what_one_process_gives(row: str, placement: str) -> None:
     compare(Loop(CASES[row], placement).run(), alone(CASES[row]))

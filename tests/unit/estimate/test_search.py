@@ -115,7 +115,7 @@ def test_what_is_suggested_is_taken_and_fits(plan_flags: PlanFlags, case: Case, 
         assert _suggested(found.closest, argv).totals.max() == found.closest.needed
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
 def test_one_setting_is_preferred_to_two(case: Case, plan_flags: PlanFlags) -> None:
     plan = Estimate.of(load_config(plan_flags(case.flags)), case.ranks)
     alone = [a for entry in CHANGES for c in entry(plan) if (a := fitting.planned(plan, c))]

@@ -130,7 +130,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("images, image_wrapper, text, text_wrapper, config, tied, frozen", thinned(CASES, 5))
+@pytest.mark.parametrize("images, image_wrapper, text, text_wrapper, config, tied, frozen", thinned(CASES, 7))
 @on_ranks(4, timeout_s=40)
 def test_steps_norms_and_weights_are_those_of_one_process(
     images: str, image_wrapper: str, text: str, text_wrapper: str, config: Any, tied: bool, frozen: bool

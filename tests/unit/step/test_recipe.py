@@ -171,7 +171,7 @@ def train(vision: str, text: str, data: Path, **options: Any) -> None:
     assert second.gradients_apart < 1e-3, "AdamW's first step follows the signs of rounding errors"
 
 
-@pytest.mark.parametrize("vision, text", [*thinned(LAYOUTS, 3), *long(MORE)])
+@pytest.mark.parametrize("vision, text", [*thinned(LAYOUTS, 4), *long(MORE)])
 @on_ranks(4)
 def test_any_layouts_train_as_one_process(vision: str, text: str, data: Path) -> None:
     train(vision, text, data)
