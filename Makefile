@@ -40,10 +40,10 @@ help:
 
 venv: $(INSTALLED)
 
+# Files are compiled on all cores, where pip takes one. Some are for other versions of Python.
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-input -q --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
-	# On all cores, where pip takes one. Some files are for other versions of Python.
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@mkdir -p $(LOGS)
 	@touch $@

@@ -110,7 +110,8 @@ class ModuleStage(torch.nn.Module):
             for layer in self.layers:
                 each: Any = layer
                 hidden = each(hidden, table_2nD, params)
-                hidden = after[each.number](hidden) if each.number in after else hidden
+                if each.number in after:
+                    hidden = after[each.number](hidden)
             for norm in self._final_norm:
                 hidden = norm(hidden)
             return hidden

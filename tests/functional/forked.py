@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ from typing import Any, Self
 
 import pretrain_vlm
 from megatron_hetero.groups.launch import guarded
-from tests.support.pool import OURS, PRELOADED
+from tests.support.pool import forkserver
 
 Program = Callable[..., None]
 
@@ -32,8 +31,7 @@ class Forked:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, *OURS])
+        context = forkserver()
         places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(arguments)), "LOCAL_RANK": "0"}
         self.ranks = [
             context.Process(target=_rank, args=(own, places | {"RANK": str(rank)}, program, of_rank), daemon=True)

@@ -169,6 +169,11 @@ def _context(packages: Sequence[Path]) -> Any:
     """How workers are started: those with packages of their own import everything themselves."""
     if packages:
         return multiprocessing.get_context("spawn")
+    return forkserver()
+
+
+def forkserver() -> Any:
+    """A context whose processes find imported what the tests need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *OURS])
     return context
