@@ -17,12 +17,14 @@ setup(
     packages=find_packages(include=["megatron_hetero", "megatron_hetero.*"]),
     package_data={"megatron_hetero": ["py.typed"]},
     install_requires=[
-        # Newer ones have not been tested as a whole.
-        "torch>=2.11,<2.14",
-        # Likewise; models and optimizers rest on its internal interfaces.
-        "megatron-core>=0.16,<0.17",
+        # Newer ones have not been tested.
+        "torch>=2.11,<2.16",
+        # Likewise. From 0.17 on it needs Python 3.12.
+        "megatron-core>=0.16,<0.20",
+        # Megatron-Core imports it without asking for it; torch for CUDA brings it.
+        'triton>=3.6; python_version >= "3.12"',
         # 5.17 is the first whose configuration of the vision encoder has `rope_parameters`.
-        "transformers>=5.17,<5.24",
+        "transformers>=5.17,<5.25",
         "tokenizers>=0.23.1",
         "safetensors>=0.8",
         # Chat templates; older ones let them out of the sandbox.
@@ -36,7 +38,7 @@ setup(
     ],
     extras_require={
         # As in megatron_hetero/models/layers/kernels.py; both build against an installed torch (docs/installation.md).
-        "gpu": ["transformer-engine[pytorch]>=2.9,<2.12", "flash-attn>=2.1,<3"],
+        "gpu": ["transformer-engine[pytorch]>=2.9,<2.21", "flash-attn>=2.1,<3"],
         "tensorboard": ["tensorboard>=2.17"],
         "wandb": ["wandb>=0.19"],
         # einops is what Megatron-Core's own bridge needs, which is measured beside ours.

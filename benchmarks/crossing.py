@@ -28,6 +28,7 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.groups.megatron import prepare
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.layout.layout import Layout
 
@@ -309,7 +310,7 @@ class CrossingBench:
     """What each process runs."""
 
     def __init__(self, platform: Platform):
-        platform.prepare_megatron()
+        prepare(platform)
         self._platform, self._rank = platform, dist.get_rank()
         self._groups: dict[tuple[int, ...], Any] = {}
 

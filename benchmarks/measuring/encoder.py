@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.measuring.meter import CollectiveMeter, SavedActivations
 from megatron_hetero.data.encoder_shards import EncoderShards
-from megatron_hetero.groups.megatron import prepare_globals
+from megatron_hetero.groups.megatron import prepare, prepare_globals
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.layout import ModuleShape
@@ -68,7 +68,7 @@ class Encoder:
         sequence_parallel: bool = True,
     ) -> Encoder:
         """For `grids`, the images of one replica, in `layout` over the whole world."""
-        platform.prepare_megatron()
+        prepare(platform)
         prepare_globals(seed=0)
         module = ModuleShape("vision", shape.heads, shape.heads, shape.hidden, shape.layers, "encoder")
         layouts = resolve({"vision": layout}, {"vision": module}, dist.get_world_size())

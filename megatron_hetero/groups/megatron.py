@@ -1,9 +1,10 @@
-"""The only file that uses Megatron-Core's global state, and the collection of process groups that its layers take.
+"""The only file that imports Megatron-Core: what it takes from there, the globals it fills, and the collection of
+process groups that Megatron's layers take. `docs/versions.md` lists the names by release.
 
 Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the buffer that
 sequence-parallel linears gather into, and the tracker of random states that a `TransformerBlock` forks. Neither
 contains a process group, so modules of different layouts can share them. The construction of an optimizer uses the
-default process group, and the loss of a `LanguageModule` the tensor-parallel group of `parallel_state`.
+default process group, and the loss of a `LanguageModule` before 0.19 the tensor-parallel group of `parallel_state`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, wraps
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.groups.platform import Platform
+from megatron_hetero.base.environment import prepare_environment
+from megatron_hetero.groups.platform import Platform, answer_for_cuda
 from megatron_hetero.layout.axes import AXES, MAIN, View, axes_of
 from megatron_hetero.layout.communicators import GRADIENT_AXES, REPLICA_AXES
 
@@ -46,18 +48,55 @@ def _compile_later(function: Any = None, *, compile_now: Any = torch.compile, **
 # Decorators of Megatron-Core would load the compiler at import, in 2.3 of the 6 seconds in which a rank starts.
 with _replaced(torch, compile=_compile_later):
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl as bias_swiglu_impl
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.enums import AttnMaskType as AttnMaskType
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 
 
+def prepare(platform: Platform) -> None:
+    """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""
+    prepare_environment()  # Does nothing if `process_group` has done it.
+    # It would advise one hardware queue; collectives of high priority begin in time with several.
+    warns: Any = tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce
+    warns.warned = True
+    if platform.is_cuda:
+        return
+    answer_for_cuda()
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    if not isinstance(megatron_random._CUDA_RNG_STATE_TRACKER, _CpuRNGStatesTracker):
+        megatron_random._CUDA_RNG_STATE_TRACKER = _CpuRNGStatesTracker()
+        megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+
+
+class _CpuRNGStatesTracker(megatron_random.CudaRNGStatesTracker):
+    """Megatron's tracker of random states, on the generator of the CPU."""
+
+    def add(self, name: str, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.states_[name] = torch.get_rng_state()
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+
+
 def prepare_globals(seed: int) -> None:
-    """Fill Megatron's globals for this process, after `Platform.prepare_megatron`. Idempotent."""
+    """Fill Megatron's globals for this process, after `prepare`. Idempotent."""
     _prepare_buffer()
     megatron_random.initialize_rng_tracker()
     tracker = megatron_random.get_cuda_rng_tracker()
@@ -67,8 +106,8 @@ def prepare_globals(seed: int) -> None:
 
 
 def prepare_layers(seed: int, tp: int, pp: int) -> None:
-    """Fill Megatron's globals for Megatron's own models, after `Platform.prepare_megatron`, and let their layers take
-    groups from their collections.
+    """Fill Megatron's globals for Megatron's own models, after `prepare`, and let their layers take groups from their
+    collections.
 
     Random streams are seeded as by `model_parallel_cuda_manual_seed` for a process at these coordinates. Streams that a
     program with `parallel_state` has seeded stay.
@@ -155,7 +194,7 @@ def without_processes(device: torch.device) -> Iterator[None]:
         yield
 
 
-def own_parameter_groups() -> contextlib.AbstractContextManager[None]:
+def _own_parameter_groups() -> contextlib.AbstractContextManager[None]:
     """Inside, Megatron builds optimizers without communication. For use before threads that communicate are started.
 
     It would gather the kinds of parameter groups over the whole world, so that all ranks have the same ones, empty or
@@ -201,28 +240,77 @@ def module_groups(
     # needed.
     samples = group(*GRADIENT_AXES)
     experts = next((view for view in views if view.name == EXPERTS), MAIN)
-    return ModuleGroups(
-        along=group,
-        tp=group("tp"),
-        sp=group("sp"),
-        context=group("cp"),
-        cp=group(*axes_of("tokens")),
-        dp=group("dp"),
-        pp=group("pp"),
-        dp_cp=samples,
-        mp=group("tp", "pp"),
-        tp_cp=group(*REPLICA_AXES),
-        tp_dp_cp=group(*axes_of("weights", "tokens", "samples")),
-        hcp=None,
-        ep=group(*experts.axes_of("experts")),
-        expt_tp=group(*experts.axes_of("weights")),
-        expt_dp=group(*experts.sum_axes),
-        tp_ep=group(*experts.part_axes),
-        tp_ep_pp=group(*experts.part_axes, "pp"),
-        intra_dp_cp=samples,
-        intra_expt_dp=group(*experts.sum_axes),
-        intra_dist_opt=group(*AXES),
-        inter_dist_opt=None,
-        embd=ends,
-        pos_embd=None,  # for positions that several stages embed, which Megatron's decoders do not
-    )
+    parts = group(*experts.part_axes, "pp")
+    expert_sums = group(*experts.sum_axes)
+    groups = {
+        "tp": group("tp"),
+        "cp": group(*axes_of("tokens")),
+        "dp": group("dp"),
+        "pp": group("pp"),
+        "dp_cp": samples,
+        "mp": group("tp", "pp"),
+        "tp_cp": group(*REPLICA_AXES),
+        "tp_dp_cp": group(*axes_of("weights", "tokens", "samples")),
+        "hcp": None,
+        "ep": group(*experts.axes_of("experts")),
+        "expt_tp": group(*experts.axes_of("weights")),
+        "expt_dp": expert_sums,
+        "tp_ep": group(*experts.part_axes),
+        "tp_ep_pp": parts,
+        "intra_dp_cp": samples,
+        "intra_expt_dp": expert_sums,
+        "intra_dist_opt": group(*AXES),
+        "inter_dist_opt": None,
+        "embd": ends,
+        "pos_embd": None,  # for positions that several stages embed, which Megatron's decoders do not
+    }
+    # From 0.18 on: groups for gathers by Megatron's FSDP. From 0.19 on: weights that are split along an axis of their
+    # own and gathered before use, and the groups over it, of which there is one member.
+    newer = {
+        "dp_cp_ag": None,
+        "expt_dp_ag": None,
+        "gtp_remat": None,
+        "expt_gtp_remat": None,
+        "dp_cp_gtp_remat": samples,
+        "expt_dp_gtp_remat": expert_sums,
+        "tp_ep_pp_with_egtp_remat": parts,
+    }
+    known = {field.name for field in fields(ProcessGroupCollection)}
+    groups |= {name: newer[name] for name in newer.keys() & known}
+    return ModuleGroups(along=group, sp=group("sp"), context=group("cp"), **groups)
+
+
+# Imported where they are used: they take as long as all others together.
+
+
+def megatron_loop(pp: int, virtual_stages: int | None, group: dist.ProcessGroup, config: Any) -> tuple[Any, Any]:
+    """Megatron's `forward_backward_func`, and its communicator between the stages of `group`, if there are several."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    return get_forward_backward_func(pp, virtual_stages), P2PCommunicator(group, config) if pp > 1 else None
+
+
+def megatron_optimizer(config: Any, ddps: list[Any], groups: ModuleGroups) -> Any:
+    """Megatron's optimizer of a module that is wrapped in its `DistributedDataParallel`."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    with _own_parameter_groups():
+        return get_megatron_optimizer(config, ddps, use_gloo_process_groups=False, pg_collection=groups)
+
+
+def gradients_for_norm(optimizer: Any) -> list[Tensor]:
+    """Gradients of one of Megatron's optimizers, of which each element is counted on one rank along `tp`."""
+    from megatron.core.optimizer import optimizer as kinds
+
+    if hasattr(optimizer, "get_main_grads_for_grad_norm"):
+        return optimizer.get_main_grads_for_grad_norm()
+    # From 0.19 on some parameters may have a norm of their own; here all have one.
+    return [g for kind in (None, *kinds.SEPARATE_GRAD_NORM_GROUPS) for g in optimizer.get_grads_for_grad_norm(kind)]
+
+
+def te_layers() -> Any:
+    """Megatron's provider of Transformer Engine's layers. Raises what its import raises."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()

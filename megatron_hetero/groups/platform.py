@@ -1,13 +1,14 @@
 """CUDA with NCCL, or a CPU with gloo: the only file that distinguishes them.
 
-Megatron-Core takes CUDA for granted in a few places; `Platform.prepare_megatron` and `Platform.megatron_scope` make
-them work on a CPU.
+Megatron-Core takes CUDA for granted in a few places; `answer_for_cuda` and `Platform.megatron_scope` make them work on
+a CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import resource
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megatron_hetero.base.environment import prepare_environment
 from megatron_hetero.base.errors import UserError, os_errors_as
 from megatron_hetero.groups.collective import FIRST, on_every
 from megatron_hetero.layout.communicators import group_of
@@ -205,6 +205,8 @@ class Platform:
                 options["device_id"] = self.device
             # It serves modules whose `tp` spans all ranks.
             options["pg_options"] = self._options(None, urgent=True)
+            # From PyTorch 2.15 on `nccl` is another implementation by default. Schedules rest on the rules of this one.
+            os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
         dist.init_process_group(self.backend, **options)
 
     def split(
@@ -313,24 +315,6 @@ class Platform:
         if self.is_cuda:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
-    def prepare_megatron(self) -> None:
-        """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""
-        prepare_environment()  # Does nothing if `process_group` has done it.
-        from megatron.core.tensor_parallel import layers
-
-        # It would advise one hardware queue; collectives of high priority begin in time with several.
-        cast("Any", layers.linear_with_grad_accumulation_and_async_allreduce).warned = True
-        if self.is_cuda:
-            return
-        import megatron.core.tensor_parallel.random as megatron_random
-
-        torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
-        torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
-        megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-        megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-        megatron_random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker(megatron_random.CudaRNGStatesTracker)
-        megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-
     def enter_megatron_scope(self) -> None:
         """For the rest of the process, have a literal `device="cuda"` and `Tensor.cuda()` mean this platform's device.
         Does nothing if that is a GPU. Idempotent.
@@ -346,26 +330,11 @@ class Platform:
         return contextlib.nullcontext() if self.is_cuda else _CudaTypeMeansCpu()
 
 
-@cache
-def _cpu_rng_tracker(base: type) -> Any:
-    class CpuRNGStatesTracker(base):
-        """Megatron's tracker of random states, on the generator of the CPU."""
-
-        def add(self, name: str, seed: int) -> None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                self.states_[name] = torch.get_rng_state()
-
-        @contextlib.contextmanager
-        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(self.states_[name])
-                try:
-                    yield
-                finally:
-                    self.states_[name] = torch.get_rng_state()
-
-    return CpuRNGStatesTracker()
+def answer_for_cuda() -> None:
+    """From now on in this process, have functions of `torch.cuda` about the current device answer for the CPU."""
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
+    torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -30,15 +30,14 @@ def prepare_megatron(topology: Topology, seed: int) -> None:
     If `parallel_state` is initialised, its buffer and the streams that it seeded are left alone; initialise it first.
     On a CPU a literal `device="cuda"`, and `Tensor.cuda()`, mean the CPU from now on in this process.
     """
-    from megatron_hetero.groups.megatron import prepare_layers
+    from megatron_hetero.groups import megatron
 
-    platform = topology.platform
-    platform.prepare_megatron()
-    platform.enter_megatron_scope()
+    megatron.prepare(topology.platform)
+    topology.platform.enter_megatron_scope()
     torch.manual_seed(seed)
     own = [layout for layout in topology.layouts.values() if topology.rank in layout]
     place = max(own, key=lambda layout: layout.tp).coordinate(topology.rank) if own else None
-    prepare_layers(seed, place.tp if place else 0, place.pp if place else 0)
+    megatron.prepare_layers(seed, place.tp if place else 0, place.pp if place else 0)
 
 
 def megatron_schedule(topology: Topology, module: str, config: Any) -> Callable[..., Any]:
@@ -62,13 +61,11 @@ def megatron_schedule(topology: Topology, module: str, config: Any) -> Callable[
         UserError: `config` and the layout differ.
         KeyError: this rank has no part of the module.
     """
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron_hetero.groups.megatron import megatron_loop
 
     groups, layout = topology.collection(module), topology.layouts[module]
     _check(f"megatron_schedule: {module}", layout, config)
-    run = get_forward_backward_func(layout.pp, config.virtual_pipeline_model_parallel_size)
-    communicator = P2PCommunicator(groups.pp, config) if layout.pp > 1 else None
+    run, communicator = megatron_loop(layout.pp, config.virtual_pipeline_model_parallel_size, groups.pp, config)
     return partial(run, p2p_communicator=communicator, pg_collection=groups)
 
 

@@ -151,18 +151,11 @@ class MegatronOptimizer(InnerOptimizer):
     """Megatron's optimizer of a module in its `DistributedDataParallel`."""
 
     def __init__(self, module: TrainedModule, ddps: Sequence[Any], config: Any):
-        from megatron.core.optimizer import get_megatron_optimizer
-
-        from megatron_hetero.groups.megatron import own_parameter_groups
+        from megatron_hetero.groups.megatron import megatron_optimizer
 
         self.module, topology = module, module.topology
-        with topology.platform.megatron_scope(), own_parameter_groups():
-            self.optimizer: Any = get_megatron_optimizer(
-                config,
-                list(ddps),  # pyright: ignore[reportArgumentType]
-                use_gloo_process_groups=False,
-                pg_collection=topology.collection(module.name),
-            )
+        with topology.platform.megatron_scope():
+            self.optimizer = megatron_optimizer(config, list(ddps), topology.collection(module.name))
         for group in self.optimizer.param_groups:
             # Without Megatron's own scheduler nothing else applies the multiplier.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
@@ -175,11 +168,13 @@ class MegatronOptimizer(InnerOptimizer):
     @override
     def squares(self) -> Tensor:
         """Copy the gradients to the optimizer, too."""
+        from megatron_hetero.groups.megatron import gradients_for_norm
+
         with self.module.topology.platform.megatron_scope():
             self.optimizer.prepare_grads()
         # The distributed optimizer has a share of each gradient, the others have all of it on all replicas.
         counting = [o for o in self._inner if o.config.use_distributed_optimizer or self.module.replicas.rank() == 0]
-        found = [g for o in counting for g in o.get_main_grads_for_grad_norm() if g.numel()]
+        found = [g for o in counting for g in gradients_for_norm(o) if g.numel()]
         return sum_of_squares([(gradient, 1.0) for gradient in found], self.module.topology.platform.device)
 
     @torch.no_grad()

@@ -16,8 +16,8 @@ from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.loader import StepLoader
 from megatron_hetero.data.partition import StepPartitioner
+from megatron_hetero.groups import megatron
 from megatron_hetero.groups.collective import FIRST, all_or_none, on_first
-from megatron_hetero.groups.megatron import prepare_globals
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
@@ -136,8 +136,8 @@ def build_step_trainer(
     config = job.config
     job.schedule  # noqa: B018 (one that does not fit is refused before groups are created)
     torch.manual_seed(config.train.seed)
-    platform.prepare_megatron()
-    prepare_globals(config.train.seed)
+    megatron.prepare(platform)
+    megatron.prepare_globals(config.train.seed)
     watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
     topology = _build_topology(job, platform, watchdog, check)
     parts = partial(_build_parts, job, topology, weights)

@@ -160,7 +160,8 @@ def test_one_process_needs_no_torchrun(folder: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     finished = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stderr == ""
+    # PyTorch for CUDA says this where it finds nvcc and no GPU.
+    assert [line for line in finished.stderr.splitlines() if "No CUDA runtime is found" not in line] == []
     assert (folder / "out/config.json").is_file()
     step, measured = map(json.loads, (folder / "log/metrics.jsonl").read_text().splitlines())
     assert (step["step"], measured["step"], measured["eval_dataset"]) == (1, 1, "d")

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_hetero.base.errors import ROWS, TEXT
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
-from megatron_hetero.groups.megatron import prepare_globals
+from megatron_hetero.groups.megatron import prepare, prepare_globals
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.stored_weights import StoredWeights
@@ -68,7 +68,7 @@ class Trainee:
     """The modules of a case on this rank, with their optimizers."""
 
     def __init__(self, case: Case):
-        PLATFORM.prepare_megatron()
+        prepare(PLATFORM)
         prepare_globals(0)
         world = dist.get_world_size()
         self.case = case

@@ -197,7 +197,7 @@ class PackedSelfAttention(Overlapping):
 
     def __init__(self, part: SelfAttention, site: Site, number: int):
         super().__init__()
-        from megatron.core.transformer.enums import AttnMaskType
+        from megatron_hetero.groups.megatron import AttnMaskType
 
         groups = site.groups
         self.sp_group, self.context_group, self.tp_group = groups.sp, groups.context, groups.tp

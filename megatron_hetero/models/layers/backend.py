@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.megatron import te_layers
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.models.layers.attention import TorchAttention
 from megatron_hetero.models.layers.kernels import (
@@ -53,9 +54,7 @@ def te_backend(capability: tuple[int, int]) -> Backend:
     transformer_engine/common/fused_attn/fused_attn.cpp, `get_attention_backend` in pytorch/attention/
     dot_product_attention/utils.py, both at v2.9). Elsewhere it would call flash-attn, as our attention does.
     """
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    te = TESpecProvider()
+    te = te_layers()
     attention = te.core_attention() if capability[0] in (9, 10) else TorchAttention
     return Backend(
         te.column_parallel_linear(),

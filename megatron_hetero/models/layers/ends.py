@@ -151,10 +151,10 @@ class TokenEmbedding(Part):
 class _TokenEmbedding(torch.nn.Module):
     def __init__(self, part: TokenEmbedding, site: Site):
         super().__init__()
-        from megatron.core.tensor_parallel import VocabParallelEmbedding
+        from megatron_hetero.groups.megatron import tensor_parallel
 
         self.splits_activations = site.splits_activations
-        self.word_embeddings: Any = VocabParallelEmbedding(
+        self.word_embeddings: Any = tensor_parallel.VocabParallelEmbedding(
             num_embeddings=site.tp * split_length(part.vocab, site.tp),
             embedding_dim=part.hidden,
             init_method=None,  # pyright: ignore[reportArgumentType]

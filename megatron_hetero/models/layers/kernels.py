@@ -42,10 +42,9 @@ class OptionalPackage:
 
 
 TRANSFORMER_ENGINE = OptionalPackage(
-    # As in the extra `dev` of megatron-core 0.16.1.
     "transformer-engine[pytorch]",
     "transformer_engine",
-    ">=2.9,<2.12",
+    ">=2.9,<2.21",
     ("transformer_engine.pytorch:Linear", "transformer_engine.pytorch.fp8:fp8_autocast"),
 )
 FLASH_ATTN = OptionalPackage(

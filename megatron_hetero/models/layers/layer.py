@@ -86,7 +86,7 @@ class LayerModule(torch.nn.Module):
         """
         if not (self.whole and self.training):
             return self._once(table_2nD, plan, hidden)
-        from megatron.core import tensor_parallel
+        from megatron_hetero.groups.megatron import tensor_parallel
 
         if not hidden.requires_grad and any(p.requires_grad for p in self.parameters()):
             # Behind frozen layers: without a gradient of its input the layer would compute none.

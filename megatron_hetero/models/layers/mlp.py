@@ -163,7 +163,7 @@ class MLPModule(Overlapping):
         if self.compiled:
             return run(activated, wide, bias, self.activation, self.has_gate)
         if bias is not None and self.fuses_bias:
-            from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+            from megatron_hetero.groups.megatron import bias_swiglu_impl
 
             return bias_swiglu_impl(wide, bias, False, False)
         if self.has_gate and self.activation is F.silu:

@@ -24,9 +24,7 @@ from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
 
 # Megatron-Core is imported where modules are built: estimates need the values alone.
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_hetero.groups.megatron import ModuleGroups
+    from megatron_hetero.groups.megatron import ModuleGroups, TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class Site:
 
     def config_of(self, *, rms_norm: bool = True, **fields: Any) -> TransformerConfig:
         """Return a configuration for Megatron's classes with these fields. Weights are not initialised."""
-        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron_hetero.groups.megatron import TransformerConfig
 
         bf16 = self.dtype == torch.bfloat16
         dtype = torch.bfloat16 if bf16 else torch.float32

@@ -161,11 +161,11 @@ MEGATRON = """
 import torch
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.platform import CPU, Platform
-from megatron_hetero.groups.megatron import MODEL_PARALLEL_STREAM, prepare_globals
+from megatron_hetero.groups.megatron import MODEL_PARALLEL_STREAM, prepare, prepare_globals
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 platform = Platform(CPU, "gloo")
 for _ in range(2):
-    platform.prepare_megatron()
+    prepare(platform)
     prepare_globals(7)
 assert torch.cuda.current_device() == CPU
 tracker = get_cuda_rng_tracker()

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 from benchmarks.measuring.meter import CollectiveMeter
-from megatron_hetero.groups.megatron import ModuleGroups, prepare_globals
+from megatron_hetero.groups.megatron import ModuleGroups, prepare, prepare_globals
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.context import AttentionSegments, zigzag_segments, zigzag_tokens
@@ -48,7 +48,7 @@ from tests.unit.models.packs import assign, naive
 
 CPU = torch.device("cpu")
 PLATFORM = Platform(CPU, "gloo")
-PLATFORM.prepare_megatron()
+prepare(PLATFORM)
 DIM = 4
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm, rotate_half
 
+from megatron_hetero.groups.megatron import prepare
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.models.layers import mlp, rotary
 from megatron_hetero.models.layers.linear import gradient_of_weight
@@ -21,7 +22,7 @@ from megatron_hetero.models.layers.mlp import swiglu
 from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
 from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads
 
-Platform(CPU, "gloo").prepare_megatron()
+prepare(Platform(CPU, "gloo"))
 HALF_ULP = 2**-8
 """Of bfloat16, relative."""
 

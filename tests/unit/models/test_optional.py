@@ -33,7 +33,7 @@ GPU = Platform(torch.device("cuda", 0), "nccl")
         (
             TRANSFORMER_ENGINE,
             ["2.9.0", "2.9.0+1ab2c3d", "2.10", "2.11.0"],
-            ["1.13.0", "2.8.0", "2.9.0.dev0", "2.12.0"],
+            ["1.13.0", "2.8.0", "2.9.0.dev0", "2.21.0"],
         ),
         (FLASH_ATTN, ["2.1.0", "2.5.9.post1", "2.8.3", "2.8.4+cu13torch2.11"], ["1.0.9", "2.0.9", "3.0.0", "4.0.0b5"]),
         (FLASH_ATTN_3, ["3.0.0b1", "3.0.0b1+cu128", "3.0.0"], ["2.8.3", "4.0.0"]),
@@ -57,7 +57,7 @@ def test_what_is_installed_and_not_used_is_said_in_one_line_each(monkeypatch: py
     of_flash_attn, of_te = (
         "flash_attn 2.8.3 is installed, but cannot be imported (ImportError: undefined symbol: _ZN3c10): "
         "PyTorch is used instead.",
-        "transformer_engine 2.8.0 is installed, and 2.9 or newer, below 2.12 is known to work: "
+        "transformer_engine 2.8.0 is installed, and 2.9 or newer, below 2.21 is known to work: "
         "PyTorch is used instead.",
     )
     assert backend_notices("auto", GPU) == [of_flash_attn, of_te]
@@ -65,7 +65,7 @@ def test_what_is_installed_and_not_used_is_said_in_one_line_each(monkeypatch: py
 
 
 def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
-    for found in (Found(None), Found("2.8.0"), Found("2.12.0"), Found("2.9.0", "ImportError: libcudnn.so")):
+    for found in (Found(None), Found("2.8.0"), Found("2.21.0"), Found("2.9.0", "ImportError: libcudnn.so")):
         assert choose_backend("auto", GPU, found) is TORCH
     assert choose_backend("auto", Platform(CPU, "gloo"), Found("2.9.0")) is TORCH
     assert choose_backend("torch", GPU, Found("2.9.0")) is TORCH
@@ -77,14 +77,14 @@ def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
         (
             GPU,
             Found(None),
-            "found te, but transformer_engine is not installed, expected Transformer Engine>=2.9,<2.12 on",
+            "found te, but transformer_engine is not installed, expected Transformer Engine>=2.9,<2.21 on",
         ),
-        (GPU, Found("1.13.0"), "found te, but transformer_engine 1.13.0 is installed, and 2.9 or newer, below 2.12 is"),
+        (GPU, Found("1.13.0"), "found te, but transformer_engine 1.13.0 is installed, and 2.9 or newer, below 2.21 is"),
         (GPU, Found("2.9.0", "ImportError: x"), "found te, but transformer_engine 2.9.0 is installed, but cannot be"),
         (
             Platform(CPU, "gloo"),
             Found("2.9.0"),
-            "found te, but transformer_engine does not run on the device cpu, expected Transformer Engine>=2.9,<2.12",
+            "found te, but transformer_engine does not run on the device cpu, expected Transformer Engine>=2.9,<2.21",
         ),
     ],
     ids=["absent", "too old", "broken", "cpu"],

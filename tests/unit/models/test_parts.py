@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_hetero.groups.local_group import LocalGroup
-from megatron_hetero.groups.megatron import module_groups
+from megatron_hetero.groups.megatron import module_groups, prepare
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, held, split_rows
 from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
@@ -200,7 +200,7 @@ def test_each_parameter_is_in_the_map_of_its_view() -> None:
 @pytest.fixture(scope="module")
 def site() -> Site:
     platform = Platform(CPU, "gloo")
-    platform.prepare_megatron()
+    prepare(platform)
     groups = module_groups(lambda *_: LocalGroup((0,), 0, "test"), None)
     return Site(groups, platform, TORCH, torch.float32, sequence_parallel=True)
 

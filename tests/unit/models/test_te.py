@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.groups.megatron import ModuleGroups, prepare_globals
+from megatron_hetero.groups.megatron import ModuleGroups, prepare, prepare_globals
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.layout import Layout
@@ -61,7 +61,7 @@ def compared_with_pytorch(layout: str, kv_heads: int, capability: tuple[int, int
     """Check that each kind of layer on a GPU of `capability` computes what layers on plain PyTorch do. Returns its
     classes.
     """
-    PLATFORM.prepare_megatron()
+    prepare(PLATFORM)
     prepare_globals(seed=0)
     groups = Topology.build({"text": Layout.parse(layout, dist.get_world_size())}, PLATFORM).collection("text")
     return {name: compare(groups, kv_heads, capability, *kind) for name, kind in LAYERS.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -405,7 +406,10 @@ def test_group_of_some_ranks(backend: str | None, rules_pools: Pools) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "host_rules"])
 def test_groups_of_the_host_in_between(backend: str, rules_pools: Pools) -> None:
-    """Ranks outside a group of the host enter a split, those inside do not: rank 2 is one ahead."""
+    """Up to PyTorch 2.14 ranks outside a group of the host enter a split, those inside do not: rank 2 is one ahead."""
+    if "requested_backend" in signature(dist.distributed_c10d._get_split_source).parameters:
+        rules_pools(3).run(groups_before_splits, backend)
+        return
     text = refused(rules_pools(3), groups_before_splits, backend)
     assert text.startswith("mismatch: collective 0 of a communicator differs between ranks: other neighbours")
     assert "split with no colour" in text and "split with ranks [0, 1, 2]" in text

@@ -1,0 +1,152 @@
+"""Names of Megatron-Core, and private names of PyTorch, that the package uses.
+
+    python -m tests.names              # those that the installed versions lack
+    python -m tests.names --list       # all, with the files that use them
+    python -m tests.names --package DIR --list
+
+A release that renames one breaks us without notice, so `make test-versions` looks for each of them in each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megatron_hetero"
+ADAPTER = "megatron_hetero.groups.megatron"
+CORE = "megatron.core"
+
+# What is read of Megatron's objects, which syntax does not show.
+MEMBERS = {
+    f"{CORE}.optimizer.optimizer.MegatronOptimizer": (
+        "config get_grads_for_grad_norm get_main_grads_for_grad_norm get_parameters param_groups prepare_grads "
+        "reload_model_params step_with_ready_grads zero_grad"
+    ),
+    f"{CORE}.optimizer.optimizer.ChainedOptimizer": "chained_optimizers",
+    f"{CORE}.optimizer.optimizer_config.OptimizerConfig": (
+        "use_distributed_optimizer use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+    ),
+    f"{CORE}.tensor_parallel.ColumnParallelLinear": "allreduce_dgrad sequence_parallel tp_group",
+    f"{CORE}.tensor_parallel.RowParallelLinear": "input_size_per_partition sequence_parallel tp_group",
+    f"{CORE}.tensor_parallel.random.CudaRNGStatesTracker": "add fork get_states reset set_states states_",
+    f"{CORE}.packed_seq_params.PackedSeqParams": ("cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv qkv_format"),
+}
+
+
+def names(package: Path) -> dict[str, list[str]]:
+    """Each full name, such as ``megatron.core.tensor_parallel.all_to_all``, with the files that use it."""
+    found: dict[str, set[str]] = {}
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(package.rglob("*.py"))}
+    adapter = next((dict(_imports(tree)) for path, tree in trees.items() if _module(package, path) == ADAPTER), {})
+    for path, tree in trees.items():
+        known = dict(_imports(tree))
+        for local, full in known.items():
+            of_adapter = full.removeprefix(f"{ADAPTER}.")
+            known[local] = adapter.get(of_adapter, full) if full.startswith(f"{ADAPTER}.") else full
+        used = [full for full in known.values() if _counts(full)]
+        for full in [*used, *_attributes(tree, known)]:
+            found.setdefault(full, set()).add(str(path.relative_to(package)))
+    for owner, members in MEMBERS.items():
+        for name in members.split():
+            found.setdefault(f"{owner}.{name}", set())
+    # A module or class of which only parts are used is not named itself.
+    return {full: sorted(found[full]) for full in sorted(found) if not any(n.startswith(f"{full}.") for n in found)}
+
+
+def missing(wanted: list[str]) -> list[str]:
+    """Those of the full names that the installed packages lack."""
+    return [name for name in wanted if not _exists(name)]
+
+
+def is_private(name: str) -> bool:
+    """Whether a part of it begins with an underscore."""
+    return any(part.startswith("_") for part in name.split("."))
+
+
+def _counts(full: str) -> bool:
+    return full.startswith(f"{CORE}.") or (full.startswith("torch.") and is_private(full))
+
+
+def _module(package: Path, path: Path) -> str:
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts)
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Local and full names of what a file imports, at its top or in functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                top = name.name.partition(".")[0]
+                yield (name.asname, name.name) if name.asname else (top, top)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for name in node.names:
+                yield (name.asname or name.name), f"{node.module}.{name.name}"
+
+
+def _attributes(tree: ast.AST, known: dict[str, str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            parts, inner = [inner.attr, *parts], inner.value
+        if parts and isinstance(inner, ast.Name) and inner.id in known:
+            full = ".".join([known[inner.id], *parts])
+            if _counts(full):
+                yield full
+
+
+@cache
+def _exists(name: str) -> bool:
+    owner, _, member = name.rpartition(".")
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        pass
+    else:
+        return True
+    value = _value(owner)
+    if value is None:
+        return False
+    if hasattr(value, member) or member in getattr(value, "__dataclass_fields__", {}):
+        return True
+    return isinstance(value, type) and any(f"self.{member}" in _source(cls) for cls in value.__mro__[:-1])
+
+
+def _value(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        owner, _, member = name.rpartition(".")
+        return getattr(_value(owner), member, None) if owner else None
+
+
+def _source(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--list", action="store_true", help="all names, with the files that use them")
+    parser.add_argument("--package", type=Path, default=PACKAGE, metavar="DIR", help="package to read")
+    options = parser.parse_args()
+    used = names(options.package)
+    if options.list:
+        print(*(f"{name}: {', '.join(files)}" for name, files in used.items()), sep="\n")
+        return 0
+    lacking = missing(list(used))
+    print(*lacking, sep="\n")
+    return 1 if lacking else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
