@@ -33,6 +33,11 @@ MEMBERS = {
     f"{CORE}.optimizer.optimizer_config.OptimizerConfig": (
         "use_distributed_optimizer use_precision_aware_optimizer_no_fp8_or_ds_fp8"
     ),
+    f"{CORE}.parallel_state": (
+        "get_context_parallel_group get_data_parallel_group get_expert_model_parallel_world_size "
+        "get_pipeline_model_parallel_group get_tensor_model_parallel_group model_parallel_is_initialized"
+    ),
+    f"{CORE}.hyper_comm_grid.HyperCommGrid": "dim_names rank_offset shape",
     f"{CORE}.tensor_parallel.ColumnParallelLinear": "allreduce_dgrad sequence_parallel tp_group",
     f"{CORE}.tensor_parallel.RowParallelLinear": "input_size_per_partition sequence_parallel tp_group",
     f"{CORE}.tensor_parallel.random.CudaRNGStatesTracker": "add fork get_states reset set_states states_",

@@ -84,7 +84,7 @@ SUBSET = (
     "tests/unit/checkpoint",
     "tests/unit/support/test_nccl_rules.py",
     "tests/parity",
-    "tests/functional/checkpoint/test_resume.py",
+    "tests/functional/checkpoint/test_across_layouts.py",
     "tests/functional/test_torchrun.py",
 )
 

@@ -59,6 +59,9 @@ class _PythonGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._description
 
+    def _get_backend(self, device: torch.device) -> _PythonGroup:
+        return self
+
     # What runs inside `_coalescing_manager` is done one by one. Options hold no tensors.
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:

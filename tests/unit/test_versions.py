@@ -1,4 +1,4 @@
-"""The ranges in setup.py are those whose ends `make test-versions` tests."""
+"""The ranges in setup.py are those whose ends `make test-versions` tests, and pages have what it found."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests import versions
+from tests import names, versions
 
 SETUP = versions.ROOT / "setup.py"
-OLDEST, NEWEST = versions.ROWS
+OLDEST = versions.ROWS[0]
 SUPPORTED = ("torch", "megatron-core", "transformers")
 
 
@@ -31,6 +31,14 @@ def _pinned(row: versions.Row) -> dict[str, Version]:
     return {name: Version(version) for name, version in (pin.split("==") for pin in row.pins)}
 
 
+def _constraints(python: str) -> dict[str, Version]:
+    """The versions in constraints.txt for a version of Python."""
+    lines = (versions.ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    wanted = [Requirement(line) for line in lines if not line.startswith("#")]
+    own = [r for r in wanted if r.marker is None or r.marker.evaluate({"python_version": python})]
+    return {r.name: Version(next(iter(r.specifier)).version) for r in own}
+
+
 def test_the_lower_ends_are_the_oldest_that_are_tested() -> None:
     lower = {
         name: Version(bound.version)
@@ -38,36 +46,67 @@ def test_the_lower_ends_are_the_oldest_that_are_tested() -> None:
         for bound in requirement.specifier
         if bound.operator == ">="
     }
+    lower.pop("triton")  # torch brings its own, exactly.
     assert lower == _pinned(OLDEST)
     assert ast.literal_eval(_setup("python_requires")) == f">={OLDEST.python}"
 
 
 def test_the_upper_ends_are_the_newest_that_are_tested() -> None:
-    required, newest = _required(), _pinned(NEWEST)
-    assert newest.keys() == set(SUPPORTED)
-    for name, version in newest.items():
-        following = f"{version.major}.{version.minor + 1}"
+    required, newest = _required(), _constraints("3.12")
+    for name in SUPPORTED:
+        following = f"{newest[name].major}.{newest[name].minor + 1}"
         assert f"<{following}" in {str(bound) for bound in required[name].specifier}, name
 
 
-def test_the_installation_page_has_the_versions() -> None:
-    text = (versions.ROOT / "docs/installation.md").read_text("utf-8")
-    tested = {
-        name: version
-        for name, _, version in (
-            line.partition("==") for line in (versions.ROOT / "constraints.txt").read_text("utf-8").splitlines()
-        )
-    }
-    for name in SUPPORTED:
-        row = f"| {name} | {_pinned(OLDEST)[name]} | {tested[name]} | {_pinned(NEWEST)[name]} |"
-        assert row in text, f"docs/installation.md lacks {row}"
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_each_python_has_one_version_of_each_package_and_a_row(python: str) -> None:
+    lines = (versions.ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    names_of = [r.name for r in map(Requirement, (x for x in lines if not x.startswith("#"))) if not r.marker or
+                r.marker.evaluate({"python_version": python})]  # fmt: skip
+    assert len(names_of) == len(set(names_of))
+    assert [row.name for row in versions.ROWS if row.pins == versions.TESTED and row.python == python]
+
+
+@pytest.mark.parametrize("page", versions.PAGES)
+def test_pages_have_the_recorded_tables(page: str) -> None:
+    text = (versions.ROOT / page).read_text("utf-8")
+    assert text == versions.with_tables(page, text), "run `python -m tests.versions --table`"
+
+
+def test_the_record_has_every_row() -> None:
+    assert [result.row for result in versions.recorded()] == [row.name for row in versions.ROWS]
+
+
+def test_one_file_imports_megatron_core() -> None:
+    """But for the layouts of `parallel_state`, which the package of layouts reads by itself."""
+    importing = {path for path in names.PACKAGE.rglob("*.py") if "megatron.core" in _imported(path)}
+    assert importing == {names.PACKAGE / name for name in ("groups/megatron.py", "layout/layout.py")}
+
+
+def _imported(path: Path) -> str:
+    nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+    return " ".join(node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module)
+
+
+def test_names_are_found_and_missed(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "a.py").write_text(
+        "import torch\nfrom megatron.core import tensor_parallel as tp\nfrom torch._compile import _nothing\n"
+        "tp.all_to_all\ntp.not_there\ntorch.cat\ntorch._C._not_there\n"
+    )
+    found = names.names(package)
+    core = "megatron.core.tensor_parallel"
+    mine = {name for name, files in found.items() if files}
+    assert mine == {f"{core}.all_to_all", f"{core}.not_there", "torch._C._not_there", "torch._compile._nothing"}
+    assert names.missing(sorted(mine)) == sorted(mine - {f"{core}.all_to_all"})
 
 
 def test_a_row_is_good_only_if_its_tests_ran_and_passed() -> None:
-    assert versions.Result(OLDEST, passed=3, skipped=1).good
-    assert not versions.Result(OLDEST).good
-    assert not versions.Result(OLDEST, passed=3, failed=1).good
-    assert not versions.Result(OLDEST, passed=3, problem="pytest ended with status 2").good
+    assert versions.Result("row", passed=3, skipped=1).good
+    assert not versions.Result("row").good
+    assert not versions.Result("row", passed=3, failed=1).good
+    assert not versions.Result("row", passed=3, problem="pytest ended with status 2").good
 
 
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
