@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_hetero.groups.platform import compiled, compiles_for
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.family import TextShape
 from megatron_hetero.models.layers.attention import SelfAttention
@@ -31,8 +32,8 @@ from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 
-MOST_LOGITS = 1 << 26
-"""Logits of one chunk on a rank: 256 MiB in fp32."""
+MOST_LOGITS = 1 << 28
+"""Logits of one chunk on a rank: 512 MiB in bf16. Smaller chunks read and write the weight's gradient more often."""
 
 
 def tokens_at_a_time(columns: int) -> int:
@@ -218,17 +219,41 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> 
     logits[:, shard.valid :] = -torch.inf
     highest = logits.amax(dim=-1).float()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=shard.group)
-    wide = logits.sub_(highest[:, None]) if logits.dtype == torch.float32 else logits - highest[:, None]
     local = targets - shard.first
     mine = (local >= 0) & (local < shard.valid)
-    local = local.clamp_(0, logits.shape[1] - 1)[:, None]
-    target_logit = torch.where(mine, wide.gather(1, local).squeeze(1), 0.0)
-    exponentials = wide.exp_()
-    sums = torch.stack([exponentials.sum(dim=-1), target_logit])
+    local = local.clamp_(0, logits.shape[1] - 1)
+    target_logit = torch.where(mine, logits.gather(1, local[:, None]).squeeze(1) - highest, 0.0)
+    in_kernels = compiles_for(logits)
+    exponentials = logits if in_kernels else _exponentials_(logits, highest)
+    own = compiled(_sum_of_exponentials)(logits, highest) if in_kernels else exponentials.sum(dim=-1)
+    sums = torch.stack([own, target_logit])
     dist.all_reduce(sums, group=shard.group)
+    losses, total = sums[0].log() - sums[1], sums[0]
+    if in_kernels:
+        return losses, compiled(_gradients_)(logits, highest, total, torch.where(mine, local, -1))
     # Before the division, which rounds to fewer bits: likely targets have almost 1.
-    exponentials.scatter_add_(1, local, -torch.where(mine, sums[0], 0.0)[:, None])
-    return sums[0].log() - sums[1], torch.div(exponentials, sums[0][:, None], out=logits)
+    exponentials.scatter_add_(1, local[:, None], -torch.where(mine, total, 0.0)[:, None])
+    return losses, torch.div(exponentials, total[:, None], out=logits)
+
+
+def _exponentials_(logits: Tensor, highest: Tensor) -> Tensor:
+    """In fp32, and in the memory of `logits` if they are."""
+    wide = logits.sub_(highest[:, None]) if logits.dtype == torch.float32 else logits - highest[:, None]
+    return wide.exp_()
+
+
+# For a compiler, as kernels that read bf16 logits and keep nothing in fp32.
+
+
+def _sum_of_exponentials(logits: Tensor, highest: Tensor) -> Tensor:
+    return (logits.float() - highest[:, None]).exp().sum(dim=-1)
+
+
+def _gradients_(logits: Tensor, highest: Tensor, total: Tensor, columns: Tensor) -> Tensor:
+    """`columns`: those of the targets, -1 for targets of other ranks."""
+    exponentials = (logits.float() - highest[:, None]).exp()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
+    return logits.copy_((exponentials - torch.where(is_target, total[:, None], 0.0)) / total[:, None])
 
 
 def vocab_parallel_hits(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:

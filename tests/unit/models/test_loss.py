@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_hetero.models import language
 from megatron_hetero.models.language import VocabularyShard, head_loss, vocab_parallel_hits
 from tests.support.matrix import thinned
 from tests.support.pool import world
@@ -68,6 +70,15 @@ def test_head_loss_over_one_rank() -> None:
     alone: Any = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     for (tokens, chunk), vocabulary in product(PIECES[:3], [24, 21, 9, 5, 2]):
         assert max(errors(vocabulary, tokens, chunk, torch.float32, alone)) < 3e-6
+
+
+@on_ranks(2)
+def test_head_loss_in_kernels() -> None:
+    """The functions that a GPU compiles, as they are."""
+    with mock.patch.multiple(language, compiles_for=lambda _: True, compiled=lambda function: function):
+        for (tokens, chunk), vocabulary in product(PIECES, [24, 21, 9, 5, 2]):
+            assert max(errors(vocabulary, tokens, chunk, torch.float32, world())) < 3e-6
+        assert max(errors(24, 512, 100, torch.bfloat16, world())) < 1e-2
 
 
 @on_ranks(2)
