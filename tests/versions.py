@@ -2,7 +2,7 @@
 
     python -m tests.versions                  all rows, with the tests in SUBSET; writes tests/versions.json
     python -m tests.versions --all oldest     one row, with all tests; writes nothing
-    python -m tests.versions --table          writes tables of README.md and docs/versions.md from tests/versions.json
+    python -m tests.versions --table          writes tables of README.md and tests/versions.md from tests/versions.json
 
 A row takes its own version of Python from PATH, or from pyenv; one without is a failure. Environments are kept in
 .versions/ and brought up to date when they are used again; where torch comes as a CUDA build, one takes about 6 GB. The
@@ -235,7 +235,7 @@ def with_tables(page: str, text: str) -> str:
     return text
 
 
-PAGES = {"README.md": ("versions",), "docs/versions.md": ("megatron", "torch")}
+PAGES = {"README.md": ("versions",), "tests/versions.md": ("megatron", "torch")}
 
 
 def write_tables() -> None:

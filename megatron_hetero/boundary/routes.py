@@ -60,16 +60,6 @@ class DirectionPlan(Generic[Index]):
         """Return the exchange of `phase`, if there is one."""
         return next((e for e in self.exchanges if e.phase == phase), None)
 
-    @property
-    def received_rows(self) -> int:
-        """Rows received from other ranks."""
-        return sum(sum(e.receive_counts) for e in self.exchanges)
-
-    @property
-    def sent_rows(self) -> int:
-        """Rows sent to other ranks."""
-        return sum(sum(e.send_counts) for e in self.exchanges)
-
 
 def is_identity(plan: DirectionPlan[np.ndarray]) -> bool:
     """Whether the output is the input: no rank exchanges anything, and every row stays in its place."""

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron_hetero.base.errors import ROWS, TEXT
 from megatron_hetero.estimate.shards import SequenceShard, Spans
 from megatron_hetero.groups.local_group import SilentGroup
+from megatron_hetero.groups.megatron import module_groups, without_processes
 from megatron_hetero.groups.platform import Platform, instead_of_compiled
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.job import JobSpec
@@ -187,8 +188,6 @@ def _merge(model: Any, hidden: Tensor) -> list[Tensor]:
 @lru_cache(maxsize=256)
 def _built(module: MeasuredModule, part: ModulePart) -> Any:
     """A pipeline stage with the part alone."""
-    from megatron_hetero.groups.megatron import module_groups  # imports Megatron-Core
-
     shape, architecture = module.shape, module.shape.architecture
     degrees = {"tp": module.tp, "sp": module.sp, "cp": module.cp}
     degrees |= {axis: degree for view, of in module.folds for axis, degree in zip(view.stated, of, strict=True)}
@@ -290,8 +289,6 @@ def measure(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> P
 
 @lru_cache(maxsize=4096)
 def _measured(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> PartBytes:
-    from megatron_hetero.groups.megatron import without_processes  # imports Megatron-Core
-
     memory = Memory(module.gpu)
     with without_processes(META), instead_of_compiled(memory.run_compiled):
         return memory.measure(*part_of(module, part, shard))

@@ -1,5 +1,5 @@
 """The only file that imports Megatron-Core: what it takes from there, the globals it fills, and the collection of
-process groups that Megatron's layers take. `docs/versions.md` lists the names by release.
+process groups that Megatron's layers take. `tests/versions.md` lists the names by release.
 
 Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the buffer that
 sequence-parallel linears gather into, and the tracker of random states that a `TransformerBlock` forks. Neither
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
 
@@ -48,7 +48,6 @@ def _compile_later(function: Any = None, *, compile_now: Any = torch.compile, **
 # Decorators of Megatron-Core would load the compiler at import, in 2.3 of the 6 seconds in which a rank starts.
 with _replaced(torch, compile=_compile_later):
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl as bias_swiglu_impl
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -99,8 +98,7 @@ def prepare_globals(seed: int) -> None:
     """Fill Megatron's globals for this process, after `prepare`. Idempotent."""
     _prepare_buffer()
     megatron_random.initialize_rng_tracker()
-    tracker = megatron_random.get_cuda_rng_tracker()
-    assert tracker is not None, "initialised above"
+    tracker: Any = megatron_random.get_cuda_rng_tracker()
     tracker.reset()
     tracker.add(MODEL_PARALLEL_STREAM, seed)
 
@@ -240,44 +238,35 @@ def module_groups(
     # needed.
     samples = group(*GRADIENT_AXES)
     experts = next((view for view in views if view.name == EXPERTS), MAIN)
-    parts = group(*experts.part_axes, "pp")
-    expert_sums = group(*experts.sum_axes)
-    groups = {
-        "tp": group("tp"),
-        "cp": group(*axes_of("tokens")),
-        "dp": group("dp"),
-        "pp": group("pp"),
-        "dp_cp": samples,
-        "mp": group("tp", "pp"),
-        "tp_cp": group(*REPLICA_AXES),
-        "tp_dp_cp": group(*axes_of("weights", "tokens", "samples")),
-        "hcp": None,
-        "ep": group(*experts.axes_of("experts")),
-        "expt_tp": group(*experts.axes_of("weights")),
-        "expt_dp": expert_sums,
-        "tp_ep": group(*experts.part_axes),
-        "tp_ep_pp": parts,
-        "intra_dp_cp": samples,
-        "intra_expt_dp": expert_sums,
-        "intra_dist_opt": group(*AXES),
-        "inter_dist_opt": None,
-        "embd": ends,
-        "pos_embd": None,  # for positions that several stages embed, which Megatron's decoders do not
-    }
-    # From 0.18 on: groups for gathers by Megatron's FSDP. From 0.19 on: weights that are split along an axis of their
-    # own and gathered before use, and the groups over it, of which there is one member.
-    newer = {
-        "dp_cp_ag": None,
-        "expt_dp_ag": None,
-        "gtp_remat": None,
-        "expt_gtp_remat": None,
-        "dp_cp_gtp_remat": samples,
-        "expt_dp_gtp_remat": expert_sums,
-        "tp_ep_pp_with_egtp_remat": parts,
-    }
-    known = {field.name for field in fields(ProcessGroupCollection)}
-    groups |= {name: newer[name] for name in newer.keys() & known}
-    return ModuleGroups(along=group, sp=group("sp"), context=group("cp"), **groups)
+    groups = ModuleGroups(
+        along=group,
+        tp=group("tp"),
+        sp=group("sp"),
+        context=group("cp"),
+        cp=group(*axes_of("tokens")),
+        dp=group("dp"),
+        pp=group("pp"),
+        dp_cp=samples,
+        mp=group("tp", "pp"),
+        tp_cp=group(*REPLICA_AXES),
+        tp_dp_cp=group(*axes_of("weights", "tokens", "samples")),
+        hcp=None,
+        ep=group(*experts.axes_of("experts")),
+        expt_tp=group(*experts.axes_of("weights")),
+        expt_dp=group(*experts.sum_axes),
+        tp_ep=group(*experts.part_axes),
+        tp_ep_pp=group(*experts.part_axes, "pp"),
+        intra_dp_cp=samples,
+        intra_expt_dp=group(*experts.sum_axes),
+        intra_dist_opt=group(*AXES),
+        inter_dist_opt=None,
+        embd=ends,
+        pos_embd=None,  # for positions that several stages embed, which Megatron's decoders do not
+    )
+    # From 0.19 on: these and the ranks along an axis of weights that are gathered before use, of which there is none.
+    groups.dp_cp_gtp_remat, groups.expt_dp_gtp_remat = groups.dp_cp, groups.expt_dp
+    groups.tp_ep_pp_with_egtp_remat = groups.tp_ep_pp
+    return groups
 
 
 # Imported where they are used: they take as long as all others together.
@@ -310,7 +299,7 @@ def gradients_for_norm(optimizer: Any) -> list[Tensor]:
 
 
 def te_layers() -> Any:
-    """Megatron's provider of Transformer Engine's layers. Raises what its import raises."""
+    """Megatron's provider of Transformer Engine's layers."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     return TESpecProvider()

@@ -1,8 +1,4 @@
-"""CUDA with NCCL, or a CPU with gloo: the only file that distinguishes them.
-
-Megatron-Core takes CUDA for granted in a few places; `answer_for_cuda` and `Platform.megatron_scope` make them work on
-a CPU.
-"""
+"""CUDA with NCCL, or a CPU with gloo: the only file that distinguishes them."""
 
 from __future__ import annotations
 

@@ -36,11 +36,6 @@ MOST_LOGITS = 1 << 28
 """Logits of one chunk on a rank: 512 MiB in bf16. Smaller chunks read and write the weight's gradient more often."""
 
 
-def tokens_at_a_time(columns: int) -> int:
-    """Return the number of tokens of a chunk, whose logits have so many columns."""
-    return max(1, MOST_LOGITS // columns)
-
-
 @dataclass(frozen=True)
 class LanguageModelShape(TextShape):
     """Base of the shape of a language model whose tensors are named as those of Qwen2 and Qwen3. Sizes in
@@ -158,9 +153,9 @@ def head_loss(
         targets: int64 [tokens], global ids, equal on every rank.
         shard: this rank's part of the vocabulary.
         hits: bool [tokens] to fill, see `vocab_parallel_hits`.
-        chunk: tokens whose logits exist at a time; default: `tokens_at_a_time`.
+        chunk: tokens whose logits exist at a time; default: as `MOST_LOGITS` allows.
     """
-    return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or tokens_at_a_time(len(weight)))
+    return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or max(1, MOST_LOGITS // len(weight)))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -224,7 +219,7 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> 
     local = local.clamp_(0, logits.shape[1] - 1)
     target_logit = torch.where(mine, logits.gather(1, local[:, None]).squeeze(1) - highest, 0.0)
     in_kernels = compiles_for(logits)
-    exponentials = logits if in_kernels else _exponentials_(logits, highest)
+    exponentials = logits if in_kernels else logits.float().sub_(highest[:, None]).exp_()
     own = compiled(_sum_of_exponentials)(logits, highest) if in_kernels else exponentials.sum(dim=-1)
     sums = torch.stack([own, target_logit])
     dist.all_reduce(sums, group=shard.group)
@@ -234,12 +229,6 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> 
     # Before the division, which rounds to fewer bits: likely targets have almost 1.
     exponentials.scatter_add_(1, local[:, None], -torch.where(mine, total, 0.0)[:, None])
     return losses, torch.div(exponentials, total[:, None], out=logits)
-
-
-def _exponentials_(logits: Tensor, highest: Tensor) -> Tensor:
-    """In fp32, and in the memory of `logits` if they are."""
-    wide = logits.sub_(highest[:, None]) if logits.dtype == torch.float32 else logits - highest[:, None]
-    return wide.exp_()
 
 
 # For a compiler, as kernels that read bf16 logits and keep nothing in fp32.

@@ -36,6 +36,7 @@ from megatron_hetero.train.trainer import Trainer
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import long, thinned
 from tests.support.ranks import on_ranks
+from tests.support.sizes import received_rows, sent_rows
 
 Folders = dict[tuple[str, bool], Path]
 """By family, and whether the head is tied."""
@@ -237,8 +238,8 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
 def _rows(directions: Sequence[Any]) -> tuple[int, int, int]:
     """Rows received and sent, and exchanges, in all micro-batches."""
     return (
-        sum(d.received_rows for d in directions),
-        sum(d.sent_rows for d in directions),
+        sum(received_rows(d) for d in directions),
+        sum(sent_rows(d) for d in directions),
         sum(len(d.exchanges) for d in directions),
     )
 

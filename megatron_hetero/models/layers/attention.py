@@ -23,13 +23,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hetero.groups.megatron import AttnMaskType
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, columns, stack, whole
 from megatron_hetero.models.layers.compiled import NormWeights, heads, run
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
@@ -45,10 +46,12 @@ from megatron_hetero.models.layers.overlapped import (
 from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, kinds, named
 from megatron_hetero.models.layers.recompute import not_saving, recompute
 from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads, split_heads
-from megatron_hetero.models.layers.segments import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
-
-if TYPE_CHECKING:
-    from megatron_hetero.models.layers.segments import PackedSegments
+from megatron_hetero.models.layers.segments import (
+    PackedSegments,
+    gather_keys,
+    ulysses_gather_heads,
+    ulysses_scatter_heads,
+)
 
 
 @dataclass(frozen=True)
@@ -197,8 +200,6 @@ class PackedSelfAttention(Overlapping):
 
     def __init__(self, part: SelfAttention, site: Site, number: int):
         super().__init__()
-        from megatron_hetero.groups.megatron import AttnMaskType
-
         groups = site.groups
         self.sp_group, self.context_group, self.tp_group = groups.sp, groups.context, groups.tp
         self.windowed, self.head_dim = part.windowed, part.head_dim

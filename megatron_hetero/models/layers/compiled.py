@@ -78,9 +78,8 @@ def added_and_normed(
     return out, normed(out, weight, norm_bias, eps)
 
 
-def activated(wide: Tensor, bias: Tensor | None, activation: Activation, has_gate: bool) -> Tensor:
+def activated(wide: Tensor, activation: Activation, has_gate: bool) -> Tensor:
     """Return the activation of `wide` [S, 1, ffn]; with a gate, of [S, 1, 2 ffn], the activated gate times the rest."""
-    wide = wide if bias is None else wide + bias
     if not has_gate:
         return activation(wide)
     gate, up = wide.chunk(2, dim=-1)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megatron_hetero.groups.megatron import tensor_parallel
 from megatron_hetero.hf.weight_map import (
     Share,
     TensorShapes,
@@ -151,8 +152,6 @@ class TokenEmbedding(Part):
 class _TokenEmbedding(torch.nn.Module):
     def __init__(self, part: TokenEmbedding, site: Site):
         super().__init__()
-        from megatron_hetero.groups.megatron import tensor_parallel
-
         self.splits_activations = site.splits_activations
         self.word_embeddings: Any = tensor_parallel.VocabParallelEmbedding(
             num_embeddings=site.tp * split_length(part.vocab, site.tp),

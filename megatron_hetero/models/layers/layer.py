@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hetero.groups.megatron import tensor_parallel
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.models.layers.compiled import NormWeights, added_and_normed, normed, run
 from megatron_hetero.models.layers.norms import Norm
@@ -86,8 +87,6 @@ class LayerModule(torch.nn.Module):
         """
         if not (self.whole and self.training):
             return self._once(table_2nD, plan, hidden)
-        from megatron_hetero.groups.megatron import tensor_parallel
-
         if not hidden.requires_grad and any(p.requires_grad for p in self.parameters()):
             # Behind frozen layers: without a gradient of its input the layer would compute none.
             hidden = hidden.detach().requires_grad_(torch.is_grad_enabled())

@@ -121,13 +121,9 @@ class MLPModule(Overlapping):
         super().__init__()
         self.recompute, self.compiled, self.has_gate = site.recompute, site.compile_layers, mlp.gated
         self.activation = ACTIVATIONS[mlp.activation]
-        # Megatron has a fused kernel for this one.
-        self.fuses_bias = site.platform.is_cuda and mlp.gated and mlp.activation == "silu"
         self.shards = site.tp if site.splits_activations else 1
         ffn = site.tp * split_length(mlp.ffn, site.tp)
-        self.linear_fc1 = site.column_linear(
-            mlp.hidden, ffn * (1 + mlp.gated), bias=mlp.bias, leaves_bias=True, name="fc1"
-        )
+        self.linear_fc1 = site.column_linear(mlp.hidden, ffn * (1 + mlp.gated), bias=mlp.bias, name="fc1")
         self.linear_fc2 = site.row_linear(ffn, mlp.hidden, bias=mlp.bias, leaves_bias=True, name="fc2")
 
     def linears(self) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -143,7 +139,7 @@ class MLPModule(Overlapping):
         outs, bias = [], None
         for piece in hidden.split(max(1, self.recompute.chunk // self.shards)):
             with not_saving(hidden):
-                product = recompute(lambda x: self._product(*self.linear_fc1(x)), piece)
+                product = recompute(lambda x: self._product(self.linear_fc1(x)[0]), piece)
             with not_saving(product):
                 out, bias = self.linear_fc2(product)
             outs.append(out)
@@ -152,23 +148,18 @@ class MLPModule(Overlapping):
     def _at_once(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         parts = parts_of(self, len(hidden))
         with not_saving(hidden):
-            wide, bias = first_in_parts(self.linear_fc1, hidden, parts)
-        inputs = (wide,) if bias is None else (wide, bias)
-        product = recompute(self._product, *inputs) if self.recompute.selective else self._product(*inputs)
+            wide, _ = first_in_parts(self.linear_fc1, hidden, parts)
+        product = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
         with not_saving(product):
             return second_in_parts(self.linear_fc2, product, parts)
 
-    def _product(self, wide: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _product(self, wide: Tensor) -> Tensor:
         """Compute gate and up [..., 2 ffn] to [..., ffn]; without a gate [..., ffn] to the same."""
         if self.compiled:
-            return run(activated, wide, bias, self.activation, self.has_gate)
-        if bias is not None and self.fuses_bias:
-            from megatron_hetero.groups.megatron import bias_swiglu_impl
-
-            return bias_swiglu_impl(wide, bias, False, False)
+            return run(activated, wide, self.activation, self.has_gate)
         if self.has_gate and self.activation is F.silu:
-            return swiglu(wide if bias is None else wide + bias)
-        return activated(wide, bias, self.activation, self.has_gate)
+            return swiglu(wide)
+        return activated(wide, self.activation, self.has_gate)
 
 
 def swiglu(wide: Tensor) -> Tensor:

@@ -317,11 +317,6 @@ class HostPool:
         """Bytes of all blocks."""
         return self.allocated * self.block
 
-    @property
-    def in_use(self) -> int:
-        """Number of blocks in use."""
-        return self.allocated - len(self._free)
-
     def take(self) -> Tensor:
         """Return an uninitialised block, uint8 [block]."""
         if self._free:

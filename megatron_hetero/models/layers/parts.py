@@ -14,17 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from megatron_hetero.groups.megatron import ModuleGroups, TransformerConfig
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
-
-# Megatron-Core is imported where modules are built: estimates need the values alone.
-if TYPE_CHECKING:
-    from megatron_hetero.groups.megatron import ModuleGroups, TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -122,40 +119,29 @@ class Site:
 
     def config_of(self, *, rms_norm: bool = True, **fields: Any) -> TransformerConfig:
         """Return a configuration for Megatron's classes with these fields. Weights are not initialised."""
-        from megatron_hetero.groups.megatron import TransformerConfig
-
         bf16 = self.dtype == torch.bfloat16
         dtype = torch.bfloat16 if bf16 else torch.float32
         fields = {"num_attention_heads": self.tp, "hidden_size": self.tp} | fields
         return TransformerConfig(
             num_layers=1,
             params_dtype=dtype,
-            pipeline_dtype=dtype,
             bf16=bf16,
             normalization="RMSNorm" if rms_norm else "LayerNorm",
             tensor_model_parallel_size=self.tp,
             sequence_parallel=self.splits_activations,
-            hidden_dropout=0.0,
             attention_dropout=0.0,
-            calculate_per_token_loss=True,
             use_cpu_initialization=not self.platform.is_cuda,
             perform_initialization=False,
             gradient_accumulation_fusion=False,
-            persist_layer_norm=False,
-            masked_softmax_fusion=False,
             **fields,
         )
 
-    def column_linear(self, inputs: int, outputs: int, *, bias: bool, leaves_bias: bool = False, name: str = "") -> Any:
-        """Build a linear layer that is split by column. `leaves_bias`: its caller adds the bias. `name`: of its
-        exchanges, for Transformer Engine.
-        """
-        return self.backend.column_linear(
-            inputs, outputs, gather_output=False, **self._of_linear(bias, leaves_bias, name)
-        )
+    def column_linear(self, inputs: int, outputs: int, *, bias: bool, name: str = "") -> Any:
+        """Build a linear layer that is split by column. `name`: of its exchanges, for Transformer Engine."""
+        return self.backend.column_linear(inputs, outputs, gather_output=False, **self._of_linear(bias, False, name))
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, leaves_bias: bool = False, name: str = "") -> Any:
-        """Build a linear layer that is split by row, see `column_linear`."""
+        """Build a linear layer that is split by row. `leaves_bias`: its caller adds the bias."""
         return self.backend.row_linear(
             inputs, outputs, input_is_parallel=True, **self._of_linear(bias, leaves_bias, name)
         )

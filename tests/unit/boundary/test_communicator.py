@@ -24,6 +24,7 @@ from megatron_hetero.groups.platform import CPU
 from tests.support.matrix import thinned
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
+from tests.support.sizes import received_rows, sent_rows
 from tests.unit.boundary.cases import PLACEMENTS, Placement, random_boundary
 from tests.unit.boundary.rank_view import WIDTH, Boundary, Spy
 
@@ -88,8 +89,8 @@ def check_counts(
     busy = sum(len(e.send) + len(e.receive) > 0 for e in plan.exchanges)
     assert (spy.all_to_alls, spy.batches) == ((0, busy) if point_to_point else (len(plan.exchanges), 0))
     assert spy.checks == int(communicator.check)
-    assert spy.sent == plan.sent_rows * communicator.row_bytes
-    assert spy.received == plan.received_rows * communicator.row_bytes
+    assert spy.sent == sent_rows(plan) * communicator.row_bytes
+    assert spy.received == received_rows(plan) * communicator.row_bytes
 
 
 # ------------------------------------------------------------------------------------------- transport
@@ -112,8 +113,8 @@ def test_bf16_on_the_way_rounds_all_rows_equally(placement: Placement) -> None:
             gradient = communicator.backward(boundary.loaded, x[boundary.needed] * scale)
         check_rounded(boundary, gradient, x)
         assert communicator.row_bytes == WIDTH * 2
-        assert spies[0].sent == part.forward.sent_rows * WIDTH * 2 and part.backward is not None
-        assert spies[1].sent == part.backward.sent_rows * WIDTH * 2
+        assert spies[0].sent == sent_rows(part.forward) * WIDTH * 2 and part.backward is not None
+        assert spies[1].sent == sent_rows(part.backward) * WIDTH * 2
         sent += spies[0].sent + spies[1].sent
     assert sum(gathered(sent))
 
