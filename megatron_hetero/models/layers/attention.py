@@ -216,7 +216,7 @@ class PackedSelfAttention(Overlapping):
         )
         # Transformer Engine wants the number of heads that its module was built for (`DotProductAttention.forward`
         # asserts it), aligns causal masks at the first query and key as Megatron calls it on packed sequences, and has
-        # no kernel for packed sequences in fp32.
+        # no fused kernel for packed sequences in fp32.
         kind = site.backend.attention if site.dtype in HALF and not self.exchanges else TorchAttention
         self.core_attention: Any = kind(
             config=config,

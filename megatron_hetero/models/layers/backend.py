@@ -52,7 +52,8 @@ def te_backend(capability: tuple[int, int]) -> Backend:
 
     That kernel is cuDNN's, on Hopper and on Blackwell in data centres (`nvte_get_fused_attn_backend` in
     transformer_engine/common/fused_attn/fused_attn.cpp, `get_attention_backend` in pytorch/attention/
-    dot_product_attention/utils.py, both at v2.9). Elsewhere it would call flash-attn, as our attention does.
+    dot_product_attention/utils.py, both at v2.9; 2.20 with cuDNN 9.18.1 has it for capability 12.0 too). Elsewhere it
+    would call flash-attn, as our attention does.
     """
     te = te_layers()
     attention = te.core_attention() if capability[0] in (9, 10) else TorchAttention

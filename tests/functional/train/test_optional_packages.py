@@ -18,7 +18,7 @@ from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.stages import Case
-from tests.support.stand_ins import APEX, TRANSFORMER_ENGINE
+from tests.support.stand_ins import APEX, transformer_engine, transformer_engine_versions
 
 SEEDS = (1, 2, 5)
 TOLERANCE = 1e-5
@@ -26,8 +26,9 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def with_te(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Two workers that find Transformer Engine installed."""
-    pool = Pool(2, tmp_path_factory.mktemp("te"), [TRANSFORMER_ENGINE])
+    """Two workers that find the newest Transformer Engine installed."""
+    packages = transformer_engine(transformer_engine_versions()[-1], tmp_path_factory.mktemp("packages"))
+    pool = Pool(2, tmp_path_factory.mktemp("te"), packages)
     yield pool
     pool.close()
 

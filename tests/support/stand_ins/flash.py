@@ -1,10 +1,10 @@
 """Flash attention over packed sequences, as PyTorch's operator and as the functions of flash-attn 2 and 3.
 
 Signatures: `aten::_flash_attention_forward` of torch 2.11 (2.13 adds `block_table` and `num_splits` at the end);
-`flash_attn_varlen_func` of flash-attn 2.8.3, flash_attn/flash_attn_interface.py; that of FlashAttention-3,
-3.0.0b1, hopper/flash_attn_interface.py in the same repository. Checks: those of `mha_varlen_fwd` in
-PyTorch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, but for device and dtype. Causal alignment:
-mask.h beside it, `col_idx_limit_right = row_idx + 1 + max_seqlen_k - max_seqlen_q`, and the docstring of
+`flash_attn_varlen_func` of flash-attn 2.8.0 to 2.8.3.post2, with the same flash_attn/flash_attn_interface.py; that
+of FlashAttention-3, 3.0.0b1, hopper/flash_attn_interface.py in the same repository. Checks: those of `mha_varlen_fwd`
+in PyTorch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, but for device and dtype. Causal
+alignment: mask.h beside it, `col_idx_limit_right = row_idx + 1 + max_seqlen_k - max_seqlen_q`, and the docstring of
 `flash_attn_varlen_func`, since 2.1.0.
 """
 

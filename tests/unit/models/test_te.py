@@ -1,4 +1,4 @@
-"""Layers of Transformer Engine, by a stand-in with the signatures and checks of version 2.9."""
+"""Layers of Transformer Engine, by a stand-in with the signatures and checks of its versions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.layers.attention import AttentionParams, SelfAttention
 from megatron_hetero.models.layers.backend import TORCH, te_backend
+from megatron_hetero.models.layers.kernels import TRANSFORMER_ENGINE, find, unusable
+from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.layers.segments import PackedSegments
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
-from tests.support.stand_ins import TRANSFORMER_ENGINE
+from tests.support.stand_ins import transformer_engine, transformer_engine_versions
 from tests.unit.models.packs import assign
 
 PLATFORM = Platform(CPU, "gloo")
+VERSIONS = transformer_engine_versions()
 HEADS, DIM = 8, 16
 LAYERS = {"causal": (True, False), "full": (False, False), "windowed": (False, True)}
 """Whether a kind is causal, and whether it attends inside windows."""
@@ -32,10 +35,13 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 COLUMN, ROW, THEIRS, OURS = "TEColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention", "TorchAttention"
 
 
-@pytest.fixture(scope="module")
-def with_te(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
-    """Two workers that find Transformer Engine installed."""
-    pool = Pool(2, tmp_path_factory.mktemp("pool"), [TRANSFORMER_ENGINE])
+@pytest.fixture(scope="module", params=thinned(VERSIONS, len(VERSIONS) - 1))
+def with_te(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], Pool]]:
+    """Two workers that find a version of Transformer Engine installed."""
+    packages = transformer_engine(request.param, tmp_path_factory.mktemp("packages"))
+    pool = Pool(2, tmp_path_factory.mktemp("pool"), packages)
     yield lambda ranks: pool
     pool.close()
 
@@ -57,13 +63,40 @@ def test_before_hopper_attention_is_ours() -> None:
     assert compared_with_pytorch("dp:2", 2, AMPERE) == {layer: [COLUMN, OURS, ROW] for layer in LAYERS}
 
 
+@on_ranks(2, fixture="with_te")
+def test_norms_compute_what_those_on_pytorch_do() -> None:
+    groups = prepared("tp:2")
+    x = torch.randn(9, 1, HEADS * DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for rms in (True, False):
+        theirs, ours = (
+            Norm(HEADS * DIM, 1e-5, rms).build(
+                Site(groups, PLATFORM, backend, torch.bfloat16, sequence_parallel=True), 0
+            )
+            for backend in (te_backend(HOPPER), TORCH)
+        )
+        assert type(theirs).__module__.startswith("transformer_engine")
+        torch.testing.assert_close(theirs(x), ours(x))
+        for parameter, expected in zip(theirs.parameters(), ours.parameters(), strict=True):
+            assert (parameter.dtype, parameter.shape) == (expected.dtype, expected.shape)
+
+
+@on_ranks(2, fixture="with_te")
+def test_the_version_is_found_and_can_be_imported() -> None:
+    found = find(TRANSFORMER_ENGINE)
+    assert found.version in VERSIONS and unusable(TRANSFORMER_ENGINE, found) == ""
+
+
+def prepared(layout: str) -> ModuleGroups:
+    prepare(PLATFORM)
+    prepare_globals(seed=0)
+    return Topology.build({"text": Layout.parse(layout, dist.get_world_size())}, PLATFORM).collection("text")
+
+
 def compared_with_pytorch(layout: str, kv_heads: int, capability: tuple[int, int]) -> dict[str, list[str]]:
     """Check that each kind of layer on a GPU of `capability` computes what layers on plain PyTorch do. Returns its
     classes.
     """
-    prepare(PLATFORM)
-    prepare_globals(seed=0)
-    groups = Topology.build({"text": Layout.parse(layout, dist.get_world_size())}, PLATFORM).collection("text")
+    groups = prepared(layout)
     return {name: compare(groups, kv_heads, capability, *kind) for name, kind in LAYERS.items()}
 
 

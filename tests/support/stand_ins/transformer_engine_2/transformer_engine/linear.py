@@ -1,4 +1,4 @@
-"""transformer_engine/pytorch/module/{base,linear,rmsnorm}.py."""
+"""transformer_engine/pytorch/module/{base,linear}.py."""
 
 from __future__ import annotations
 
@@ -10,48 +10,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .refused import refused
-
-LayerNorm = refused("LayerNorm")
-LayerNormLinear = refused("LayerNormLinear")
-GroupedLinear = refused("GroupedLinear")
+from .recorded import signed
 
 
 class Linear(torch.nn.Module):
     """linear.py, `Linear`: columns gather their input along the sequence, rows scatter their output."""
 
+    @signed("module.linear:Linear.__init__", "ub_name")
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        parameters_split: Any = None,
-        device: torch.device | str = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+        tp_size: int,
+        get_rng_state_tracker: Callable[[], Any] | None,
+        rng_tracker_name: str | None,
+        init_method: Callable[[Tensor], Any] | None,
+        bias: bool,
+        return_bias: bool,
+        params_dtype: torch.dtype | None,
+        parallel_mode: str | None,
+        device: torch.device | str,
     ):
         super().__init__()
         assert parallel_mode in ("row", "column", None), f"parallel_mode {parallel_mode} not supported"
-        options = (fuse_wgrad_accumulation, parameters_split, delay_wgrad_compute, symmetric_ar_type)
-        assert options == (False, None, False, None), "not what this stands in for"
         self.tp_group, self.parallel_mode = tp_group, parallel_mode
         self.tp_size = tp_size if tp_group is None else dist.get_world_size(group=tp_group)
         divided = out_features if parallel_mode == "column" else in_features
@@ -87,7 +70,8 @@ class Linear(torch.nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """base.py."""
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    @signed("module.linear:Linear.forward", "is_first_microbatch")
+    def forward(self, inp: Tensor) -> Any:
         """The output; with `return_bias` a pair with the bias, which has not been added."""
         from megatron.core.tensor_parallel import mappings
 
@@ -109,35 +93,3 @@ class Linear(torch.nn.Module):
         if self.return_bias:
             return out, self.bias
         return out if self.bias is None else out + self.bias
-
-
-class RMSNorm(torch.nn.Module):
-    """rmsnorm.py, `RMSNorm`, with the rounding of ours, so that results can be compared."""
-
-    def __init__(
-        self,
-        normalized_shape: Any = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        sm_margin: int = 0,
-    ):
-        super().__init__()
-        if (normalized_shape is None) == (hidden_size is None):
-            raise RuntimeError("Neither or both of `normalized_shape` and `hidden_size` (deprecated) are provided")
-        assert not (params_dtype and dtype) and not zero_centered_gamma
-        width: Any = hidden_size if normalized_shape is None else normalized_shape
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(width, device=device, dtype=params_dtype or dtype))
-        if sequence_parallel is not None:
-            self.weight.sequence_parallel = sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, inp: Tensor) -> Tensor:
-        """Of the last dim."""
-        wide = inp.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(inp.dtype)

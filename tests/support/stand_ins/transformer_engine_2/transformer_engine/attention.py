@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from .recorded import signed
 
 MASKS = (
     "no_mask",
@@ -23,31 +23,23 @@ MASKS = (
 class DotProductAttention(torch.nn.Module):
     """`DotProductAttention`, for packed sequences in half precision on Hopper."""
 
+    @signed(
+        "attention.dot_product_attention.dot_product_attention:DotProductAttention.__init__",
+        "layer_number", "sequence_parallel", "get_rng_state_tracker",
+    )  # fmt: skip
     def __init__(
         self,
         num_attention_heads: int,
         kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        tp_group: dist.ProcessGroup | None = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: bool | None = False,
+        num_gqa_groups: int | None,
+        qkv_format: str,
+        attn_mask_type: str,
+        tp_size: int,
+        tp_group: dist.ProcessGroup | None,
+        attention_type: str,
+        softmax_scale: float | None,
     ):
         super().__init__()
-        assert cp_group is None and window_size is None and attention_dropout == 0.0, "not what this stands in for"
         assert attention_type in ("self", "cross"), f"attention_type {attention_type} not supported"
         tp = tp_size if tp_group is None else dist.get_world_size(group=tp_group)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -59,30 +51,19 @@ class DotProductAttention(torch.nn.Module):
         self.channels, self.qkv_format, self.attn_mask_type = kv_channels, qkv_format, attn_mask_type
         self.softmax_scale = kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
+    @signed(
+        "attention.dot_product_attention.dot_product_attention:DotProductAttention.forward",
+        "max_seqlen_q", "max_seqlen_kv",
+    )  # fmt: skip
     def forward(
         self,
         query_layer: Tensor,
         key_layer: Tensor,
         value_layer: Tensor,
-        attention_mask: Any = None,
-        qkv_format: str | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None,
-        cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None,
-        checkpoint_core_attention: bool = False,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        fast_zero_fill: bool = True,
-        inference_params: Any = None,
-        pad_between_seqs: bool | None = None,
-        fp8_output: bool | None = False,
-        num_splits: int | None = 1,
+        qkv_format: str | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+        attn_mask_type: str | None,
     ) -> Tensor:
         """[tokens, heads * channels]."""
         q, k, v = query_layer, key_layer, value_layer
@@ -111,10 +92,8 @@ class DotProductAttention(torch.nn.Module):
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32, (
             "cu_seqlens_q and cu_seqlens_q must both be in dtype torch.int32!"
         )
-        unused = (cu_seqlens_q_padded, cu_seqlens_kv_padded, window_size, core_attention_bias, inference_params)
-        assert unused == (None,) * 5 and core_attention_bias_type == "no_bias", "not what this stands in for"
         # utils.py, `get_attention_backend`: FlashAttention and FusedAttention take half precision alone, and
-        # UnfusedDotProductAttention is disabled for qkv_format = thd.
+        # UnfusedDotProductAttention is disabled for qkv_format = thd up to 2.10. From 2.11 on it would be very slow.
         if q.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError("No dot product attention support for the provided inputs!")
         return self._packed(q, k, v, cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), mask)

@@ -1,0 +1,107 @@
+"""Records what versions of Transformer Engine have of what Megatron-Core takes from it, for the stand-in: names, and
+parameters of the methods that the stand-in has.
+
+    pip download --no-deps -d WHEELS transformer-engine==2.20.2 megatron-core==0.19.2       # and each other version
+    python -m tests.support.stand_ins.record WHEELS
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.utils import parse_wheel_filename
+
+STAND_IN = Path(__file__).parent / "transformer_engine_2/transformer_engine"
+Modules = dict[str, ast.Module]
+
+
+def modules(wheel: Path, folder: str) -> Modules:
+    """Modules of a wheel in a folder, by name."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.startswith(f"{folder}/") and name.endswith(".py")]
+        return {re.sub(r"(/__init__)?\.py$", "", n).replace("/", "."): ast.parse(archive.read(n)) for n in names}
+
+
+def taken(megatron: Modules) -> Iterator[str]:
+    """Dotted names that Megatron-Core imports from Transformer Engine, or finds in it."""
+    for node in (node for tree in megatron.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield re.sub(r"^te\.(?=pytorch|common)", "transformer_engine.", ast.unparse(node))
+
+
+def place(dotted: str, known: set[str]) -> str:
+    """`module:name`, the longest of the `known` modules at the head of a dotted name and what follows it."""
+    parts = dotted.split(".")
+    length = max(n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in known)
+    return f"{'.'.join(parts[:length])}:{''.join(parts[length : length + 1])}"
+
+
+def found(engine: Modules, place: str) -> str | None:
+    """Parameters of a method, "" for another name or a module, None where there is no such thing."""
+    module, _, name = place.partition(":")
+    if module not in engine or (name and "." not in name and name not in _names(engine, module)):
+        return None
+    if "." not in name:
+        return ""
+    node: ast.AST = engine[module]
+    for part in name.split("."):
+        node = next(child for child in ast.iter_child_nodes(node) if getattr(child, "name", "") == part)
+    assert isinstance(node, ast.FunctionDef)
+    for argument in ast.walk(node.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return ast.unparse(node.args)
+
+
+def _names(engine: Modules, module: str) -> set[str]:
+    """Names that a module binds, those of imports with a star included."""
+    names: set[str] = set()
+    for node in ast.walk(engine.get(module) or ast.Module([], [])):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            # Such imports are in packages, from modules of theirs.
+            names |= _names(engine, f"{module}.{node.module}" if node.level else f"{node.module}")
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def main(folder: Path) -> None:
+    """Write the record of the wheels in a folder."""
+    engines: dict[str, Modules] = {}
+    dotted: set[str] = set()
+    for wheel in sorted(folder.glob("*.whl"), key=lambda wheel: parse_wheel_filename(wheel.name)[1]):
+        if wheel.name.startswith("megatron_core-"):
+            dotted |= {name for name in taken(modules(wheel, "megatron")) if name.startswith("transformer_engine.")}
+        else:
+            engines[str(parse_wheel_filename(wheel.name)[1])] = modules(wheel, "transformer_engine")
+    known = {module for engine in engines.values() for module in engine}
+    places = {place(name, known) for name in dotted}
+    for path in STAND_IN.glob("*.py"):
+        signed = re.findall(r'@signed\(\s*"([^"]+)"', path.read_text())
+        places |= {f"transformer_engine.pytorch.{method}" for method in signed}
+    result: dict[str, dict[str, str | None]] = {}
+    for name in sorted(places):
+        last = None
+        for version, engine in engines.items():
+            if (now := found(engine, name)) != last:
+                result.setdefault(name, {})[version] = last = now
+    text = json.dumps(result, indent=1)
+    (STAND_IN / "recorded.json").write_text(re.sub(r"\{\s+(.*)\s+\}", r"{\1}", text) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,3 +1,0 @@
-"""Recipes of low precision, which are imported and not used."""
-
-from . import recipe as recipe
