@@ -2,7 +2,7 @@
 
 Starts its own ranks. All ways run in turn within each round, in the same processes and on the same rows, and times of
 the same round only are compared. What arrives is checked to the bit on every rank before the clock runs. Writes a
-table, the numbers and a plot to `benchmarks/results`.
+table, the numbers and a plot to `benchmarks/results`. What Megatron-Core's communicators refuse is found by trying.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import argparse
 import os
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.boundary_report import BoundaryReport
+from benchmarks.boundary_report import MEGATRON, BoundaryReport
 from benchmarks.crew import Crew
-from benchmarks.edges import EDGES, Edge, whole_samples
+from benchmarks.edges import EDGES, SAMPLES, TRIED, Edge, whole_samples
 
 RESULTS = Path(__file__).parent / "results"
 RANKS = 8
@@ -29,9 +30,12 @@ DTYPES = {1280: "float32", 5120: "bfloat16"}
 def main() -> None:
     """Measure, print, write."""
     options = _options()
-    report = BoundaryReport(RANKS)
+    report = BoundaryReport(RANKS, {name: version(name) for name in ("megatron-core", "torch")})
     with tempfile.TemporaryDirectory() as folder:
-        crew = _crew(Path(folder))
+        for edge in dict.fromkeys((*options.edges, *TRIED)):
+            report.refusals[str(edge)] = {name: _refusal(Path(folder), edge, name) for name in MEGATRON}
+        print(report.refused(), flush=True)
+        crew = _crew(Path(folder) / "measured")
         for width in options.widths:
             for rows in options.rows:
                 for edge in options.edges:
@@ -67,10 +71,28 @@ def _edges(text: str) -> list[Edge]:
     return [EDGES[number] for number in _numbers(text)]
 
 
-def _crew(folder: Path) -> Crew:
+def _crew(store: Path) -> Crew:
     from benchmarks.crossing import CrossingBench
 
-    return Crew(RANKS, folder / "store", CrossingBench, preload="benchmarks.crossing")
+    return Crew(RANKS, store, CrossingBench, preload="benchmarks.crossing")
+
+
+def _refusal(folder: Path, edge: Edge, name: str) -> str:
+    """The error of one of Megatron-Core's communicators, empty if it crosses the edge. Ranks that failed in a crossing
+    cannot be used again, so that each is tried in processes of its own.
+    """
+    crew, orders = _crew(folder / f"{name} {edge}"), ("prepare", edge, 4 * SAMPLES, 8, "float32", [name])
+    try:
+        crew.run(*orders)
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[-1]
+    try:
+        crew.run("check", name)
+    except RuntimeError as error:
+        return f"accepts the grids, then fails: {str(error).strip().splitlines()[-1].partition(':')[0]}"
+    finally:
+        crew.close()
+    return ""
 
 
 def _measure(
@@ -95,11 +117,7 @@ def _measure(
 
 def _that_can(report: BoundaryReport, edge: Edge, row_bytes: int, limit: float) -> list[str]:
     """The names of the systems that can do this edge in this much memory."""
-    names = ["ours"]
-    if reason := edge.why_no_bridge():
-        report.leave_out(f"bridge, {edge}: it does not do {reason}")
-    else:
-        names.append("bridge")
+    names = ["ours", *(name for name, refusal in report.refusals[str(edge)].items() if not refusal)]
     copies = 1 if edge.sharded else edge.destination_layout.tp
     portions = len(edge.ranks) / min(layout.size for layout in (edge.source_layout, edge.destination_layout))
     # Every rank gets an equal portion from every rank; besides there are the rows, and both shards of the embedding.

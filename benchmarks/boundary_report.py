@@ -10,18 +10,23 @@ from typing import Any
 
 from benchmarks.report import Ratio, table, verdict, write
 
-INTO_TP = "→ tp:4@4-7"
+MEGATRON = {"bridge": "→ tp:4@4-7", "colocated": "→ tp:4,dp:2"}
+"""Megatron-Core's communicators, with where edges end that they take into sequence-parallel tp."""
 FASTER = 3.0
-"""What ours must be over `BridgeCommunicator` into sequence-parallel tp, from `MANY` rows on."""
+"""What ours must be over them into sequence-parallel tp, from `MANY` rows on."""
 MANY = 16_000
-COLOURS = {"ours": "tab:green", "bridge": "tab:orange", "all-gather": "tab:blue"}
+COLOURS = {"ours": "tab:green", "bridge": "tab:orange", "colocated": "tab:red", "all-gather": "tab:blue"}
 
 
 @dataclass
 class BoundaryReport:
-    """`points`: one for each case and system."""
+    """`points`: one for each case and system. `refusals`: by edge, the error of each of `MEGATRON`, or nothing.
+    `versions`: by distribution.
+    """
 
     ranks: int
+    versions: dict[str, str]
+    refusals: dict[str, dict[str, str]] = field(default_factory=dict)
     points: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -71,7 +76,8 @@ class BoundaryReport:
             return "\n".join(found.splitlines()[2:])
         head = (
             f"Ways over a boundary on {self.ranks} ranks over gloo, forward and backward, from a rank's rows to its "
-            "shard of the embedding. Width 1,280 in fp32, 5,120 in bf16. `whole`: activations are not split over tp."
+            "shard of the embedding. Width 1,280 in fp32, 5,120 in bf16. `whole`: activations are not split over tp. "
+            f"Measured with {', '.join(f'{name} {version}' for name, version in self.versions.items())}."
         )
         notes = (
             "Ours plans each crossing anew. Received: bytes that reach a rank from others, counted at the collectives; "
@@ -79,7 +85,18 @@ class BoundaryReport:
             "rank's; ratios of the same round, median [min, max]."
         )
         left_out = "\n".join(f"- left out: {text}" for text in self.left_out)
-        return "\n\n".join([head, found, notes, left_out, "\n".join(f"- {v}" for v in self.verdicts())])
+        verdicts = "\n".join(f"- {v}" for v in self.verdicts())
+        return "\n\n".join(filter(None, [head, found, notes, left_out, self.refused(), verdicts]))
+
+    def refused(self) -> str:
+        """Which edges Megatron-Core's communicators cross, and their errors on the others."""
+        rows = [" | ".join([edge, *(said[name] or "crosses" for name in MEGATRON)])
+                for edge, said in self.refusals.items()]  # fmt: skip
+        head = (
+            "What Megatron-Core's `BridgeCommunicator` and `ColocatedBridgeCommunicator` refuse, as tried. Their grids "
+            "have no `sp`; it is tried as `cp`. On shared ranks the bridge has a rank receive from itself."
+        )
+        return f"{head}\n\n{table('edge | bridge | colocated', rows)}"
 
     def _row(self, p: dict[str, Any]) -> str:
         both = [1e3 * (a + b) for a, b in zip(p["forward_s"], p["backward_s"], strict=True)]
@@ -94,19 +111,18 @@ class BoundaryReport:
     def verdicts(self) -> list[str]:
         """What was required, each with what was found."""
         most = max((p["over_least"] for p in self.of("ours")), default=0.0)
-        into = [p for p in self.of("bridge") if p["edge"].endswith(INTO_TP)]
-        many, few = ([p for p in into if (p["rows"] >= MANY) == large] for large in (True, False))
         lines = [
             "PASS: all ways deliver the same rows and gradients, to the bit, on every rank",
             verdict(
                 most <= 1.0 if self.points else None, f"ours receives the least everywhere; found {most:.4f} times"
             ),
-            _faster(
-                many, FASTER, f"into sequence-parallel tp from {MANY:,} rows on, ours is at least {FASTER:g} times"
-            ),
-            _faster(few, 1.0, f"into sequence-parallel tp with fewer than {MANY:,} rows, ours is at least 1 times"),
         ]
-        for name in ("bridge", "all-gather"):
+        for name, end in MEGATRON.items():
+            into = [p for p in self.of(name) if p["edge"].endswith(end)]
+            many, few = ([p for p in into if (p["rows"] >= MANY) == large] for large in (True, False))
+            lines += [_faster(many, FASTER, f"from {MANY:,} rows on", name),
+                      _faster(few, 1.0, f"with fewer than {MANY:,} rows", name)]  # fmt: skip
+        for name in (*MEGATRON, "all-gather"):
             ratios = sorted(p["ratio"]["median"] for p in self.of(name))
             if ratios:
                 lines.append(
@@ -138,7 +154,9 @@ class BoundaryReport:
             line[0].set_ylabel(f"width {width:,}\nforward + backward, ms", fontsize=8)
         for axes in grid[-1]:
             axes.set_xlabel("rows", fontsize=8)
-        grid[0][0].legend(fontsize=7)
+        legends = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid.flat)
+        lines = {label: line for legend in legends for line, label in legend}
+        grid[0][0].legend(lines.values(), lines, fontsize=7)
         figure.tight_layout()
         return figure
 
@@ -162,10 +180,11 @@ def _case(point: dict[str, Any]) -> tuple[Any, ...]:
     return point["edge"], point["rows"], point["width"]
 
 
-def _faster(points: list[dict[str, Any]], times: float, text: str) -> str:
-    """Whether the bridge takes `times` as long as ours, by the medians."""
+def _faster(points: list[dict[str, Any]], times: float, rows: str, system: str) -> str:
+    """Whether a communicator takes `times` as long as ours into sequence-parallel tp, by the medians."""
     ratios = [p["ratio"]["median"] for p in points]
-    found = ", ".join(str(Ratio(**p["ratio"])) for p in points)
+    found = ", ".join(str(Ratio(**p["ratio"])) for p in points) or "nothing"
     return verdict(
-        min(ratios) >= times if ratios else None, f"{text} as fast as the bridge; found {found or 'nothing'}"
+        min(ratios) >= times if ratios else None,
+        f"into sequence-parallel tp {rows}, ours is at least {times:g} times as fast as {system}; found {found}",
     )

@@ -1,15 +1,17 @@
-"""Three ways over a boundary, from a rank's rows to its shard of the embedding, and gradients back.
+"""Ways over a boundary, from a rank's rows to its shard of the embedding, and gradients back.
 
 ours         plans afresh each time, loads the plan, crosses; rows are put straight into the shard
-bridge       `BridgeCommunicator` of Megatron-Core; every tensor-parallel rank gets all rows of its replica and keeps
-             those of its shard. Back, the shards' gradients are gathered over tp, as Megatron does
-             where it splits activations (`scatter_to_sequence_parallel_region`)
+bridge       `BridgeCommunicator` of Megatron-Core, for modules on different ranks; every tensor-parallel rank gets all
+             rows of its replica and keeps those of its shard. Back, the shards' gradients are gathered over tp, as
+             Megatron does where it splits activations (`scatter_to_sequence_parallel_region`)
+colocated    `ColocatedBridgeCommunicator` of Megatron-Core from 0.18 on, for modules on the same ranks; likewise
 all-gather   every rank gets all rows, padded to equal portions, and keeps those of its shard; back, all gradients
              likewise. Replicas contribute different portions, and all indices are made beforehand
 """
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,16 +120,19 @@ class Ours:
         return self._communicator.backward(self._plan, _take(gradient, self._case.places))
 
 
-# ----------------------------------------------------------------------------------------------- bridge
+# ---------------------------------------------------------------------------- communicators of Megatron-Core
 
 
-class Bridge:
-    """Megatron-Core's, for modules on different ranks."""
+class _Megatron:
+    """What both communicators do: rows of whole replicas arrive, of which a rank keeps those of its shard."""
+
+    module: str
+    name: str
 
     def __init__(self, case: Case, group: dist.ProcessGroup, platform: Platform):
         del group
-        self._bridge, self._case = _bridge(case.edge, platform.backend), case
-        self._bridge.comm_dtype = case.dtype
+        self._case = case
+        self._communicator, self._tp = _communicator(self.module, self.name, case.edge, platform.backend)
         self._sends, self._receives = (case.rank in side.ranks for side in case.sides)
         if self._receives:
             self._find_shard()
@@ -140,49 +145,76 @@ class Bridge:
         before = sum(self._counts[: peers.index(case.rank)])
         self._own = slice(before, before + len(case.needed))
 
-    def forward(self, rows: Tensor, embedding: Tensor) -> None:
-        """See `System`."""
-        if self._sends:
-            self._bridge.send_forward(rows.view(-1, self._case.rows // SAMPLES, self._case.width))
-        if self._receives:
-            received = self._bridge.recv_forward().detach().view(-1, self._case.width)
-            _put(embedding, self._case.places, received[self._own])
+    def _put(self, embedding: Tensor, received: Tensor) -> None:
+        _put(embedding, self._case.places, received.detach().view(-1, self._case.width)[self._own])
 
-    def backward(self, gradient: Tensor) -> Tensor | None:
-        """See `System`."""
-        if self._receives:
-            whole = self._gathered(_take(gradient, self._case.places))
-            self._bridge.send_backward(whole.view(-1, self._case.rows // SAMPLES, self._case.width))
-        if self._sends:
-            return self._bridge.recv_backward().view(-1, self._case.width)
-        return None
-
-    def _gathered(self, own: Tensor) -> Tensor:
+    def _gathered(self, gradient: Tensor) -> Tensor:
         """The gradients of all rows of the replica."""
+        own = _take(gradient, self._case.places)
         if len(self._counts) == 1:
             return own
         most = max(self._counts)
         padded = own.new_empty(len(self._counts) * most, own.shape[1])
-        dist.all_gather_into_tensor(padded, _padded(own, most), group=self._bridge.dest_grid_broadcast_pg)
+        dist.all_gather_into_tensor(padded, _padded(own, most), group=self._tp)
         return torch.cat([part[:count] for part, count in zip(padded.split(most), self._counts, strict=True)])
 
 
+class Bridge(_Megatron):
+    """For modules on different ranks."""
+
+    module, name = "megatron.core.pipeline_parallel.bridge_communicator", "BridgeCommunicator"
+
+    def forward(self, rows: Tensor, embedding: Tensor) -> None:
+        """See `System`."""
+        self._communicator.comm_dtype = self._case.dtype
+        if self._sends:
+            self._communicator.send_forward(self._samples(rows))
+        if self._receives:
+            self._put(embedding, self._communicator.recv_forward())
+
+    def backward(self, gradient: Tensor) -> Tensor | None:
+        """See `System`."""
+        if self._receives:
+            self._communicator.send_backward(self._samples(self._gathered(gradient)))
+        return self._communicator.recv_backward().view(-1, self._case.width) if self._sends else None
+
+    def _samples(self, rows: Tensor) -> Tensor:
+        return rows.view(-1, self._case.rows // SAMPLES, self._case.width)
+
+
+class Colocated(_Megatron):
+    """For modules on the same ranks."""
+
+    module, name = "megatron.core.models.mimo.comm.colocated_communicator", "ColocatedBridgeCommunicator"
+
+    def forward(self, rows: Tensor, embedding: Tensor) -> None:
+        """See `System`."""
+        self._rows = rows.detach().requires_grad_()
+        self._received = self._communicator.communicate(self._rows)
+        self._put(embedding, self._received)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """See `System`."""
+        return torch.autograd.grad(self._received, self._rows, self._gathered(gradient))[0]
+
+
 @cache
-def _bridge(edge: Edge, backend: str) -> Any:
-    """Made once for an edge: its groups last as long as the process."""
+def _communicator(module: str, name: str, edge: Edge, backend: str) -> tuple[Any, Any]:
+    """A communicator, and the destination's group over tp. Built once for an edge: groups last as long as processes."""
     from megatron.core.hyper_comm_grid import HyperCommGrid
-    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
-    enumerate_groups = dist.new_subgroups_by_enumeration
-
-    def with_backend(ranks: list[list[int]], **options: Any) -> Any:
-        return enumerate_groups(ranks, **options | {"backend": backend})  # in place of a literal "nccl"
+    def on_backend(create: Any) -> Any:
+        return lambda ranks, **options: create(ranks, **options | {"backend": backend})  # in place of a literal "nccl"
 
     def grid(layout: Layout) -> HyperCommGrid:
-        return HyperCommGrid([layout.tp, 1, 1, layout.dp], ["tp", "cp", "pp", "dp"], rank_offset=layout.ranks[0])
+        degrees = {"tp": layout.tp, "cp": layout.sp * layout.cp, "dp": layout.dp, "pp": layout.pp}  # It has no sp.
+        return HyperCommGrid(list(degrees.values()), list(degrees), rank_offset=layout.ranks[0])
 
-    with mock.patch.object(dist, "new_subgroups_by_enumeration", with_backend):
-        return BridgeCommunicator(grid(edge.source_layout), grid(edge.destination_layout))
+    creators = ("new_group", "new_subgroups_by_enumeration")
+    source, destination = grid(edge.source_layout), grid(edge.destination_layout)
+    with mock.patch.multiple(dist, **{create: on_backend(getattr(dist, create)) for create in creators}):
+        communicator = getattr(importlib.import_module(module), name)(source, destination)
+        return communicator, destination.create_pg("tp")
 
 
 # ------------------------------------------------------------------------------------------- all-gather
@@ -231,7 +263,8 @@ class _Portions:
         return _take(everything, self._wanted)
 
 
-SYSTEMS = {"ours": Ours, "bridge": Bridge, "all-gather": AllGather}
+MEGATRON = {"bridge": Bridge, "colocated": Colocated}
+SYSTEMS = {"ours": Ours, **MEGATRON, "all-gather": AllGather}
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
@@ -320,8 +353,8 @@ class CrossingBench:
         self._takes_part = self._rank in edge.ranks
         case = self._case = Case(edge, rows, width, getattr(torch, dtype), self._rank)
         self._systems = {}
-        for name in names:  # The bridge makes groups, so that all processes must ask for it.
-            if self._takes_part or name == "bridge":
+        for name in names:  # Megatron's make groups, so that all processes must ask for them.
+            if self._takes_part or name in MEGATRON:
                 self._systems[name] = SYSTEMS[name](case, group, self._platform)
         plan = plan_boundary(*case.sides, case.row_bytes)
         least = sum(direction.minimum_total for direction in plan.directions.values()) * case.row_bytes
