@@ -271,7 +271,6 @@ def module_groups(
 
 def megatron_loop(pp: int, virtual_stages: int | None, group: dist.ProcessGroup, config: Any) -> tuple[Any, Any]:
     """Megatron's `forward_backward_func`, and its communicator between the stages of `group`, if there are several."""
-    # Imported here, and below: it takes as long as all others together.
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 

@@ -231,9 +231,7 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> 
     return losses, torch.div(exponentials, total[:, None], out=logits)
 
 
-# For a compiler, as kernels that read bf16 logits and keep nothing in fp32.
-
-
+# This and the next for a compiler, as kernels that read bf16 logits and keep nothing in fp32.
 def _sum_of_exponentials(logits: Tensor, highest: Tensor) -> Tensor:
     return (logits.float() - highest[:, None]).exp().sum(dim=-1)
 

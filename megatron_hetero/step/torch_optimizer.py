@@ -151,7 +151,6 @@ class MegatronOptimizer(InnerOptimizer):
     """Megatron's optimizer of a module in its `DistributedDataParallel`."""
 
     def __init__(self, module: TrainedModule, ddps: Sequence[Any], config: Any):
-        # Here and below: what runs without it does not wait for its import.
         from megatron_hetero.groups.megatron import megatron_optimizer
 
         self.module, topology = module, module.topology

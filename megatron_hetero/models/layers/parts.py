@@ -14,14 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron_hetero.groups.megatron import ModuleGroups, TransformerConfig
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
+
+# Imported where modules are built, as it takes seconds.
+if TYPE_CHECKING:
+    from megatron_hetero.groups.megatron import ModuleGroups, TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ class Site:
 
     def config_of(self, *, rms_norm: bool = True, **fields: Any) -> TransformerConfig:
         """Return a configuration for Megatron's classes with these fields. Weights are not initialised."""
+        from megatron_hetero.groups.megatron import TransformerConfig
+
         bf16 = self.dtype == torch.bfloat16
         dtype = torch.bfloat16 if bf16 else torch.float32
         fields = {"num_attention_heads": self.tp, "hidden_size": self.tp} | fields

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import SHOWN
+from tests.support.sizes import received_rows, sent_rows
 from tests.unit.boundary.simulation import ROW_BYTES, Boundary, SimulatedDirection
 
 
@@ -104,7 +105,7 @@ def check_received(boundary: Boundary) -> None:
         if plain(name, held, needed):
             for rank, plan in zip(simulated.ranks, simulated.plans, strict=True):
                 least = np.setdiff1d(np.intersect1d(needed.held_by(rank), held.ids), held.held_by(rank))
-                assert plan.received_rows == len(least)
+                assert received_rows(plan) == len(least)
         received, sent = map(sum, _traffic(simulated))
         assert received == sent == boundary.plan.directions[name].minimum_total
 
@@ -147,4 +148,4 @@ def check_text(boundary: Boundary) -> None:
 
 def _traffic(simulated: SimulatedDirection) -> tuple[list[int], list[int]]:
     """Rows that each rank receives and sends."""
-    return [plan.received_rows for plan in simulated.plans], [plan.sent_rows for plan in simulated.plans]
+    return [received_rows(plan) for plan in simulated.plans], [sent_rows(plan) for plan in simulated.plans]

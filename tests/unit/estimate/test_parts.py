@@ -15,6 +15,7 @@ from megatron_hetero.layout.communicators import communicators
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.layers.offload import OffloadSizes
+from tests.support.sizes import received_rows, sent_rows
 from tests.unit.estimate.conftest import MakePlan
 
 SIZES = (7, 300, 64, 1, 129)
@@ -72,7 +73,7 @@ def test_traffic_is_that_of_each_ranks_plan(world: int, vision: str, text: str, 
         for i, rank in enumerate(traffic.ranks.tolist()):
             direction = getattr(boundary.rank(rank), name)
             assert (traffic.held[i], traffic.needed[i]) == (direction.held, direction.needed)
-            assert (traffic.received[i], traffic.sent[i]) == (direction.received_rows, direction.sent_rows)
+            assert (traffic.received[i], traffic.sent[i]) == (received_rows(direction), sent_rows(direction))
             assert traffic.kept[i] == len(direction.local_from)
             for stage in traffic.stages:
                 exchange = direction.exchange(stage.stage)

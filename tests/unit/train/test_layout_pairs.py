@@ -22,6 +22,7 @@ from megatron_hetero.layout.layout import Layout
 from tests.support.matrix import thinned
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
+from tests.support.sizes import received_rows, sent_rows
 from tests.unit.data.packs import (
     BATCHES,
     SHAPE,
@@ -133,8 +134,8 @@ def _cross(
     returned, backward = _counted(communicator, "backward", boundary, c[needed], returning)
     assert torch.equal(crossed, x[needed]), "rows changed on the way"
     assert torch.equal(returned, c[held]), "gradients changed on the way"
-    assert boundary.forward.received_rows == len(set(needed.tolist()) - set(held.tolist()))
-    assert returning.received_rows == len(set(held.tolist()) - set(needed.tolist()))
+    assert received_rows(boundary.forward) == len(set(needed.tolist()) - set(held.tolist()))
+    assert received_rows(returning) == len(set(held.tolist()) - set(needed.tolist()))
     # Invariant rows count once: of ranks that hold the same rows (replicated over tp) only the first is counted.
     first_reader = sharded["text"] or layouts["text"].coordinate(rank).tp == 0
     first_holder = sharded["vision"] or layouts["vision"].coordinate(rank).tp == 0
@@ -167,6 +168,6 @@ def _counted(
     with mock.patch.object(dist, "all_to_all_single", spy):
         result = getattr(communicator, name)(load_plan(plan, CPU), rows)
     assert spy.calls == len(direction.exchanges)
-    assert spy.sent == direction.sent_rows * communicator.row_bytes
-    assert spy.received == direction.received_rows * communicator.row_bytes
+    assert spy.sent == sent_rows(direction) * communicator.row_bytes
+    assert spy.received == received_rows(direction) * communicator.row_bytes
     return result, spy.calls
