@@ -34,7 +34,7 @@ setup(
         "pillow>=11",
         "pyyaml>=6",
         "rich>=13.8",
-        "typing-extensions>=4.12",
+        "typing-extensions>=4.12.2",
     ],
     extras_require={
         # As in megatron_hetero/models/layers/kernels.py; both build against an installed torch (docs/installation.md).

@@ -1,4 +1,4 @@
-"""What the installed version of Transformer Engine has, by `recorded.json` (written by `stand_ins/record.py`).
+"""What the installed version of Transformer Engine has, by `recorded.json` (written by `tools/te_signatures.py`).
 
 "transformer_engine.pytorch.ep:": {"2.17.1": ""}                                       a module, from 2.17.1 on
 "transformer_engine.pytorch.ep:is_symm_backed": {"2.18.0": ""}                         a name in it

@@ -1,8 +1,8 @@
 """Names of Megatron-Core, and private names of PyTorch, that the package uses.
 
-    python -m tests.names              # those that the installed versions lack
-    python -m tests.names --list       # all, with the files that use them
-    python -m tests.names --package DIR --list
+    python -m tools.names              # those that the installed versions lack
+    python -m tools.names --list       # all, with the files that use them
+    python -m tools.names --package DIR --list
 
 A release that renames one breaks us without notice, so `make test-versions` looks for each of them in each row.
 """
@@ -140,6 +140,7 @@ def _source(cls: type) -> str:
 
 
 def main() -> int:
+    """Print names; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="all names, with the files that use them")
     parser.add_argument("--package", type=Path, default=PACKAGE, metavar="DIR", help="package to read")

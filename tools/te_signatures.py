@@ -1,8 +1,8 @@
-"""Records what versions of Transformer Engine have of what Megatron-Core takes from it, for the stand-in: names, and
-parameters of the methods that the stand-in has.
+"""Records what versions of Transformer Engine have of what Megatron-Core takes from it, for the stand-in in
+`tests/support/stand_ins`: names, and parameters of the methods that the stand-in has.
 
     pip download --no-deps -d WHEELS transformer-engine==2.20.2 megatron-core==0.19.2       # and each other version
-    python -m tests.support.stand_ins.record WHEELS
+    python -m tools.te_signatures WHEELS
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from packaging.utils import parse_wheel_filename
 
-STAND_IN = Path(__file__).parent / "transformer_engine_2/transformer_engine"
+STAND_IN = Path(__file__).parents[1] / "tests/support/stand_ins/transformer_engine_2/transformer_engine"
 Modules = dict[str, ast.Module]
 
 
