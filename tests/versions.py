@@ -227,8 +227,11 @@ def names_markdown(results: list[Result], owner: str) -> str:
 def with_tables(page: str, text: str) -> str:
     """The text of a page with its tables written anew."""
     results = recorded()
-    tables = {"versions": lambda: versions_markdown(results), "megatron": lambda: names_markdown(results, names.CORE)}
-    tables["torch"] = lambda: names_markdown(results, "torch")
+    tables = {
+        "versions": lambda: versions_markdown(results),
+        "megatron": lambda: names_markdown(results, names.CORE),
+        "torch": lambda: names_markdown(results, "torch"),
+    }
     for name in PAGES[page]:
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
         before, _, rest = text.partition(begin)
@@ -237,13 +240,6 @@ def with_tables(page: str, text: str) -> str:
 
 
 PAGES = {"README.md": ("versions",), "tests/versions.md": ("megatron", "torch")}
-
-
-def write_tables() -> None:
-    """Write the tables of all pages."""
-    for page in PAGES:
-        path = ROOT / page
-        path.write_text(with_tables(page, path.read_text("utf-8")), "utf-8")
 
 
 def main() -> int:
@@ -255,7 +251,8 @@ def main() -> int:
     parser.add_argument("--extras", default="dev,tensorboard,bench", help="extras of this project to install")
     flags = parser.parse_args()
     if flags.table:
-        write_tables()
+        for path in map(ROOT.joinpath, PAGES):
+            path.write_text(with_tables(str(path.relative_to(ROOT)), path.read_text("utf-8")), "utf-8")
         return 0
     if unknown := set(flags.rows) - {row.name for row in ROWS}:
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(row.name for row in ROWS)}")

@@ -79,8 +79,8 @@ def _names(engine: Modules, module: str) -> set[str]:
     return names
 
 
-def main(folder: Path) -> None:
-    """Write the record of the wheels in a folder."""
+def record(folder: Path, stand_in: Path) -> dict[str, dict[str, str | None]]:
+    """What each name was in the first version that changed it, of the wheels in a folder, as `found` has it."""
     engines: dict[str, Modules] = {}
     dotted: set[str] = set()
     for wheel in sorted(folder.glob("*.whl"), key=lambda wheel: parse_wheel_filename(wheel.name)[1]):
@@ -90,7 +90,7 @@ def main(folder: Path) -> None:
             engines[str(parse_wheel_filename(wheel.name)[1])] = modules(wheel, "transformer_engine")
     known = {module for engine in engines.values() for module in engine}
     places = {place(name, known) for name in dotted}
-    for path in STAND_IN.glob("*.py"):
+    for path in stand_in.glob("*.py"):
         signed = re.findall(r'@signed\(\s*"([^"]+)"', path.read_text())
         places |= {f"transformer_engine.pytorch.{method}" for method in signed}
     result: dict[str, dict[str, str | None]] = {}
@@ -99,9 +99,9 @@ def main(folder: Path) -> None:
         for version, engine in engines.items():
             if (now := found(engine, name)) != last:
                 result.setdefault(name, {})[version] = last = now
-    text = json.dumps(result, indent=1)
-    (STAND_IN / "recorded.json").write_text(re.sub(r"\{\s+(.*)\s+\}", r"{\1}", text) + "\n")
+    return result
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    text = json.dumps(record(Path(sys.argv[1]), STAND_IN), indent=1)
+    (STAND_IN / "recorded.json").write_text(re.sub(r"\{\s+(.*)\s+\}", r"{\1}", text) + "\n")
