@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,8 @@ def install(connection: Connection, store: dist.Store, rank: int, ranks: int) ->
     client = Client(connection, store, rank, ranks)
     # PyTorch's recorder, from 2.15 on of every backend, does not know groups of Python.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    # That of 2.14 takes no group of Python to split from.
+    dist.distributed_c10d._DistributedBackendOptions = SimpleNamespace  # pyright: ignore[reportAttributeAccessIssue]
     dist.Backend.register_backend(DEVICE, _creator(client, on_device=True), extended_api=True, devices=["cpu"])
     dist.Backend.register_backend(HOST, _creator(client, on_device=False), extended_api=True, devices=["cpu"])
     for name, replaced in {"split_group": _with_accelerator(dist.split_group), "batch_isend_irecv": _batch}.items():
