@@ -84,7 +84,10 @@ SUBSET = (
     "tests/unit/step/test_recipe.py",
     "tests/unit/checkpoint",
     "tests/unit/support/test_nccl_rules.py",
-    "tests/parity",
+    "tests/parity/test_parity.py",
+    "tests/parity/test_qwen3_vl.py",
+    "tests/parity/test_bf16.py",
+    "tests/parity/test_nccl_rules.py",
     "tests/functional/checkpoint/test_across_layouts.py",
     "tests/functional/test_torchrun.py",
 )
