@@ -189,7 +189,7 @@ def run(row: Row, folder: Path, extras: str, tests: tuple[str, ...]) -> Result:
 
 def table(results: list[Result]) -> str:
     """The results as lines of text, a row for each."""
-    cells = [("row", "Python", *SHOWN, "passed", "failed", "skipped", "minutes", "")]
+    cells: list[tuple[str, ...]] = [("row", "Python", *SHOWN, "passed", "failed", "skipped", "minutes", "")]
     for result in results:
         numbers = (str(result.passed), str(result.failed), str(result.skipped), str(result.minutes))
         note = result.problem or ("" if result.good else "FAILED")

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,7 @@ def prepare(platform: Platform) -> None:
     """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""
     prepare_environment()  # Does nothing if `process_group` has done it.
     # It would advise one hardware queue; collectives of high priority begin in time with several.
-    warns: Any = tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce
-    warns.warned = True
+    cast("Any", tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce).warned = True
     if platform.is_cuda:
         return
     answer_for_cuda()
@@ -238,7 +237,7 @@ def module_groups(
     # needed.
     samples = group(*GRADIENT_AXES)
     experts = next((view for view in views if view.name == EXPERTS), MAIN)
-    groups = ModuleGroups(
+    groups: Any = ModuleGroups(
         along=group,
         tp=group("tp"),
         sp=group("sp"),
@@ -292,7 +291,8 @@ def gradients_for_norm(optimizer: Any) -> list[Tensor]:
     if hasattr(optimizer, "get_main_grads_for_grad_norm"):
         return optimizer.get_main_grads_for_grad_norm()
     # From 0.19 on some parameters may have a norm of their own; here all have one.
-    return [g for kind in (None, *kinds.SEPARATE_GRAD_NORM_GROUPS) for g in optimizer.get_grads_for_grad_norm(kind)]
+    own: Any = kinds.SEPARATE_GRAD_NORM_GROUPS  # pyright: ignore[reportAttributeAccessIssue]
+    return [gradient for kind in (None, *own) for gradient in optimizer.get_grads_for_grad_norm(kind)]
 
 
 def te_layers() -> Any:
