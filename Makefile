@@ -7,7 +7,7 @@
 # make properties    the property tests with other examples than those of `make test`
 # make fuzz          bad input of all kinds for 20 minutes: taken, or refused with a sentence
 # make slurm         the job scripts on a Slurm of three nodes on this machine; some minutes, as root, Linux
-# make test-versions the oldest and the newest torch, transformers and Megatron-Core; 6 GB each
+# make test-versions six sets of Python, torch, transformers and Megatron-Core; up to 6 GB each
 # Each makes what it needs, .venv included. PYTHON=python3.12 make ... takes another interpreter.
 
 PYTHON ?= python3
@@ -80,7 +80,7 @@ torture: $(INSTALLED)
 	$(BIN)/python -m tests.torture --seed $(SEED)
 	$(BIN)/python -m tests.torture --seed $(SEED) --async
 
-# Not part of `make test`. ROWS="oldest newest" chooses, ALL=1 runs all tests instead of a subset.
+# Not part of `make test`. ROWS="oldest 0.18" chooses, ALL=1 runs all tests instead of a subset.
 ROWS ?=
 test-versions:
 	$(PYTHON) -m tests.versions --extras $(EXTRAS) $(if $(ALL),--all) $(ROWS)

@@ -13,6 +13,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,8 +24,15 @@ PACKAGE = ROOT / "megatron_hetero"
 ADAPTER = "megatron_hetero.groups.megatron"
 CORE = "megatron.core"
 
-# What is read of Megatron's objects, which syntax does not show.
+# What is read of objects, or given by keyword, which syntax does not show.
+_FSDP = "torch.distributed.fsdp._fully_shard"
 MEMBERS = {
+    f"{CORE}.distributed.DistributedDataParallel": "ddp_config finish_grad_sync zero_grad_buffer",
+    f"{CORE}.extensions.transformer_engine_spec_provider.TESpecProvider": (
+        "column_parallel_linear core_attention layer_norm row_parallel_linear"
+    ),
+    f"{CORE}.hyper_comm_grid.HyperCommGrid": "dim_names rank_offset shape",
+    f"{CORE}.models.common.language_module.language_module.LanguageModule": "compute_language_model_loss",
     f"{CORE}.optimizer.optimizer.MegatronOptimizer": (
         "config get_grads_for_grad_norm get_main_grads_for_grad_norm get_parameters param_groups prepare_grads "
         "reload_model_params step_with_ready_grads zero_grad"
@@ -33,15 +41,35 @@ MEMBERS = {
     f"{CORE}.optimizer.optimizer_config.OptimizerConfig": (
         "use_distributed_optimizer use_precision_aware_optimizer_no_fp8_or_ds_fp8"
     ),
+    f"{CORE}.packed_seq_params.PackedSeqParams": ("cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv qkv_format"),
     f"{CORE}.parallel_state": (
         "get_context_parallel_group get_data_parallel_group get_expert_model_parallel_world_size "
         "get_pipeline_model_parallel_group get_tensor_model_parallel_group model_parallel_is_initialized"
     ),
-    f"{CORE}.hyper_comm_grid.HyperCommGrid": "dim_names rank_offset shape",
+    f"{CORE}.process_groups_config.ProcessGroupCollection": (
+        "cp dp dp_cp dp_cp_ag dp_cp_gtp_remat embd ep expt_dp expt_dp_ag expt_dp_gtp_remat expt_gtp_remat expt_tp "
+        "gtp_remat hcp inter_dist_opt intra_dist_opt intra_dp_cp intra_expt_dp mp pos_embd pp tp tp_cp tp_dp_cp tp_ep "
+        "tp_ep_pp tp_ep_pp_with_egtp_remat"
+    ),
     f"{CORE}.tensor_parallel.ColumnParallelLinear": "allreduce_dgrad sequence_parallel tp_group",
     f"{CORE}.tensor_parallel.RowParallelLinear": "input_size_per_partition sequence_parallel tp_group",
+    f"{CORE}.tensor_parallel.cross_entropy": (
+        "get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size"
+    ),
     f"{CORE}.tensor_parallel.random.CudaRNGStatesTracker": "add fork get_states reset set_states states_",
-    f"{CORE}.packed_seq_params.PackedSeqParams": ("cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv qkv_format"),
+    f"{CORE}.transformer.transformer_config.TransformerConfig": (
+        "attention_dropout bf16 gradient_accumulation_fusion hidden_size kv_channels normalization num_attention_heads "
+        "num_query_groups params_dtype perform_initialization sequence_parallel tensor_model_parallel_size "
+        "use_cpu_initialization"
+    ),
+    "torch._C._distributed_c10d": "_dump_nccl_trace",
+    "torch.distributed.distributed_c10d._world": "group_count pg_group_ranks pg_map pg_names",
+    "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state",
+    f"{_FSDP}._fsdp_param.FSDPParam": "_unsharded_param sharded_param unsharded_accumulated_grad",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup": (
+        "_partial_reduce_output _post_forward_indices comm_ctx fsdp_params post_backward"
+    ),
+    f"{_FSDP}._fsdp_state.FSDPState": "_fsdp_param_group _fsdp_param_groups",
 }
 
 
@@ -121,7 +149,7 @@ def _exists(name: str) -> bool:
         return False
     if hasattr(value, member) or member in getattr(value, "__dataclass_fields__", {}):
         return True
-    return isinstance(value, type) and any(f"self.{member}" in _source(cls) for cls in value.__mro__[:-1])
+    return isinstance(value, type) and any(re.search(rf"self\.{member}\b", _source(cls)) for cls in value.__mro__[:-1])
 
 
 def _value(name: str) -> Any:

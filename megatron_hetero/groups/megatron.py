@@ -1,4 +1,4 @@
-"""The only file that imports Megatron-Core: what it takes from there, the globals it fills, and the collection of
+"""Where Megatron-Core is imported, but for `Layout.from_mpu`: names, the globals that are filled, and the collection of
 process groups that Megatron's layers take. `tests/versions.md` lists the names by release.
 
 Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the buffer that
@@ -262,7 +262,8 @@ def module_groups(
         embd=ends,
         pos_embd=None,  # for positions that several stages embed, which Megatron's decoders do not
     )
-    # From 0.19 on: these and the ranks along an axis of weights that are gathered before use, of which there is none.
+    # From 0.18 on: groups of FSDP's gathers. From 0.19 on: weights with an axis of their own, here of one rank.
+    groups.dp_cp_ag = groups.expt_dp_ag = groups.gtp_remat = groups.expt_gtp_remat = None
     groups.dp_cp_gtp_remat, groups.expt_dp_gtp_remat = groups.dp_cp, groups.expt_dp
     groups.tp_ep_pp_with_egtp_remat = groups.tp_ep_pp
     return groups

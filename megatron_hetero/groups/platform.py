@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import resource
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -201,8 +200,6 @@ class Platform:
                 options["device_id"] = self.device
             # It serves modules whose `tp` spans all ranks.
             options["pg_options"] = self._options(None, urgent=True)
-            # From PyTorch 2.15 on `nccl` is another implementation by default. Schedules rest on the rules of this one.
-            os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
         dist.init_process_group(self.backend, **options)
 
     def split(
@@ -219,7 +216,7 @@ class Platform:
             # One `ncclCommSplit` of all ranks. `new_group` would call it for each group, on all ranks too.
             ranks = list(map(list, groups))
             group = dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=what)
-            return group if group_of(groups, dist.get_rank()) else None  # From 2.15 on outsiders get a number.
+            return group if group_of(groups, dist.get_rank()) else None  # From 2.14 on outsiders get -100.
         return self._own_group(groups, self.backend, what, options)
 
     def _options(self, max_ctas: int | None, urgent: bool) -> Any:
@@ -327,7 +324,7 @@ class Platform:
 
 
 def answer_for_cuda() -> None:
-    """From now on in this process, have functions of `torch.cuda` about the current device answer for the CPU."""
+    """From now on in this process, have what Megatron-Core asks of `torch.cuda` without a GPU answered for the CPU."""
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
     torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]

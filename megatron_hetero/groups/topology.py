@@ -269,7 +269,7 @@ def _host_groups(
 
 def _level(platform: Platform) -> None:
     """Fill up all ranks to the same number of process groups, of which a program may have created some: those that are
-    created without all ranks are named by how many a rank has, or in PyTorch 2.15 by how many it has named.
+    created without all ranks are named by how many a rank has, or from PyTorch 2.14 on by how many it has named.
     """
     world, counts = dist.distributed_c10d._world, [(0, 0)] * dist.get_world_size()
     dist.all_gather_object(counts, (len(world.pg_names), world.group_count))

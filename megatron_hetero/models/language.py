@@ -33,7 +33,7 @@ from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 
 MOST_LOGITS = 1 << 28
-"""Logits of one chunk on a rank: 512 MiB in bf16. Smaller chunks read and write the weight's gradient more often."""
+"""Logits of one chunk where a GPU compiles, 512 MiB in bf16; a quarter of them elsewhere, which are copied in fp32."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ def head_loss(
         hits: bool [tokens] to fill, see `vocab_parallel_hits`.
         chunk: tokens whose logits exist at a time; default: as `MOST_LOGITS` allows.
     """
-    return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or max(1, MOST_LOGITS // len(weight)))
+    most = MOST_LOGITS if compiles_for(weight) else MOST_LOGITS // 4
+    return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or max(1, most // len(weight)))
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -12,6 +12,7 @@ import pytest
 VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_DIST_USE_NCCL2": "0",
 }
 
 RECORD = """
@@ -65,5 +66,6 @@ def test_what_a_user_has_set_stays() -> None:
     users = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",  # the older name
+        "TORCH_DIST_USE_NCCL2": "1",
     }
     assert found_at_the_import_of_torch("the program", **users) == users

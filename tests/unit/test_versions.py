@@ -71,7 +71,7 @@ def test_each_python_has_one_version_of_each_package_and_a_row(python: str) -> N
 @pytest.mark.parametrize("page", versions.PAGES)
 def test_pages_have_the_recorded_tables(page: str) -> None:
     text = (versions.ROOT / page).read_text("utf-8")
-    assert text == versions.with_tables(page, text), "run `python -m tests.versions --table`"
+    assert text == versions.with_tables(page, text), "run `make test-versions`"
 
 
 def test_the_record_has_every_row() -> None:
@@ -85,8 +85,11 @@ def test_one_file_imports_megatron_core() -> None:
 
 
 def _imported(path: Path) -> str:
-    nodes = ast.walk(ast.parse(path.read_text("utf-8")))
-    return " ".join(node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module)
+    modules = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+    return " ".join(modules)
 
 
 def test_names_are_found_and_missed(tmp_path: Path) -> None:

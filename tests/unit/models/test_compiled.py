@@ -73,7 +73,7 @@ def test_a_function_is_compiled_once_for_any_number_of_tokens() -> None:
     counters.clear()
     for tokens in (6, 3, 0, 1, 2, 77, 4096):
         x = torch.randn(tokens, 1, 1)
-        torch.testing.assert_close(compiled.run(compiled.activated, x, None, F.silu, False), F.silu(x))
+        torch.testing.assert_close(compiled.run(compiled.activated, x, F.silu, False), F.silu(x))
     assert counters["stats"]["unique_graphs"] == 1
 
 
