@@ -168,6 +168,8 @@ for _ in range(2):
     prepare(platform)
     prepare_globals(7)
 assert torch.cuda.current_device() == CPU
+torch.cuda.current_stream().wait_stream(torch.cuda.current_stream())
+torch.cuda.synchronize()
 tracker = get_cuda_rng_tracker()
 torch.manual_seed(0)
 outside = torch.get_rng_state()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_hetero.groups.platform import MOST_GRAPHS
 from megatron_hetero.models import language
 from megatron_hetero.models.language import VocabularyShard, head_loss, vocab_parallel_hits
 from tests.support.matrix import thinned
@@ -79,6 +80,19 @@ def test_head_loss_in_kernels() -> None:
         for (tokens, chunk), vocabulary in product(PIECES, [24, 21, 9, 5, 2]):
             assert max(errors(vocabulary, tokens, chunk, torch.float32, world())) < 3e-6
         assert max(errors(24, 512, 100, torch.bfloat16, world())) < 1e-2
+
+
+@pytest.mark.long  # The compiler takes long.
+@on_ranks(1, timeout_s=240)
+def test_compiled_head_loss() -> None:
+    """With few graphs for any number of tokens and columns, and gradients in the memory of slices of logits."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with mock.patch.object(language, "compiles_for", return_value=True):
+        for (tokens, chunk), vocabulary in product([(7, None), (7, 3), (1, None), (40, 13)], [24, 21, 5]):
+            assert max(errors(vocabulary, tokens, chunk, torch.float32, world())) < 3e-6
+        assert max(errors(24, 512, 100, torch.bfloat16, world())) < 1e-2
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] < MOST_GRAPHS // 2
 
 
 @on_ranks(2)
