@@ -55,19 +55,22 @@ def collectives(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _coalesced(own: torch.Tensor, ranks: int) -> dict[str, torch.Tensor]:
-    first, second = own.clone(), own[:2].clone()
+    first, second, c10d = own.clone(), own[:2].clone(), dist.distributed_c10d
+    # Up to PyTorch 2.12 they had the second name only.
+    scatter = getattr(c10d, "reduce_scatter_single", c10d.reduce_scatter_tensor)
+    gather = getattr(c10d, "all_gather_single", c10d.all_gather_into_tensor)
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
         dist.all_reduce(first)
         dist.all_reduce(second)
     manager.wait()
     parts = torch.empty(3, dtype=own.dtype), torch.empty(1, dtype=own.dtype)
     with dist.distributed_c10d._coalescing_manager():
-        dist.distributed_c10d.reduce_scatter_single(parts[0], own)
-        dist.distributed_c10d.reduce_scatter_single(parts[1], own[:ranks].clone())
+        scatter(parts[0], own)
+        scatter(parts[1], own[:ranks].clone())
     gathered = [torch.empty(ranks * len(part), dtype=own.dtype) for part in parts]
     with dist.distributed_c10d._coalescing_manager():
         for whole, part in zip(gathered, parts, strict=True):
-            dist.distributed_c10d.all_gather_single(whole, part)
+            gather(whole, part)
     names = "all_reduce 1", "all_reduce 2", "scatter 1", "scatter 2", "gather 1", "gather 2"
     return {f"coalesced {n}": t for n, t in zip(names, (first, second, *parts, *gathered), strict=True)}
 
