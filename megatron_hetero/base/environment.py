@@ -99,7 +99,6 @@ _QUEUES, _FEW = "CUDA_DEVICE_MAX_CONNECTIONS", range(8)  # 8 is CUDA's default.
 _DEFAULTS = {
     (_QUEUES,): "32",
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
-    ("TORCH_DIST_USE_NCCL2",): "0",  # Schedules rest on the rules of what `nccl` was before PyTorch 2.15.
 }
 _TRACES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
@@ -111,6 +110,7 @@ def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     """
     missing = {names[0]: value for names, value in _DEFAULTS.items() if not any(name in environ for name in names)}
     environ.update(missing)
+    environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # Schedules rest on the rules of `nccl` before PyTorch 2.15.
     if environ.get("RANK", "0") != "0":
         return
     if missing and _cuda_is_initialized():
