@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_hetero.groups import platform
 from megatron_hetero.groups.platform import Platform
+from megatron_hetero.models import language
 from megatron_hetero.models.layers import mlp, rotary
 from megatron_hetero.step.fused import update_
 
@@ -48,6 +49,8 @@ NO_KERNELS = frozenset(
 
 
 COMPILED = {
+    language._sum_of_exponentials: 1,
+    language._gradients_: 1,
     mlp.swiglu_forward: 1,
     mlp.swiglu_backward: 2,
     rotary.turned: 1,
