@@ -24,8 +24,8 @@ PACKAGE = ROOT / "megatron_hetero"
 ADAPTER = "megatron_hetero.groups.megatron"
 CORE = "megatron.core"
 
-# What is read of objects, or given by keyword, which syntax does not show.
 _FSDP = "torch.distributed.fsdp._fully_shard"
+# What is read of objects, or given by keyword, which syntax does not show.
 MEMBERS = {
     f"{CORE}.distributed.DistributedDataParallel": "ddp_config finish_grad_sync zero_grad_buffer",
     f"{CORE}.extensions.transformer_engine_spec_provider.TESpecProvider": (

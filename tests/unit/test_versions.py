@@ -33,12 +33,12 @@ def _pinned(row: versions.Row) -> dict[str, Version]:
     return {name: Version(version) for name, version in (pin.split("==") for pin in row.pins)}
 
 
-def _constraints(python: str) -> dict[str, Version]:
-    """The versions in constraints.txt for a version of Python."""
+def _constraints(python: str) -> list[tuple[str, Version]]:
+    """The names and versions in constraints.txt for a version of Python."""
     lines = (versions.ROOT / "constraints.txt").read_text("utf-8").splitlines()
     wanted = [Requirement(line) for line in lines if not line.startswith("#")]
     own = [r for r in wanted if r.marker is None or r.marker.evaluate({"python_version": python})]
-    return {r.name: Version(next(iter(r.specifier)).version) for r in own}
+    return [(r.name, Version(next(iter(r.specifier)).version)) for r in own]
 
 
 def test_the_lower_ends_are_the_oldest_that_are_tested() -> None:
@@ -54,7 +54,7 @@ def test_the_lower_ends_are_the_oldest_that_are_tested() -> None:
 
 
 def test_the_upper_ends_are_the_newest_that_are_tested() -> None:
-    required, newest = _required(), _constraints("3.12")
+    required, newest = _required(), dict(_constraints("3.12"))
     for name in SUPPORTED:
         following = f"{newest[name].major}.{newest[name].minor + 1}"
         assert f"<{following}" in {str(bound) for bound in required[name].specifier}, name
@@ -62,10 +62,8 @@ def test_the_upper_ends_are_the_newest_that_are_tested() -> None:
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_each_python_has_one_version_of_each_package_and_a_row(python: str) -> None:
-    lines = (versions.ROOT / "constraints.txt").read_text("utf-8").splitlines()
-    names_of = [r.name for r in map(Requirement, (x for x in lines if not x.startswith("#"))) if not r.marker or
-                r.marker.evaluate({"python_version": python})]  # fmt: skip
-    assert len(names_of) == len(set(names_of))
+    pinned = [name for name, _ in _constraints(python)]
+    assert len(pinned) == len(set(pinned))
     assert [row.name for row in versions.ROWS if row.pins == versions.TESTED and row.python == python]
 
 
