@@ -1,4 +1,4 @@
-# make train         the demo: a small model learns to answer questions about pictures, on any machine; or MODEL=qwen3_vl
+# make train         the demo: a small model learns to answer questions about pictures, on any machine; or MODEL=qwen3_vl, DATA=video
 # make test          lint, types, unit tests, functional tests
 # make matrix        the rows of long matrices that `make test` leaves out
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 LOGS := $(VENV)/logs
-EXTRAS := dev,tensorboard,bench
+EXTRAS := dev,tensorboard,bench,video
 RANKS ?= 2
 
 # A recipe fails where the first command of a pipe does.
@@ -119,19 +119,21 @@ kernels: $(INSTALLED)
 
 # --------------------------------------------------------------------------------------------- programs
 
-# MODEL=qwen3_vl takes another family, in a folder of its own; `make demo-clean MODEL=qwen3_vl` removes that.
+# MODEL and DATA choose a folder of their own; `make demo-clean MODEL=qwen3_vl` removes that.
 MODEL ?=
-DEMO := demo$(addprefix -,$(MODEL))
-HELD_OUT := --annotations $(DEMO)/data/heldout.jsonl --images $(DEMO)/data/images
-ANSWER = OMP_NUM_THREADS=$(RANKS) $(BIN)/python -m examples.answer_questions $(DEMO)/trained $(HELD_OUT)
+DATA ?=
+DEMO := demo$(addprefix -,$(MODEL))$(addprefix -,$(DATA))
+ANSWER = OMP_NUM_THREADS=$(RANKS) $(BIN)/python -m examples.answer_questions $(DEMO)/trained --images $(DEMO)/data/images
+HELD_OUT := --annotations $(DEMO)/data/heldout.jsonl
 
 train: $(DEMO)/demo.json
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_vlm.py --config $(DEMO)/config.yaml
-	$(ANSWER)
-	$(ANSWER) --blank
+	$(ANSWER) $(HELD_OUT)
+	$(ANSWER) $(HELD_OUT) --blank
+	$(if $(filter video,$(DATA)),$(ANSWER) --annotations $(DEMO)/data/reversed.jsonl)
 
 $(DEMO)/demo.json: | $(INSTALLED)
-	$(BIN)/python -m examples.make_demo $(DEMO) $(addprefix --model ,$(MODEL))
+	$(BIN)/python -m examples.make_demo $(DEMO) $(addprefix --model ,$(MODEL)) $(addprefix --data ,$(DATA))
 
 demo-clean:
 	rm -rf $(DEMO)
@@ -142,6 +144,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.schedule
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.video
 	$(BIN)/python -m benchmarks.roofline
 
 # On a machine with one GPU, in under ten minutes.

@@ -3,7 +3,7 @@
     python -m examples.answer_questions HF_DIR --annotations FILE [--images DIR] [--blank]
 
 The model does not run in the layers it was trained with, so the rate verifies the export too. The first question of
-each record is answered greedily. `--blank` shows grey pictures of the same sizes instead: the rate of guessing.
+each record is answered greedily. `--blank` shows pictures and videos in one colour instead: the rate of guessing.
 """
 
 from __future__ import annotations
@@ -12,37 +12,41 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_hetero.base.errors import UserError, listed, printable
+from megatron_hetero.base.errors import VISION, UserError, listed, printable
 from megatron_hetero.base.terminal import Parser, console
 from megatron_hetero.cli.command import a_path, at_least
-from megatron_hetero.data.chat import END_OF_TURN, to_messages
+from megatron_hetero.data.chat import END_OF_TURN
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.tokenizer import check_folder
+from megatron_hetero.data.validation import item_fields
 from megatron_hetero.groups.launch import ended
-from megatron_hetero.models.items.image_files import load_picture
+from megatron_hetero.models.items.types import Piece
+
+_MARKS = re.compile("<image>|<video>")
 
 
 class Answerer:
-    """A model with its tokenizer and image processor. Nothing is downloaded and no code of the folder runs."""
+    """A model with its tokenizer and readers. Nothing is downloaded and no code of the folder runs."""
 
     def __init__(self, folder: Path, device: str) -> None:
         """Raises `UserError` if the folder lacks files, or weights, which transformers would initialise at random."""
-        check_folder(folder)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self.tokenizer.pad_token = self.tokenizer.pad_token or END_OF_TURN  # Any token will do: padding is masked.
-        self.images: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
+        self.processor = Processor.from_folder(folder)
+        tokenizer: Any = self.processor.tokenizer
+        tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN  # Any token will do: padding is masked.
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
@@ -50,27 +54,50 @@ class Answerer:
         if missing := sorted(info["missing_keys"]):
             raise UserError.at(folder, problem=f"no weights for {listed(missing)}", fix="export the model again")
         self.model: Any = model.to(device).eval()
-        end = self.tokenizer.convert_tokens_to_ids(END_OF_TURN)
+        end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
         # In place of the folder's settings, such as sampling and penalties.
-        self.model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=self.tokenizer.pad_token_id)
+        self.model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=tokenizer.pad_token_id)
 
     @torch.no_grad()
     def answer(self, records: Sequence[Record], blank: bool, max_new_tokens: int) -> list[str]:
         """Return the answers to the first questions of some records."""
-        pictures = [picture for record in records for picture in _pictures(record, blank)]
-        shown = self.images(images=pictures, return_tensors="pt") if pictures else {}
-        rows = (int(grid.prod()) // self.images.merge_size**2 for grid in shown.get("image_grid_thw", ()))
-        token = self.tokenizer.convert_ids_to_tokens(self.model.config.image_token_id)
-        chats = [to_messages(record)[: _first_answer(record)] for record in records]
-        texts = self.tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-        prompts = [re.sub(re.escape(token), lambda _: token * next(rows), text) for text in texts]
-        # Left padding, so that all answers start at the same position.
-        inputs = self.tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.model.config.image_token_id).int()
-        inputs.update(shown)
-        output = self.model.generate(**inputs.to(self.model.device), max_new_tokens=max_new_tokens)
-        answers = output[:, inputs["input_ids"].shape[1] :]
-        return [text.strip() for text in self.tokenizer.batch_decode(answers, skip_special_tokens=True)]
+        samples = [self.processor.tokenize(_first_question(record)) for record in records]
+        prompts = [int(sample.supervised.argmax()) for sample in samples]
+        longest = max(prompts)
+        ids = torch.full((len(samples), longest), self.model.generation_config.pad_token_id)
+        mask, positions = torch.zeros_like(ids), torch.zeros(3, *ids.shape, dtype=torch.int64)
+        for k, (sample, length) in enumerate(zip(samples, prompts, strict=True)):
+            # Left padding, so that all answers start at the same position.
+            ids[k, longest - length :] = torch.from_numpy(sample.input_ids[:length])
+            mask[k, longest - length :] = 1
+            positions[:, k, longest - length :] = torch.from_numpy(sample.position_ids[:, :length])
+        inputs = {"input_ids": ids, "attention_mask": mask, **self._items(samples, ids, blank)}
+        # Positions as in training: those of transformers overlap after videos of Qwen2.5-VL.
+        deltas = positions.amax(dim=(0, 2))[:, None] + 1 - mask.sum(dim=1, keepdim=True)
+        known = tuple(each.to(self.model.device) for each in (positions, deltas))
+        self.model.model.get_rope_index = lambda *_, **__: known
+        moved = {name: each.to(self.model.device) for name, each in inputs.items()}
+        output = self.model.generate(**moved, max_new_tokens=max_new_tokens)
+        texts = self.processor.tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
+        return [text.strip() for text in texts]
+
+    def _items(self, samples: Sequence[TokenizedSample], ids: Tensor, blank: bool) -> dict[str, Tensor]:
+        """What the model takes beside tokens. `blank`: in the mean colour."""
+        config, parts, grids = self.model.config, dict[str, list[Tensor]](), dict[str, list[list[int]]]()
+        for sample in samples:
+            for k, (ref, sizes) in enumerate(zip(sample.record.items, sample.pieces, strict=True)):
+                pieces = [Piece(number, size) for number, size in enumerate(sizes)]
+                patches = torch.from_numpy(self.processor.patches(sample.record, k, pieces))
+                name, whole = ref.field.modality, [len(sizes), *sizes[0][1:]]  # type: ignore[index]
+                parts.setdefault(name, []).append(torch.zeros_like(patches) if blank else patches)
+                grids.setdefault(name, []).append(whole)
+        kinds = {"image": (config.image_token_id, 1, ""), "video": (config.video_token_id, 2, "_videos")}
+        found = {"mm_token_type_ids": torch.zeros_like(ids)}
+        for name, (token, kind, tail) in kinds.items():
+            if name in parts:
+                found["mm_token_type_ids"] += kind * (ids == token)
+                found |= {f"pixel_values{tail}": torch.cat(parts[name]), f"{name}_grid_thw": torch.tensor(grids[name])}
+        return found
 
 
 def _first_answer(record: Record) -> int:
@@ -78,11 +105,12 @@ def _first_answer(record: Record) -> int:
     return [turn.role for turn in record.turns].index("assistant")
 
 
-def _pictures(record: Record, blank: bool) -> list[Image.Image]:
-    """Return the pictures before the first answer."""
-    count = sum(turn.text.count("<image>") for turn in record.turns[: _first_answer(record)])
-    pictures = [load_picture(*record.item(k)) for k in range(count)]
-    return [Image.new("RGB", each.size, (128, 128, 128)) for each in pictures] if blank else pictures
+def _first_question(record: Record) -> Record:
+    """Return the record up to its first answer, with the items that are shown before it."""
+    at = _first_answer(record)
+    marks = [field.placeholder for field in dict.fromkeys(ref.field for ref in record.items)]
+    shown = sum(turn.text.count(mark) for turn in record.turns[:at] for mark in marks)
+    return replace(record, turns=record.turns[: at + 1], items=record.items[:shown])
 
 
 def rates(answerer: Answerer, records: Sequence[Record], given: argparse.Namespace) -> Table:
@@ -93,7 +121,7 @@ def rates(answerer: Answerer, records: Sequence[Record], given: argparse.Namespa
         answers = answerer.answer(batch, given.blank, given.max_new_tokens)
         for record, answer in zip(batch, answers, strict=True):
             at = _first_answer(record)
-            question = record.turns[at - 1].text.replace("<image>", "").strip()
+            question = _MARKS.sub("", record.turns[at - 1].text).strip()
             asked[question] += 1
             correct[question] += answer == record.turns[at].text.strip()
     table = Table("question", title=f"Exact match, pictures {'blanked' if given.blank else 'shown'}")
@@ -115,9 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m examples.answer_questions", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="exported model in transformers format")
     parser.add_argument("--annotations", type=a_path, required=True, help="questions in LLaVA format")
-    parser.add_argument("--images", type=a_path, help="image folder, the base of relative image paths")
+    parser.add_argument("--images", type=a_path, help="folder of images and videos, the base of relative paths")
     parser.add_argument("--limit", type=positive, help="maximum number of records (default: all)")
-    parser.add_argument("--blank", action="store_true", help="show grey pictures of the same sizes")
+    parser.add_argument("--blank", action="store_true", help="show pictures and videos in one colour")
     parser.add_argument("--max-new-tokens", type=positive, default=8, help="maximum tokens per answer (default 8)")
     parser.add_argument("--batch-size", type=positive, default=16, help="questions per batch (default 16)")
     parser.add_argument("--device", type=_device, default="cpu", help="torch device (default cpu)")
@@ -134,7 +162,9 @@ def _device(text: str) -> str:
 
 def _answer(given: argparse.Namespace) -> None:
     disable_progress_bar()
-    annotations = Annotations("questions", given.annotations, given.images)
+    check_folder(given.hf_dir)
+    fields = item_fields({VISION: ("image", "video")})
+    annotations = Annotations("questions", given.annotations, given.images, fields)
     records = [annotations[k] for k in range(len(annotations))[: given.limit]]
     console().print(rates(Answerer(given.hf_dir, given.device), records, given))
 

@@ -1,11 +1,12 @@
-"""Creates everything for a first training run: a small model, drawn pictures with questions, a configuration.
+"""Creates everything for a first training run: a small model, drawn pictures or videos with questions, a configuration.
 
-    python -m examples.make_demo DIR [--model FAMILY] [--seed N] [--force]
+    python -m examples.make_demo DIR [--model FAMILY] [--data image|video] [--seed N] [--force]
 
 DIR/model/               a model in `transformers` format: random weights, tokenizer and image processor
 DIR/data/train.jsonl     questions about pictures, LLaVA-style
 DIR/data/heldout.jsonl   questions about combinations of properties that training never shows
-DIR/data/images/*.png
+DIR/data/images/         the pictures, or the videos
+DIR/data/reversed.jsonl  of videos alone: the held-out ones played backwards, with the other answers
 DIR/config.yaml          the configuration of the run
 DIR/demo.json            the options of the demo
 """
@@ -17,12 +18,14 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
+from examples.demo.films import RATE, FilmSample, film_samples
 from examples.demo.model import SYSTEM_PROMPTS, DemoSizes, write_model
-from examples.demo.records import Sample, draw, held_out_samples, training_samples
+from examples.demo.records import Sample, held_out_samples, training_samples
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.terminal import Parser
 from megatron_hetero.cli.command import a_path, at_least
@@ -51,7 +54,7 @@ data:
   datasets: [demo-train]
   shuffle: true
   max_seq_length: 256
-train: {{iters: 450, global_batch_size: 32, micro_batch_size: 32, seed: {seed}}}
+{video}train: {{iters: 450, global_batch_size: 32, micro_batch_size: 32, seed: {seed}}}
 optimizer:
   name: adamw
   lr: 0.002
@@ -65,6 +68,7 @@ optimizer:
 log: {{dir: log}}
 export: {{hf_dir: trained}}
 """
+VIDEO_CONFIG = f"  video: {{fps: {RATE}, min_frames: 2}}\n"
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class DemoOptions:
     heldout_questions: int = 320
     shape: DemoSizes = field(default_factory=DemoSizes)
     model: str = FAMILIES[0]
+    data: Literal["image", "video"] = "image"
 
 
 def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool = False) -> None:
@@ -125,26 +130,31 @@ def _remove(path: Path) -> None:
 
 
 def _write_parts(folder: Path, options: DemoOptions) -> None:
-    train = training_samples(options.train_pictures, options.seed)
-    held_out = held_out_samples(options.heldout_questions, options.seed)
     data = folder / "data"
     (data / "images").mkdir(parents=True)
+    if options.data == "video":
+        train = film_samples(options.train_pictures, options.seed, held_out=False)
+        held_out = film_samples(options.heldout_questions, options.seed, held_out=True)
+        _write_samples(data, "reversed", [replace(sample, film=sample.film.reversed()) for sample in held_out])
+    else:
+        train = training_samples(options.train_pictures, options.seed)
+        held_out = held_out_samples(options.heldout_questions, options.seed)
     _write_samples(data, "train", train)
     _write_samples(data, "heldout", held_out)
     corpus = [text for sample in train for text in (sample.question, sample.answer)]
     write_model(folder / "model", options.model, corpus, options.shape, options.seed)
-    (folder / "config.yaml").write_text(CONFIG.format(seed=options.seed), encoding="utf-8")
+    video = VIDEO_CONFIG if options.data == "video" else ""
+    (folder / "config.yaml").write_text(CONFIG.format(seed=options.seed, video=video), encoding="utf-8")
     marker = {"format": FORMAT} | asdict(options)
     (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_samples(data: Path, split: str, samples: Sequence[Sample]) -> None:
+def _write_samples(data: Path, split: str, samples: Sequence[Sample | FilmSample]) -> None:
     with open(data / f"{split}.jsonl", "w", encoding="utf-8") as file:
         for k, sample in enumerate(samples):
             name = f"{split}-{k:05d}"
             file.write(json.dumps(sample.record(name)) + "\n")
-            for picture, scene in zip(sample.files(name), sample.scenes, strict=True):
-                draw(scene).save(data / "images" / picture)
+            sample.save(data / "images", name)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -161,9 +171,15 @@ def _parser() -> argparse.ArgumentParser:
         choices=FAMILIES,
         help=f"model family (default {default.model})",
     )
+    parser.add_argument(
+        "--data",
+        default=default.data,
+        choices=("image", "video"),
+        help=f"what questions are about (default {default.data})",
+    )
     for flag, least, value, text in (
-        ("--seed", 0, default.seed, "seed of weights, pictures and questions"),
-        ("--train-pictures", 1, default.train_pictures, "number of training pictures"),
+        ("--seed", 0, default.seed, "seed of weights, data and questions"),
+        ("--train-pictures", 1, default.train_pictures, "number of training pictures or videos"),
         ("--heldout-questions", 1, default.heldout_questions, "number of held-out questions"),
         ("--text-layers", 1, default.shape.text_layers, "number of layers of the language model"),
     ):
@@ -181,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _make(given: argparse.Namespace) -> str:
     sizes = DemoSizes(text_layers=given.text_layers)
-    options = DemoOptions(given.seed, given.train_pictures, given.heldout_questions, sizes, given.model)
+    options = DemoOptions(given.seed, given.train_pictures, given.heldout_questions, sizes, given.model, given.data)
     make_demo(given.folder, options, force=given.force)
     return f"wrote {given.folder}; next: --config {given.folder / 'config.yaml'}"
 

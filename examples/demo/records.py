@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 from PIL import Image, ImageDraw
 
@@ -94,13 +95,14 @@ def draw(scene: Scene) -> Image.Image:
     centre = ((x + scene.shift[0]) * width, (y + scene.shift[1]) * height)
     # Elongated pictures get a larger shape, limited by the short side; a shape is never smaller than a patch.
     radius = scene.radius * min(max(width, height) / 1.5, min(width, height))
-    _draw_shape(ImageDraw.Draw(picture), scene.shape, centre, max(radius, 9.0), COLOURS[scene.colour])
+    draw_shape(ImageDraw.Draw(picture), scene.shape, centre, max(radius, 9.0), COLOURS[scene.colour])
     return picture
 
 
-def _draw_shape(
+def draw_shape(
     canvas: ImageDraw.ImageDraw, shape: str, centre: tuple[float, float], radius: float, colour: tuple[int, int, int]
 ) -> None:
+    """Draw one of `SHAPES`. Lengths in pixels."""
     x, y = centre
     box = (x - radius, y - radius, x + radius, y + radius)
     if shape == "disc":
@@ -140,6 +142,11 @@ class Sample:
         if files:
             record["image"] = files[0] if len(files) == 1 else files
         return record
+
+    def save(self, folder: Path, name: str) -> None:
+        """Draw the pictures."""
+        for file, scene in zip(self.files(name), self.scenes, strict=True):
+            draw(scene).save(folder / file)
 
     def files(self, name: str) -> list[str]:
         """File names of the pictures, in the order of the placeholders."""

@@ -147,7 +147,8 @@ def export_checkpoint(
     targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
     sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}
     total, done = sum(sizes.values()), 0
-    companions = companions_of(sources.companions, export_changes(folders))
+    data = checkpoint.record.config.get("data") or {}
+    companions = companions_of(sources.companions, export_changes(folders, data))
     with model_writer(target, shapes, targets, companions, limit) as put:
         for name, shape in stored.items():
             values = checkpoint.weight(name, shape, dtypes[name])

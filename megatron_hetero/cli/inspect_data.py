@@ -1,27 +1,32 @@
 """Prints training samples: ``python -m megatron_hetero.cli.inspect_data --config FILE -n 5``.
 
-For each of the first samples: the rendered text with supervised tokens coloured and in ⟦ ⟧, image sizes. All
-training flags are accepted, so a run can be inspected with its own command line.
+For each of the first samples: the rendered text with supervised tokens coloured and in ⟦ ⟧, and sizes of images and
+videos. All training flags are accepted, so a run can be inspected with its own command line. ``--sheets DIR`` draws the
+sampled frames of each video with their times.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL import Image, ImageDraw
 from rich.markup import escape
 from rich.text import Text
 
-from megatron_hetero.base.errors import printable
+from megatron_hetero.base.errors import UserError, os_errors_as, printable, reason
 from megatron_hetero.base.terminal import Parser, console
-from megatron_hetero.cli.command import at_least
+from megatron_hetero.cli.command import a_path, at_least
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor import Processor
+from megatron_hetero.data.records import Record
 from megatron_hetero.groups.launch import ended
+from megatron_hetero.models.items.videos import VideoReader
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,15 +64,48 @@ def show_sample(console: Console, processor: Processor, sample: TokenizedSample,
     console.print(rendered(processor, sample), soft_wrap=True)
     console.print(f"tokens: {len(sample)}, supervised: {int(sample.supervised.sum())}{note}", highlight=False)
     for k, size in enumerate(sample.sizes):
-        field, file = record.items[k]
-        to = f" for {field.encoder}" if len(processor.readers) > 1 else ""
+        field, file, frames, _ = record.items[k]
+        name = f"{file} and {len(frames) - 1} more frames" if frames else file
+        to = f" for {field.encoder}" if len({each.encoder for each in processor.readers}) > 1 else ""
         described = processor.readers[field].describe(record.item(k), size)
-        line = f"{field.modality} {k}{to}: {file}, {described}, {sample.rows[k]} tokens"
+        line = f"{field.modality} {k}{to}: {name}, {described}, {sample.rows[k]} tokens"
         console.print(Text(printable(line)), soft_wrap=True)
 
 
-def show(config: Config, count: int, console: Console) -> None:
-    """Print the first ``count`` samples that a run with this configuration reads."""
+_SHEET_COLUMNS, _THUMBNAIL, _CAPTION = 6, 200, 16
+"""Frames in a row of a sheet, and pixels of a frame's longer side and of the line with its time."""
+
+
+def contact_sheet(frames: Sequence[tuple[float, Image.Image]]) -> Image.Image:
+    """Frames in rows, with their times below them."""
+    width, height = frames[0][1].size
+    scale = min(1.0, _THUMBNAIL / max(width, height))
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    columns, rows = min(_SHEET_COLUMNS, len(frames)), -(-len(frames) // _SHEET_COLUMNS)
+    sheet = Image.new("RGB", (columns * (size[0] + 4), rows * (size[1] + _CAPTION)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, (time, frame) in enumerate(frames):
+        row, column = divmod(number, columns)
+        corner = column * (size[0] + 4) + 2, row * (size[1] + _CAPTION)
+        sheet.paste(frame.resize(size), corner)
+        draw.text((corner[0], corner[1] + size[1] + 1), f"{time:.2f} s", fill="black")
+    return sheet
+
+
+def draw_sheets(processor: Processor, record: Record, folder: Path) -> Iterator[Path]:
+    """Write a contact sheet of each video of a record into `folder`, and yield its path."""
+    for k, ref in enumerate(record.items):
+        reader = processor.readers[ref.field]
+        if isinstance(reader, VideoReader):
+            path = folder / f"{record.dataset}-{record.index + 1}-{k}.png"
+            contact_sheet(reader.frames(record.item(k))).save(path)
+            yield path
+
+
+def show(config: Config, count: int, console: Console, sheets: Path | None = None) -> None:
+    """Print the first ``count`` samples that a run with this configuration reads, and draw contact sheets into a
+    folder. Raises `UserError` if it cannot be written.
+    """
     from megatron_hetero.data.mixture import open_mixture
     from megatron_hetero.data.processor import open_processor
 
@@ -75,8 +113,17 @@ def show(config: Config, count: int, console: Console) -> None:
     mixture = open_mixture(config, processor.fields)
     for k in range(count):
         show_sample(console, processor, processor.tokenize(mixture[k]), config.data.max_seq_length)
+        if sheets is not None:
+            with os_errors_as(lambda error: _unwritable(sheets, error)):
+                sheets.mkdir(parents=True, exist_ok=True)
+                for path in draw_sheets(processor, mixture[k], sheets):
+                    console.print(Text(f"frames: {path}"), soft_wrap=True)
     sources = ", ".join(f"{share} ({len(annotations)} records)" for annotations, share in mixture.parts)
     console.print(escape(f"{len(mixture)} samples per epoch from {sources}"), highlight=False, soft_wrap=True)
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError.at(folder, problem=f"cannot be written ({reason(error)})", fix="choose another --sheets folder")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-n", type=partial(at_least, 0), default=5, metavar="COUNT", help="number of samples to print (default 5)"
     )
+    parser.add_argument("--sheets", type=a_path, metavar="DIR", help="draw the sampled frames of each video into DIR")
     return parser
 
 
@@ -99,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _inspect(options: argparse.Namespace, flags: list[str]) -> None:
     from megatron_hetero.config.schema import load_config
 
-    show(load_config(flags), options.n, console())
+    show(load_config(flags), options.n, console(), options.sheets)
 
 
 if __name__ == "__main__":

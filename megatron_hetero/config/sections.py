@@ -5,7 +5,9 @@ The sentence at each field is its help text and its row in docs/configuration.md
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -164,7 +166,12 @@ class DatasetConfig(Section):
     """One data set in `data.registry`."""
 
     annotations: Path = required("Annotation file in LLaVA format, JSON or JSONL.")
-    images: Path | None = option(None, "Image folder, the base of relative image paths; none for text-only data.")
+    images: Path | None = option(
+        None, "Folder of images and videos, the base of their relative paths; none for text-only data."
+    )
+    video_placeholder: Literal["<video>", "<image>"] = option(
+        "<video>", "Mark of a video in human turns; `<image>` where a data set uses it for both, as LLaVA-Video does."
+    )
 
 
 _RATE = re.compile(r"\d+(\.\d+)?")
@@ -207,6 +214,50 @@ class SampledDataset:
         return math.ceil(self.rate * records)
 
 
+def _cache_folder() -> Path | None:
+    """Below the user's folder for caches; None without one, as in some containers."""
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_hetero" / "videos"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoConfig(Section):
+    """Section `data.video`. None: as the model's video processor has it."""
+
+    rules: Literal["transformers", "authors"] = option(
+        "transformers", "Whose rules choose frames and sizes: `transformers`' or those of the model's authors."
+    )
+    fps: float | None = option(
+        None, "Frames per second to sample; a record's `fps` overrides it.", "the model's", above=0
+    )
+    min_frames: int | None = option(None, "Minimum frames to sample.", "the model's", at_least=1)
+    max_frames: int | None = option(None, "Maximum frames to sample.", "the model's", at_least=2)
+    frame_pixels: int | None = option(None, "Maximum area of a frame in pixels.", "the model's", at_least=1)
+    total_pixels: int | None = option(
+        None, "Maximum area of all sampled frames of a video together, in pixels.", "the model's", at_least=1
+    )
+    text_after: Literal["max", "transformers"] = option(
+        "max",
+        "Position of the text after a Qwen2.5-VL video: after its largest position, as in pretraining, or "
+        "overlapping, as in transformers 5.3 and later.",
+    )
+    timeout_s: float = option(120.0, "Timeout in seconds of reading one video; 0 disables.", at_least=0)
+    index: Path | None = option(
+        None, "Cache folder of videos' frame times, which are read once per file.", "in the user's cache"
+    )
+
+    @property
+    def index_folder(self) -> Path | None:
+        """The folder of `index`; None if there is no place for one."""
+        return self.index or _cache_folder()
+
+    def _check(self, section: str) -> None:
+        if self.min_frames is not None and self.max_frames is not None and self.min_frames > self.max_frames:
+            expected, fix = f"≤ {section}.max_frames = {self.max_frames}", f"lower it, or raise {section}.max_frames"
+            raise wrong(f"{section}.min_frames", self.min_frames, expected, "no video could fit", fix)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """Section `data`."""
@@ -224,6 +275,7 @@ class DataConfig(Section):
     max_pixels: int | None = option(
         None, "Maximum image area in pixels; larger images are downscaled.", "the model's", at_least=1
     )
+    video: VideoConfig = field(default_factory=VideoConfig)
     balance: Literal["off", "replica"] = option(
         "replica",
         "Assignment of images to encoder replicas: in order (off), or balanced by predicted compute (replica).",
@@ -468,6 +520,9 @@ class EstimateConfig(Section):
 
     images: int = option(1, "Assumed images per sample and encoder.", at_least=0, at_most=1 << 16)
     image_side: int = option(896, "Assumed image width and height in pixels, as encoded.", at_least=1)
+    videos: int = option(0, "Assumed videos per sample.", at_least=0, at_most=1 << 16)
+    frames: int = option(64, "Assumed sampled frames per video.", at_least=1, at_most=1 << 16)
+    frame_side: int = option(448, "Assumed frame width and height in pixels, as encoded.", at_least=1)
     tokens: int = option(512, "Assumed tokens per sample, image tokens excluded.", at_least=1, at_most=1 << 23)
     supervised: float = option(0.5, "Assumed share of these tokens that is supervised.", above=0, at_most=1)
     memory_gb: GpuName | float | None = option(

@@ -35,11 +35,14 @@ def assign(costs: Sequence[float], replicas: int) -> list[list[int]]:
     Items are assigned the largest first, each to the least loaded replica; the largest load is then at most 4/3 - 1/(3
     replicas) of the best possible (Graham 1969, "Bounds on multiprocessing timing anomalies"). Then the most loaded
     replica gives single items away, or exchanges them for smaller ones, as long as the larger load of the two replicas
-    decreases. This never makes the largest load larger, nor the smallest smaller.
+    decreases. This never makes the largest load larger, nor the smallest smaller. Items of equal cost go to replicas in
+    order: one that decodes some frames of a video decodes what is between them too.
     """
     values = np.asarray(costs, dtype=np.float64)
     owner, loads = _largest_first(values.tolist(), replicas)
     _even_out(values, owner, loads)
+    by_number, by_owner = np.argsort(values, kind="stable"), np.lexsort((owner, values))
+    owner[by_number] = owner[by_owner]
     return _items_of(owner, replicas)
 
 

@@ -63,7 +63,10 @@ class Mixture:
         for each in sampled:
             _check_name(each.name, registry)
         names = dict.fromkeys(each.name for each in sampled)
-        loaded = {name: Annotations(name, registry[name].annotations, registry[name].images, fields) for name in names}
+        loaded = {
+            name: Annotations(name, entry.annotations, entry.images, fields, entry.video_placeholder)
+            for name, entry in ((name, registry[name]) for name in names)
+        }
         return cls([(loaded[each.name], each) for each in sampled], shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:

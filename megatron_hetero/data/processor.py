@@ -86,7 +86,10 @@ class Processor:
         check_vocabulary(path, tokenizer, config.text_config.vocab_size)
         own = family_of(config.model_type)
         source, setting = (path, "model.hf_path") if hf_path_vision is None else (hf_path_vision, VISION_FOLDER)
-        tokens = [getattr(config, each.tokens.row) for each in own.items]
+        # An encoder whose placeholder is the token of a further type takes that type's place.
+        claimed = {further.token for further in (encoders or {}).values()}
+        rows = [each.tokens.row for each in own.items]
+        tokens = [getattr(config, row) for row in rows if row == rows[0] or own.tokens[row] not in claimed]
         readers = _open_readers(VISION, source, tokens, section, setting)
         shown = {field: {"type": str(field.modality)} for field in readers}
         start, end = _around(own)
@@ -122,8 +125,8 @@ class Processor:
         sizes = tuple(reader.size(record.item(k)) for k, reader in enumerate(self._readers(record)))
         short_ids, supervised = self._encode(record)
         tokens = self._expanded(record, sizes, short_ids)
-        places = [block.places for of_item in tokens.blocks for block in of_item]
-        rows = np.array([block.shape[1] for block in places], np.int64)
+        blocks = [block for of_item in tokens.blocks for block in of_item]
+        rows = np.array([block.places.shape[1] for block in blocks], np.int64)
         row_positions = np.flatnonzero(np.isin(tokens.ids, self.row_tokens))
         starts = row_positions[np.cumsum(rows) - rows]
         return TokenizedSample(
@@ -131,7 +134,7 @@ class Processor:
             supervised=supervised.repeat(tokens.repeats),
             sizes=sizes,
             pieces=tuple(reader.pieces(size) for reader, size in zip(self._readers(record), sizes, strict=True)),
-            position_ids=family_of(self.model_type).positions(len(tokens.ids), starts, places),
+            position_ids=family_of(self.model_type).positions(len(tokens.ids), starts, blocks),
             row_positions=row_positions,
             rows=np.array([sum(block.places.shape[1] for block in of_item) for of_item in tokens.blocks], np.int64),
             record=record,
@@ -148,8 +151,8 @@ class Processor:
         if not np.array_equal(short_ids[is_item], [reader.token_id for reader in readers]):
             raise UserError.at(
                 f"{record.where}: chat template of model.hf_path",
-                found=f"{is_item.sum()} image tokens in the rendered text",
-                expected=f"{len(sizes)}, one for each image, in the order of the images",
+                found=f"{is_item.sum()} tokens of images and videos in the rendered text",
+                expected=f"{len(sizes)}, one for each, in their order",
                 fix="use the chat template of the published model",
             )
         blocks = [reader.blocks(size) for reader, size in zip(readers, sizes, strict=True)]
@@ -200,7 +203,7 @@ class Processor:
                     f"{record.where}: field 'conversations[{k}]'",
                     problem=f"special token {match[0]} in the text",
                     because="it would be read as the structure of the conversation or of an image",
-                    fix="remove it; write images as <image>",
+                    fix="remove it; write images as <image> and videos as <video>",
                 )
 
 
@@ -265,7 +268,7 @@ def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], c
         f"model.encoders.{name}.token",
         problem=f"{token!r} {what}",
         because=f"it must mark the rows of encoder {name} and nothing else",
-        fix="try '<|video_pad|>', which published models have and this program does not use",
+        fix="try '<|vision_pad|>', which published models have and do not use, or without videos '<|video_pad|>'",
     )
 
 

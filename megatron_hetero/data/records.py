@@ -139,18 +139,23 @@ class Record:
         Raises:
             UserError: the path leads out of the folder, for example through a symbolic link.
         """
+        ref = self.items[k]
+        frames = tuple(self._resolved(ref, file) for file in ref.frames)
+        return Item(frames[0] if frames else self._resolved(ref, ref.file), self.where, frames, ref.given)
+
+    def _resolved(self, ref: ItemRef, file: str) -> Path:
         assert self.folder is not None, "records with items have a folder"
-        ref, folder = self.items[k], os.path.realpath(self.folder)
-        path = os.path.realpath(os.path.join(folder, ref.file))
+        folder = os.path.realpath(self.folder)
+        path = os.path.realpath(os.path.join(folder, file))
         if os.path.commonpath([folder, path]) != folder:
             raise UserError.at(
                 f"{self.where}: field '{ref.field.name}'",
-                found=f"{quoted(ref.file)}, which leads to {path}",
+                found=f"{quoted(file)}, which leads to {path}",
                 expected=f"a file inside {folder}",
                 because="annotations must not reach files outside the image folder, not even through links",
-                fix="copy the pictures into the folder, or set `images` in data.registry to a folder that has them",
+                fix="copy the files into the folder, or set `images` in data.registry to a folder that has them",
             )
-        return Item(Path(path), self.where)
+        return Path(path)
 
 
 class Annotations(Sequence[Record]):
@@ -160,7 +165,14 @@ class Annotations(Sequence[Record]):
     the memory.
     """
 
-    def __init__(self, name: str, path: Path, images: Path | None = None, fields: Sequence[ItemField] = IMAGES) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        images: Path | None = None,
+        fields: Sequence[ItemField] = IMAGES,
+        video_placeholder: str = "<video>",
+    ) -> None:
         """Reads and validates a JSON list or a JSONL file.
 
         Args:
@@ -168,6 +180,7 @@ class Annotations(Sequence[Record]):
             path: the annotation file; its format follows from its first character.
             images: folder the paths of items are relative to; None for text-only data.
             fields: fields that items may be in, see `item_fields`.
+            video_placeholder: what stands for a video in records without pictures.
 
         Raises:
             UserError: a missing, broken or empty file, a missing image folder, or a malformed record.
@@ -185,8 +198,10 @@ class Annotations(Sequence[Record]):
         buffer, ends, lines = bytearray(), [0], []
         for index, (value, line) in enumerate(read_records(self.path)):
             where = record_place(self.path, index, line)
+            if video_placeholder != "<video>":
+                value = _with_video_marks(value, video_placeholder)
             turns, refs = validate_record(value, where, has_image_folder=images is not None, fields=fields)
-            shown = [(ref.field.key, ref.file) for ref in refs]
+            shown = [(ref.field.key, *ref[1 : None if ref.frames or ref.given else 2]) for ref in refs]
             text = json.dumps([turns, shown], ensure_ascii=False, separators=(",", ":"))
             try:
                 buffer += text.encode("utf-8")
@@ -231,6 +246,25 @@ class Annotations(Sequence[Record]):
             index=i,
             where=record_place(self.path, i, int(self._lines[i])),
             turns=tuple(Turn(cast(ChatRole, role), text) for role, text in turns),
-            items=tuple(ItemRef(self._fields[key], file) for key, file in shown),
+            items=tuple(ItemRef(self._fields[key], *_hashable(of_item)) for key, *of_item in shown),
             folder=self.images,
         )
+
+
+def _hashable(value: Any) -> Any:
+    """A JSON value with tuples in place of lists."""
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def _with_video_marks(value: Any, placeholder: str) -> Any:
+    """A record with videos alone, with `<video>` in place of `placeholder` in its turns."""
+    turns = value.get("conversations") if isinstance(value, dict) else None
+    if not isinstance(turns, list) or not value.get("video") or value.get("image"):
+        return value
+    marked = [
+        {**turn, "value": turn["value"].replace(placeholder, "<video>")}
+        if isinstance(turn, dict) and isinstance(turn.get("value"), str)
+        else turn
+        for turn in turns
+    ]
+    return {**value, "conversations": marked}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,10 +167,18 @@ def with_token_ids(folders: ModelFolders, tokenizer: Any) -> Any:
     return config
 
 
-def export_changes(folders: ModelFolders) -> dict[str, str | None]:
+def export_changes(folders: ModelFolders, data: Mapping[str, Any]) -> dict[str, str | None]:
     """Files of an export that differ from the language model's folder: by name the new text, or None to omit the file.
-    Empty if there is one folder.
+    `data`: that section of the run's configuration.
     """
+    settings: dict[str, str | None] = {}
+    for each in folders.family.items:
+        settings |= each.exported(folders.vision, data)
+    return _other_folders(folders) | settings
+
+
+def _other_folders(folders: ModelFolders) -> dict[str, str | None]:
+    """Changes for files from two folders; none if there is one."""
     if folders.text == folders.vision:
         return {}
     tokenizer = open_tokenizer(folders)

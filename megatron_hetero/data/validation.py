@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_hetero.base.errors import VISION, UserError, quoted
+from megatron_hetero.data.item_fields import kind, paths_of, videos_of
 from megatron_hetero.models.items.types import Modality
 
 # Names of LLaVA and of chat templates.
@@ -33,10 +33,12 @@ class ItemField(NamedTuple):
 
 
 class ItemRef(NamedTuple):
-    """An item of a record: its field, and its path as written."""
+    """An item of a record: its field, and its path as written. `frames`, `given`: see `Item`."""
 
     field: ItemField
     file: str
+    frames: tuple[str, ...] = ()
+    given: tuple[tuple[str, Any], ...] = ()
 
 
 def item_fields(encoders: Mapping[str, Sequence[Modality]]) -> tuple[ItemField, ...]:
@@ -70,24 +72,24 @@ def validate_record(
     """
     if not isinstance(value, dict):
         raise UserError.at(
-            where, found=_kind(value), expected="a JSON object", fix='write {"image": ..., "conversations": [...]}'
+            where, found=kind(value), expected="a JSON object", fix='write {"image": ..., "conversations": [...]}'
         )
-    paths = {field: _paths(value, field.name, where) for field in fields}
+    items = {field: _items(value, field, where) for field in fields}
     turns = _turns(value, where)
     _check_order(turns, where)
     if not any(field.modality == "video" for field in fields):
         _refuse_videos(value, turns, where)
     for field in fields:
-        _check_placeholders(turns, paths[field], field, where)
-        if paths[field] and not has_image_folder:
+        _check_placeholders(turns, len(items[field]), field, where)
+        if items[field] and not has_image_folder:
             raise UserError.at(
                 f"{where}: field '{field.name}'",
-                problem=f"{quoted(paths[field][0])} given, but the data set has no image folder",
+                problem=f"{quoted(items[field][0].file)} given, but the data set has no image folder",
                 fix="set `images` of the data set in data.registry",
             )
-    coming = {field: iter(its_paths) for field, its_paths in paths.items()}
+    coming = {field: iter(its_items) for field, its_items in items.items()}
     shown = [field for _, text in turns for field in split_at_placeholders(text, fields)[1]]
-    return turns, [ItemRef(field, next(coming[field])) for field in shown]
+    return turns, [next(coming[field]) for field in shown]
 
 
 def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> tuple[list[str], list[ItemField]]:
@@ -95,12 +97,6 @@ def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> tuple[list[
     by_placeholder = {field.placeholder: field for field in fields}
     parts = re.split("(" + "|".join(map(re.escape, by_placeholder)) + ")", text)
     return parts[::2], [by_placeholder[placeholder] for placeholder in parts[1::2]]
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    names |= {int: "a number", float: "a number"}
-    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _refuse_videos(value: dict[str, Any], turns: Turns, where: str) -> None:
@@ -114,48 +110,17 @@ def _refuse_videos(value: dict[str, Any], turns: Turns, where: str) -> None:
         )
 
 
-def _paths(value: dict[str, Any], field: str, where: str) -> list[str]:
-    """The paths in a field of a record."""
-    if field == "image" and value.get("images"):
-        # Read as if it were absent, the record would train without its pictures.
-        raise UserError.at(
-            f"{where}: field 'images'", found="'images'", expected="'image'", fix="rename the field to 'image'"
-        )
-    given = value.get(field)
-    paths = [] if given is None else [given] if isinstance(given, str) else given
-    if not isinstance(paths, list):
-        raise UserError.at(
-            f"{where}: field '{field}'",
-            found=_kind(paths),
-            expected="a string, a list of strings, or null",
-            fix="write the path relative to the image folder",
-        )
-    for k, path in enumerate(paths):
-        _check_path(path, f"{where}: field '{field}'" + (f"[{k}]" if isinstance(given, list) else ""))
-    return paths
-
-
-def _check_path(path: Any, where: str) -> None:
-    if not isinstance(path, str) or not path.strip() or "\0" in path:
-        found = quoted(path) if isinstance(path, str) else _kind(path)
-        raise UserError.at(
-            where, found=found, expected="the path of a file", fix="write a path relative to the image folder"
-        )
-    normal = posixpath.normpath(path)
-    if posixpath.isabs(path) or normal == ".." or normal.startswith("../"):
-        raise UserError.at(
-            where,
-            found=f"{quoted(path)}, which leaves the image folder",
-            expected="a path inside the image folder",
-            because="annotations must not reach other files",
-            fix="write it relative to the folder in `images` of data.registry, or set that folder higher up",
-        )
+def _items(value: dict[str, Any], field: ItemField, where: str) -> list[ItemRef]:
+    """The items in a field of a record."""
+    if field.modality == "video":
+        return [ItemRef(field, *video) for video in videos_of(value, field.name, where)]
+    return [ItemRef(field, path) for path in paths_of(value, field.name, where)]
 
 
 def _turns(value: dict[str, Any], where: str) -> Turns:
     conversations = value.get("conversations")
     if not isinstance(conversations, list) or not conversations:
-        found = "no such field" if "conversations" not in value else _kind(conversations)
+        found = "no such field" if "conversations" not in value else kind(conversations)
         raise UserError.at(
             f"{where}: field 'conversations'",
             found="an empty list" if conversations == [] else found,
@@ -168,17 +133,17 @@ def _turns(value: dict[str, Any], where: str) -> Turns:
 def _turn(turn: Any, where: str) -> tuple[str, str]:
     if not isinstance(turn, dict):
         raise UserError.at(
-            where, found=_kind(turn), expected="an object with 'from' and 'value'", fix="correct or remove the record"
+            where, found=kind(turn), expected="an object with 'from' and 'value'", fix="correct or remove the record"
         )
     speaker, text = turn.get("from"), turn.get("value")
     if not isinstance(speaker, str) or speaker not in ROLES:
-        found = quoted(speaker) if isinstance(speaker, str) else f"{_kind(speaker)} for 'from'"
+        found = quoted(speaker) if isinstance(speaker, str) else f"{kind(speaker)} for 'from'"
         raise UserError.at(
             where, found=found, expected="'from' to be human, gpt or system", fix="rename the speaker of this turn"
         )
     if not isinstance(text, str):
         raise UserError.at(
-            where, found=f"{_kind(text)} for 'value'", expected="a string", fix="write the turn's text in 'value'"
+            where, found=f"{kind(text)} for 'value'", expected="a string", fix="write the turn's text in 'value'"
         )
     if ROLES[speaker] == "assistant" and not text.strip():
         raise UserError.at(
@@ -218,7 +183,7 @@ def _speaker(role: str) -> str:
     return {"user": "human", "assistant": "gpt"}.get(role, role)
 
 
-def _check_placeholders(turns: Turns, paths: list[str], field: ItemField, where: str) -> None:
+def _check_placeholders(turns: Turns, items: int, field: ItemField, where: str) -> None:
     for k, (role, text) in enumerate(turns):
         if role != "user" and field.placeholder in text:
             raise UserError.at(
@@ -228,10 +193,10 @@ def _check_placeholders(turns: Turns, paths: list[str], field: ItemField, where:
                 fix="move the placeholder to the human turn that shows the item",
             )
     placeholders = sum(text.count(field.placeholder) for _, text in turns)
-    if placeholders != len(paths):
+    if placeholders != items:
         raise UserError.at(
             f"{where}: fields '{field.name}' and 'conversations'",
-            found=f"{placeholders} {field.placeholder} placeholders for {len(paths)} {field.modality}s",
+            found=f"{placeholders} {field.placeholder} placeholders for {items} {field.modality}s",
             expected=f"one placeholder for each {field.modality}",
             because="a placeholder marks the position of an item's tokens",
             fix=f"add or remove placeholders or {field.modality}s",

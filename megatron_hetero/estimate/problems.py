@@ -100,7 +100,7 @@ def _assumption(estimate: Estimate) -> Iterator[Problem]:
         yield Problem(
             f"the assumed sample has {sample.tokens:,} tokens, more than data.max_seq_length, {data.max_seq_length:,}: "
             "training would refuse it",
-            "raise data.max_seq_length, or lower plan.image_side, plan.images or plan.tokens",
+            "raise data.max_seq_length, or lower plan.image_side, plan.images, plan.frames or plan.tokens",
         )
     limits = {f"model.encoders.{n}": (e.min_pixels, e.max_pixels) for n, e in config.model.encoders.items()}
     for section, (low, high) in {"data": (data.min_pixels, data.max_pixels), **limits}.items():

@@ -17,7 +17,7 @@ from megatron_hetero.estimate.communicator_memory import ALLOWANCES, FRAGMENTATI
 from megatron_hetero.estimate.estimate import KINDS, BoundaryTraffic, Estimate
 from megatron_hetero.estimate.plot import draw_estimate
 from megatron_hetero.estimate.problems import problems_of, shortened
-from megatron_hetero.models.shapes import item_type
+from megatron_hetero.models.shapes import item_types
 from megatron_hetero.schedule.drawing import require_plot, timeline
 
 NOT_COUNTED = (
@@ -73,12 +73,14 @@ def assumptions(estimate: Estimate) -> list[str]:
             f"Assumed of every micro-batch: full, {budget.tokens:,} tokens (train.tokens_per_micro_batch), for which "
             "samples get more text. In training the data decides how many micro-batches there are."
         )
-    for name, sizes in sample.sizes.items():
-        shape, what = estimate.job.shapes.encoders[name], f"{len(sizes)} image{'s' * (len(sizes) != 1)}"
-        if sizes:
-            measures, patches = item_type(shape).measures(shape, sizes[0]), sum(shape.sequences(sizes[0]))
-            what += f" of {measures} ({patches:,} patches, {shape.rows(sizes[0]):,} rows)"
-        lines.append(f"Assumed of every sample, for {name}: {what} (plan.images, plan.image_side).")
+    for name, shape in estimate.job.shapes.encoders.items():
+        types = item_types(estimate.job.shapes, name)
+        for each in [each for each in types if each.assumed_pieces(config.plan)] or types[:1]:
+            (what, settings), size = each.assumed_items(config.plan), each.assumed(shape, config.plan)
+            if each.assumed_pieces(config.plan):
+                patches = sum(shape.sequences(size))
+                what += f" of {each.measures(shape, size)} ({patches:,} patches, {shape.rows(size):,} rows)"
+            lines.append(f"Assumed of every sample, for {name}: {what} ({settings}).")
     lines.append(
         f"Assumed of every sample: {sample.text:,} further tokens (plan.tokens), {sample.supervised:,} of them "
         f"supervised (plan.supervised), {sample.tokens:,} in all."

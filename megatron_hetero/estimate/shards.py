@@ -28,6 +28,9 @@ from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sa
 MOST_ROWS = 1 << 22
 """Limit on the rows of a micro-batch over all replicas. Packs have at most twice as many tokens."""
 
+_ASSUMED = "plan.images, plan.image_side, plan.videos, plan.frames, plan.tokens"
+"""Settings of which a sample's size depends most."""
+
 
 @dataclass(frozen=True, eq=False)
 class AssumedBatch:
@@ -48,11 +51,11 @@ class AssumedBatch:
         rows, tokens = sum(sample.rows.values()) * batch.samples * batch.replicas, sample.tokens * batch.samples
         if rows > MOST_ROWS or tokens > 2 * MOST_ROWS:
             raise UserError.at(
-                "section plan (--plan.images, --plan.image_side, --plan.tokens)",
+                f"section plan ({_ASSUMED})",
                 found=f"{rows} rows of images in a micro-batch, and {tokens} tokens in a pack",
                 expected=f"{MOST_ROWS} and {2 * MOST_ROWS} at most",
                 because="the estimate counts each of them",
-                fix=f"lower plan.images, plan.image_side, plan.tokens or {micro_batch_setting(job.config)}",
+                fix=f"lower {_ASSUMED} or {micro_batch_setting(job.config)}",
             )
         return cls(job, sample, _calls(job, sample))
 
@@ -121,11 +124,11 @@ def _filling(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, budge
     for what, (number, most) in limits.items():
         if most is not None and number > most:
             raise UserError.at(
-                "section plan (--plan.images, --plan.image_side, --plan.tokens)",
+                f"section plan ({_ASSUMED})",
                 found=f"samples of {number} {what}",
                 expected=f"at most train.{what}_per_micro_batch = {most}",
                 because="samples are never cut",
-                fix=f"lower plan.images, plan.image_side or plan.tokens, or raise train.{what}_per_micro_batch",
+                fix=f"lower {_ASSUMED}, or raise train.{what}_per_micro_batch",
             )
     return lengthened(plan, budget.tokens // batch.samples, shapes)
 

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_hetero.base.errors import ROWS
 from megatron_hetero.base.files import Only
 from megatron_hetero.layout.axes import Split, View
-from megatron_hetero.models.items.types import ItemShape, ItemType
+from megatron_hetero.models.items.types import Block, ItemShape, ItemType
 
 # Layers import torch, which takes a second.
 if TYPE_CHECKING:
@@ -160,9 +160,9 @@ class Family:
         """Return the language model's shape from a whole model's configuration."""
         raise NotImplementedError
 
-    def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:
-        """Return the rotary positions of a sample of `tokens` tokens, int64 [dims, tokens]. `starts`: the first token
-        of each block. `places`: those of its rows, see `Block`.
+    def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[Block], /) -> np.ndarray:
+        """Return the rotary positions of a sample of `tokens` tokens, int64 [dims, tokens]. `starts`: the first row of
+        each block of its items.
         """
         raise NotImplementedError
 

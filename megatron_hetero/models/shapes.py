@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -128,21 +128,23 @@ class AssumedSample:
         return max(1, min(most))
 
 
-def assumed_sizes(plan: EstimateConfig, shapes: ModelShapes) -> dict[str, Size]:
-    """Return the size of each encoder's pieces."""
-    return {name: item_type(shape).assumed(shape, plan) for name, shape in shapes.encoders.items()}
+def item_types(shapes: ModelShapes, encoder: str) -> Sequence[ItemType]:
+    """Return the types of items that an encoder takes: all of its family's if it is the model's own, else the first."""
+    types = family_of(shapes.encoders[encoder].family).items
+    return types if encoder == VISION else types[:1]
 
 
-def item_type(shape: EncoderShape) -> ItemType:
-    """Return the type of the items that section `plan` describes."""
-    return family_of(shape.family).items[0]
+def assumed_sizes(plan: EstimateConfig, shapes: ModelShapes, encoder: str) -> tuple[tuple[Size, int], ...]:
+    """Return the size of the pieces of each item type of an encoder, and how many there are in a sample."""
+    shape = shapes.encoders[encoder]
+    return tuple((each.assumed(shape, plan), each.assumed_pieces(plan)) for each in item_types(shapes, encoder))
 
 
 def assumed_sample(plan: EstimateConfig, shapes: ModelShapes) -> AssumedSample:
     """Return the sample that section `plan` describes for a model of these shapes."""
-    of_piece = assumed_sizes(plan, shapes)
-    sizes = {name: (size,) * plan.images for name, size in of_piece.items()}
-    rows = {name: shapes.encoders[name].rows(size) * plan.images for name, size in of_piece.items()}
+    of_types = {name: assumed_sizes(plan, shapes, name) for name in shapes.encoders}
+    sizes = {name: tuple(size for size, count in found for _ in range(count)) for name, found in of_types.items()}
+    rows = {name: sum(shapes.encoders[name].rows(s) * n for s, n in found) for name, found in of_types.items()}
     tokens = plan.tokens + sum(rows.values())
     return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform as python
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +29,17 @@ from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
 
-PACKAGES = ("megatron_hetero", "torch", "transformers", "tokenizers", "megatron-core", "safetensors", "numpy", "pillow")
+PACKAGES = (
+    "megatron_hetero",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "megatron-core",
+    "safetensors",
+    "numpy",
+    "pillow",
+    "av",
+)
 """Packages that affect the numbers of a run, or the data that its ranks exchange."""
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
@@ -58,7 +68,8 @@ class Inputs:
             return cls(weights, processor, mixture, held_out, {})
         if config.export.hf_dir is not None:
             require_writable(config.export.hf_dir)
-        companions = companions_of({VISION: config.model.hf_path, **encoders}, export_changes(job.folders))
+        changes = export_changes(job.folders, asdict(config.data))
+        companions = companions_of({VISION: config.model.hf_path, **encoders}, changes)
         return cls(weights, processor, mixture, held_out, companions)
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.functional.refusals import flags, refusal
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.ranks import on_ranks
+from tests.support.videos import noise, write_video
 
 Damage = Callable[[Path], list[str]]
 """Damages a copy of a good folder; returns more flags."""
@@ -54,6 +55,28 @@ def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damag
         return []
 
     return damage
+
+
+def with_video(change: Callable[[bytes], bytes] | None) -> Damage:
+    """Let a record show a video, of which `change` damages the file; None: there is none."""
+
+    def damage(folder: Path) -> list[str]:
+        name = "film.mp4" if change is None else "film.mkv"
+        if change is not None:
+            path = write_video(folder / "images" / name, noise(40, (64, 48), 0), rate=4)
+            path.write_bytes(change(path.read_bytes()))
+
+        def show(record: dict) -> None:
+            record.update(video=name)
+            record["conversations"][0]["value"] += "<video>"
+
+        return change_line(3, show)(folder)
+
+    return damage
+
+
+def slow_video(folder: Path) -> list[str]:
+    return [*with_video(lambda content: content)(folder), "--data.video.timeout_s", "1e-9"]
 
 
 def truncated(folder: Path) -> list[str]:
@@ -152,7 +175,13 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     ),
     "huge image": (huge_image, ("data.jsonl:1", "0_0.png", "100000")),
     "empty data set": (empty_data, ("data.jsonl",)),
-    "video": (change_line(3, lambda r: r.update(video="film.mp4")), ("data.jsonl:3", "video")),
+    "video that is not shown": (change_line(3, lambda r: r.update(video="film.mp4")), ("data.jsonl:3", "<video>")),
+    "missing video": (with_video(None), ("data.jsonl:3", "film.mp4", "no such file")),
+    "video that takes too long": (slow_video, ("data.jsonl:3", "film.mkv", "not read within", "data.video.timeout_s")),
+    "truncated video": (
+        with_video(lambda content: content[: len(content) // 2]),
+        ("data.jsonl:3", "film.mkv", "truncated"),
+    ),
     "batch not divisible": (
         also("--text-parallel", "dp:2", "--train.global_batch_size", "6"),
         ("train.global_batch_size", "multiple of 4", "--train.global_batch_size 8"),

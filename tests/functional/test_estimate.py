@@ -79,6 +79,8 @@ CASES = [
     Case("dp:1", "dp:1", 1, "--model.freeze visual.blocks.*.mlp.* model.layers.*.mlp.* model.embed_tokens.*"),
     Case("dp:2", "tp:2", 2, f"{BF16} --model.train model.layers.*.self_attn.*"),
     Case("dp:1", "dp:1", 1, "--plan.images 0"),
+    Case("dp:2", "tp:2", 2, f"{BF16} --plan.videos 2 --plan.frames 5 --plan.frame_side 56"),
+    Case("sp:2", "cp:2", 2, "--plan.images 0 --plan.videos 1 --plan.frames 8", family="qwen3_vl"),
     Case("sp:2", "tp:2", 2, BF16),
     Case("sp:2", "tp:2", 2, f"{BF16} {SMALL.format('text', 'split', 'bfloat16', 'bfloat16')}"),
     Case("dp:4", "pp:2,dp:2", 4, f"{BF16} {SMALL.format('text', 'none', '8bit', 'bfloat16')} {HALVES}", tied=True),

@@ -148,10 +148,10 @@ def ask_oracle(folder: Path, case: Case) -> Expected:
     oracle = load()
     loss, gradients = oracle.step(range(batch))
     before = oracle.weights()
-    return Expected(folder, loss, gradients, before, Runs(lambda name: _train(load(), name, batch)))
+    return Expected(folder, loss, gradients, before, Runs(lambda name: train_alone(load(), name, batch)))
 
 
-def _train(oracle: Oracle, name: str, batch: int) -> Trained:
+def train_alone(oracle: Oracle, name: str, batch: int) -> Trained:
     optimizer = OPTIMIZERS[name](oracle.model.parameters())
     losses, norms = [], []
     for step in range(3):

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.data.validation import validate_record
+from megatron_hetero.data.validation import item_fields, validate_record
 from tests.support.flag_table import flag_table_markdown
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def test_records_in_the_text_are_valid() -> None:
     records = [record for item in found for record in (item if isinstance(item, list) else [item])]
     assert records
     for record in records:
-        validate_record(record, "README", has_image_folder=True)
+        validate_record(record, "README", has_image_folder=True, fields=item_fields({"vision": ("image", "video")}))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_named)

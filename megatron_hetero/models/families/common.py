@@ -13,6 +13,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import Only, shown
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures import IMAGE_TOKENS, Pictures, rope_positions
+from megatron_hetero.models.items.types import Block
 
 _UNQUANTISED = Only(
     (None, {}),
@@ -123,16 +124,19 @@ def _image_processor() -> type:
     return Qwen2VLImageProcessorPil
 
 
+PICTURES = Pictures(_image_processor)
+
+
 class PictureFamily(Family):
     """Base of families whose encoder takes pictures and whose folders name tensors as those of Qwen-VL."""
 
     built = SUPPORTED
     tokens = IMAGE_TOKENS
-    items = (Pictures(_image_processor),)
+    items = (PICTURES,)
 
-    def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:
-        """Return the positions of text and pictures, see `rope_positions`."""
-        return rope_positions(tokens, starts, places)
+    def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[Block], /) -> np.ndarray:
+        """Return the positions of text, pictures and videos, see `rope_positions`."""
+        return rope_positions(tokens, starts, blocks)
 
     def canonical_name(self, stored: str, /) -> str:
         """Return the name in folders that do not nest modules."""

@@ -56,29 +56,30 @@ def patch_positions(size: ImageSize, merge: int, units: np.ndarray) -> np.ndarra
     return np.stack([x.ravel() for x in np.broadcast_arrays(row, column)])
 
 
-def rope_positions(length: int, starts: np.ndarray, places: Sequence[np.ndarray]) -> np.ndarray:
+def rope_positions(length: int, starts: np.ndarray, blocks: Sequence[Block]) -> np.ndarray:
     """Multimodal rotary positions of one sample: time, height and width of each token (Qwen2-VL, arXiv 2409.12191,
     section 2.1).
 
     Text advances all three together. The tokens of an image share one time and have their row and column in it, all
-    counted from the image's first position; the text after it continues from the largest of them.
+    counted from the image's first position; the text after it continues from the largest of them, or from where the
+    block says.
 
     Args:
-        length: number of tokens of the sample, image tokens included.
-        starts: int64 [images], index of each image's first token.
-        places: for each image, int64 [3, tokens], time, row and column of its tokens.
+        length: number of tokens of the sample, those of items included.
+        starts: int64 [blocks], index of each block's first row.
+        blocks: the blocks of all items.
 
     Returns:
         int64 [3, length].
     """
     positions = np.empty((3, length), dtype=np.int64)
     token = position = 0
-    for start, of_image in zip(starts.tolist(), places, strict=True):
+    for start, block in zip(starts.tolist(), blocks, strict=True):
         text = start - token
         positions[:, token:start] = np.arange(position, position + text)
-        token, position = start + of_image.shape[1], position + text
-        positions[:, start:token] = position + of_image
-        position += int(of_image[1:].max()) + 1
+        token, position = start + block.places.shape[1], position + text
+        positions[:, start:token] = position + block.places
+        position += int(block.places.max()) + 1 if block.length is None else block.length
     positions[:, token:] = np.arange(position, position + length - token)
     return positions
 
@@ -101,7 +102,7 @@ class ImageReader:
         # Imports torch; see `megatron_hetero.data.tokenizer`.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        processor, (width, height) = self.image_processor, picture_size(*item)
+        processor, (width, height) = self.image_processor, picture_size(item.path, item.where)
         limits = processor.size["shortest_edge"], processor.size["longest_edge"]
         try:
             height, width = smart_resize(height, width, processor.patch_size * processor.merge_size, *limits)
@@ -125,7 +126,7 @@ class ImageReader:
 
     def describe(self, item: Item, size: ImageSize) -> str:
         """The picture's own size, its size for the encoder, and its grid of patches."""
-        (width, height), patch = picture_size(*item), self.image_processor.patch_size
+        (width, height), patch = picture_size(item.path, item.where), self.image_processor.patch_size
         resized = f"{size.columns * patch}×{size.rows * patch} px"
         return f"{width}×{height} px → {resized}, grid {tuple(size)} (t, h, w)"
 
@@ -138,7 +139,7 @@ class ImageReader:
         Raises:
             UserError: the picture cannot be decoded, or differs in size from its header.
         """
-        [(_, size)], picture = pieces, load_picture(*item)
+        [(_, size)], picture = pieces, load_picture(item.path, item.where)
         output = self.image_processor(images=[picture], return_tensors="np")
         found, expected = output["image_grid_thw"][0].tolist(), list(cast(ImageSize, size))
         if found != expected:

@@ -9,7 +9,7 @@ A *patch* is what an encoder embeds as one token, a *unit* the patches that beco
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -26,10 +26,16 @@ Size = Hashable
 
 
 class Item(NamedTuple):
-    """Location of an item: its file, and the record that shows it, for messages."""
+    """Location of an item, and what the record says of it.
+
+    `path`: its file, or the first one of `frames`. `where`: the record that shows it, for messages. `frames`: files of
+    an item that consists of several, in order. `given`: names and values of further fields of the record.
+    """
 
     path: Path
     where: str
+    frames: tuple[Path, ...] = ()
+    given: tuple[tuple[str, Any], ...] = ()
 
 
 class Piece(NamedTuple):
@@ -42,12 +48,14 @@ class Piece(NamedTuple):
 class Block(NamedTuple):
     """Consecutive rows of an item in the text, between `before` and `after`.
 
-    `places`: int64 [3, rows], positions in time, height and width, from the first position of the block.
+    `places`: int64 [3, rows], positions in time, height and width, from the first position of the block. `length`:
+    position of the text after it, from there; None: the one after the largest.
     """
 
     places: np.ndarray
     before: str = ""
     after: str = ""
+    length: int | None = None
 
 
 class ItemTokens(NamedTuple):
@@ -117,9 +125,23 @@ class ItemType(Protocol):
         """The size of the pieces that section `plan` describes, for an encoder of `shape`."""
         ...
 
+    def assumed_pieces(self, plan: EstimateConfig) -> int:
+        """Number of pieces of a sample that section `plan` describes."""
+        return plan.images
+
+    def assumed_items(self, plan: EstimateConfig) -> tuple[str, str]:
+        """The items of a sample in words, and the settings that describe them."""
+        return f"{plan.images} image{'s' * (plan.images != 1)}", "plan.images, plan.image_side"
+
     def measures(self, shape: Any, size: Any) -> str:
         """The size of a piece in words."""
         ...
+
+    def exported(self, folder: Path, data: Mapping[str, Any]) -> dict[str, str]:
+        """Files of an export that differ from the encoder's folder since section `data` of a run has other settings:
+        new texts by name.
+        """
+        return {}
 
 
 class ItemOrder(NamedTuple):

@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 
 from megatron_hetero.models.family import Family
+from megatron_hetero.models.items.types import Block
 from tests.support.toy_family.shapes import EarShape, TextShape, ear_shape, text_shape
 from tests.support.toy_family.tones import Tones
 
@@ -48,7 +49,7 @@ class Toy(Family):
     def text_shape(self, config: Any) -> TextShape:
         return text_shape(config)
 
-    def positions(self, tokens: int, starts: np.ndarray, places: Sequence[np.ndarray], /) -> np.ndarray:
+    def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[Block], /) -> np.ndarray:
         return np.arange(tokens)[None]
 
 

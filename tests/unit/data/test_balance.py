@@ -119,8 +119,8 @@ def test_exchanges_even_out_what_the_largest_first_leaves(costs: list[int], repl
     assert loads_of(costs, assign(costs, replicas)) == loads
 
 
-def test_items_that_no_exchange_helps_stay_where_the_largest_first_puts_them() -> None:
-    assert assign([1.0] * 5, 3) == [[0, 3], [1, 4], [2]]
+def test_items_that_no_exchange_helps_are_dealt_the_largest_first() -> None:
+    assert assign([1.0] * 5, 3) == [[0, 1], [2, 3], [4]]
     assert assign([9.0, 1.0, 1.0], 2) == [[0], [1, 2]]
     assert assign([], 2) == [[], []]
     assert assign([2, 1, 3], 1) == [[0, 1, 2]]
@@ -179,3 +179,12 @@ def test_loads_and_idle_share() -> None:
     assert loads_of([1.0, 2.0, 4.0], [[0, 2], [], [1]]) == [5.0, 0, 2.0]
     assert idle_share([4.0, 2.0, 0.0]) == 0.5
     assert idle_share([3.0, 3.0]) == idle_share([0, 0]) == idle_share([]) == 0
+
+
+@given(st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=1, max_size=40), st.integers(1, 8))
+def test_items_of_equal_cost_go_to_replicas_in_order(costs: list[float], replicas: int) -> None:
+    """So that one replica decodes consecutive frames of a video."""
+    owner = {item: replica for replica, items in enumerate(assign(costs, replicas)) for item in items}
+    for cost in set(costs):
+        alike = [owner[item] for item in range(len(costs)) if costs[item] == cost]
+        assert alike == sorted(alike)

@@ -27,7 +27,7 @@ from tests.support.folders import write_data
 from tests.support.pool import Pool
 from tests.support.runs import MakeFlags
 
-[PICTURES] = QWEN2_5_VL.items
+PICTURES = QWEN2_5_VL.items[0]
 assert isinstance(PICTURES, Pictures)
 Sizes = tuple[ImageSize, ...]
 _TOKENS = PICTURES.tokens._replace(row="video_token_id")

@@ -23,9 +23,10 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.worker_process import ReaderProcesses, receive, send
-from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.items import whole
+from megatron_hetero.models.items.types import Piece
+from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
+from tests.support.videos import write_video_data
 from tests.unit.data.odd_reader import OddReader
 
 RECORD = Record("d", 0, "train.jsonl:1", ())
@@ -87,11 +88,11 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Processo
     """Here and in another process, and what they read."""
     folder = tmp_path_factory.mktemp("readers")
     write_model(folder / "model", ModelChoice())
-    data = write_data(folder, 6, turns=2)
+    data = write_video_data(folder, 6, pictures=(1, 2, 0, 1))
     here = Processor.from_folder(folder / "model")
     registry = {"d": DatasetConfig(annotations=data, images=folder / "images")}
     there = ReaderProcesses(here, 1)
-    yield here, there, Mixture.parse(("d",), registry, shuffle=False, seed=0)
+    yield here, there, Mixture.parse(("d",), registry, shuffle=False, seed=0, fields=here.fields)
     there.close()
 
 
@@ -103,8 +104,9 @@ def test_another_process_reads_the_same(readers: tuple[Processor, ReaderProcesse
         assert mine.sizes == theirs.sizes
         for name in ("input_ids", "supervised", "position_ids", "row_positions", "rows"):
             np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
-        for k, size in enumerate(mine.sizes):
-            pixels = [reader.patches(mine.record, k, whole(size)) for reader in (here, there)]
+        for k, sizes in enumerate(mine.pieces):
+            pieces = [Piece(number, size) for number, size in enumerate(sizes)]
+            pixels = [reader.patches(mine.record, k, pieces) for reader in (here, there)]
             assert pixels[0].dtype == pixels[1].dtype and pixels[0].tobytes() == pixels[1].tobytes()
 
 

@@ -17,7 +17,7 @@ from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.registry import FAMILIES
-from megatron_hetero.models.shapes import ModelShapes, item_type
+from megatron_hetero.models.shapes import ModelShapes, item_types
 from tests.support.shapes import parameter_count, shapes_of_folder
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -44,7 +44,7 @@ def _shapes(model: str) -> dict[str, ModuleShape]:
 
 
 def test_every_example_is_tested() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == {"tiny", *RANKS}
+    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == {"tiny", "qwen3_vl_8b_video", *RANKS}
     assert {folder.name for folder in EXAMPLES.glob("models/*")} == RANKS.keys()
 
 
@@ -69,7 +69,7 @@ def test_example_loads_and_its_layouts_fit(model: str) -> None:
     vision = published.encoders["vision"]
     side = isqrt(config.data.max_pixels)
     assert (
-        vision.rows(item_type(vision).assumed(vision, EstimateConfig(image_side=side)))
+        vision.rows(item_types(published, "vision")[0].assumed(vision, EstimateConfig(image_side=side)))
         <= config.data.max_seq_length // 2
     )
 
@@ -92,6 +92,15 @@ def test_the_other_layout_of_an_example_fits_too(model: str, ranks: int) -> None
     host = round(plan.host_memory.sum() / 1e9)
     assert f"{host} GB of the host" in _comment(model) if host else "need no offload" in _comment(model)
     assert problems_of(plan) == ()
+
+
+def test_the_example_of_long_videos() -> None:
+    """Full samples of 768 frames."""
+    line = f"--config {EXAMPLES}/qwen3_vl_8b_video.yaml --model.hf_path {EXAMPLES}/models/qwen3_vl_8b"
+    plan = Estimate.of(load_config(line.split()), 8)
+    assert f"planned at {round(plan.totals.max() / 1e9)} GB per GPU" in _comment("qwen3_vl_8b_video")
+    assert plan.assumed.sample.tokens == plan.job.config.data.max_seq_length
+    assert plan.assumed.sample.rows["vision"] == 384 * 36 and problems_of(plan) == ()
 
 
 def test_72b_says_what_it_keeps_on_the_host() -> None:

@@ -101,7 +101,7 @@ def test_a_demo_of_either_family_can_be_trained(family: str, tmp_path: Path):
     more = ["--config", str(tmp_path / "config.yaml"), "--vision-parallel", "sp:4", "--text-parallel", "tp:4"]
     assert JobSpec.of(load_config(more), 4).layouts["text"].tp == 4
     assert {shape.family for shape in (job.shapes.text, *job.shapes.encoders.values())} == {family}
-    assert Processor.from_folder(config.model.hf_path).row_tokens.size == 1
+    assert Processor.from_folder(config.model.hf_path).row_tokens.size == 2
 
 
 def test_a_family_that_is_unknown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.models.families.common import PictureFamily, of_text, of_vision, require
+from megatron_hetero.models.families.common import PICTURES, PictureFamily, of_text, of_vision, require
+from megatron_hetero.models.items.videos import ProcessorDefaults, Videos
 
 # Shapes import torch, which takes a second.
 if TYPE_CHECKING:
@@ -14,12 +15,17 @@ if TYPE_CHECKING:
 DEFAULT_SECTIONS = (16, 24, 24)
 """Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
 
+_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of CLIP's pictures (Radford et al. 2021, arXiv 2103.00020)."""
+_VIDEOS = ProcessorDefaults(fps=None, low=128 * 28**2, high=768 * 28**2, cap=128_000, mean=_MEAN, std=_STD)
+
 
 class Qwen25VL(PictureFamily):
     """The family `qwen2_5_vl`, with language models `qwen2`."""
 
     model_type, title = "qwen2_5_vl", "Qwen2.5-VL"
     language_models = ("qwen2",)
+    items = (PICTURES, Videos(_VIDEOS, "frame", timestamps=False))
 
     def check_encoder(self, folder: Path, config: Any) -> None:
         vision = config.vision_config

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.base.files import Only
-from megatron_hetero.models.families.common import SUPPORTED, PictureFamily, nested_name, of_text, of_vision, require
+from megatron_hetero.models.families.common import (
+    PICTURES,
+    SUPPORTED,
+    PictureFamily,
+    nested_name,
+    of_text,
+    of_vision,
+    require,
+)
+from megatron_hetero.models.items.videos import ProcessorDefaults, Videos
 
 # Shapes import torch, which takes a second.
 if TYPE_CHECKING:
@@ -16,12 +25,16 @@ if TYPE_CHECKING:
 DEFAULT_SECTIONS = (24, 20, 20)
 """Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
 
+_HALF = (0.5, 0.5, 0.5)
+_VIDEOS = ProcessorDefaults(fps=2.0, low=128 * 32**2, high=768 * 32**2, cap=768, mean=_HALF, std=_HALF)
+
 
 class Qwen3VL(PictureFamily):
     """The family `qwen3_vl`, with language models `qwen3`."""
 
     model_type, title = "qwen3_vl", "Qwen3-VL"
     language_models = ("qwen3",)
+    items = (PICTURES, Videos(_VIDEOS, "video", timestamps=True))
     built = SUPPORTED | {
         "mrope_interleaved": Only(
             (True,),

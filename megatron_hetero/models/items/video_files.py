@@ -1,0 +1,483 @@
+"""Video files: when each frame is shown, and wanted frames as upright RGB.
+
+Files come from anywhere. FFmpeg reads an open file and opens nothing else: formats that name other files (playlists,
+`concat`) or start from pictures are not among the ones it may recognise. A file whose end is missing is refused, for
+FFmpeg reports no error there. Reading has a time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import numpy as np
+from PIL import Image
+
+from megatron_hetero.base.errors import UserError, in_short, reason
+from megatron_hetero.base.files import open_regular
+from megatron_hetero.models.items.types import Item
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.packet import Packet
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
+T = TypeVar("T")
+Convert: TypeAlias = Callable[[Image.Image], T]
+
+FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg,gif,ivf,mxf"
+"""Accepted formats, by FFmpeg's names, regardless of a file's suffix."""
+MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 27)
+"""Limit of a frame, that of pictures."""
+MOST_FRAMES = 1 << 23
+"""Limit of a file: 38 hours of 60 frames a second."""
+WORTH_A_SEEK = 16
+"""Frames that seeking has to spare: it costs about as much as decoding a few."""
+UPRIGHT = -1
+"""In place of a transposition."""
+_EXACT = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv", "ivf")
+"""Formats with a time for every frame. Others' are extrapolated, differently after a seek."""
+_FORMAT = 1
+"""Of stored tables; another number makes them anew."""
+_TURNS = {
+    (-1, 0, 0, 1): Image.Transpose.FLIP_LEFT_RIGHT,
+    (-1, 0, 0, -1): Image.Transpose.ROTATE_180,
+    (1, 0, 0, -1): Image.Transpose.FLIP_TOP_BOTTOM,
+    (0, 1, 1, 0): Image.Transpose.TRANSPOSE,
+    (0, 1, -1, 0): Image.Transpose.ROTATE_270,
+    (0, -1, -1, 0): Image.Transpose.TRANSVERSE,
+    (0, -1, 1, 0): Image.Transpose.ROTATE_90,
+}
+"""How to turn a frame, by the signs of its display matrix: (x, y) is shown at (a x + c y, b x + d y)."""
+_LINEAR = (0, 1, 3, 4)
+"""Indices of a, b, c and d in a display matrix."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrameTable:
+    """All frames of a video file in the order in which they are shown.
+
+    Attributes:
+        stamps: int64 [frames], presentation times in units of `unit` seconds, ascending.
+        keys: int64 [keys], numbers of the frames that decoding can start from, ascending.
+        unit: seconds.
+        exact: whether decoded frames have the times of their packets. If not, they are counted from the beginning.
+        rate: frames per second in the header; 0 if it has none.
+        stream: number of the video stream in its file.
+        width, height: of an upright frame.
+        turn: the transposition of Pillow that makes a frame upright; `UPRIGHT` if it is.
+        pixels: FFmpeg's name of the pixel format.
+    """
+
+    stamps: np.ndarray
+    keys: np.ndarray
+    unit: float
+    exact: bool
+    rate: float
+    stream: int
+    width: int
+    height: int
+    turn: int
+    pixels: str
+
+    @property
+    def times(self) -> np.ndarray:
+        """Presentation times in seconds from the first frame, float64 [frames]."""
+        return (self.stamps - self.stamps[0]) * self.unit
+
+
+class Limits(NamedTuple):
+    """`seconds`: for reading a video, 0: no limit. `folder`: of stored tables; None: they are not stored."""
+
+    seconds: float
+    folder: Path | None
+
+
+def frame_table(item: Item, limits: Limits) -> FrameTable:
+    """The table of an item's file, from `limits.folder` if the file has not changed since.
+
+    Raises:
+        UserError: the file is missing, not a video, truncated or too large, or takes too long.
+    """
+    with _named(item):
+        status = within(item.path, limits.seconds, lambda _: _status(item.path))
+        return _known(item.path, status.st_size, status.st_mtime_ns, limits)
+
+
+def read_frames(
+    item: Item, table: FrameTable, wanted: Iterable[int], limits: Limits, convert: Convert[T]
+) -> dict[int, T]:
+    """What `convert` makes of the frames of these numbers, each upright and in mode RGB; transparent parts become
+    white. One pass from the key frame before the first, past frames that a later key frame makes unnecessary; other
+    frames are decoded but not converted to RGB.
+
+    Raises:
+        UserError: as `frame_table`, and where a wanted frame is damaged.
+    """
+    numbers = sorted(set(wanted))
+    with _named(item):
+        return within(item.path, limits.seconds, lambda late: _read_frames(item.path, table, numbers, convert, late))
+
+
+@contextlib.contextmanager
+def _named(item: Item) -> Iterator[None]:
+    """Inside, errors name the record too."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{item.where}: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------- stored tables
+
+
+@lru_cache(maxsize=64)
+def _known(path: Path, size: int, changed_ns: int, limits: Limits) -> FrameTable:
+    key = repr((_FORMAT, str(path), size, changed_ns)).encode()
+    file = None if limits.folder is None else limits.folder / f"{hashlib.sha256(key).hexdigest()[:40]}.times"
+
+    def read(late: Late) -> FrameTable:
+        if file is not None and (stored := _stored(file)) is not None:
+            return stored
+        table = _read_table(path, late)
+        if file is not None:
+            _store(file, table)
+        return table
+
+    return within(path, limits.seconds, read)
+
+
+def _status(path: Path) -> os.stat_result:
+    with _problems(path):
+        return path.stat()
+
+
+def _stored(file: Path) -> FrameTable | None:
+    """The table in a file: a line of JSON, then the arrays; None if there is none, or not all of it."""
+    try:
+        head, _, rest = file.read_bytes().partition(b"\n")
+        values = json.loads(head)
+        numbers = np.frombuffer(rest, np.int64)
+        frames, count = values.pop("frames"), values.pop("keys")
+        stamps, keys = np.split(numbers, [frames])
+        return FrameTable(stamps, keys, **values) if len(keys) == count else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _store(file: Path, table: FrameTable) -> None:
+    """Store a table, whole or not at all. A folder that cannot be written costs time only."""
+    values = {name: value for name, value in vars(table).items() if not isinstance(value, np.ndarray)}
+    head = json.dumps({**values, "frames": len(table.stamps), "keys": len(table.keys)})
+    new = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(head.encode() + b"\n" + table.stamps.tobytes() + table.keys.astype(np.int64).tobytes())
+        new.replace(file)
+
+
+# ------------------------------------------------------------------------------------------------ time limits
+
+
+class _TooLate(Exception):
+    """The time limit has passed."""
+
+
+Late = Callable[[], None]
+"""Raises `_TooLate` after the time limit."""
+
+
+class _Helper:
+    """A thread that works for one caller at a time. FFmpeg leaves some memory behind in each thread that it was used
+    in, so that threads are used again.
+    """
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]]] = SimpleQueue()
+        threading.Thread(target=self._serve, name="video", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            work, answer = self._tasks.get()
+            try:
+                answer.put((work(), None))
+            except BaseException as error:  # Raised by the one who waits.
+                answer.put((None, error))
+            del work, answer
+
+    def result(self, work: Callable[[], Any], seconds: float) -> Any:
+        """The result and error of `work`. Raises `Empty` after so many seconds."""
+        answer: SimpleQueue[Any] = SimpleQueue()
+        self._tasks.put((work, answer))
+        return answer.get(timeout=seconds)
+
+
+_IDLE: SimpleQueue[_Helper] = SimpleQueue()
+
+
+def _helper() -> _Helper:
+    with contextlib.suppress(Empty):
+        while (helper := _IDLE.get_nowait()).process != os.getpid():
+            pass  # A forked process has none of these threads.
+        return helper
+    return _Helper()
+
+
+def within(path: Path, seconds: float, work: Callable[[Late], T]) -> T:
+    """The result of `work`, or a `UserError` after so many seconds (0: no limit). A decoder that never returns stays
+    behind in its thread, which ends with the process.
+    """
+    if not seconds:
+        return work(lambda: None)
+    end, helper = time.monotonic() + seconds, _helper()
+
+    def late() -> None:
+        if time.monotonic() > end:
+            raise _TooLate
+
+    result, error = None, _TooLate()
+    with contextlib.suppress(Empty):
+        result, error = helper.result(lambda: work(late), seconds + 1.0)
+        _IDLE.put(helper)
+    if isinstance(error, _TooLate):
+        raise UserError.at(
+            _place(path),
+            problem=f"not read within {seconds:g} s",
+            because="a damaged file or a slow disk must not stop training for hours",
+            fix="raise data.video.timeout_s for long videos, convert the video to smaller frames, or remove the record",
+        ) from None
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+@contextlib.contextmanager
+def _problems(path: Path) -> Iterator[None]:
+    """Inside, errors are raised as `UserError`s. FFmpeg's are of most built-in kinds."""
+    try:
+        yield
+    except (UserError, MemoryError, _TooLate):
+        raise
+    except ImportError as error:
+        raise UserError.at(
+            _place(path),
+            problem=f"PyAV, which reads videos, is not installed ({in_short(error)})",
+            fix='pip install "megatron-hetero[video]", or pip install av',
+        ) from error
+    except Exception as error:
+        # FFmpeg's own errors have numbers below those of the system.
+        if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENAMETOOLONG, errno.EISDIR):
+            fix = "correct the record's 'video', or `images` in data.registry"
+            raise UserError.at(_place(path), problem=f"cannot be read ({reason(error)})", fix=fix) from error
+        if isinstance(error, PermissionError):
+            fix = "check the permissions"
+            raise UserError.at(_place(path), problem=f"cannot be read ({reason(error)})", fix=fix) from error
+        raise _unusable(path, f"a file that cannot be read as a video ({in_short(error)})") from error
+
+
+def _place(path: Path) -> str:
+    return f"video {path}"
+
+
+def _unusable(path: Path, found: str) -> UserError:
+    return UserError.at(
+        _place(path),
+        found=found,
+        expected="an intact video of a common format (MP4, WebM, Matroska, MOV, AVI, MPEG)",
+        fix="copy the file again or convert it, for example with ffmpeg, or remove the record",
+    )
+
+
+@contextlib.contextmanager
+def _open(path: Path, stream: int | None = None, **options: str) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """A file and its video stream. Inside, errors are raised as `UserError`s."""
+    with _problems(path):
+        import av
+        from av.stream import Disposition
+
+        closed = {"format_whitelist": FORMATS, "protocol_whitelist": "none", **options}
+        with (
+            open_regular(path) as file,
+            av.open(file, "r", container_options=closed, metadata_errors="replace") as opened,
+        ):
+            found = opened.streams.video
+            shown = [s for s in found if not s.disposition & Disposition.attached_pic]
+            chosen = [s for s in shown if s.index == stream] if stream is not None else shown
+            if not chosen:
+                raise _unusable(path, "a file with a cover picture alone" if found else "a file without a video")
+            # One thread each: files are read by several workers.
+            chosen[0].codec_context.thread_count = 1
+            yield opened, chosen[0]
+
+
+def _read_table(path: Path, late: Late) -> FrameTable:
+    """Read all packets of a file and decode its first frame."""
+    with _open(path) as (container, stream):
+        if stream.codec_context.width * stream.codec_context.height > MOST_PIXELS:
+            raise _unusable(path, f"frames of {stream.codec_context.width} x {stream.codec_context.height} pixels")
+        frames, end, packets, exact = list[tuple[int, bool]](), 0.0, 0, container.format.name in _EXACT
+        for packet in container.demux():
+            late()
+            if not packet.size:
+                continue
+            stamp = packet.dts if packet.pts is None else packet.pts
+            if stamp is not None:
+                end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
+            if packet.stream_index != stream.index:
+                continue
+            if stamp is None:
+                raise _unusable(path, "frames without times")
+            packets, exact = packets + 1, exact and packet.pts is not None
+            if packets > MOST_FRAMES:
+                raise _unusable(path, f"more than {MOST_FRAMES} frames")
+            if not packet.is_discard and not _is_hidden(stream, packet):
+                frames.append((stamp, packet.is_keyframe))
+        _check_whole(path, container, stream, packets, end)
+        if not frames:
+            raise _unusable(path, "a video without frames")
+        stamps, first = np.unique(np.array([stamp for stamp, _ in frames], np.int64), return_index=True)
+        keys = np.flatnonzero(np.array([key for _, key in frames])[first])
+        unit, rate, number = float(stream.time_base or 0), float(stream.average_rate or 0), stream.index
+    with _open(path, number) as (container, stream):
+        frame = next(_decoded(container, stream, late), None)
+        if frame is None:
+            raise _unusable(path, "a video of which no frame can be decoded")
+        turn = _turn(frame)
+        size = _picture(frame, turn).size
+        return FrameTable(stamps, keys, unit, exact, rate, number, *size, turn, frame.format.name)
+
+
+def _is_hidden(stream: VideoStream, packet: Packet[Any]) -> bool:
+    """Whether a packet is of a frame that is only referred to, which VP8 has (RFC 6386, section 9.1)."""
+    return stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
+
+
+def _check_whole(path: Path, container: InputContainer, stream: VideoStream, packets: int, end: float) -> None:
+    """Check that packets are as many, and last as long, as the header says."""
+    if "mp4" in container.format.name:
+        if _last_box(path) > path.stat().st_size:
+            raise _unusable(path, "a truncated file: its last part is not complete")
+        # Edit lists hide frames that the header counts.
+        if packets < stream.frames and (whole := _all_packets(path, stream.index)) < stream.frames:
+            raise _unusable(path, f"a truncated file: {whole} of {stream.frames} frames")
+    length, start = (container.duration or 0) / 1e6, max(0.0, (container.start_time or 0) / 1e6)
+    if end - start < length - min(1.0, max(0.2, 0.1 * length)):
+        raise _unusable(path, f"a truncated file: {end - start:.1f} of {length:.1f} seconds")
+
+
+def _all_packets(path: Path, stream: int) -> int:
+    """The packets of an MP4 file, those included that its edit list leaves out."""
+    with _open(path, stream, ignore_editlist="1") as (container, chosen):
+        return sum(1 for packet in container.demux(chosen) if packet.size)
+
+
+def _last_box(path: Path) -> int:
+    """Where the last box of an MP4 file ends (ISO/IEC 14496-12, section 4.2), by the sizes of all."""
+    end = 0
+    with open_regular(path) as file:
+        while len(head := file.read(16)) >= 8:
+            size = int.from_bytes(head[:4])
+            size = int.from_bytes(head[8:16]) if size == 1 else size
+            if size < 8:  # To the end of the file.
+                break
+            end += size
+            file.seek(end)
+    return end
+
+
+def _decoded(container: InputContainer, stream: VideoStream, late: Late) -> Iterator[VideoFrame]:
+    """All frames from where the file is, in the order in which they are shown."""
+    for packet in container.demux(stream):
+        late()
+        yield from packet.decode()  # type: ignore[misc]
+
+
+def _read_frames(path: Path, table: FrameTable, wanted: Sequence[int], convert: Convert[T], late: Late) -> dict[int, T]:
+    found: dict[int, T] = {}
+    with _open(path, table.stream) as (container, stream):
+        for number, run in enumerate(_runs(table.keys, wanted) if table.exact else [wanted] if wanted else []):
+            start = _key_before(table.keys, run[0]) if table.exact else 0
+            if number or start:
+                container.seek(int(table.stamps[start]), stream=stream)
+            found |= _pass(path, table, start, run, _decoded(container, stream, late), convert)
+    # Some containers go to another place than was asked for.
+    if table.exact and (missing := sorted(set(wanted) - found.keys())):
+        with _open(path, table.stream) as (container, stream):
+            found |= _pass(path, table, 0, missing, _decoded(container, stream, late), convert)
+    if missing := sorted(set(wanted) - found.keys()):
+        raise _unusable(path, f"a video whose frame {missing[0]} of {len(table.stamps)} cannot be decoded")
+    return found
+
+
+def _runs(keys: np.ndarray, wanted: Sequence[int]) -> list[list[int]]:
+    """Frames that one pass reads: no key frame between two of them makes many frames unnecessary."""
+    runs: list[list[int]] = []
+    for number in wanted:
+        if runs and _key_before(keys, number) <= runs[-1][-1] + WORTH_A_SEEK:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+def _key_before(keys: np.ndarray, number: int) -> int:
+    """The last frame up to `number` that decoding can start from."""
+    place = int(np.searchsorted(keys, number, side="right"))
+    return int(keys[place - 1]) if place else 0
+
+
+def _pass(
+    path: Path, table: FrameTable, start: int, run: Sequence[int], frames: Iterator[VideoFrame], convert: Convert[T]
+) -> dict[int, T]:
+    """The wanted frames among `frames`, which begin with number `start` or before it."""
+    found, chosen, last = dict[int, T](), frozenset(run), run[-1]
+    for count, frame in enumerate(frames, start):
+        number = int(np.searchsorted(table.stamps, frame.pts or 0)) if table.exact else count
+        if table.exact and (number == len(table.stamps) or table.stamps[number] != frame.pts):
+            continue
+        if number in chosen:
+            if frame.is_corrupt:
+                raise _unusable(path, f"damaged data at frame {number}")
+            picture = _picture(frame, table.turn)
+            if picture.size != (table.width, table.height):
+                raise _unusable(path, f"frames of several sizes ({picture.size} at frame {number})")
+            found[number] = convert(picture)
+        if number >= last:
+            break
+    return found
+
+
+def _turn(frame: VideoFrame) -> int:
+    """The transposition that makes a frame upright, by its display matrix."""
+    side_data: Any = frame.side_data  # Typed as a mapping; iterating gives its values.
+    data = next((each for each in side_data if each.type.name == "DISPLAYMATRIX"), None)
+    if data is None:
+        return UPRIGHT
+    matrix = np.frombuffer(bytes(data), np.int32)
+    return _TURNS.get(tuple(round(matrix[i] / 65536) for i in _LINEAR), UPRIGHT)
+
+
+def _picture(frame: VideoFrame, turn: int) -> Image.Image:
+    """A frame as upright RGB, over white where it is transparent."""
+    if any(component.is_alpha for component in frame.format.components):
+        rgba = Image.fromarray(frame.to_ndarray(format="rgba"))
+        picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    else:
+        picture = Image.fromarray(frame.to_ndarray(format="rgb24"))
+    return picture if turn == UPRIGHT else picture.transpose(Image.Transpose(turn))

@@ -1,0 +1,430 @@
+"""Videos as an item type. To an encoder a video is a list of pictures: each *frame pair* is a piece, which is decoded,
+assigned to a replica and encoded by itself. It has two frames where a picture has one twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+from PIL import Image
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.files import read_object
+from megatron_hetero.config.sections import VideoConfig
+from megatron_hetero.models.items.image_files import load_picture, picture_size
+from megatron_hetero.models.items.pictures import ImageSize
+from megatron_hetero.models.items.types import Block, Item, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.video_files import Convert, FrameTable, Late, Limits, frame_table, read_frames, within
+from megatron_hetero.models.items.video_sampling import (
+    ANY_NUMBER,
+    AUTHORS,
+    Bounded,
+    Sampling,
+    is_constant,
+    mean_rate,
+    nearest_frames,
+)
+
+if TYPE_CHECKING:
+    from megatron_hetero.config.sections import EstimateConfig
+
+T = TypeVar("T")
+_SAMPLED = ("fps", "min_frames", "max_frames")
+ASSUMED_RATE = 24.0
+"""Frames per second of a list of frames without times, as in `transformers`."""
+
+
+class VideoSize(NamedTuple):
+    """Frame pairs of a video, rows and columns of patches of each, when its frames are shown in seconds, and seconds
+    from one pair to the next; None without a constant rate.
+    """
+
+    pairs: int
+    rows: int
+    columns: int
+    times: tuple[float, ...]
+    step: float | None
+
+
+class Shot(NamedTuple):
+    """The sampled frames of an item: their numbers in the file or the list, the last one repeated to make pairs, and
+    the size in which the encoder takes them. `own`: width and height of the file's frames.
+    """
+
+    numbers: np.ndarray
+    size: VideoSize
+    own: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class VideoReader:
+    """Reads videos: files, or lists of pictures. See `megatron_hetero.models.items.types.ItemReader`.
+
+    Attributes:
+        token_id: the token that stands for one merged patch.
+        sampling: which frames are taken, and in which size.
+        limits: of reading.
+        mean, std: of a colour in units of 255, by channel.
+        patch, merge, temporal: pixels of a patch's side, patches of a unit's side, frames of a patch.
+        timestamps: whether pairs are shown one by one after a text with their time (Qwen3-VL), or all together
+            with times as positions (Qwen2.5-VL).
+        rate: positions per second.
+        text_after: see `data.video.text_after`.
+    """
+
+    token_id: int
+    sampling: Sampling
+    limits: Limits
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    patch: int
+    merge: int
+    temporal: int
+    timestamps: bool
+    rate: float
+    text_after: str
+
+    def size(self, item: Item) -> VideoSize:
+        """The size of a video as the encoder takes it. Reads its packets, once, and decodes its first frame."""
+        return self._shot(item).size
+
+    def pieces(self, size: VideoSize) -> tuple[ImageSize, ...]:
+        """The frame pairs."""
+        return (ImageSize(1, size.rows, size.columns),) * size.pairs
+
+    def blocks(self, size: VideoSize) -> Sequence[Block]:
+        """The blocks of a video in the text: one for each pair with timestamps, else one for all."""
+        rows, columns = size.rows // self.merge, size.columns // self.merge
+        if not self.timestamps:
+            return (self._block(size, rows, columns),)
+        pair = np.indices((1, rows, columns)).reshape(3, -1)
+        times = np.array(size.times).reshape(size.pairs, self.temporal)
+        texts = [f"<{(first + last) / 2:.1f} seconds>" for first, last in times[:, [0, -1]].tolist()]
+        return [Block(pair, before=f"{text}<|vision_start|>", after="<|vision_end|>") for text in texts]
+
+    def _block(self, size: VideoSize, rows: int, columns: int) -> Block:
+        """All pairs in one block. Times are cut to whole positions after multiplication, in fp32 as in
+        `transformers`.
+        """
+        if size.step is None:
+            starts = np.array(size.times[:: self.temporal])
+            times = np.floor((starts - starts[0]) * self.rate).astype(np.int64)
+        else:
+            interval = np.float32(self.rate) * np.float32(size.step)
+            times = (np.arange(size.pairs, dtype=np.float32) * interval).astype(np.int64)
+        places = np.indices((size.pairs, rows, columns)).reshape(3, -1)
+        places[0] = times[places[0]]
+        return Block(places, length=max(rows, columns) if self.text_after == "transformers" else None)
+
+    def describe(self, item: Item, size: VideoSize) -> str:
+        """The video's own size, length and pixel format, the frames taken, their size, and the grid of patches."""
+        (width, height), taken = self._shot(item).own, len(np.unique(self._shot(item).numbers))
+        grid, span = (size.pairs, size.rows, size.columns), f"{size.times[0]:.1f} to {size.times[-1]:.1f} s"
+        if item.frames:
+            own = f"{len(item.frames)} pictures"
+        else:
+            table = frame_table(item, self.limits)
+            own = f"{len(table.stamps)} frames in {table.times[-1]:.1f} s, {table.pixels}"
+        resized = f"{size.columns * self.patch}×{size.rows * self.patch} px"
+        return f"{width}×{height} px, {own} → {taken} frames at {span}, {resized}, grid {grid} (t, h, w)"
+
+    def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
+        """Decodes the frames of some pairs.
+
+        Returns:
+            float32 [patches, channels · temporal · patch²], normalised; merged groups are adjacent.
+
+        Raises:
+            UserError: a frame cannot be decoded, or the video has changed.
+        """
+        shot = self._shot(item)
+        if any(number >= shot.size.pairs or piece != self.pieces(shot.size)[number] for number, piece in pieces):
+            raise UserError.at(
+                f"{item.where}: video {item.path}",
+                found=f"{shot.size.pairs} pairs of frames of {shot.size.rows} x {shot.size.columns} patches",
+                expected="as many as before",
+                fix="do not change videos during training, and give all nodes the same ones",
+            )
+        pairs = [shot.numbers[number * self.temporal :][: self.temporal].tolist() for number, _ in pieces]
+        side = shot.size.columns * self.patch, shot.size.rows * self.patch
+        frames = self._read(item, shot, {n for pair in pairs for n in pair}, lambda p: np.asarray(fitted(p, side)))
+        return np.concatenate([self._patches(np.stack([frames[n] for n in pair])) for pair in pairs])
+
+    def frames(self, item: Item) -> list[tuple[float, Image.Image]]:
+        """The sampled frames with their times in seconds, as the encoder takes them."""
+        shot = self._shot(item)
+        side = shot.size.columns * self.patch, shot.size.rows * self.patch
+        found = self._read(item, shot, set(shot.numbers.tolist()), lambda picture: fitted(picture, side))
+        return [(time, found[n]) for time, n in zip(shot.size.times, shot.numbers.tolist(), strict=True)]
+
+    def _shot(self, item: Item) -> Shot:
+        """The frames of an item that the encoder takes."""
+        given, table = dict(item.given), None if item.frames else frame_table(item, self.limits)
+        times, rate, own = self._listed(item, given) if table is None else _of_file(table)
+        sampling, (first, stop) = self.sampling, _segment(item, times, given)
+        if not (constant := is_constant(times, rate)):
+            rate = mean_rate(times[first:stop])
+        if "fps" in given and table is not None:
+            sampling = replace(sampling, fps=given["fps"])
+        numbers = sampling.frames(stop - first, rate)
+        count = len(numbers)
+        numbers = first + (numbers if constant else nearest_frames(times[first:stop], numbers))
+        numbers = np.append(numbers, np.full(-count % self.temporal, numbers[-1]))
+        shown = times[0] + numbers / rate if constant else times[numbers]
+        try:
+            height, width = sampling.size(max(count, self.temporal), own[1], own[0])
+        except (ValueError, ZeroDivisionError) as error:
+            raise UserError.at(
+                f"{item.where}: video {item.path}",
+                found=f"frames of {own[0]} x {own[1]} pixels ({error})",
+                expected="sides that differ by a factor below 200",
+                fix="crop the video, or remove the record",
+            ) from error
+        step = self.temporal / (count / (stop - first) * rate) if constant else None
+        size = VideoSize(
+            len(numbers) // self.temporal, height // self.patch, width // self.patch, tuple(shown.tolist()), step
+        )
+        return Shot(numbers, size, own)
+
+    def _listed(self, item: Item, given: Mapping[str, Any]) -> tuple[np.ndarray, float, tuple[int, int]]:
+        """Times, rate and size of a list of pictures."""
+        seconds, first = self.limits.seconds, item.frames[0]
+        count, own = len(item.frames), within(first, seconds, lambda _: picture_size(first, item.where))
+        if "times" in given:
+            times = np.array(given["times"], np.float64)
+            return times, mean_rate(times) if count > 1 else ASSUMED_RATE, own
+        if "fps" not in given and self.timestamps:
+            raise UserError.at(
+                f"{item.where}: field 'video'",
+                problem="a list of frames without times",
+                because="the model reads at which second each frame is shown",
+                fix="add 'fps' (the frames per second of the list) or 'times' (seconds, one for each) to the record",
+            )
+        rate = float(given.get("fps", ASSUMED_RATE))
+        return np.arange(count) / rate, rate, own
+
+    def _read(self, item: Item, shot: Shot, numbers: Iterable[int], convert: Convert[T]) -> dict[int, T]:
+        if not item.frames:
+            return read_frames(item, frame_table(item, self.limits), numbers, self.limits, convert)
+        return within(
+            item.path, self.limits.seconds, lambda late: self._load(item, shot, sorted(numbers), convert, late)
+        )
+
+    def _load(self, item: Item, shot: Shot, numbers: Iterable[int], convert: Convert[T], late: Late) -> dict[int, T]:
+        """The frames of a list of pictures."""
+        found = {}
+        for number in numbers:
+            late()
+            picture = load_picture(item.frames[number], item.where)
+            if picture.size != shot.own:
+                raise UserError.at(
+                    f"{item.where}: image {item.frames[number]}",
+                    found=f"a frame of {picture.size[0]} x {picture.size[1]} pixels",
+                    expected=f"{shot.own[0]} x {shot.own[1]}, as the first of its video",
+                    fix="give the frames of a video one size",
+                )
+            found[number] = convert(picture)
+        return found
+
+    @cached_property
+    def _values(self) -> np.ndarray:
+        """The value of each level of a colour, by channel, float32 [channels, 256]."""
+        levels = np.arange(256, dtype=np.float32)
+        mean, std = (np.array(each, np.float32)[:, None] for each in (self.mean, self.std))
+        return (levels - mean) / std
+
+    def _patches(self, pair: np.ndarray) -> np.ndarray:
+        """A pair, uint8 [frames, height, width, channels], as patches in unit order."""
+        frames, height, width, channels = pair.shape
+        rows, columns = height // self.patch // self.merge, width // self.patch // self.merge
+        cut = pair.reshape(frames, rows, self.merge, self.patch, columns, self.merge, self.patch, channels)
+        # Rows and columns of units, of patches in them; channels, frames, rows and columns of pixels.
+        patches = cut.transpose(1, 4, 2, 5, 7, 0, 3, 6)
+        values = self._values[np.arange(channels)[:, None, None, None], patches]
+        return values.reshape(rows * columns * self.merge**2, -1)
+
+
+def fitted(picture: Image.Image, side: tuple[int, int]) -> Image.Image:
+    """The picture in this width and height."""
+    return picture if picture.size == side else picture.resize(side, Image.Resampling.BICUBIC)
+
+
+def _of_file(table: FrameTable) -> tuple[np.ndarray, float, tuple[int, int]]:
+    """Times, rate and size of the frames of a file."""
+    times = table.times
+    rate = table.rate if is_constant(times, table.rate) else mean_rate(times)
+    return times, rate, (table.width, table.height)
+
+
+def _segment(item: Item, times: np.ndarray, given: Mapping[str, Any]) -> tuple[int, int]:
+    """The frames from `video_start` to `video_end`, as first and last but one."""
+    start, end = given.get("video_start", 0.0), given.get("video_end", times[-1])
+    first, stop = np.searchsorted(times, [start, end + 1e-9], side="left")
+    if first >= stop:
+        raise UserError.at(
+            f"{item.where}: fields 'video_start' and 'video_end'",
+            found=f"{start:g} to {end:g} s",
+            expected=f"a part of the {times[-1]:.2f} s of {item.path}",
+            fix="correct the times, which are seconds from the start of the video",
+        )
+    return int(first), int(stop)
+
+
+class ProcessorDefaults(NamedTuple):
+    """What a video processor of `transformers` does without settings. `fps`: None for all frames; `low` and `high`:
+    areas; `cap`: tokens of `cap_pixels_per_frame`; `mean` and `std`: by channel.
+    """
+
+    fps: float | None
+    low: int
+    high: int
+    cap: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    min_frames: int = 4
+    max_frames: int = 768
+
+
+_NESTED = "video_processor"
+"""Key of the first of `PROCESSORS`."""
+PROCESSORS = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
+"""Files with the settings of a folder's video processor, the first that has them."""
+
+
+_TOKENS = ItemTokens("vision_start_token_id", "video_token_id", "vision_end_token_id")
+
+
+@dataclass(frozen=True)
+class Videos(ItemType):
+    """See `megatron_hetero.models.items.types.ItemType`. `bounded`: see `Sampling`. `timestamps`: see `VideoReader`."""
+
+    defaults: ProcessorDefaults
+    bounded: Bounded
+    timestamps: bool
+    modality: Modality = "video"
+    tokens: ItemTokens = _TOKENS
+    processor: str = "a video processor"
+
+    def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> VideoReader:
+        """A reader with the settings of the folder's video processor, or of its image processor."""
+        asked, vision = getattr(section, "video", None) or VideoConfig(), config.vision_config
+        _, settings = read_settings(folder)
+        settings |= {"do_sample_frames": True} if asked.fps is not None else {}
+        for name, theirs in (
+            ("patch_size", vision.patch_size),
+            ("merge_size", vision.spatial_merge_size),
+            ("temporal_patch_size", vision.temporal_patch_size),
+        ):
+            if (ours := settings.get(name, theirs)) != theirs:
+                raise UserError.at(
+                    folder / "video_preprocessor_config.json",
+                    found=f"{name} {ours}",
+                    expected=f"{theirs}, by vision_config of config.json",
+                    fix="copy both files from the same model",
+                )
+        return VideoReader(
+            token_id,
+            self._sampling(settings, asked, vision.patch_size * vision.spatial_merge_size),
+            Limits(asked.timeout_s, asked.index_folder),
+            *self._colours(settings),
+            patch=vision.patch_size,
+            merge=vision.spatial_merge_size,
+            temporal=vision.temporal_patch_size,
+            timestamps=self.timestamps,
+            rate=float(getattr(vision, "tokens_per_second", 1)),
+            text_after=asked.text_after,
+        )
+
+    def _sampling(self, settings: Mapping[str, Any], asked: VideoConfig, unit: int) -> Sampling:
+        """The rules with the user's numbers, then the folder's, then those of the processor."""
+        default, (low, high) = self.defaults, self._areas(settings)
+        samples = settings.get("do_sample_frames", default.fps is not None)
+        fps = asked.fps or (settings.get("fps") or default.fps if samples else None)
+        own = (settings.get("min_frames") or default.min_frames, settings.get("max_frames") or default.max_frames)
+        if asked.rules == "authors":
+            fps, own = asked.fps or AUTHORS.fps, (AUTHORS.min_frames, AUTHORS.max_frames)
+        return Sampling(
+            rules=asked.rules,
+            bounded=self.bounded,
+            fps=fps,
+            min_frames=asked.min_frames or (own[0] if fps else 1),
+            max_frames=asked.max_frames or (own[1] if fps else ANY_NUMBER),
+            low=low,
+            high=high,
+            cap=(settings.get("max_video_tokens") or default.cap) if settings.get("cap_pixels_per_frame") else None,
+            frame_pixels=asked.frame_pixels,
+            total_pixels=asked.total_pixels,
+            unit=unit,
+        )
+
+    def _areas(self, settings: Mapping[str, Any]) -> tuple[int, int]:
+        """The smallest and the largest area."""
+        size = settings.get("size") or {}
+        low = settings.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or self.defaults.low
+        high = settings.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or self.defaults.high
+        return low, high
+
+    def _colours(self, settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each channel in levels of a colour."""
+        mean, std = settings.get("image_mean") or self.defaults.mean, settings.get("image_std") or self.defaults.std
+        scale = settings.get("rescale_factor") or 1 / 255
+        return tuple(float(x) / scale for x in mean), tuple(float(x) / scale for x in std)
+
+    def exported(self, folder: Path, data: Mapping[str, Any]) -> dict[str, str]:
+        """The video processor's settings with the run's numbers, as far as `transformers` has them."""
+        asked = data.get("video") or {}
+        chosen = {name: asked[name] for name in _SAMPLED if asked.get(name) is not None}
+        if asked.get("rules") == "authors":
+            chosen = {"fps": AUTHORS.fps, "min_frames": AUTHORS.min_frames, "max_frames": AUTHORS.max_frames} | chosen
+            chosen |= {"cap_pixels_per_frame": True}
+        pixels = asked.get("frame_pixels" if self.bounded == "frame" else "total_pixels")
+        if not chosen and pixels is None:
+            return {}
+        name, settings = read_settings(folder)
+        settings = {**settings, **chosen}
+        if chosen and (settings.get("fps") or self.defaults.fps):
+            settings["do_sample_frames"] = True
+        if pixels is not None:
+            low, high = self._areas(settings)
+            settings = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")}
+            settings["size"] = {"shortest_edge": low, "longest_edge": max(min(high, pixels), int(low * 1.05))}
+        if name == PROCESSORS[0]:
+            return {name: json.dumps({**read_object(folder / name), _NESTED: settings}, indent=2) + "\n"}
+        return {PROCESSORS[1]: json.dumps(settings, indent=2) + "\n"}
+
+    def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
+        """A square pair of whole units."""
+        patches = max(1, round(plan.frame_side / (shape.patch * shape.merge))) * shape.merge
+        return ImageSize(1, patches, patches)
+
+    def assumed_pieces(self, plan: EstimateConfig) -> int:
+        """The frame pairs of all videos of a sample."""
+        return plan.videos * -(-plan.frames // 2)
+
+    def assumed_items(self, plan: EstimateConfig) -> tuple[str, str]:
+        """The videos of a sample in words, and the settings."""
+        what = f"{plan.videos} video{'s' * (plan.videos != 1)}, {self.assumed_pieces(plan):,} frame pairs"
+        return what, "plan.videos, plan.frames, plan.frame_side"
+
+    def measures(self, shape: Any, size: ImageSize) -> str:
+        """Width and height in pixels."""
+        return f"{size.columns * shape.patch:,}x{size.rows * shape.patch:,} pixels"
+
+
+def read_settings(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The settings of the folder's video processor, and the file that `transformers` finds them in; empty if there is
+    none. Raises `UserError`.
+    """
+    for name in PROCESSORS:
+        if (folder / name).is_file():
+            found = read_object(folder / name)
+            settings = found.get(_NESTED) if name == PROCESSORS[0] else found
+            if isinstance(settings, dict):
+                return name, settings
+    return "", {}
