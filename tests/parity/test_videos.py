@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.functional.train.test_held_out import evaluated
 from tests.parity.cases import (
     MODELS,
     RECOMPUTED,
@@ -19,6 +20,7 @@ from tests.parity.cases import (
     Case,
     Expected,
     Runs,
+    flags_of,
     gradients_equal,
     three_steps_equal,
     train_alone,
@@ -125,6 +127,17 @@ def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> N
 @pytest.mark.parametrize("case", thinned(LONG_CASES, 2), ids=str)
 def test_a_long_video(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
+
+
+@pytest.mark.parametrize("case", [CASES[4], CASES[25]], ids=str)
+def test_the_held_out_loss(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    """Of all samples, in batches of which the last is shorter."""
+    folder = expected(case).folder
+    oracle = VideoOracle.load(folder / "model", folder / "data.jsonl")
+    loss, _ = oracle.step(range(len(oracle.records)))
+    flags = flags_of(case, folder, "--eval.datasets", "d", "--eval.interval", "1", "--train.iters", "1")
+    [metrics], _ = pools(case.ranks).run(evaluated, flags)[0]
+    assert metrics.loss == pytest.approx(loss, rel=1e-5) and metrics.samples == len(oracle.records)
 
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[20]], ids=str)
