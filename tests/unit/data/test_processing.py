@@ -286,7 +286,7 @@ def test_unfit_chat_templates_are_named(
     record = make_record("<image>", "x", images=["56x56.png"], folder=pictures)
     with pytest.raises(UserError, match="^train.jsonl:1: chat template of model.hf_path") as caught:
         processor.tokenize(record)
-    wanted = TEMPLATES[template].replace("1 image tokens", "0 image tokens")
+    wanted = TEMPLATES[template].replace("1 image tokens", "0 tokens of images")
     assert wanted in str(caught.value) and "Use the chat template of the published model" in str(caught.value)
 
 
