@@ -278,7 +278,7 @@ def _problems(path: Path) -> Iterator[None]:
         raise UserError.at(
             _place(path),
             problem=f"PyAV, which reads videos, is not installed ({in_short(error)})",
-            fix="pip install av, or install this package with its extra `video`",
+            fix="install it with `pip install av`, or this package with its extra `video`",
         ) from error
     except Exception as error:
         # FFmpeg's own errors have numbers below those of the system.
