@@ -7,7 +7,7 @@ merge x merge places, row by row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -198,27 +198,38 @@ def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
     """Check that the image processor cuts patches as the encoder expects them, and that it works. Raises `UserError`,
     or the errors of a broken image processor.
     """
-    pairs = {
-        "do_resize": (image_processor.do_resize, True),
-        "patch_size": (image_processor.patch_size, vision.patch_size),
-        "merge_size": (image_processor.merge_size, vision.spatial_merge_size),
-        "temporal_patch_size": (image_processor.temporal_patch_size, vision.temporal_patch_size),
-    }
-    for name, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            why = "for images of any size" if name == "do_resize" else "by vision_config of config.json"
-            raise UserError.at(
-                folder / "preprocessor_config.json",
-                found=f"{name} {ours}",
-                expected=f"{theirs}, {why}",
-                fix="copy both files from the same model",
-            )
+    file = folder / "preprocessor_config.json"
+    _require(file, "do_resize", image_processor.do_resize, True, "for images of any size")
+    require_patches(file, {name: getattr(image_processor, name) for name in _PATCHES}, vision)
     side = vision.patch_size * vision.spatial_merge_size
     size = {"shortest_edge": side**2, "longest_edge": side**2}
     with np.errstate(all="ignore"):
         patches = image_processor([Image.new("RGB", (side, side))], size=size, return_tensors="np")["pixel_values"]
     if not np.isfinite(patches).all():
         raise ValueError(f"black pixels become values from {patches.min()} to {patches.max()}")
+
+
+_PATCHES = {
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
+"""Settings of processors that cut patches, with those of `vision_config` that they equal."""
+
+
+def require_patches(file: Path, settings: Mapping[str, Any], vision: Any) -> None:
+    """Check that a processor's settings in `file`, where it has them, cut patches as `vision_config` says. Raises
+    `UserError`.
+    """
+    for name, of_vision in _PATCHES.items():
+        theirs = getattr(vision, of_vision)
+        _require(file, name, settings.get(name, theirs), theirs, "by vision_config of config.json")
+
+
+def _require(file: Path, name: str, ours: object, theirs: object, why: str) -> None:
+    if ours != theirs:
+        fix = "copy both files from the same model"
+        raise UserError.at(file, found=f"{name} {ours}", expected=f"{theirs}, {why}", fix=fix)
 
 
 _TOKENS = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
@@ -249,9 +260,19 @@ class Pictures(ItemType):
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
         """A square of whole units, as the image processor would resize it."""
-        patches = max(1, round(plan.image_side / (shape.patch * shape.merge))) * shape.merge
-        return ImageSize(1, patches, patches)
+        return square(plan.image_side, shape)
 
     def measures(self, shape: Any, size: ImageSize) -> str:
         """Width and height in pixels."""
-        return f"{size.columns * shape.patch:,}x{size.rows * shape.patch:,} pixels"
+        return pixels_of(shape, size)
+
+
+def square(side: int, shape: Any) -> ImageSize:
+    """A square of whole units, as an encoder of `shape` takes one of so many pixels per side."""
+    patches = max(1, round(side / (shape.patch * shape.merge))) * shape.merge
+    return ImageSize(1, patches, patches)
+
+
+def pixels_of(shape: Any, size: ImageSize) -> str:
+    """Width and height in pixels, in words."""
+    return f"{size.columns * shape.patch:,}x{size.rows * shape.patch:,} pixels"

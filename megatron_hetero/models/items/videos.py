@@ -18,7 +18,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import read_object
 from megatron_hetero.config.sections import VideoConfig
 from megatron_hetero.models.items.image_files import load_picture, picture_size
-from megatron_hetero.models.items.pictures import ImageSize
+from megatron_hetero.models.items.pictures import ImageSize, pixels_of, require_patches, square
 from megatron_hetero.models.items.types import Block, Item, ItemTokens, ItemType, Modality, Piece
 from megatron_hetero.models.items.video_files import Convert, FrameTable, Late, Limits, frame_table, read_frames, within
 from megatron_hetero.models.items.video_sampling import (
@@ -124,7 +124,8 @@ class VideoReader:
 
     def describe(self, item: Item, size: VideoSize) -> str:
         """The video's own size, length and pixel format, the frames taken, their size, and the grid of patches."""
-        (width, height), taken = self._shot(item).own, len(np.unique(self._shot(item).numbers))
+        shot = self._shot(item)
+        (width, height), taken = shot.own, len(np.unique(shot.numbers))
         grid, span = (size.pairs, size.rows, size.columns), f"{size.times[0]:.1f} to {size.times[-1]:.1f} s"
         if item.frames:
             own = f"{len(item.frames)} pictures"
@@ -144,7 +145,8 @@ class VideoReader:
             UserError: a frame cannot be decoded, or the video has changed.
         """
         shot = self._shot(item)
-        if any(number >= shot.size.pairs or piece != self.pieces(shot.size)[number] for number, piece in pieces):
+        known = self.pieces(shot.size)
+        if any(number >= len(known) or piece != known[number] for number, piece in pieces):
             raise UserError.at(
                 f"{item.where}: video {item.path}",
                 found=f"{shot.size.pairs} pairs of frames of {shot.size.rows} x {shot.size.columns} patches",
@@ -152,16 +154,20 @@ class VideoReader:
                 fix="do not change videos during training, and give all nodes the same ones",
             )
         pairs = [shot.numbers[number * self.temporal :][: self.temporal].tolist() for number, _ in pieces]
-        side = shot.size.columns * self.patch, shot.size.rows * self.patch
+        side = self._side(shot)
         frames = self._read(item, shot, {n for pair in pairs for n in pair}, lambda p: np.asarray(fitted(p, side)))
         return np.concatenate([self._patches(np.stack([frames[n] for n in pair])) for pair in pairs])
 
     def frames(self, item: Item) -> list[tuple[float, Image.Image]]:
         """The sampled frames with their times in seconds, as the encoder takes them."""
         shot = self._shot(item)
-        side = shot.size.columns * self.patch, shot.size.rows * self.patch
+        side = self._side(shot)
         found = self._read(item, shot, set(shot.numbers.tolist()), lambda picture: fitted(picture, side))
         return [(time, found[n]) for time, n in zip(shot.size.times, shot.numbers.tolist(), strict=True)]
+
+    def _side(self, shot: Shot) -> tuple[int, int]:
+        """Width and height of a frame as the encoder takes it."""
+        return shot.size.columns * self.patch, shot.size.rows * self.patch
 
     def _shot(self, item: Item) -> Shot:
         """The frames of an item that the encoder takes."""
@@ -263,7 +269,7 @@ def _of_file(table: FrameTable) -> tuple[np.ndarray, float, tuple[int, int]]:
 
 
 def _segment(item: Item, times: np.ndarray, given: Mapping[str, Any]) -> tuple[int, int]:
-    """The frames from `video_start` to `video_end`, as first and last but one."""
+    """The frames from `video_start` to `video_end`, as the first and the one behind the last."""
     start, end = given.get("video_start", 0.0), given.get("video_end", times[-1])
     first, stop = np.searchsorted(times, [start, end + 1e-9], side="left")
     if first >= stop:
@@ -316,18 +322,7 @@ class Videos(ItemType):
         asked, vision = getattr(section, "video", None) or VideoConfig(), config.vision_config
         _, settings = read_settings(folder)
         settings |= {"do_sample_frames": True} if asked.fps is not None else {}
-        for name, theirs in (
-            ("patch_size", vision.patch_size),
-            ("merge_size", vision.spatial_merge_size),
-            ("temporal_patch_size", vision.temporal_patch_size),
-        ):
-            if (ours := settings.get(name, theirs)) != theirs:
-                raise UserError.at(
-                    folder / "video_preprocessor_config.json",
-                    found=f"{name} {ours}",
-                    expected=f"{theirs}, by vision_config of config.json",
-                    fix="copy both files from the same model",
-                )
+        require_patches(folder / PROCESSORS[1], settings, vision)
         return VideoReader(
             token_id,
             self._sampling(settings, asked, vision.patch_size * vision.spatial_merge_size),
@@ -400,8 +395,7 @@ class Videos(ItemType):
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
         """A square pair of whole units."""
-        patches = max(1, round(plan.frame_side / (shape.patch * shape.merge))) * shape.merge
-        return ImageSize(1, patches, patches)
+        return square(plan.frame_side, shape)
 
     def assumed_pieces(self, plan: EstimateConfig) -> int:
         """The frame pairs of all videos of a sample."""
@@ -414,7 +408,7 @@ class Videos(ItemType):
 
     def measures(self, shape: Any, size: ImageSize) -> str:
         """Width and height in pixels."""
-        return f"{size.columns * shape.patch:,}x{size.rows * shape.patch:,} pixels"
+        return pixels_of(shape, size)
 
 
 def read_settings(folder: Path) -> tuple[str, dict[str, Any]]:
