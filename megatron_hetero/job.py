@@ -189,6 +189,11 @@ class JobSpec:
         """Output names of each encoder."""
         return {name: tuple(shape.outputs) for name, shape in self.shapes.encoders.items()}
 
+    @property
+    def patch_limits(self) -> dict[str, int]:
+        """By encoder, the most patches of a rank in one call, where these are limited."""
+        return {name: most for name, most in self.config.model.patches_per_call.items() if most}
+
     def text_work(self, tokens: int) -> int:
         """Predict the forward flops of the text module for a sample of so many tokens."""
         return self.shapes.text.architecture.operations(Tokens([tokens]), passes=FORWARD)

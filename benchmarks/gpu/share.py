@@ -151,7 +151,7 @@ class RankOnDevice:
         if platform.is_cuda:
             # As the loader leaves it.
             pinned = [
-                replace(m, patches={name: patches.pin_memory() for name, patches in m.patches.items()})
+                replace(m, patches={name: [part.pin_memory() for part in each] for name, each in m.patches.items()})
                 for m in batch.micro_batches
             ]
             batch = replace(batch, micro_batches=tuple(pinned))

@@ -90,13 +90,13 @@ def _pack(assumed: AssumedBatch) -> PackedBatch:
     )
 
 
-def _patches(encoders: Mapping[str, EncoderShape], share: MicroBatchShare) -> dict[str, Tensor]:
-    """The patches that the rank embeds."""
+def _patches(encoders: Mapping[str, EncoderShape], share: MicroBatchShare) -> dict[str, list[Tensor]]:
+    """The patches that the rank embeds in each part."""
     found = {}
-    for name, own in share.patches.items():
+    for name in share.patches:
         shape, generator = encoders[name], torch.Generator().manual_seed(0)
-        patches = own.exchange.forward.needed * shape.unit + share.encoders[name].padding
-        found[name] = torch.randn(patches, shape.patch_elements, generator=generator)
+        lengths = [part.embedded + part.padding for part in share.encoders[name]]
+        found[name] = [torch.randn(length, shape.patch_elements, generator=generator) for length in lengths]
     return found
 
 

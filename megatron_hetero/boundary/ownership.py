@@ -230,6 +230,13 @@ class Ownership:
         return group[ids], index[ids]
 
 
+def joined(parts: Sequence[Ownership]) -> Ownership:
+    """Join the rows that each group holds in `parts`, which have the same groups and the same kind of gradient."""
+    first, ids = parts[0], np.concatenate([part.ids for part in parts])
+    order = np.argsort(np.concatenate([part.group_of_entry for part in parts]), kind="stable")
+    return Ownership(first.groups, ids[order], np.sum([part.starts for part in parts], axis=0), first.gradient)
+
+
 def _runs(rows: np.ndarray) -> str:
     """Write ids as ascending runs, such as ``0-3,8``."""
     edges = np.flatnonzero(np.diff(rows) != 1) + 1

@@ -93,6 +93,13 @@ class ModelConfig(Section):
         "0",
         at_least=0,
     )
+    patches_per_call: Mapping[str, int] = option(
+        {},
+        "Maximum patches of a rank per call of an encoder; more take several calls, each repeated in the backward "
+        "pass. 0: unlimited.",
+        "0",
+        at_least=0,
+    )
     tp_overlap: Mapping[str, int] = option(
         {},
         "Parts in which layers exchange activations over tp, overlapped with matrix products. 1: no overlap.",
@@ -154,6 +161,9 @@ class ModelConfig(Section):
         if self.compile != "none" and self.backend == "te":
             why, fix = "Transformer Engine has kernels of its own", "remove it, or set model.backend to torch"
             raise wrong(f"{section}.compile", self.compile, "none with model.backend te", why, fix)
+        if TEXT in self.patches_per_call:
+            why, fix = f"{TEXT} is no encoder", f"set {section}.chunk.{TEXT} to bound its memory, and remove it"
+            raise unused(f"{section}.patches_per_call.{TEXT}", self.patches_per_call[TEXT], why, fix)
         for module, how in self.recompute.items():
             # A text module without trained weights still passes gradients on to encoders.
             if how != "none" and module in self.encoder_names and self.is_frozen(module):

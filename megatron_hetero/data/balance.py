@@ -308,18 +308,21 @@ gain nothing and take more temporary memory, here about 150 MB for a layer.
 """
 
 
-def cut_calls(patches: Sequence[int], runs: Iterable[range], ranks: int) -> tuple[range, ...]:
+def cut_calls(patches: Sequence[int], runs: Iterable[range], ranks: int, limit: int | None = None) -> tuple[range, ...]:
     """All micro-batches, in calls.
 
-    A call takes one micro-batch after the other as long as it stays within `PATCHES_OF_A_CALL` for each rank, and at
-    least one.
+    A call takes one micro-batch after the other as long as it stays within `PATCHES_OF_A_CALL` for each rank and within
+    `limit`, and at least one.
 
     Args:
         patches: patches of each micro-batch, over all replicas.
         runs: all micro-batches, in runs that one call may encode.
         ranks: number of ranks of a stage of the encoder.
+        limit: the most patches of a call of several; None: any number.
     """
     calls, most = [], PATCHES_OF_A_CALL * ranks
+    if limit is not None:
+        most = min(most, limit)
     for run in runs:
         first, total = run.start, 0
         for m in run:

@@ -7,20 +7,23 @@ no cut divides. A shard is a contiguous run of whole windows over the pieces of 
 crosses ranks. Shards are numbered with `sp` varying faster than `cp`.
 
     piece 0: windows 0 1 2 3 | piece 1: windows 4 5        sp = 2: rank 0 has 0 1 2, rank 1 has 3 4 5
+
+With a limit on the patches of a rank, an encoder works on some pieces after the others, in *parts*, each with shards of
+its own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.boundary.ownership import Ownership, joined
 from megatron_hetero.data.balance import assign
 from megatron_hetero.data.token_shards import holding_groups, tp_share
 from megatron_hetero.layout.axes import axes_of
@@ -31,14 +34,15 @@ from megatron_hetero.models.items.types import ItemOrder, ItemShape, Size
 
 @dataclass(frozen=True, eq=False)
 class EncoderShare:
-    """What one rank of the encoder encodes in one micro-batch. All lengths in patches.
+    """What one rank of the encoder encodes in one part of a micro-batch. All lengths in patches.
 
-    `padding`: patches of zeros after the ones that the rank embeds. `positions`: int64 [2, n] for the n real patches of
-    the shard, which the rank's tp group shares. `windows`: lengths of the shard's windows. `sp_lengths`: lengths of the
-    sp members of this rank's cp member; `cp_lengths`: lengths of the cp members. `segments`: full attention of the cp
-    member.
+    `embedded`: those that the rank embeds; `padding`: patches of zeros after them. `positions`: int64 [2, n] for the n
+    real patches of the shard, which the rank's tp group shares. `windows`: lengths of the shard's windows.
+    `sp_lengths`: lengths of the sp members of this rank's cp member; `cp_lengths`: lengths of the cp members.
+    `segments`: full attention of the cp member.
     """
 
+    embedded: int
     padding: int
     positions: np.ndarray
     windows: tuple[int, ...]
@@ -51,8 +55,9 @@ class EncoderShare:
 class EncoderShards:
     """The pieces of a micro-batch, of `sizes`, on the ranks of an encoder's `layout`.
 
-    `assigned`: numbers of the pieces of each replica. `sharded`: whether activations are sharded over tp. Rows are
-    numbered piece by piece, in raster order of their units.
+    `assigned`: numbers of the pieces of each replica. `sharded`: whether activations are sharded over tp. `limit`: the
+    most patches in a part, on average over the shards of a replica, if a piece has no more. Rows are numbered piece by
+    piece, in raster order of their units.
     """
 
     shape: ItemShape
@@ -60,6 +65,30 @@ class EncoderShards:
     sharded: bool
     sizes: tuple[Size, ...]
     assigned: tuple[tuple[int, ...], ...]
+    limit: int | None = None
+
+    @cached_property
+    def parts(self) -> tuple[EncoderShards, ...]:
+        """The shards of each part: runs of each replica's pieces, the last of which may be empty."""
+        if self.limit is None:
+            return (self,)
+        most = self.limit * self.layout.cp * self.layout.sp
+        runs = [self._runs(pieces, most) for pieces in self.assigned]
+        number = max(1, *map(len, runs))
+        padded = [[*of_replica, *[()] * (number - len(of_replica))] for of_replica in runs]
+        return tuple(replace(self, assigned=assigned, limit=None) for assigned in zip(*padded, strict=True))
+
+    def _runs(self, pieces: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
+        """Cut pieces into runs of at most `most` patches, or of one piece."""
+        runs, free = list[list[int]](), 0
+        for piece in pieces:
+            patches = self.shape.rows(self.sizes[piece]) * self.shape.unit
+            if not runs or patches > free:
+                runs.append([])
+                free = most
+            runs[-1].append(piece)
+            free -= patches
+        return [tuple(run) for run in runs]
 
     def replica(self, number: int) -> ReplicaShards:
         """The shards of the members of one replica."""
@@ -73,6 +102,8 @@ class EncoderShards:
 
     def ownership(self) -> Ownership:
         """The units that each rank embeds, in this order, whose rows it holds once it has encoded."""
+        if len(self.parts) > 1:
+            return joined([part.ownership() for part in self.parts])
         in_order = [
             self.shape.order(self.sizes[i]).units + self._first_row[i] for pieces in self.assigned for i in pieces
         ]
@@ -116,8 +147,12 @@ class EncoderShards:
         assigned = assign([float(self.shape.rows(self.sizes[i]) * self.shape.unit) for i in pieces], len(ranks))
         return {rank: tuple(pieces[i] for i in assigned[(at - turn) % len(ranks)]) for at, rank in enumerate(ranks)}
 
+    def shares(self, rank: int) -> tuple[EncoderShare, ...]:
+        """What `rank` encodes in each part."""
+        return tuple(part.share(rank) for part in self.parts)
+
     def share(self, rank: int) -> EncoderShare:
-        """What `rank` encodes."""
+        """What `rank` encodes, in one part."""
         at, layout, unit = self.layout.coordinate(rank), self.layout, self.shape.unit
         member, shards = at.cp * layout.sp + at.sp, self.replica(at.dp)
         lengths = unit * shards.units.reshape(layout.cp, layout.sp)
@@ -125,6 +160,7 @@ class EncoderShards:
         share = int(tp_share(np.array(units), layout.tp if self.sharded else 1))
         embedded = max(0, min(units - share * at.tp, share)) if self.sharded else units
         return EncoderShare(
+            embedded=embedded * unit,
             padding=(share - embedded) * unit,
             positions=shards.positions(member),
             windows=shards.windows(member),

@@ -34,6 +34,7 @@ from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import is_identity
 from megatron_hetero.data.dealing import Deal, Dealing, PackMetadata, dealing_of
+from megatron_hetero.data.encoder_shards import EncoderShare
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, SampleLimits, TokenizedSample, pack
 from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
@@ -57,14 +58,14 @@ class MicroBatch:
     """One micro-batch on the host: this rank's pack, its share, and the patches that it embeds.
 
     `pack`: None on ranks outside the text module. `samples`: numbers of its samples in the stream; empty outside the
-    text module. `patches`: by encoder, fp32 [patches of this rank, padding included, elements of a patch]; for the
-    first micro-batch of a call the patches of all its micro-batches; without encoders for which nobody has an item, and
-    outside an encoder's first stage.
+    text module. `patches`: by encoder, of each part, fp32 [patches of this rank, padding included, elements of a
+    patch]; for the first micro-batch of a call the patches of all its micro-batches; without encoders for which nobody
+    has an item, and outside an encoder's first stage.
     """
 
     pack: PackedBatch | None
     share: MicroBatchShare
-    patches: Mapping[str, Tensor]
+    patches: Mapping[str, Sequence[Tensor]]
     samples: tuple[int, ...] = ()
 
 
@@ -154,7 +155,7 @@ class StepLoader:
         require_alike(where, self._exchange(where, read_own), ranks, fix, because, absent=None)
         patches = [
             {
-                name: self._exchange_patches(name, part.exchange, share.encoders[name].padding, parts.get(name, []))
+                name: self._exchange_patches(name, part.exchange, share.encoders[name], parts.get(name, []))
                 for name, part in share.patches.items()
             }
             for share, parts in zip(shares, decoded, strict=True)
@@ -281,27 +282,23 @@ class StepLoader:
         return on_every(self.topology.host, attempt)
 
     def _exchange_patches(
-        self, encoder: str, exchange: RankPlan, padding: int, decoded: Sequence[np.ndarray]
-    ) -> Tensor:
+        self, encoder: str, exchange: RankPlan, shares: Sequence[EncoderShare], decoded: Sequence[np.ndarray]
+    ) -> list[Tensor]:
         """Sends the patches that this rank decoded, fp32 [patches, elements] each, to the ranks that embed them.
-        Returns the patches that this rank embeds, with zeros for padding after them; in pinned memory for a GPU.
+        Returns the patches that this rank embeds in each part, with zeros for padding after them; in pinned memory for
+        a GPU.
         """
         shape, pinned = self.partitioner.encoders[encoder], self.topology.platform.is_cuda
         width, elements, direction = shape.unit_width, shape.unit_width // shape.unit, exchange.forward
-        parts = [torch.from_numpy(patches).view(-1, width) for patches in decoded]
-        units = parts[0] if len(parts) == 1 else torch.cat([torch.zeros(0, width), *parts])
+        own = [torch.from_numpy(patches).view(-1, width) for patches in decoded]
+        units = own[0] if len(own) == 1 else torch.cat([torch.zeros(0, width), *own])
         if direction.exchanges:
             units = self._communicators[encoder].forward(load_plan(exchange, CPU), units)
         elif not is_identity(direction):
-            own = units[torch.from_numpy(direction.local_from)]
-            units = own.new_zeros(direction.needed, width).index_copy_(0, torch.from_numpy(direction.local_to), own)
-        patches = units.view(-1, elements)
-        if not padding and not pinned:
-            return patches
-        out = torch.empty(len(patches) + padding, elements, pin_memory=pinned)
-        out[: len(patches)] = patches
-        out[len(patches) :] = 0
-        return out
+            kept = units[torch.from_numpy(direction.local_from)]
+            units = kept.new_zeros(direction.needed, width).index_copy_(0, torch.from_numpy(direction.local_to), kept)
+        parts = units.view(-1, elements).split([share.embedded for share in shares])
+        return [_padded(part, share.padding, pinned) for part, share in zip(parts, shares, strict=True)]
 
     @cached_property
     def _communicators(self) -> dict[str, BoundaryCommunicator]:
@@ -311,6 +308,15 @@ class StepLoader:
             name: BoundaryCommunicator(group, CPU, encoders[name].unit_width, torch.float32, check=False)
             for name, group in self.topology.host_replicas.items()
         }
+
+
+def _padded(patches: Tensor, padding: int, pinned: bool) -> Tensor:
+    if not padding and not pinned:
+        return patches
+    out = torch.empty(len(patches) + padding, patches.shape[1], pin_memory=pinned)
+    out[: len(patches)] = patches
+    out[len(patches) :] = 0
+    return out
 
 
 def _digests(shares: Sequence[MicroBatchShare], deal: Deal) -> dict[str, str]:

@@ -49,8 +49,9 @@ class MicroBatchShare:
     """One rank's share of one micro-batch.
 
     `text`: the tokens it reads, None outside the text module. By encoder, `patches`: what it decodes and embeds, on
-    ranks of the encoder's first stage; `encoders`: what it encodes, on ranks of the encoder; `loads`: predicted forward
-    flops of each replica. `boundaries`: by edge, how rows reach the text module, on ranks that take part.
+    ranks of the encoder's first stage; `encoders`: what it encodes, part by part, on ranks of the encoder; `loads`:
+    predicted forward flops of each replica. `boundaries`: by edge, how rows reach the text module, on ranks that take
+    part.
 
     `calls`: by encoder, the micro-batches of a call that encodes several. `patches`, `encoders` and `loads` of its
     first micro-batch are then those of all, and the others have none. A rank holds the rows of the call one micro-batch
@@ -61,7 +62,7 @@ class MicroBatchShare:
 
     text: TokenShare | None
     patches: Mapping[str, PatchShare] = field(default_factory=dict)
-    encoders: Mapping[str, EncoderShare] = field(default_factory=dict)
+    encoders: Mapping[str, tuple[EncoderShare, ...]] = field(default_factory=dict)
     boundaries: Mapping[Edge, RankPlan] = field(default_factory=dict)
     loads: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     calls: Mapping[str, range] = field(default_factory=dict)
@@ -83,12 +84,12 @@ class _Reading:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call of an encoder: the shards of its first stage, this rank's share, the predicted forward flops of each
-    replica, and for each micro-batch by edge how its rows cross.
+    """One call of an encoder: the shards of its first stage, this rank's share of each part, the predicted forward
+    flops of each replica, and for each micro-batch by edge how its rows cross.
     """
 
     shards: EncoderShards
-    share: EncoderShare | None
+    share: tuple[EncoderShare, ...] | None
     loads: tuple[float, ...]
     boundaries: tuple[Mapping[Edge, RankPlan], ...]
 
@@ -105,6 +106,7 @@ class StepPartitioner:
         edges: edges along which the rows of encoders reach the text module, with the outputs that cross there.
         balance: how pieces are assigned to an encoder's replicas.
         runs: which micro-batches of a step one call of an encoder may encode; None: each by itself.
+        limits: by encoder, the most patches of a rank in one part of a call; unlimited without.
     """
 
     encoders: Mapping[str, ItemShape]
@@ -115,6 +117,7 @@ class StepPartitioner:
     edges: Mapping[Edge, Sequence[str]]
     balance: Balance = "replica"
     runs: CallRuns | None = None
+    limits: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
         self.text = self.layouts[TEXT]
@@ -140,7 +143,9 @@ class StepPartitioner:
             return tuple(range(m, m + 1) for m in range(len(packs)))
         shape, layout = self.encoders[name], self.layouts[name]
         patches = [shape.unit * sum(map(shape.rows, self._sizes(name, of_one))) for of_one in packs]
-        return cut_calls(patches, runs, layout.size // layout.pp)
+        limit = self.limits.get(name)
+        most = None if limit is None else limit * layout.ways("tokens", "samples")
+        return cut_calls(patches, runs, layout.size // layout.pp, most)
 
     def _sizes(self, name: str, packs: Packs) -> tuple[Size, ...]:
         """The sizes of all pieces of a micro-batch for an encoder."""
@@ -187,7 +192,8 @@ class StepPartitioner:
         sizes = tuple(size for of_one in each for size in of_one)
         costs = [shape.cost(size) for size in sizes]
         assigned = assign(costs, layout.dp) if self.balance == "replica" else assign_in_order(len(costs), layout.dp)
-        first = EncoderShards(shape, layout.stage(0), self.sharded[name], sizes, tuple(map(tuple, assigned)))
+        each_assigned, limit = tuple(map(tuple, assigned)), self.limits.get(name)
+        first = EncoderShards(shape, layout.stage(0), self.sharded[name], sizes, each_assigned, limit)
         ends = np.cumsum([0, *(sum(map(shape.rows, of_one)) for of_one in each)]).tolist()
         edges = [edge for edge in self.edges if edge.source == name and self._takes_part(edge)]
         stages = {at: replace(first, layout=layout.stage(at)) for at in {e.source_coordinate(layout) for e in edges}}
@@ -196,7 +202,7 @@ class StepPartitioner:
         for number, of_one in enumerate(packs):
             sources = {edge: owned[edge.source_coordinate(layout)][number] for edge in edges if each[number]}
             boundaries.append({edge: self._boundary(edge, rows, of_one) for edge, rows in sources.items()})
-        share = first.share(layout.peer_at_stage(self.rank, 0)) if self.rank in layout else None
+        share = first.shares(layout.peer_at_stage(self.rank, 0)) if self.rank in layout else None
         return _Call(first, share, tuple(loads_of(costs, assigned)), tuple(boundaries))
 
     def _takes_part(self, edge: Edge) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import accumulate
@@ -135,7 +135,8 @@ class Estimate:
                 for number in range(len(stages)):
                     on_host = (self._stage(name, number, shard).host for shard in self.shards[name].shards)
                     copied[name, number] = max(on_host, default=0) // size
-        return _durations(self.assumed, copied)
+        in_parts = {name for name, shards in self.shards.items() if any(shard.parts for shard in shards.shards)}
+        return _durations(self.assumed, copied, in_parts)
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -327,13 +328,16 @@ def _most_in_flight(role: Role, edge: Edge) -> int:
 # ---------------------------------------------------------------------------------------------- time
 
 
-def _durations(assumed: AssumedBatch, copied: Mapping[tuple[str, int], int]) -> dict[DurationKey, float]:
+def _durations(
+    assumed: AssumedBatch, copied: Mapping[tuple[str, int], int], in_parts: Collection[str]
+) -> dict[DurationKey, float]:
     """Operations of one rank by module, kind of work and stage, or those that fit in the time of the copies beside
-    them where that is longer. `copied`: bytes copied to the host, and back, by module and stage.
+    them where that is longer. `copied`: bytes copied to the host, and back, by module and stage. `in_parts`: encoders
+    that take several calls for a micro-batch.
 
     A backward pass costs a forward pass each for the gradients of inputs and of weights, where they are computed, and
-    the forward pass of fully recomputed layers. Selective recomputation repeats no matrix product and costs nothing;
-    chunked MLPs recompute their first product.
+    the forward pass of fully recomputed layers and of encoders in parts. Selective recomputation repeats no matrix
+    product and costs nothing; chunked MLPs recompute their first product.
     """
     job, found = assumed.job, dict[DurationKey, float]()
     for name, stages in job.stages.items():
@@ -348,6 +352,7 @@ def _durations(assumed: AssumedBatch, copied: Mapping[tuple[str, int], int]) -> 
             if passes.linear > 1 and recompute.chunks(math.ceil(on_rank)):
                 per_token = sum(layer.mlp.first_product for layer in architecture.layers[stage.first : stage.last])
                 again += on_rank * per_token / ways("weights")
+            again += forward * (name in in_parts)
             copies = COPIED * copied.get((name, number), 0)
             saves = not job.schedule.module[name].recomputes  # else F saves nothing yet
             found[name, "F", number] = max(forward, copies * saves)

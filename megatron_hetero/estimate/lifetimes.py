@@ -18,7 +18,8 @@ What each action allocates and frees, as `step.interpreter` executes it:
     start B    gradients of rows, on the encoder's side, freed by its backward
 
 A call of an encoder over several micro-batches runs with the forward of its first and the backward of its last one,
-which concatenates their gradients.
+which concatenates their gradients. Where a micro-batch takes several calls, the forwards save their input alone, and
+the backwards run call by call.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class StageBytes:
     forward and in a backward pass, for layers on their way to the host and back and for a recomputed layer. `forward`:
     the most besides `saved` in a forward pass, workspace included; `backward`: besides `saved` and `again` in a
     backward pass. `left`: hidden states sent on. `rows`: of one encoder output. `message`: hidden states of a transfer.
+    `in_parts`: whether it takes several calls; the most of each is then `again`.
     """
 
     saved: int
@@ -65,6 +67,7 @@ class StageBytes:
     left: int = 0
     rows: int = 0
     message: int = 0
+    in_parts: bool = False
 
 
 def combined(
@@ -104,6 +107,8 @@ def stage_bytes(
     """Memory of a stage on a rank that works on `shard`, without the rows that enter it. `offload`: whether its
     activations are offloaded.
     """
+    if shard.parts:
+        return _in_parts(module, stage, shard, offload=offload)
     shape, itemsize = module.shape, module.dtype.itemsize
     message, sizes = itemsize * shard.local * shape.hidden, OffloadSizes.of(module.gpu)
     whole = stage.first + module.recompute.whole_layers(len(stage.layers)) * module.trains
@@ -125,6 +130,34 @@ def stage_bytes(
     rows = 0 if module.is_text else itemsize * shard.local // shape.unit * shape.out_hidden
     left = 0 if stage.is_last else message
     return replace(found, saved=found.saved + table + held, left=left, rows=rows, message=message)
+
+
+def _in_parts(module: MeasuredModule, stage: PipelineStage, shard: SequenceShard, *, offload: bool) -> StageBytes:
+    """Memory of a stage that takes several calls."""
+    each, inside = [stage_bytes(module, stage, part, offload=offload) for part in shard.parts], list[int]()
+    for part, of_part in zip(shard.parts, each, strict=True):
+        given = of_part.message
+        if stage.is_first:
+            patches = module.dtype.itemsize * part.local * module.shape.patch_elements
+            given = patches if measure(module, FIRST, part).saved >= patches else 0
+        inside.append(of_part.saved - given)
+    sums = {name: sum(getattr(of, name) for of in each) for name in ("left", "rows", "message")}
+    whole = module.dtype.itemsize * shard.local * module.shape.patch_elements if stage.is_first else sums["message"]
+    again = max(saved + max(of.again, of.passing) for saved, of in zip(inside, each, strict=True))
+    most = max(saved + max(of.forward, of.again + of.backward) for saved, of in zip(inside, each, strict=True))
+    outputs = stage.is_last + sum(is_merged(module, layer) for layer in stage.layers)
+    joined = sums["left"] + outputs * sums["rows"]  # Outputs of all calls, when they are concatenated.
+    gradients = 0 if stage.is_first else sums["message"]
+    return StageBytes(
+        whole,
+        passing=0,
+        again=again,
+        host=max(of.host for of in each),
+        forward=max(joined, *(of.forward for of in each)),
+        backward=max(0, most - again) + gradients,
+        in_parts=True,
+        **sums,
+    )
 
 
 def _layer(module: MeasuredModule, number: int, shard: SequenceShard, *, whole: bool) -> list[PartBytes]:
@@ -222,7 +255,9 @@ class _Ledger:
         if text is not None and enters_first and ("embedded", m) not in self.live:
             self._make(("embedded", m), text.message)
         call = self.calls[action.module, m]
-        if (not module.backward or module.recomputes) and m == call[-1]:
+        encoder = self.of_rank.stages.get((action.module, self.schedule.stages_of(edge)[0], len(call)))
+        in_parts = encoder is not None and encoder.in_parts
+        if (not module.backward or module.recomputes or in_parts) and m == call[-1]:
             # No backward pass needs the rows, which those of a call share.
             self._end(("encoded", edge, call[0]))
 
@@ -235,7 +270,7 @@ class _Ledger:
         self._make(("saved", *key), stage.saved * saves)
         self._make("passing", stage.passing * saves)
         self._end("passing")
-        self._move(stage.host * saves)
+        self._move(stage.host * (saves and not stage.in_parts))
         sends = saves or action.kind == "F"
         self._make(("left", *key), stage.left * sends)
         for edge in self._leaving(action):
@@ -244,7 +279,7 @@ class _Ledger:
         for edge in self._entering(action):
             if not (module.backward and self.schedule.module[edge.source].backward):
                 self._end(("rows", edge, action.micro_batch))
-        if not saves:
+        if not saves or stage.in_parts:
             self._end(("left", *key))
 
     def _backward(self, action: Action, stage: StageBytes, call: range) -> None:
@@ -252,6 +287,7 @@ class _Ledger:
         if len(call) > 1:
             self._work(sum(self.of_rank.held[edge][m] for edge in self._leaving(action) for m in call))
         self._make(("again", *key), stage.again)
+        self._move(stage.host * stage.in_parts)
         self._work(stage.backward)
         for what in ("again", "saved", "left"):
             self._end((what, *key))

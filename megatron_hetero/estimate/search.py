@@ -20,6 +20,7 @@ import torch
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.config.fields import children, item_type
 from megatron_hetero.config.schema import Config
+from megatron_hetero.data.balance import PATCHES_OF_A_CALL
 from megatron_hetero.estimate.communicator_memory import NODE
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.layout.layout import Layout
@@ -207,6 +208,14 @@ def chunked_mlps(estimate: Estimate) -> Iterator[Change]:
             yield Change({f"model.chunk.{name}": CHUNK}, SMALLER)
 
 
+def several_calls(estimate: Estimate) -> Iterator[Change]:
+    """Encode a micro-batch in several calls, and repeat each in the backward pass."""
+    for name in estimate.job.shapes.encoders:
+        most = max((shard.tokens for shard in estimate.shards[name].shards), default=0)
+        if most > PATCHES_OF_A_CALL and name not in estimate.job.patch_limits:
+            yield Change({f"model.patches_per_call.{name}": PATCHES_OF_A_CALL})
+
+
 def smaller_micro_batches(estimate: Estimate) -> Iterator[Change]:
     """Split the global batch into more, smaller micro-batches."""
     samples, budget = estimate.job.batch.samples, estimate.job.budget
@@ -251,6 +260,7 @@ CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
     recomputed_layers,
     activations_on_the_host,
     chunked_mlps,
+    several_calls,
     shared_gradients_and_weights,
     states_on_the_host,
     smaller_micro_batches,

@@ -7,8 +7,9 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -101,6 +102,7 @@ class AssumedBatch:
             self.job.sequence_parallel[encoder],
             self.pieces(encoder, micro_batches),
             assigned,
+            self.job.patch_limits.get(encoder),
         )
         ends = [len(needed.ids) * m for m in range(micro_batches + 1)]
         return [(of_micro_batch, needed) for of_micro_batch in held.ownership().cut(ends)]
@@ -111,8 +113,9 @@ def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
     found = {TEXT: tuple(range(m, m + 1) for m in range(batch.micro_batches))}
     for name, shape in job.shapes.encoders.items():
         patches = shape.unit * sample.rows[name] * batch.samples * batch.replicas
-        layout = job.layouts[name]
-        found[name] = cut_calls([patches] * batch.micro_batches, together[name], layout.stage_size)
+        layout, limit = job.layouts[name], job.patch_limits.get(name)
+        most = None if limit is None else limit * layout.ways("tokens", "samples")
+        found[name] = cut_calls([patches] * batch.micro_batches, together[name], layout.stage_size, most)
     return found
 
 
@@ -149,7 +152,8 @@ class SequenceShard:
 
     `tokens`: length of the shard, shared by the tp group; `padded`: with padding; `local`: length between layers, a
     part of `padded` with sequence-parallel activations. `member`: tokens of the cp member, over its sp ranks.
-    `segments`, `windows`: of full and of local attention. `supervised`: tokens with a loss.
+    `segments`, `windows`: of full and of local attention. `supervised`: tokens with a loss. `parts`: the shards of the
+    calls that it takes, where an encoder takes several.
     """
 
     tokens: int
@@ -159,6 +163,20 @@ class SequenceShard:
     segments: Spans
     windows: Spans = ()
     supervised: int = 0
+    parts: tuple[SequenceShard, ...] = ()
+
+    @classmethod
+    def in_parts(cls, parts: Sequence[SequenceShard]) -> SequenceShard:
+        """The shard of several calls."""
+        return cls(
+            tokens=sum(part.tokens for part in parts),
+            padded=sum(part.padded for part in parts),
+            local=sum(part.local for part in parts),
+            member=sum(part.member for part in parts),
+            segments=tuple(chain.from_iterable(part.segments for part in parts)),
+            windows=tuple(chain.from_iterable(part.windows for part in parts)),
+            parts=tuple(parts),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,18 +224,29 @@ def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> M
     of_replicas = [tuple(sizes[i] for i in mine) for mine in assumed.assigned(encoder, micro_batches)]
     kinds = {kind: number for number, kind in enumerate(sorted(set(of_replicas), key=len))}
     found = [_of_replica(assumed.job, encoder, kind) for kind in kinds]
-    return _numbered(found, layout, np.array([kinds[kind] for kind in of_replicas]))
+    if (number := max(map(len, found))) > 1:
+        # Replicas with fewer calls make empty ones.
+        padded = [[*of_kind, *_of_replica(assumed.job, encoder, ()) * (number - len(of_kind))] for of_kind in found]
+        each = [[SequenceShard.in_parts(parts) for parts in zip(*of_kind, strict=True)] for of_kind in padded]
+    else:
+        each = [of_kind[0] for of_kind in found]
+    return _numbered(each, layout, np.array([kinds[kind] for kind in of_replicas]))
 
 
-def _of_replica(job: JobSpec, encoder: str, sizes: tuple[Size, ...]) -> list[SequenceShard]:
-    """Shards of the tp groups of a replica whose pieces have these sizes."""
+def _of_replica(job: JobSpec, encoder: str, sizes: tuple[Size, ...]) -> list[list[SequenceShard]]:
+    """Shards of the tp groups of a replica whose pieces have these sizes, for each call."""
     shape, layout, sharded = job.shapes.encoders[encoder], job.layouts[encoder], job.sequence_parallel[encoder]
-    shards = EncoderShards(shape, one_replica(layout), sharded, sizes, (tuple(range(len(sizes))),))
-    found, split = [], layout.tp if sharded else 1
-    for rank in range(0, shards.layout.size, layout.tp):
+    assigned, limit = (tuple(range(len(sizes))),), job.patch_limits.get(encoder)
+    shards = EncoderShards(shape, one_replica(layout), sharded, sizes, assigned, limit)
+    return [_of_part(part, layout.tp if sharded else 1) for part in shards.parts]
+
+
+def _of_part(shards: EncoderShards, split: int) -> list[SequenceShard]:
+    found = list[SequenceShard]()
+    for rank in range(0, shards.layout.size, shards.layout.tp):
         share = shards.share(rank)
         patches = share.positions.shape[1]
-        padded = padded_patches(patches, shape.unit, split)
+        padded = padded_patches(patches, shards.shape.unit, split)
         windows = tuple((n, n) for n in share.windows)
         member = sum(share.sp_lengths)
         found.append(SequenceShard(patches, padded, padded // split, member, _spans(share.segments), windows))

@@ -12,7 +12,8 @@ only the model looks into it. docs/library.md has the whole contract: further ou
 Inputs are leaves of the model's own graph, which ends with its output. Models may communicate inside their module, in
 one order on all ranks of a stage. If a schedule recomputes, an encoder is called twice per micro-batch and draws the
 same random numbers both times. With several micro-batches in one call (`DeviceMicroBatch.calls`) an encoder returns the
-rows of all, [held of the first, then of the next, ..., width], by each name.
+rows of all, [held of the first, then of the next, ..., width], by each name. The other way round, several calls may
+share one micro-batch (`InParts`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.layout.graph import Edge
-from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.program import Module, Schedule
 
 LOSS = "loss"
 """The output with the sum of losses; further names are in `megatron_hetero.base.errors`."""
@@ -88,11 +89,23 @@ class ModuleOnRank:
 
 
 @dataclass(frozen=True, eq=False)
+class InParts:
+    """The input of an encoder that takes no rows, in `parts`, one for each call of each of its stages: equally many on
+    all ranks of the encoder. Outputs of the calls are concatenated.
+
+    To bound memory, forward passes save no activations; the backward pass runs each call once more, right before the
+    call's own backward pass.
+    """
+
+    parts: Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
 class DeviceMicroBatch:
     """A rank's part of a micro-batch, on the device.
 
-    `inputs`: the input of each module; without modules that have no work on any rank (an encoder in a micro-batch
-    without images). `boundaries`: by edge, the plan of its rows; without edges along which none cross.
+    `inputs`: the input of each module, or `InParts`; without modules that have no work on any rank (an encoder in a
+    micro-batch without images). `boundaries`: by edge, the plan of its rows; without edges along which none cross.
 
     `calls`: by module, the micro-batches that one call of it computes, where these are several. The input of the first
     is that of all, the others have none. Only encoders in waves have such calls, within `Schedule.in_one_call`.
@@ -116,10 +129,18 @@ class StepResult:
     metrics: Mapping[str, Mapping[str, Tensor]]
 
 
-def require_known(micro_batch: int, batch: DeviceMicroBatch, modules: Collection[str], edges: Collection[Edge]) -> None:
-    """Check that a micro-batch names modules and edges of the schedule. Raises `UserError`: others would be ignored
-    silently.
+def require_known(
+    micro_batch: int, batch: DeviceMicroBatch, modules: Mapping[str, Module], edges: Collection[Edge]
+) -> None:
+    """Check that a micro-batch names modules and edges of the schedule, as others would be ignored silently, and that
+    inputs in parts are of modules that take no rows. Raises `UserError`.
     """
+    takes_rows = {edge.target for edge in edges} | {name for name, module in modules.items() if module.style == "text"}
+    for name, given in batch.inputs.items():
+        if isinstance(given, InParts) and (name in takes_rows or not given.parts):
+            where, why = f"micro-batch {micro_batch}: `inputs`", "which takes rows" if given.parts else "without parts"
+            expected, fix = "one part or more, of an encoder that takes none", f"give `{name}` one input"
+            raise UserError.at(where, found=f"`InParts` of `{name}`, {why}", expected=expected, fix=fix)
     for name, found, known in (("inputs", batch.inputs, modules), ("boundaries", batch.boundaries, edges)):
         if unknown := [key for key in found if key not in known]:
             raise UserError.at(

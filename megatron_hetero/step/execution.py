@@ -11,6 +11,9 @@ it, and dropped after the last one.
 If one call of an encoder computes several micro-batches, the call is made in the forward of the first and the backward
 of the last; the actions of the others do nothing, as in a micro-batch without images. All of them are in one turn of
 the encoder, in which no other action depends on the call.
+
+An input in parts saves memory: forward passes build no graph, and the backward pass of a part follows its second
+forward pass.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from megatron_hetero.schedule.contract import (
     LOSS,
     METRICS,
     DeviceMicroBatch,
+    InParts,
     StageOutput,
     StepResult,
     random_states,
@@ -99,6 +103,8 @@ class StepExecution:
         self.rows: dict[tuple[Edge, int], ReceivedRows] = {}
         self.row_grads: dict[tuple[Edge, int], Tensor] = {}
         self.random_states: dict[ActivationKey, Any] = {}  # before a forward pass that will be recomputed
+        # By the last micro-batch of the call: an input whose parts run again, and the random state before the first.
+        self.in_parts: dict[ActivationKey, tuple[InParts, Any]] = {}
         self.stays_gathered = {
             name: stays_gathered(self.actions, schedule.module[name], next(iter(module.gathered.values()))[0].zero)
             for name, module in resources.modules.items()
@@ -183,31 +189,37 @@ class StepExecution:
         for gathered in self.resources.modules[action.module].gathered.get(_activation_key(action)[1], ()):
             gathered.before_run(replace(action, micro_batch=call[-1]) in self.stays_gathered[action.module])
         if action.kind == "B":
-            if self.last_of_stage[action.module, action.stage] == self.position:
-                self.before_last(*_activation_key(action)[:2])
             self._backward(action)
         else:
             self._forward(action)
 
     def _forward(self, action: Action) -> None:
-        module, key = self.schedule.module[action.module], _activation_key(action)
-        keeps = module.backward and (action.kind == "R" or not module.recomputes)
+        module, key, given = self.schedule.module[action.module], _activation_key(action), self._module_input(action)
+        goes_back = module.backward and (action.kind == "R" or not module.recomputes)
+        keeps = goes_back and not isinstance(given, InParts)
         with torch.set_grad_enabled(keeps), self._same_random_state(action):
             inputs = []
             if action.stage != 0:
                 trains = self.resources.modules[action.module].trains_before_last
-                inputs.append(self.received.pop((action.kind, key)).requires_grad_(keeps and trains))
+                inputs.append(self.received.pop((action.kind, key)).requires_grad_(goes_back and trains))
                 self.inputs[key] = inputs[0]
             else:
                 self._embed(action.module, action.micro_batch)
                 if (embedded := self.embedded.pop((action.module, action.micro_batch), None)) is not None:
                     inputs.append(embedded)
             inputs += self._rows_of_stage(action)
-            with without_ddp(self.rank, *key[:2]) if self.checks else contextlib.nullcontext():
-                output = self._model(action)(self._module_input(action), *inputs)
-            if not keeps:
+            if not goes_back:
                 self.inputs.pop(key, None)
-        outputs = self._named(action, output)
+            if not isinstance(given, InParts):
+                outputs = self._outputs(action, given, inputs)
+            else:
+                if goes_back:
+                    read, _ = random_states(self.resources.topology.platform)
+                    self.in_parts[*key[:2], self._call(action)[-1]] = given, read()
+                if action.kind == "R" and action.stage == module.stages - 1:
+                    return  # Its backward pass will run the parts again.
+                outputs = self._forward_in_parts(action, given, inputs)
+        self._require_result(action, outputs)
         if LOSS in outputs:
             if action.kind == "F":
                 loss, so_far = outputs[LOSS].detach(), self.losses.get(action.module)
@@ -224,8 +236,10 @@ class StepExecution:
             self.hidden_shapes[key] = outputs[HIDDEN].shape
         self._receive_deferred(action.module)
 
-    def _named(self, action: Action, output: StageOutput) -> dict[str, Tensor]:
-        """Check what a stage returned. Returns its outputs by name."""
+    def _outputs(self, action: Action, given: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
+        """Call the model of a stage, and check what it returns. Returns its outputs by name."""
+        with without_ddp(self.rank, *_activation_key(action)[:2]) if self.checks else contextlib.nullcontext():
+            output: StageOutput = self._model(action)(given, *inputs)
         is_last = action.stage == self.schedule.module[action.module].stages - 1
         expected = [*([] if is_last else [HIDDEN]), *self._crossing_names(action)] or [LOSS]
         # A module that feeds others may have a loss of its own.
@@ -235,9 +249,21 @@ class StepExecution:
             self._add_metrics(action, output.pop(METRICS))
         problem = wrong_outputs(output, expected, may_have)
         self._require(not problem, action, problem, f"a tensor by each of the names {', '.join(expected)}")
-        outputs = {expected[0]: output} if isinstance(output, Tensor) else dict(output)
-        self._require_result(action, outputs)
-        return outputs
+        return {expected[0]: output} if isinstance(output, Tensor) else dict(output)
+
+    def _forward_in_parts(self, action: Action, given: InParts, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Call the model of a stage once for each part."""
+        each = self._inputs_of_parts(action, given, next(iter(inputs), None))
+        found = [self._outputs(action, *of_part) for of_part in zip(given.parts, each, strict=True)]
+        joined = {name: [outputs[name] for outputs in found] for name in found[0]}
+        return {name: torch.stack(of).sum() if name == LOSS else torch.cat(of) for name, of in joined.items()}
+
+    def _inputs_of_parts(self, action: Action, given: InParts, hidden: Tensor | None) -> list[list[Tensor]]:
+        """The arguments of the model beside each part: its hidden states, as leaves; none on the first stage."""
+        if hidden is None:
+            return [[] for _ in given.parts]
+        lengths = [self._model(action).hidden_shape(part)[0] for part in given.parts]
+        return [[each.detach().requires_grad_(hidden.requires_grad)] for each in hidden.split(lengths)]
 
     def _add_metrics(self, action: Action, metrics: Mapping[str, Any]) -> None:
         sums = self.metrics[action.module]
@@ -280,17 +306,22 @@ class StepExecution:
         if not self.schedule.module[action.module].recomputes:
             yield
             return
-        read, write = random_states(self.resources.topology.platform)
         if action.kind == "F":
-            self.random_states[_activation_key(action)] = read()
+            self.random_states[_activation_key(action)] = random_states(self.resources.topology.platform)[0]()
             yield
         else:
-            outside = read()
-            write(self.random_states.pop(_activation_key(action)))
-            try:
+            with self._random_state(self.random_states.pop(_activation_key(action))):
                 yield
-            finally:
-                write(outside)
+
+    @contextlib.contextmanager
+    def _random_state(self, state: Any) -> Iterator[None]:
+        read, write = random_states(self.resources.topology.platform)
+        outside = read()
+        write(state)
+        try:
+            yield
+        finally:
+            write(outside)
 
     def _rows_of_stage(self, action: Action) -> list[Tensor | dict[str, Tensor]]:
         """The rows that enter a stage, as its arguments."""
@@ -329,10 +360,41 @@ class StepExecution:
                 for name, grad in zip(names, arrived.chunk(len(names), dim=1), strict=True):
                     # Rows that several modules take have gradients from each.
                     grads[name] = grad if (other := grads.get(name)) is None else other + grad
+        if key in self.in_parts:
+            self._backward_in_parts(action, *self.in_parts[key], grads)
+            del self.in_parts[key]
+        else:
+            self._backpropagate(action, outputs, grads, is_last=True)
+
+    def _backpropagate(
+        self, action: Action, outputs: Mapping[str, Tensor], grads: Mapping[str, Tensor | None], *, is_last: bool
+    ) -> None:
+        """`is_last`: whether no other part of the action's input follows."""
+        if is_last and self.last_of_stage[action.module, action.stage] == self.position:
+            self.before_last(*_activation_key(action)[:2])
         # Outputs of a frozen first stage require no gradient; rows that no module takes get none.
         names = [name for name, output in outputs.items() if output.requires_grad and name in grads]
         if names:
             torch.autograd.backward([outputs[name] for name in names], [grads[name] for name in names])
+
+    def _backward_in_parts(
+        self, action: Action, given: InParts, random_state: Any, grads: Mapping[str, Tensor | None]
+    ) -> None:
+        """Run each part forward once more, and back. `grads`: of the concatenated outputs."""
+        hidden = self.inputs.get(_activation_key(action))
+        each, starts = self._inputs_of_parts(action, given, hidden), dict.fromkeys(grads, 0)
+        with torch.enable_grad(), self._random_state(random_state):
+            for number, (part, inputs) in enumerate(zip(given.parts, each, strict=True), 1):
+                outputs, own = self._outputs(action, part, inputs), dict[str, Tensor | None]()
+                for name, grad in grads.items():
+                    if grad is not None and name in outputs:
+                        own[name] = grad.narrow(0, starts[name], len(outputs[name]))
+                        starts[name] += len(outputs[name])
+                    else:
+                        own[name] = grad
+                self._backpropagate(action, outputs, own, is_last=number == len(given.parts))
+        if hidden is not None and hidden.requires_grad:
+            hidden.grad = torch.cat([grad_of(own) for (own,) in each])
 
     def _row_grads_of(self, edge: Edge, call: range) -> Tensor | None:
         """The gradients that returned along an edge for the rows of a call; None if none cross."""
@@ -367,7 +429,7 @@ class StepExecution:
         if batch is None:
             return
         if action.kind != "B":
-            shape = self._model(action).hidden_shape(batch)
+            shape = self._hidden_shape(action, batch)
             if self.checks and self.checks.is_new(f"{(link := self._link(action, self._peer_rank(action)))} expects"):
                 self.checks.publish(f"{link} expects", tuple(shape))
             self._receive(action, shape)
@@ -375,6 +437,13 @@ class StepExecution:
         # A gradient has the shape of its output, which may be computed only after the irecv.
         self.deferred[action.module].append(action)
         self._receive_deferred(action.module)
+
+    def _hidden_shape(self, action: Action, batch: Any) -> Sequence[int]:
+        """The shape of the hidden states that a stage receives."""
+        if not isinstance(batch, InParts):
+            return self._model(action).hidden_shape(batch)
+        each = [self._model(action).hidden_shape(part) for part in batch.parts]
+        return [sum(shape[0] for shape in each), *each[0][1:]]
 
     def _receive_deferred(self, module: str) -> None:
         deferred = self.deferred[module]

@@ -166,6 +166,7 @@ def build_step_trainer(
             job.edges,
             config.data.balance,
             job.encoder_calls,
+            job.patch_limits,
         ),
         watch=watch,
         profiler=StepProfiler(

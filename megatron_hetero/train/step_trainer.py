@@ -31,6 +31,7 @@ from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderInput, TextInput
+from megatron_hetero.schedule.contract import InParts
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.algorithms import learning_rate
 from megatron_hetero.step.gradients import GradientSummary, clip_factor
@@ -52,9 +53,10 @@ def to_device(
     the text module.
     """
     own, inputs = batch.share, {}
-    for name, share in own.encoders.items():
-        patches = _move(batch.patches[name], platform).to(dtype) if name in batch.patches else None
-        inputs[name] = _encoder_input(share, patches, platform)
+    for name, shares in own.encoders.items():
+        patches = [_move(part, platform).to(dtype) for part in batch.patches.get(name, ())] or [None] * len(shares)
+        parts = [_encoder_input(*part, platform) for part in zip(shares, patches, strict=True)]
+        inputs[name] = parts[0] if len(parts) == 1 else InParts(parts)
     if own.text is not None and batch.pack is not None:
         inputs[TEXT] = _text_input(batch.pack, own.text, platform, outputs)
     boundaries = {edge: load_plan(part, platform.device) for edge, part in own.boundaries.items()}
@@ -288,7 +290,7 @@ class StepTrainer:
         return [
             float(sum(text.padded - len(text.tokens) for text in texts)),
             float(sum(len(text.tokens) for text in texts)),
-            float(sum(share.encoders[name].padding for share in shares for name in share.patches)),
+            float(sum(part.padding for share in shares for name in share.patches for part in share.encoders[name])),
             float(sum(patches.exchange.forward.needed * encoders[name].unit for name, patches in embedded)),
         ]
 

@@ -69,6 +69,7 @@ SELECTIVE = "--model.recompute.vision selective --model.recompute.text selective
 ZERO3 = "--zero.vision 3 --zero.text 3"
 OFFLOAD = "--offload.vision.activations true --offload.text.activations true"
 SPLIT = "--parallel_layers.text 1 3"
+PARTS = "--model.patches_per_call.vision 40"
 SMALL = "--precision.{0}.master {1} --precision.{0}.moments {2} --precision.{0}.gradients {3}"
 HALVES = "--precision.vision.master split --precision.vision.gradients bfloat16"
 CASES = [
@@ -153,6 +154,18 @@ CASES = [
     Case("sp:2", "pp:2", 2, f"{BF16} --schedule.waves 4 {SPLIT}", batch=8, family="qwen3_vl"),
     Case("sp:2", "pp:2", 2, f"{BF16} --schedule.waves 3 --model.freeze vision projector", batch=6),
     Case("sp:2", "tp:2", 2, "--schedule.waves 4 --boundary.transport bfloat16", detail="dp:2"),
+    # Several calls of the encoder in one micro-batch.
+    Case("dp:1", "dp:1", 1, f"{PARTS} --plan.images 3"),
+    Case("sp:2", "tp:2", 2, f"{BF16} {PARTS} --plan.images 0 --plan.videos 1 --plan.frames 12", family="qwen3_vl"),
+    Case("dp:2", "tp:2", 2, f"{BF16} {PARTS} --plan.images 5", batch=1, family="qwen3_vl"),
+    Case("tp:2", "tp:2", 2, f"{PARTS} {RECOMPUTE} --plan.images 4"),
+    Case("pp:2,dp:2", "tp:4", 4, f"{BF16} {PARTS} --plan.images 4", family="qwen3_vl"),
+    Case("pp:2", "pp:2", 2, f"{PARTS} --schedule.kind recompute --plan.images 3"),
+    Case("dp:2", "cp:2", 2, f"{BF16} {PARTS} {ZERO3} --plan.images 3", batch=4),
+    Case("sp:2", "pp:2", 2, f"{PARTS} --schedule.waves 3 --plan.images 2", batch=6),
+    Case("dp:1@0", "pp:2@1-2", 3, f"{PARTS} --plan.images 4 {OFFLOAD}"),
+    Case("dp:2", "pp:2", 2, f"{PARTS} --plan.images 4 --model.freeze vision projector"),
+    Case("pp:2", "dp:2", 2, f"{PARTS} --plan.images 4 --model.freeze vision"),
 ]
 COMPILED = [
     Case("sp:2", "tp:2", 2, f"{BF16} --model.compile layers"),
@@ -383,6 +396,8 @@ class _LiveActivations:
             execution.row_grads,
         ):
             yield from of_kind.values()
+        for given, _ in execution.in_parts.values():
+            yield from (part.patches for part in given.parts if part.patches is not None)
         for rows in execution.rows.values():
             yield from (t for leaf in rows.leaves.values() for t in (leaf, leaf.grad) if t is not None)
         yield from (buffer for buffer, _ in execution.receives.values())

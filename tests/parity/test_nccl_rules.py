@@ -93,6 +93,22 @@ def test_axes(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> 
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 
+PARTS = ("--model.patches_per_call.vision", "24")
+IN_PARTS = [
+    Case("dp:2", "pp:2", 2, "deep", flags=PARTS, given_batch=8),
+    Case("pp:2", "pp:2", 2, "qwen3-deep", flags=(*PARTS, "--schedule.kind", "recompute"), given_batch=8),
+    Case("pp:2@0-1", "pp:2@2-3", 4, "deep", flags=PARTS, given_batch=8),
+    Case("sp:2@0-1", "pp:2@1-2", 3, "qwen3-deep", flags=PARTS, given_batch=8),
+    Case("dp:2", "dp:2", 2, "untied", 2, (*PARTS, "--zero.vision", "3", "--zero.text", "3")),
+    Case("cp:2,tp:2", "tp:4", 4, "one-kv-head", 2, PARTS),
+]
+
+
+@pytest.mark.parametrize("case", thinned(IN_PARTS, 2), ids=str)
+def test_several_calls(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+    gradients_equal(case, expected(case), rules_pools(case.ranks))
+
+
 @pytest.mark.parametrize("case", thinned(OTHERS[::2], 3), ids=str)
 def test_three_steps(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
     three_steps_equal(case, "adamw", expected(case), rules_pools(case.ranks))

@@ -74,6 +74,35 @@ CASES = [
 ]
 
 
+def _in_parts(vision: str, text: str, ranks: int, model: str, patches: int, *more: str, **given: object) -> Case:
+    flags = "--model.patches_per_call.vision", f"{patches}", *more
+    return _case(vision, text, ranks, model, 2 if "given_batch" not in given else 1, flags, **given)
+
+
+PARTS = [
+    _in_parts("dp:1", "dp:1", 1, "untied", 16),
+    _in_parts("dp:1", "dp:1", 1, "qwen3", 64, "--model.recompute.vision", "full"),
+    _in_parts("dp:2", "tp:2", 2, "untied", 24, "--offload.vision.activations", "true"),
+    _in_parts("sp:2", "cp:2", 2, "qwen3-tied", 24),
+    _in_parts("tp:2,cp:2", "sp:2,tp:2", 4, "one-kv-head", 24),
+    _in_parts("dp:3", "tp:3", 3, "qwen3-twelve-heads", 40, "--data.balance", "off"),
+    _in_parts("tp:2", "dp:2", 2, "tied", 40, *WHOLE),
+    _in_parts("sp:4", "pp:4", 4, "deep", 20, *RECOMPUTED, given_batch=8),
+    _in_parts("sp:2", "pp:2", 2, "qwen3-deep", 48, "--schedule.waves", "3", given_batch=8),
+    _in_parts("pp:2,dp:2", "tp:4", 4, "qwen3-deep", 24),
+    _in_parts("pp:2", "pp:2", 2, "deep", 24, *RECOMPUTED, given_batch=8),
+    _in_parts("pp:2@0-1", "tp:2@2-3", 4, "qwen3-deep", 24, given_batch=8),
+    _in_parts("dp:2", "dp:2", 2, "qwen3", 24, *ZERO3),
+    _in_parts("dp:3", "tp:3", 3, "twelve-heads", 24, "--zero.vision", "2"),
+    _in_parts("dp:4", "tp:2,dp:2", 4, "qwen3", 24, *BUDGET, "--train.patches_per_micro_batch", "2048"),
+]
+FROZEN_IN_PARTS = [
+    (_in_parts("dp:1@0", "tp:2@1-2", 3, "untied", 24), ("vision",)),
+    (_in_parts("pp:2", "dp:2", 2, "qwen3-deep", 24, given_batch=8), ("vision",)),
+    (_in_parts("dp:2", "dp:2", 2, "qwen3", 24, *ZERO3), ("vision", "projector")),
+]
+"""What a rank encodes takes several calls, of few patches; replicas with fewer have empty parts."""
+
 LIMITS = ("--data.max_seq_length", "16384")
 LONG_CASES = [
     _case("dp:3@0-2", "cp:2@2-3", 4, "untied", 1, LIMITS, given_batch=2),
@@ -122,6 +151,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Ask:
 @pytest.mark.parametrize("case", thinned(CASES, 8), ids=str)
 def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
+
+
+@pytest.mark.parametrize("case", thinned(PARTS, 5), ids=str)
+def test_in_parts(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    gradients_equal(case, expected(case), pools(case.ranks))
+
+
+@pytest.mark.parametrize("case, frozen", thinned(FROZEN_IN_PARTS, 3), ids=str)
+def test_frozen_in_parts(case: Case, frozen: tuple[str, ...], expected: Ask, pools: Callable[[int], Pool]) -> None:
+    gradients_equal(case, expected(case), pools(case.ranks), frozen)
 
 
 @pytest.mark.parametrize("case", thinned(LONG_CASES, 2), ids=str)

@@ -243,6 +243,7 @@ def test_names_with_a_rate_are_refused_in_the_registry(write) -> None:
 
 DETAIL = "--model.encoders.detail.hf_path x --model.encoders.detail.token y"
 IN_FLAGS = [
+    ("--model.patches_per_call.text 64", ["model.patches_per_call.text", "text is no encoder", "model.chunk.text"]),
     ("--schedule.timeout_s 1e-30", ["schedule.timeout_s", "expected 0 or ≥ 1"]),
     ("--log.dir " + "é" * 200, ["log.dir", "file name too long"]),
     ("--log.dir \ud800", ["log.dir", "surrogates not allowed"]),

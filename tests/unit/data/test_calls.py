@@ -87,12 +87,14 @@ MOST = PATCHES_OF_A_CALL
 @pytest.mark.parametrize(
     "patches, expected",
     [
-        ([MOST // 2, MOST // 2, 1, 0, 0], "0-1 2-3 4"),
-        ([2 * MOST, 0, 1, MOST, 0], "0 1-2 3 4"),
+        ([MOST // 2, MOST // 2, 8, 0, 0], "0-1 2-3 4"),
+        ([2 * MOST, 0, 8, MOST, 0], "0 1-2 3 4"),
         ([0, 0, 0, 0, 0], "0-3 4"),
         ([MOST, MOST, MOST, MOST, MOST], "0 1 2 3 4"),
     ],
 )
 def test_a_call_takes_what_it_has_room_for(patches: list[int], expected: str) -> None:
     runs = [range(4), range(4, 5)]
+    smaller = [n // 8 for n in patches]
+    assert _runs(cut_calls(smaller, runs, 1, MOST // 8)) == _runs(cut_calls(patches, runs, 1, 2 * MOST)) == expected
     assert _runs(cut_calls(patches, runs, 1)) == _runs(cut_calls([8 * n for n in patches], runs, 8)) == expected

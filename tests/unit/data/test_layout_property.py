@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import chain, islice, product
 from math import prod
 
 import numpy as np
@@ -32,13 +32,16 @@ SIZES = (1, 2, 3, 4, 6, 7, 8, 8, 12, 16, 16, 18, 24, 32, 36, 48, 64)
 
 @dataclass(frozen=True)
 class Case:
-    """A micro-batch between two layouts. `sharded`: whether activations of vision and text are sharded over tp."""
+    """A micro-batch between two layouts. `sharded`: whether activations of vision and text are sharded over tp;
+    `limit`: patches of a rank in one part of what vision encodes.
+    """
 
     vision: Layout
     text: Layout
     sharded: tuple[bool, bool]
     batch: str
     seed: int
+    limit: int | None
 
     @cached_property
     def packs(self) -> list[PackShape]:
@@ -50,7 +53,7 @@ class Case:
         grids = tuple(grid for pack in self.packs for grid in pack.pieces[0].sizes)
         replica = np.random.default_rng(self.seed).integers(self.vision.dp, size=len(grids))
         assigned = tuple(tuple(np.flatnonzero(replica == i).tolist()) for i in range(self.vision.dp))
-        return EncoderShards(SHAPE, self.vision, self.sharded[0], grids, assigned)
+        return EncoderShards(SHAPE, self.vision, self.sharded[0], grids, assigned, self.limit)
 
     @cached_property
     def tokens(self) -> TokenShards:
@@ -94,10 +97,10 @@ def cases(draw: st.DrawFn) -> Case:
     placement = draw(st.sampled_from(PLACEMENTS))
     batch = draw(st.sampled_from((*BATCHES, "ragged", "some without images")))  # those in which most happens
     sharded = (draw(st.booleans()), draw(st.booleans()))
-    seed = draw(st.integers(0, 2**32 - 1))
+    seed, limit = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from((None, 1, 40, 120)))
     rng = np.random.default_rng(seed)
     first, second = random_ranks(rng, placement)
-    return Case(random_layout(rng, VISION, first), random_layout(rng, TEXT, second), sharded, batch, seed)
+    return Case(random_layout(rng, VISION, first), random_layout(rng, TEXT, second), sharded, batch, seed, limit)
 
 
 @settings(max_examples=80)
@@ -105,6 +108,7 @@ def cases(draw: st.DrawFn) -> Case:
 def test_any_two_layouts(case: Case) -> None:
     check_sources(case)
     check_places(case)
+    check_parts(case)
     check_everything(case.boundary)
 
 
@@ -120,14 +124,30 @@ def check_sources(case: Case) -> None:
     check_shard(case, vision.ranks[case.seed % vision.size])
 
 
+def check_parts(case: Case) -> None:
+    """Each replica encodes its pieces in turn, in as many parts as all others, of few patches or one piece."""
+    shards, images = case.shards, images_of(case.packs)
+    most = np.inf if case.limit is None else case.limit * case.vision.sp * case.vision.cp
+    for replica, pieces in enumerate(shards.assigned):
+        parts = [part.assigned[replica] for part in shards.parts]
+        assert tuple(chain.from_iterable(parts)) == pieces
+        assert all(len(part) == 1 or sum(SHAPE.rows(images[i]) * SHAPE.unit for i in part) <= most for part in parts)
+    assert len(shards.parts) == 1 or all(any(part.assigned) for part in shards.parts)
+
+
 def check_shard(case: Case, rank: int) -> None:
-    """The tp group of `rank` holds the rows of the patches that it encodes, and shares of one length with padding."""
+    """The tp group of `rank` holds the rows of the patches that it encodes, part by part, and shares of one length with
+    padding.
+    """
     peers = case.vision.group_of(rank, "tp")
-    held = [case.boundary.plan.source.held_by(peer) for peer in peers]
-    units = np.concatenate(held if case.sharded[0] else held[:1])
-    shares = [case.shards.share(peer) for peer in peers]
-    np.testing.assert_array_equal(shares[0].positions, raster_positions(case, units))
-    assert len({len(rows) * SHAPE.unit + share.padding for rows, share in zip(held, shares, strict=True)}) == 1
+    every = zip(*(case.shards.shares(peer) for peer in peers), strict=True)
+    held = [iter(case.boundary.plan.source.held_by(peer)) for peer in peers]
+    for shares in every:
+        own = [list(islice(rows, share.embedded // SHAPE.unit)) for rows, share in zip(held, shares, strict=True)]
+        units = np.concatenate(own if case.sharded[0] else own[:1]).astype(np.int64)
+        np.testing.assert_array_equal(shares[0].positions, raster_positions(case, units))
+        assert len({share.embedded + share.padding for share in shares}) == 1
+    assert not any(map(list, held))
 
 
 def raster_positions(case: Case, units: np.ndarray) -> np.ndarray:

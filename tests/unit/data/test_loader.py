@@ -93,7 +93,7 @@ def batches(flags: list[str]) -> list[list[tuple[list[int], bytes, int]]]:
 
 
 def _bytes(patches: dict[str, torch.Tensor] | Any) -> bytes:
-    return b"".join(of_encoder.numpy().tobytes() for of_encoder in patches.values())
+    return b"".join(part.numpy().tobytes() for parts in patches.values() for part in parts)
 
 
 WORKERS = "--data.workers 2"

@@ -157,13 +157,13 @@ def test_shares_fit_together(case: Case) -> None:
         return
     units, table = embedded_units(plans, packs, vision), _raster_positions(packs)
     for rank, plan in enumerate(plans):
-        share, at = plan.encoders["vision"], vision.coordinate(rank)
+        [share], at = plan.encoders["vision"], vision.coordinate(rank)
         group = vision.group_of(rank, "tp")
         shard = np.concatenate([units[r] for r in group]) if sharded["vision"] else units[rank]
         np.testing.assert_array_equal(share.positions, table[shard].reshape(-1, 2).T)
         assert share.sp_lengths[at.sp] == sum(share.windows) == SHAPE.unit * len(shard)
         assert share.cp_lengths[at.cp] == sum(share.sp_lengths) == sum(share.segments.queries)
-        padded = {SHAPE.unit * len(units[r]) + plans[r].encoders["vision"].padding for r in group}
+        padded = {SHAPE.unit * len(units[r]) + plans[r].encoders["vision"][0].padding for r in group}
         assert len(padded) == 1 and padded.pop() > 0, "ranks that share activations hold different lengths"
 
 
@@ -184,7 +184,8 @@ def test_shards_are_near_even(vision: str) -> None:
     layouts = {"vision": Layout.parse(vision, 8), "text": Layout.parse("tp:8", 8)}
     [pack] = random_packs("even", layouts["text"], 0)
     for plan in plans_of(([pack], layouts, {"vision": False, "text": False}, 0)):
-        for lengths in (plan.encoders["vision"].sp_lengths, plan.encoders["vision"].cp_lengths):
+        [share] = plan.encoders["vision"]
+        for lengths in (share.sp_lengths, share.cp_lengths):
             assert max(lengths) <= sum(lengths) / len(lengths) + SHAPE.window**2 * SHAPE.unit
 
 

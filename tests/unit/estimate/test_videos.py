@@ -27,6 +27,24 @@ def test_memory_of_a_rank_does_not_grow_with_the_video(axis: str, make_plan: Mak
     np.testing.assert_allclose(found, found[0], rtol=0.1)
 
 
+def test_several_calls_bound_what_a_rank_stores(make_plan: MakePlan) -> None:
+    """Patches, rows and gradients of rows alone grow with the video: 1,176 and twice 3,584 / 4 elements of two bytes for
+    each patch.
+    """
+
+    def stored(frames: int, more: str = "") -> int:
+        video = (
+            f"--plan.images 0 --plan.videos 1 --plan.frames {frames} --plan.frame_side 224 --data.max_seq_length 65536"
+        )
+        plan = make_plan(5, "dp:1@0", "tp:4@1-4", f"{video} --train.global_batch_size 1 {more}")
+        return int(plan.memory[0, ACTIVATIONS])
+
+    flags = "--model.patches_per_call.vision 4096"
+    growth = (stored(768, flags) - stored(384, flags)) / (192 * 256)
+    assert growth == 2 * (1176 + 2 * 3584 / 4)
+    assert stored(768, "--model.recompute.vision full") > 2 * stored(768, flags)
+
+
 def test_an_hour_is_planned(make_plan: MakePlan) -> None:
     """60 minutes at 1 frame per second."""
     hour = "--plan.images 0 --plan.videos 1 --plan.frames 3600 --plan.frame_side 224 --data.max_seq_length 262144"

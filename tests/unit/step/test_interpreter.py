@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
+from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.interpreter import Interpreter
 from tests.support.pool import platform
@@ -295,6 +296,44 @@ def test_a_recomputed_forward_pass_drops_the_same() -> None:
     (once, first), (twice, both) = results
     assert both == [*first, *first] and len({tuple(rows) for rows in first}) == 3
     assert once == twice
+
+
+def in_parts(load: Any) -> Any:
+    """The micro-batches of `load`, whose encoder makes one row in each call."""
+
+    def parted(m: int) -> DeviceMicroBatch:
+        batch = load(m)
+        return replace(batch, inputs={**batch.inputs, "encoder": InParts(batch.inputs["encoder"].split(1))})
+
+    return parted
+
+
+@pytest.mark.parametrize("settings", [ScheduleSettings(kind="waves", waves=3), ScheduleSettings(kind="recompute")])
+@on_ranks(4)
+def test_an_input_in_parts_runs_again_and_drops_the_same(settings: ScheduleSettings) -> None:
+    torch.manual_seed(dist.get_rank())
+    encoder, seen = Dropping(), list[float]()
+
+    def decoder(_: Tensor, rows: Tensor) -> Tensor:
+        seen.extend(rows.detach().flatten().tolist())
+        return nn.functional.dropout(rows, 0.5).sum()
+
+    interpreter = interpreter_of(LAYOUTS, {"encoder": encoder, "decoder": decoder}, width=16)
+    schedule, load = build_schedule(LAYOUTS, 3, settings, text="decoder"), in_parts(local_rows(16))
+    loss = interpreter.run(schedule, load).loss
+    first, again = encoder.returned[:6], encoder.returned[6:]
+    assert first == again and len({tuple(rows) for rows in first}) == 6
+    assert seen == [element for rows in first for element in rows]
+    assert encoder.weight.grad is not None and encoder.weight.grad.item() == loss.item()
+
+
+@on_ranks(4)
+def test_an_input_in_parts_is_evaluated_once() -> None:
+    encoder = Weight()
+    interpreter = interpreter_of(LAYOUTS, {"encoder": encoder, "decoder": lambda _, rows: rows.sum()})
+    schedule = build_schedule(LAYOUTS, 2, text="decoder", forward_only=("encoder", "decoder"))
+    assert interpreter.run(schedule, in_parts(local_rows(1))).loss.item() == 4
+    assert encoder.weight.grad is None
 
 
 class Mark:

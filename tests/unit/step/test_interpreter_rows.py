@@ -18,7 +18,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
+from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.step.interpreter import Interpreter
@@ -170,6 +170,11 @@ def test_a_call_of_micro_batches_of_two_turns_is_refused() -> None:
             {"boundaries": {Edge("decoder", "encoder"): 1}},
             "found `decoder>encoder`, expected some of `encoder>decoder`",
         ),
+        (
+            {"inputs": {"decoder": InParts([1, 2])}},
+            "`inputs`: found `InParts` of `decoder`, which takes rows, expected",
+        ),
+        ({"inputs": {"encoder": InParts([])}}, "`inputs`: found `InParts` of `encoder`, without parts, expected one"),
     ],
 )
 @on_ranks(4)
