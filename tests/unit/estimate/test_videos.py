@@ -28,8 +28,8 @@ def test_memory_of_a_rank_does_not_grow_with_the_video(axis: str, make_plan: Mak
 
 
 def test_several_calls_bound_what_a_rank_stores(make_plan: MakePlan) -> None:
-    """Patches, rows and gradients of rows alone grow with the video: 1,176 and twice 3,584 / 4 elements of two bytes for
-    each patch.
+    """Only patches, rows and gradients of rows grow with the video: 1,176 and twice 3,584 / 4 elements of two bytes
+    for each patch.
     """
 
     def stored(frames: int, more: str = "") -> int:
