@@ -39,8 +39,8 @@ setup(
     extras_require={
         # As in megatron_hetero/models/layers/kernels.py; both build against an installed torch (docs/installation.md).
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.21", "flash-attn>=2.1,<3"],
-        # Wheels bring FFmpeg along.
-        "video": ["av>=15"],
+        # Wheels bring FFmpeg along. Newer ones have not been tested.
+        "video": ["av>=15,<20"],
         "tensorboard": ["tensorboard>=2.17"],
         "wandb": ["wandb>=0.19"],
         # einops is what Megatron-Core's own bridge needs, which is measured beside ours.

@@ -114,6 +114,16 @@ def _program(numbers: Numbers) -> Iterable[str]:
         yield f"First step {numbers['killed']['seconds']:.0f} s after the start."
 
 
+def _video(numbers: Numbers) -> Iterable[str]:
+    rows = [
+        f"{row['frames']} | {row['setting']} | {_number(row.get('ms'), '.0f')} | "
+        f"{_number(row.get('peak GB'), '.1f')} | {row['planned GB']:.1f}"
+        for row in numbers.get("videos", [])
+    ]
+    if rows:
+        yield table("frames | encoder | ms per step | peak, GB | planned, GB", rows)
+
+
 def _share(numbers: Numbers) -> Iterable[str]:
     if "layout" in numbers:
         yield table("layout | ", [f"{name} | {_shown(value)}" for name, value in numbers["layout"].items()])
@@ -160,6 +170,7 @@ _TABLES: Mapping[str, Callable[[Numbers], Iterable[str]]] = {
     "correctness": _correctness,
     "sharing": _sharing,
     "program": _program,
+    "video": _video,
     "share": _share,
 }
 

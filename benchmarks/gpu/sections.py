@@ -36,6 +36,7 @@ SECTIONS: Mapping[str, Section] = {
     "correctness": Section("One rank against transformers", "correctness", 150, exact=True),
     "sharing": Section("Several ranks on one device", "sharing", 200, exact=True),
     "program": Section("The program: save, kill, resume, evaluation, export", "program", 200),
+    "video": Section("Frames of a video on one rank", "video", 120),
     "share-7b": Section("One rank's share of 7B, without communication", "share", 150, ("7B",)),
     "share-32b": Section("One rank's share of 32B, without communication", "share", 150, ("32B",)),
 }

@@ -20,7 +20,6 @@ import torch
 from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.config.fields import children, item_type
 from megatron_hetero.config.schema import Config
-from megatron_hetero.data.balance import PATCHES_OF_A_CALL
 from megatron_hetero.estimate.communicator_memory import NODE
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.layout.layout import Layout
@@ -80,6 +79,8 @@ first.
 """
 CHUNK = 8192
 """Tokens of a chunk, enough for efficient matrix products."""
+CALL = 16384
+"""Patches of an encoder's call. With half as many an H100 waited for its host (benchmarks/results/gpu-video.md)."""
 SELECTED = 1.03
 """Slowdown of recomputing norms and activation functions: a guess."""
 OFFLOADED = 1.02
@@ -212,8 +213,8 @@ def several_calls(estimate: Estimate) -> Iterator[Change]:
     """Encode a micro-batch in several calls, and repeat each in the backward pass."""
     for name in estimate.job.shapes.encoders:
         most = max((shard.tokens for shard in estimate.shards[name].shards), default=0)
-        if most > PATCHES_OF_A_CALL and name not in estimate.job.patch_limits:
-            yield Change({f"model.patches_per_call.{name}": PATCHES_OF_A_CALL})
+        if most > CALL and name not in estimate.job.patch_limits:
+            yield Change({f"model.patches_per_call.{name}": CALL}, SMALLER)
 
 
 def smaller_micro_batches(estimate: Estimate) -> Iterator[Change]:

@@ -312,9 +312,11 @@ def _open(path: Path, stream: int | None = None, **options: str) -> Iterator[tup
         from av.stream import Disposition
 
         closed = {"format_whitelist": FORMATS, "protocol_whitelist": "none", **options}
+        # Tags that are no UTF-8; PyAV 19 and later read them without being told to.
+        lenient: Any = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
         with (
             open_regular(path) as file,
-            av.open(file, "r", container_options=closed, metadata_errors="replace") as opened,
+            av.open(file, "r", container_options=closed, **lenient) as opened,
         ):
             found = opened.streams.video
             shown = [s for s in found if not s.disposition & Disposition.attached_pic]
@@ -465,9 +467,8 @@ def _pass(
 
 def _turn(frame: VideoFrame) -> int:
     """The transposition that makes a frame upright, by its display matrix."""
-    side_data: Any = frame.side_data  # Typed as a mapping; iterating gives its values.
-    data = next((each for each in side_data if each.type.name == "DISPLAYMATRIX"), None)
-    if data is None:
+    side_data: Any = frame.side_data
+    if (data := side_data.get("DISPLAYMATRIX")) is None:
         return UPRIGHT
     matrix = np.frombuffer(bytes(data), np.int32)
     return _TURNS.get(tuple(round(matrix[i] / 65536) for i in _LINEAR), UPRIGHT)
