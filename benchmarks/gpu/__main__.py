@@ -4,6 +4,7 @@
   correctness   one rank over NCCL against plain `transformers`, in fp32 and bf16: loss, gradients, weights
   sharing       2 and 4 ranks on the one device, collectives staged on the host, against one rank
   program       pretrain_vlm.py: 20 steps, killed and resumed, exported, evaluated
+  video         steps with many frames on one rank: the encoder in one call, recomputed, and in several calls
   share-7b      one rank's share of sp:8|tp:4,dp:2, without communication: times by module, kernels, memory beside the
                 plan's, MFU
   share-32b     the same of sp:8|tp:8

@@ -55,6 +55,13 @@ def test_every_section_passes(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
+def test_frames_of_a_video_take_steps(found: dict[str, Any]) -> None:
+    rows = numbers(found, "video")["videos"]
+    assert len({row["setting"] for row in rows}) == 3 and len(rows) == 6
+    assert all(row["ms"] > 0 and row["planned GB"] > 0 for row in rows)
+
+
+@pytest.mark.long
 def test_one_rank_equals_transformers(found: dict[str, Any]) -> None:
     fp32, bf16 = (numbers(found, "correctness")[dtype] for dtype in ("fp32", "bf16"))
     kinds = fp32["errors"].keys()

@@ -95,8 +95,8 @@ class ModelConfig(Section):
     )
     patches_per_call: Mapping[str, int] = option(
         {},
-        "Maximum patches of a rank per call of an encoder; more take several calls, each repeated in the backward "
-        "pass. 0: unlimited.",
+        "Maximum patches per call of an encoder for each of a replica's sp * cp ranks, on average; more take several "
+        "calls, which the backward pass repeats. 0: unlimited.",
         "0",
         at_least=0,
     )

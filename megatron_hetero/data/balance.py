@@ -318,7 +318,7 @@ def cut_calls(patches: Sequence[int], runs: Iterable[range], ranks: int, limit: 
         patches: patches of each micro-batch, over all replicas.
         runs: all micro-batches, in runs that one call may encode.
         ranks: number of ranks of a stage of the encoder.
-        limit: the most patches of a call of several; None: any number.
+        limit: the most patches of a call of several micro-batches, over all replicas; None: no further limit.
     """
     calls, most = [], PATCHES_OF_A_CALL * ranks
     if limit is not None:

@@ -56,8 +56,8 @@ class EncoderShards:
     """The pieces of a micro-batch, of `sizes`, on the ranks of an encoder's `layout`.
 
     `assigned`: numbers of the pieces of each replica. `sharded`: whether activations are sharded over tp. `limit`: the
-    most patches in a part, on average over the shards of a replica, if a piece has no more. Rows are numbered piece by
-    piece, in raster order of their units.
+    most patches in a part for each of a replica's cp * sp shards, on average; None: any. A larger piece is a part of
+    its own. Rows are numbered piece by piece, in raster order of their units.
     """
 
     shape: ItemShape
@@ -69,7 +69,7 @@ class EncoderShards:
 
     @cached_property
     def parts(self) -> tuple[EncoderShards, ...]:
-        """The shards of each part: runs of each replica's pieces, the last of which may be empty."""
+        """The shards of each part. Replicas with fewer runs of pieces than others have empty ones at the end."""
         if self.limit is None:
             return (self,)
         most = self.limit * self.layout.cp * self.layout.sp
@@ -102,6 +102,10 @@ class EncoderShards:
 
     def ownership(self) -> Ownership:
         """The units that each rank embeds, in this order, whose rows it holds once it has encoded."""
+        return self._ownership
+
+    @cached_property
+    def _ownership(self) -> Ownership:
         if len(self.parts) > 1:
             return joined([part.ownership() for part in self.parts])
         in_order = [

@@ -58,7 +58,7 @@ class MicroBatch:
     """One micro-batch on the host: this rank's pack, its share, and the patches that it embeds.
 
     `pack`: None on ranks outside the text module. `samples`: numbers of its samples in the stream; empty outside the
-    text module. `patches`: by encoder, of each part, fp32 [patches of this rank, padding included, elements of a
+    text module. `patches`: by encoder, for each part, fp32 [patches of this rank, padding included, elements of a
     patch]; for the first micro-batch of a call the patches of all its micro-batches; without encoders for which nobody
     has an item, and outside an encoder's first stage.
     """

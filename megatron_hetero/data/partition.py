@@ -106,7 +106,7 @@ class StepPartitioner:
         edges: edges along which the rows of encoders reach the text module, with the outputs that cross there.
         balance: how pieces are assigned to an encoder's replicas.
         runs: which micro-batches of a step one call of an encoder may encode; None: each by itself.
-        limits: by encoder, the most patches of a rank in one part of a call; unlimited without.
+        limits: by encoder, the limit of `EncoderShards`.
     """
 
     encoders: Mapping[str, ItemShape]
@@ -192,8 +192,10 @@ class StepPartitioner:
         sizes = tuple(size for of_one in each for size in of_one)
         costs = [shape.cost(size) for size in sizes]
         assigned = assign(costs, layout.dp) if self.balance == "replica" else assign_in_order(len(costs), layout.dp)
-        each_assigned, limit = tuple(map(tuple, assigned)), self.limits.get(name)
-        first = EncoderShards(shape, layout.stage(0), self.sharded[name], sizes, each_assigned, limit)
+        of_replicas = tuple(map(tuple, assigned))
+        first = EncoderShards(
+            shape, layout.stage(0), self.sharded[name], sizes, of_replicas, limit=self.limits.get(name)
+        )
         ends = np.cumsum([0, *(sum(map(shape.rows, of_one)) for of_one in each)]).tolist()
         edges = [edge for edge in self.edges if edge.source == name and self._takes_part(edge)]
         stages = {at: replace(first, layout=layout.stage(at)) for at in {e.source_coordinate(layout) for e in edges}}

@@ -356,7 +356,8 @@ def _durations(
             copies = COPIED * copied.get((name, number), 0)
             saves = not job.schedule.module[name].recomputes  # else F saves nothing yet
             found[name, "F", number] = max(forward, copies * saves)
-            found[name, "R", number] = max(forward, copies)
+            # The last stage in parts runs again in the backward pass alone.
+            found[name, "R", number] = 0.0 if name in in_parts and number == len(stages) - 1 else max(forward, copies)
             found[name, "B", number] = max(forward * (passes.linear - 1) + again, copies)
     return found
 

@@ -11,10 +11,10 @@ What each action allocates and frees, as `step.interpreter` executes it:
     finish F   the token embedding, on the first text stage; freed by its forward
     start F    received rows, on the text stage that they enter; freed when their gradients leave (`start B`), or by the
                forward where none do
-    run F, R   saved activations, on device and host, freed by the backward, and so are sent hidden states and rows;
-               tensors on their way to the host; workspace
-    run B      one recomputed layer, or tensors fetched from the host, and workspace. On text stages that rows enter,
-               gradients of rows, until they have left (`finish B`)
+    run F, R   saved activations (of several calls: the input), on device and host, freed by the backward, and so are
+               sent hidden states and rows; tensors on their way to the host; workspace
+    run B      one recomputed layer or call, or tensors fetched from the host, and workspace. On text stages that rows
+               enter, gradients of rows, until they have left (`finish B`)
     start B    gradients of rows, on the encoder's side, freed by its backward
 
 A call of an encoder over several micro-batches runs with the forward of its first and the backward of its last one,
@@ -55,7 +55,7 @@ class StageBytes:
     forward and in a backward pass, for layers on their way to the host and back and for a recomputed layer. `forward`:
     the most besides `saved` in a forward pass, workspace included; `backward`: besides `saved` and `again` in a
     backward pass. `left`: hidden states sent on. `rows`: of one encoder output. `message`: hidden states of a transfer.
-    `in_parts`: whether it takes several calls; the most of each is then `again`.
+    `in_parts`: whether it takes several calls; `saved` is then its input, and `again` the most that a call saves.
     """
 
     saved: int
@@ -133,7 +133,7 @@ def stage_bytes(
 
 
 def _in_parts(module: MeasuredModule, stage: PipelineStage, shard: SequenceShard, *, offload: bool) -> StageBytes:
-    """Memory of a stage that takes several calls."""
+    """Memory of a stage that takes several calls: its whole input, and on top of it one call after the other."""
     each, inside = [stage_bytes(module, stage, part, offload=offload) for part in shard.parts], list[int]()
     for part, of_part in zip(shard.parts, each, strict=True):
         given = of_part.message
@@ -274,7 +274,8 @@ class _Ledger:
         sends = saves or action.kind == "F"
         self._make(("left", *key), stage.left * sends)
         for edge in self._leaving(action):
-            self._make(("encoded", edge, action.micro_batch), stage.rows * self.of_rank.outputs[edge] * sends)
+            crosses = sends and not (stage.in_parts and action.kind == "R")
+            self._make(("encoded", edge, action.micro_batch), stage.rows * self.of_rank.outputs[edge] * crosses)
         self._work(stage.forward)
         for edge in self._entering(action):
             if not (module.backward and self.schedule.module[edge.source].backward):

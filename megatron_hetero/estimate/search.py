@@ -80,7 +80,7 @@ first.
 CHUNK = 8192
 """Tokens of a chunk, enough for efficient matrix products."""
 CALL = 16384
-"""Patches of an encoder's call. With half as many an H100 waited for its host (benchmarks/results/gpu-video.md)."""
+"""Patches of an encoder's call, enough for a GPU not to wait for its host."""
 SELECTED = 1.03
 """Slowdown of recomputing norms and activation functions: a guess."""
 OFFLOADED = 1.02

@@ -12,8 +12,8 @@ only the model looks into it. docs/library.md has the whole contract: further ou
 Inputs are leaves of the model's own graph, which ends with its output. Models may communicate inside their module, in
 one order on all ranks of a stage. If a schedule recomputes, an encoder is called twice per micro-batch and draws the
 same random numbers both times. With several micro-batches in one call (`DeviceMicroBatch.calls`) an encoder returns the
-rows of all, [held of the first, then of the next, ..., width], by each name. The other way round, several calls may
-share one micro-batch (`InParts`).
+rows of all, [held of the first, then of the next, ..., width], by each name. An input may also be split over several
+calls (`InParts`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class ModuleOnRank:
 @dataclass(frozen=True, eq=False)
 class InParts:
     """The input of an encoder that takes no rows, in `parts`, one for each call of each of its stages: equally many on
-    all ranks of the encoder. Outputs of the calls are concatenated.
+    all ranks of the encoder. Hidden states and rows are those of all calls, one after the other along the first
+    dimension; losses and metrics are added up. `hidden_shape` is called with one part.
 
     To bound memory, forward passes save no activations; the backward pass runs each call once more, right before the
     call's own backward pass.

@@ -186,12 +186,17 @@ class StepExecution:
         runs = action.micro_batch == call[-1] if action.kind == "B" and len(call) > 1 else has_input
         if not runs:
             return
-        for gathered in self.resources.modules[action.module].gathered.get(_activation_key(action)[1], ()):
-            gathered.before_run(replace(action, micro_batch=call[-1]) in self.stays_gathered[action.module])
+        self._before_run(action)
         if action.kind == "B":
             self._backward(action)
         else:
             self._forward(action)
+
+    def _before_run(self, action: Action, *, more: bool = False) -> None:
+        """Notify gathered stages. `more`: whether other parts of the input follow in the same action."""
+        for gathered in self.resources.modules[action.module].gathered.get(_activation_key(action)[1], ()):
+            last = replace(action, micro_batch=self._call(action)[-1])
+            gathered.before_run(last in self.stays_gathered[action.module] or (more and gathered.zero == 2))
 
     def _forward(self, action: Action) -> None:
         module, key, given = self.schedule.module[action.module], _activation_key(action), self._module_input(action)
@@ -220,6 +225,8 @@ class StepExecution:
                     return  # Its backward pass will run the parts again.
                 outputs = self._forward_in_parts(action, given, inputs)
         self._require_result(action, outputs)
+        if action.kind == "R" and not keeps:
+            outputs = {HIDDEN: outputs[HIDDEN]}  # Rows have crossed.
         if LOSS in outputs:
             if action.kind == "F":
                 loss, so_far = outputs[LOSS].detach(), self.losses.get(action.module)
@@ -249,14 +256,19 @@ class StepExecution:
             self._add_metrics(action, output.pop(METRICS))
         problem = wrong_outputs(output, expected, may_have)
         self._require(not problem, action, problem, f"a tensor by each of the names {', '.join(expected)}")
-        return {expected[0]: output} if isinstance(output, Tensor) else dict(output)
+        outputs = {expected[0]: output} if isinstance(output, Tensor) else dict(output)
+        if LOSS in outputs:
+            found = f"a loss of shape {tuple(outputs[LOSS].shape)}"
+            self._require(outputs[LOSS].dim() == 0, action, found, "a scalar, the sum of losses")
+        return outputs
 
     def _forward_in_parts(self, action: Action, given: InParts, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Call the model of a stage once for each part."""
         each = self._inputs_of_parts(action, given, next(iter(inputs), None))
         found = [self._outputs(action, *of_part) for of_part in zip(given.parts, each, strict=True)]
-        joined = {name: [outputs[name] for outputs in found] for name in found[0]}
-        return {name: torch.stack(of).sum() if name == LOSS else torch.cat(of) for name, of in joined.items()}
+        joined = {name: torch.cat([outputs[name] for outputs in found]) for name in found[0] if name != LOSS}
+        losses = [outputs[LOSS] for outputs in found if LOSS in outputs]
+        return joined | ({LOSS: torch.stack(losses).sum()} if losses else {})
 
     def _inputs_of_parts(self, action: Action, given: InParts, hidden: Tensor | None) -> list[list[Tensor]]:
         """The arguments of the model beside each part: its hidden states, as leaves; none on the first stage."""
@@ -362,7 +374,7 @@ class StepExecution:
                     grads[name] = grad if (other := grads.get(name)) is None else other + grad
         if key in self.in_parts:
             self._backward_in_parts(action, *self.in_parts[key], grads)
-            del self.in_parts[key]
+            del self.in_parts[key]  # The patches of all parts are on the device until here.
         else:
             self._backpropagate(action, outputs, grads, is_last=True)
 
@@ -385,16 +397,17 @@ class StepExecution:
         each, starts = self._inputs_of_parts(action, given, hidden), dict.fromkeys(grads, 0)
         with torch.enable_grad(), self._random_state(random_state):
             for number, (part, inputs) in enumerate(zip(given.parts, each, strict=True), 1):
-                outputs, own = self._outputs(action, part, inputs), dict[str, Tensor | None]()
+                is_last = number == len(given.parts)
+                self._before_run(action, more=not is_last)
+                outputs, own = self._outputs(action, part, inputs), dict(grads)
                 for name, grad in grads.items():
                     if grad is not None and name in outputs:
                         own[name] = grad.narrow(0, starts[name], len(outputs[name]))
                         starts[name] += len(outputs[name])
-                    else:
-                        own[name] = grad
-                self._backpropagate(action, outputs, own, is_last=number == len(given.parts))
+                self._backpropagate(action, outputs, own, is_last=is_last)
+                del outputs  # Or the next part would run beside them.
         if hidden is not None and hidden.requires_grad:
-            hidden.grad = torch.cat([grad_of(own) for (own,) in each])
+            hidden.grad = torch.cat([grad_of(leaf) for (leaf,) in each])
 
     def _row_grads_of(self, edge: Edge, call: range) -> Tensor | None:
         """The gradients that returned along an edge for the rows of a call; None if none cross."""
@@ -566,10 +579,7 @@ class StepExecution:
             rows.when_gradients_are_computed(lambda: self._start(following))
 
     def _require_result(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
-        """Check the shapes of the loss and of rows that cross."""
-        if LOSS in outputs:
-            found = f"a loss of shape {tuple(outputs[LOSS].shape)}"
-            self._require(outputs[LOSS].dim() == 0, action, found, "a scalar, the sum of losses")
+        """Check the shapes of rows that cross."""
         for edge in self._leaving(action):
             plans = (self._batch(m).boundaries.get(edge) for m in self._call(action))
             if not (rows := [plan.forward.held for plan in plans if plan is not None]):

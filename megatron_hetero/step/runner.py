@@ -24,7 +24,7 @@ from megatron_hetero.layout.graph import Edge, Graph, as_edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import check_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, StageModel, StepResult
+from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank, StageModel, StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.interpreter import Interpreter
@@ -323,7 +323,11 @@ class Runner:
         """The numbers of the micro-batches in which a module of this rank has an input."""
         if not self.topology.has(name):
             return None
-        return str([m for m, each in enumerate(micro_batches) if each.inputs.get(name) is not None])
+        given = {m: each.inputs.get(name) for m, each in enumerate(micro_batches)}
+        parts = {
+            m: len(each.parts) if isinstance(each, InParts) else 1 for m, each in given.items() if each is not None
+        }
+        return f"[{', '.join(f'{m}' if n == 1 else f'{m} in {n} parts' for m, n in parts.items())}]"
 
     def _require_known(self, micro_batches: Sequence[MicroBatchInputs], *, trains: bool) -> None:
         """Check that inputs belong to modules of this rank, and rows to edges of the graph, that modules with rows have

@@ -94,7 +94,9 @@ PARTS = [
     _in_parts("pp:2@0-1", "tp:2@2-3", 4, "qwen3-deep", 24, given_batch=8),
     _in_parts("dp:2", "dp:2", 2, "qwen3", 24, *ZERO3),
     _in_parts("dp:3", "tp:3", 3, "twelve-heads", 24, "--zero.vision", "2"),
-    _in_parts("dp:4", "tp:2,dp:2", 4, "qwen3", 24, *BUDGET, "--train.patches_per_micro_batch", "2048"),
+    _in_parts(
+        *("dp:4", "tp:2,dp:2", 4, "qwen3", 24, *BUDGET, "--train.patches_per_micro_batch", "2048"), given_batch=8
+    ),
 ]
 FROZEN_IN_PARTS = [
     (_in_parts("dp:1@0", "tp:2@1-2", 3, "untied", 24), ("vision",)),
@@ -168,7 +170,7 @@ def test_a_long_video(case: Case, expected: Ask, pools: Callable[[int], Pool]) -
     gradients_equal(case, expected(case), pools(case.ranks))
 
 
-@pytest.mark.parametrize("case", [CASES[4], CASES[25]], ids=str)
+@pytest.mark.parametrize("case", [CASES[4], CASES[25], PARTS[4]], ids=str)
 def test_the_held_out_loss(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     """Of all samples, in batches of which the last is shorter."""
     folder = expected(case).folder

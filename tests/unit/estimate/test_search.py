@@ -202,6 +202,18 @@ def test_entries_keep_out_of_what_is_in_use(make_plan: MakePlan) -> None:
     assert [change for entry in CHANGES for change in entry(plan)] == []
 
 
+def test_long_videos_take_several_calls(make_plan: MakePlan) -> None:
+    video = "--plan.images 0 --plan.videos 1 --plan.frames 512 --plan.frame_side 224 --data.max_seq_length 65536"
+    plan = make_plan(1, "dp:1", "dp:1", f"{video} --train.global_batch_size 1")
+    [change] = changes.several_calls(plan)
+    assert change.settings == {"model.patches_per_call.vision": changes.CALL} and change.unseen > 1
+    attempt = fitting.planned(plan, change)
+    assert attempt is not None
+    fewer = attempt.estimate
+    assert fewer.totals.max() < plan.totals.max() and fewer.simulation.seconds > plan.simulation.seconds
+    assert not list(changes.several_calls(fewer))
+
+
 def test_ranks_of_a_text_replica_stay_in_a_node(make_plan: MakePlan) -> None:
     plan = make_plan(16, "sp:16", "tp:4,dp:4", "--train.global_batch_size 16")
     found = [change.settings["parallel.text"] for change in changes.text_over_more_ranks(plan)]

@@ -99,7 +99,8 @@ class Called:
     checks whose rows it gets. The second micro-batch has no rows.
     """
 
-    def __init__(self, call: range, waves: int, forward_only: bool = False):
+    def __init__(self, call: range, waves: int, forward_only: bool = False, in_parts: bool = False):
+        self.in_parts = in_parts
         self.layouts = {
             name: Layout.parse(text, 4) for name, text in zip(("encoder", "decoder"), COLOCATED, strict=True)
         }
@@ -123,7 +124,8 @@ class Called:
     def _load(self, m: int) -> DeviceMicroBatch:
         inputs: dict[str, Any] = {"decoder": m}
         if m == 0:
-            return DeviceMicroBatch(inputs | {"encoder": [0, 2]}, {EDGE: self.plan}, {"encoder": self.call})
+            given = InParts([[0], [2]]) if self.in_parts else [0, 2]
+            return DeviceMicroBatch(inputs | {"encoder": given}, {EDGE: self.plan}, {"encoder": self.call})
         return DeviceMicroBatch(inputs, {EDGE: self.plan} if m == 2 else {})
 
     def _encode(self, numbers: list[int]) -> Tensor:
@@ -135,13 +137,17 @@ class Called:
         return rows.sum()
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("forward_only", [False, True])
 @on_ranks(4)
-def test_a_call_of_several_micro_batches(forward_only: bool) -> None:
-    called = Called(range(3), 3, forward_only)
+def test_a_call_of_several_micro_batches(forward_only: bool, in_parts: bool) -> None:
+    called = Called(range(3), 3, forward_only, in_parts)
     loss = called.execution.run().loss
-    assert called.encoded == [[0, 2]] and loss.item() == 4 * WIDTH * (1 + 3)
+    passes = 1 if forward_only or not in_parts else 2
+    assert called.encoded == ([[0], [2]] * passes if in_parts else [[0, 2]])
+    assert loss.item() == 4 * WIDTH * (1 + 3)
     assert not (called.execution.outputs or called.execution.called or called.execution.row_grads)
+    assert not called.execution.in_parts
     if not forward_only:
         assert called.weight.grad is not None
         assert called.weight.grad.item() == 2 * WIDTH * (1 + 3)
