@@ -87,8 +87,7 @@ def _that_fits(
     record: Record, layouts: tuple[Layout, ...], place: Path, platform: Platform, *, small: bool
 ) -> tuple[Layout, Estimate]:
     """The layout that is measured, with its plan; recorded, with those that would not fit."""
-    device = torch.cuda.get_device_properties(platform.device).total_memory if platform.is_cuda else float("inf")
-    too_large = []
+    device, too_large = device_bytes(platform), []
     layout, plan = layouts[0], None
     for layout in layouts:
         plan = Estimate.of(load_config(_flags(place, layout, small=small)), layout.world, gpu=platform.is_cuda)
@@ -106,6 +105,11 @@ def _that_fits(
     })  # fmt: skip
     record.put("does not fit", too_large)
     return layout, plan
+
+
+def device_bytes(platform: Platform) -> float:
+    """The device's memory; infinite on a CPU."""
+    return torch.cuda.get_device_properties(platform.device).total_memory if platform.is_cuda else float("inf")
 
 
 def _flags(place: Path, layout: Layout, *, small: bool) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.record import Record
-from benchmarks.gpu.share import LEFT, MEMORY, MODELS, RankOnDevice
+from benchmarks.gpu.share import LEFT, MEMORY, MODELS, RankOnDevice, device_bytes
 from megatron_hetero.config.schema import Config, load_config
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.groups.launch import process_group
@@ -68,7 +68,7 @@ def _steps(config: Config, platform: Platform) -> dict[str, Any]:
     """Median time of a step, and its peak memory; only the plan where that does not fit the device."""
     planned = int(Estimate.of(config, 1, gpu=platform.is_cuda).memory.sum())
     found: dict[str, Any] = {"planned GB": planned / 1e9}
-    if platform.is_cuda and planned > (1 - LEFT) * torch.cuda.get_device_properties(platform.device).total_memory:
+    if planned > (1 - LEFT) * device_bytes(platform):
         return found
     rank = RankOnDevice.build(config, platform)
     rank.step()

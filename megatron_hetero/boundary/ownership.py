@@ -158,6 +158,13 @@ class Ownership:
         return Ownership(self.groups, self.ids[inside] - first, starts, self.gradient)
 
     @classmethod
+    def joined(cls, parts: Sequence[Ownership]) -> Ownership:
+        """Join the rows that each group holds in `parts`, which have the same groups and the same kind of gradient."""
+        first, ids = parts[0], np.concatenate([part.ids for part in parts])
+        order = np.argsort(np.concatenate([part.group_of_entry for part in parts]), kind="stable")
+        return cls(first.groups, ids[order], np.sum([part.starts for part in parts], axis=0), first.gradient)
+
+    @classmethod
     def parse(cls, text: str) -> Ownership:
         """Read the text of an ownership, see the module docstring. Raises `UserError` if it is malformed."""
         body = text.strip().removesuffix("partial")
@@ -228,13 +235,6 @@ class Ownership:
         group, index = np.full(size, -1, np.int64), np.zeros(size, np.int64)
         group[self.ids], index[self.ids] = self.group_of_entry, self.index_of_entry
         return group[ids], index[ids]
-
-
-def joined(parts: Sequence[Ownership]) -> Ownership:
-    """Join the rows that each group holds in `parts`, which have the same groups and the same kind of gradient."""
-    first, ids = parts[0], np.concatenate([part.ids for part in parts])
-    order = np.argsort(np.concatenate([part.group_of_entry for part in parts]), kind="stable")
-    return Ownership(first.groups, ids[order], np.sum([part.starts for part in parts], axis=0), first.gradient)
 
 
 def _runs(rows: np.ndarray) -> str:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hetero.layout.layout import Layout
+
 MAX_EXCHANGES = 32
 """Limit of exchanges in one assignment. Each costs one pass over the items."""
 
@@ -308,21 +310,23 @@ gain nothing and take more temporary memory, here about 150 MB for a layer.
 """
 
 
-def cut_calls(patches: Sequence[int], runs: Iterable[range], ranks: int, limit: int | None = None) -> tuple[range, ...]:
+def cut_calls(
+    patches: Sequence[int], runs: Iterable[range], layout: Layout, limit: int | None = None
+) -> tuple[range, ...]:
     """All micro-batches, in calls.
 
     A call takes one micro-batch after the other as long as it stays within `PATCHES_OF_A_CALL` for each rank and within
-    `limit`, and at least one.
+    `limit` for each shard, and at least one.
 
     Args:
         patches: patches of each micro-batch, over all replicas.
         runs: all micro-batches, in runs that one call may encode.
-        ranks: number of ranks of a stage of the encoder.
-        limit: the most patches of a call of several micro-batches, over all replicas; None: no further limit.
+        layout: layout of the encoder.
+        limit: see `data.encoder_shards.EncoderShards`.
     """
-    calls, most = [], PATCHES_OF_A_CALL * ranks
+    calls, most = [], PATCHES_OF_A_CALL * layout.stage_size
     if limit is not None:
-        most = min(most, limit)
+        most = min(most, limit * layout.ways("tokens", "samples"))
     for run in runs:
         first, total = run.start, 0
         for m in run:

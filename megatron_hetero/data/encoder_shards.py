@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hetero.boundary.ownership import Ownership, joined
+from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.data.balance import assign
 from megatron_hetero.data.token_shards import holding_groups, tp_share
 from megatron_hetero.layout.axes import axes_of
@@ -107,7 +107,7 @@ class EncoderShards:
     @cached_property
     def _ownership(self) -> Ownership:
         if len(self.parts) > 1:
-            return joined([part.ownership() for part in self.parts])
+            return Ownership.joined([part.ownership() for part in self.parts])
         in_order = [
             self.shape.order(self.sizes[i]).units + self._first_row[i] for pieces in self.assigned for i in pieces
         ]

@@ -143,9 +143,7 @@ class StepPartitioner:
             return tuple(range(m, m + 1) for m in range(len(packs)))
         shape, layout = self.encoders[name], self.layouts[name]
         patches = [shape.unit * sum(map(shape.rows, self._sizes(name, of_one))) for of_one in packs]
-        limit = self.limits.get(name)
-        most = None if limit is None else limit * layout.ways("tokens", "samples")
-        return cut_calls(patches, runs, layout.size // layout.pp, most)
+        return cut_calls(patches, runs, layout, self.limits.get(name))
 
     def _sizes(self, name: str, packs: Packs) -> tuple[Size, ...]:
         """The sizes of all pieces of a micro-batch for an encoder."""

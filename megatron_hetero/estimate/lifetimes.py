@@ -134,29 +134,33 @@ def stage_bytes(
 
 def _in_parts(module: MeasuredModule, stage: PipelineStage, shard: SequenceShard, *, offload: bool) -> StageBytes:
     """Memory of a stage that takes several calls: its whole input, and on top of it one call after the other."""
-    each, inside = [stage_bytes(module, stage, part, offload=offload) for part in shard.parts], list[int]()
-    for part, of_part in zip(shard.parts, each, strict=True):
-        given = of_part.message
-        if stage.is_first:
-            patches = module.dtype.itemsize * part.local * module.shape.patch_elements
-            given = patches if measure(module, FIRST, part).saved >= patches else 0
-        inside.append(of_part.saved - given)
-    sums = {name: sum(getattr(of, name) for of in each) for name in ("left", "rows", "message")}
-    whole = module.dtype.itemsize * shard.local * module.shape.patch_elements if stage.is_first else sums["message"]
-    again = max(saved + max(of.again, of.passing) for saved, of in zip(inside, each, strict=True))
-    most = max(saved + max(of.forward, of.again + of.backward) for saved, of in zip(inside, each, strict=True))
+    each = [stage_bytes(module, stage, part, offload=offload) for part in shard.parts]
+    if stage.is_first:
+        given = [module.dtype.itemsize * part.local * module.shape.patch_elements for part in shard.parts]
+        # Frozen embeddings do not save them.
+        shared = [
+            n if measure(module, FIRST, part).saved >= n else 0 for n, part in zip(given, shard.parts, strict=True)
+        ]
+    else:
+        given = shared = [of.message for of in each]
+    own = [of.saved - n for of, n in zip(each, shared, strict=True)]
+    again = max(n + max(of.again, of.passing) for n, of in zip(own, each, strict=True))
+    most = max(n + max(of.forward, of.again + of.backward) for n, of in zip(own, each, strict=True))
+    left, rows, message = sum(of.left for of in each), sum(of.rows for of in each), sum(of.message for of in each)
     outputs = stage.is_last + sum(is_merged(module, layer) for layer in stage.layers)
-    joined = sums["left"] + outputs * sums["rows"]  # Outputs of all calls, when they are concatenated.
-    gradients = 0 if stage.is_first else sums["message"]
     return StageBytes(
-        whole,
+        saved=sum(given),
         passing=0,
         again=again,
         host=max(of.host for of in each),
-        forward=max(joined, *(of.forward for of in each)),
-        backward=max(0, most - again) + gradients,
+        # Outputs of all calls are there twice when they are concatenated.
+        forward=max(left + outputs * rows, *(of.forward for of in each)),
+        # Gradients of hidden states wait for those of all calls.
+        backward=max(0, most - again) + message * (not stage.is_first),
+        left=left,
+        rows=rows,
+        message=message,
         in_parts=True,
-        **sums,
     )
 
 

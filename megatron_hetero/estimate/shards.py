@@ -113,9 +113,8 @@ def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
     found = {TEXT: tuple(range(m, m + 1) for m in range(batch.micro_batches))}
     for name, shape in job.shapes.encoders.items():
         patches = shape.unit * sample.rows[name] * batch.samples * batch.replicas
-        layout, limit = job.layouts[name], job.patch_limits.get(name)
-        most = None if limit is None else limit * layout.ways("tokens", "samples")
-        found[name] = cut_calls([patches] * batch.micro_batches, together[name], layout.stage_size, most)
+        limit = job.patch_limits.get(name)
+        found[name] = cut_calls([patches] * batch.micro_batches, together[name], job.layouts[name], limit)
     return found
 
 
@@ -167,7 +166,9 @@ class SequenceShard:
 
     @classmethod
     def in_parts(cls, parts: Sequence[SequenceShard]) -> SequenceShard:
-        """The shard of several calls."""
+        """The shard of one call or several."""
+        if len(parts) == 1:
+            return parts[0]
         return cls(
             tokens=sum(part.tokens for part in parts),
             padded=sum(part.padded for part in parts),
@@ -224,12 +225,10 @@ def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> M
     of_replicas = [tuple(sizes[i] for i in mine) for mine in assumed.assigned(encoder, micro_batches)]
     kinds = {kind: number for number, kind in enumerate(sorted(set(of_replicas), key=len))}
     found = [_of_replica(assumed.job, encoder, kind) for kind in kinds]
-    if (number := max(map(len, found))) > 1:
-        # Replicas with fewer calls make empty ones.
-        padded = [[*of_kind, *_of_replica(assumed.job, encoder, ()) * (number - len(of_kind))] for of_kind in found]
-        each = [[SequenceShard.in_parts(parts) for parts in zip(*of_kind, strict=True)] for of_kind in padded]
-    else:
-        each = [of_kind[0] for of_kind in found]
+    # Replicas with fewer calls make empty ones.
+    number, empty = max(map(len, found)), _of_replica(assumed.job, encoder, ())
+    calls = [[*of_kind, *empty * (number - len(of_kind))] for of_kind in found]
+    each = [[SequenceShard.in_parts(parts) for parts in zip(*of_kind, strict=True)] for of_kind in calls]
     return _numbered(each, layout, np.array([kinds[kind] for kind in of_replicas]))
 
 

@@ -136,12 +136,6 @@ def require_known(
     """Check that a micro-batch names modules and edges of the schedule, as others would be ignored silently, and that
     inputs in parts are of modules that take no rows. Raises `UserError`.
     """
-    takes_rows = {edge.target for edge in edges} | {name for name, module in modules.items() if module.style == "text"}
-    for name, given in batch.inputs.items():
-        if isinstance(given, InParts) and (name in takes_rows or not given.parts):
-            where, why = f"micro-batch {micro_batch}: `inputs`", "which takes rows" if given.parts else "without parts"
-            expected, fix = "one part or more, of an encoder that takes none", f"give `{name}` one input"
-            raise UserError.at(where, found=f"`InParts` of `{name}`, {why}", expected=expected, fix=fix)
     for name, found, known in (("inputs", batch.inputs, modules), ("boundaries", batch.boundaries, edges)):
         if unknown := [key for key in found if key not in known]:
             raise UserError.at(
@@ -150,6 +144,14 @@ def require_known(
                 expected=f"some of {', '.join(f'`{each}`' for each in known)}",
                 fix="name modules as in the layouts, and edges by `Edge(source, target)`",
             )
+    for name, given in batch.inputs.items():
+        if not isinstance(given, InParts):
+            continue
+        takes_rows = modules[name].style == "text" or any(edge.target == name for edge in edges)
+        if takes_rows or not given.parts:
+            where, why = f"micro-batch {micro_batch}: `inputs`", "which takes rows" if given.parts else "without parts"
+            expected, fix = "one part or more, of an encoder that takes none", f"give `{name}` one input"
+            raise UserError.at(where, found=f"`InParts` of `{name}`, {why}", expected=expected, fix=fix)
 
 
 def require_calls(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule) -> None:

@@ -53,6 +53,9 @@ from megatron_hetero.step.resources import (
     RankResources,
     ReceivedRows,
     grad_of,
+    hidden_shape,
+    inputs_of_parts,
+    joined_outputs,
     require_frozen,
     without_ddp,
     wrong_outputs,
@@ -186,10 +189,10 @@ class StepExecution:
         runs = action.micro_batch == call[-1] if action.kind == "B" and len(call) > 1 else has_input
         if not runs:
             return
-        self._before_run(action)
         if action.kind == "B":
             self._backward(action)
         else:
+            self._before_run(action)
             self._forward(action)
 
     def _before_run(self, action: Action, *, more: bool = False) -> None:
@@ -264,18 +267,8 @@ class StepExecution:
 
     def _forward_in_parts(self, action: Action, given: InParts, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Call the model of a stage once for each part."""
-        each = self._inputs_of_parts(action, given, next(iter(inputs), None))
-        found = [self._outputs(action, *of_part) for of_part in zip(given.parts, each, strict=True)]
-        joined = {name: torch.cat([outputs[name] for outputs in found]) for name in found[0] if name != LOSS}
-        losses = [outputs[LOSS] for outputs in found if LOSS in outputs]
-        return joined | ({LOSS: torch.stack(losses).sum()} if losses else {})
-
-    def _inputs_of_parts(self, action: Action, given: InParts, hidden: Tensor | None) -> list[list[Tensor]]:
-        """The arguments of the model beside each part: its hidden states, as leaves; none on the first stage."""
-        if hidden is None:
-            return [[] for _ in given.parts]
-        lengths = [self._model(action).hidden_shape(part)[0] for part in given.parts]
-        return [[each.detach().requires_grad_(hidden.requires_grad)] for each in hidden.split(lengths)]
+        each = inputs_of_parts(self._model(action), given, next(iter(inputs), None))
+        return joined_outputs([self._outputs(action, *of_part) for of_part in zip(given.parts, each, strict=True)])
 
     def _add_metrics(self, action: Action, metrics: Mapping[str, Any]) -> None:
         sums = self.metrics[action.module]
@@ -376,6 +369,7 @@ class StepExecution:
             self._backward_in_parts(action, *self.in_parts[key], grads)
             del self.in_parts[key]  # The patches of all parts are on the device until here.
         else:
+            self._before_run(action)
             self._backpropagate(action, outputs, grads, is_last=True)
 
     def _backpropagate(
@@ -394,7 +388,7 @@ class StepExecution:
     ) -> None:
         """Run each part forward once more, and back. `grads`: of the concatenated outputs."""
         hidden = self.inputs.get(_activation_key(action))
-        each, starts = self._inputs_of_parts(action, given, hidden), dict.fromkeys(grads, 0)
+        each, starts = inputs_of_parts(self._model(action), given, hidden), dict.fromkeys(grads, 0)
         with torch.enable_grad(), self._random_state(random_state):
             for number, (part, inputs) in enumerate(zip(given.parts, each, strict=True), 1):
                 is_last = number == len(given.parts)
@@ -442,7 +436,7 @@ class StepExecution:
         if batch is None:
             return
         if action.kind != "B":
-            shape = self._hidden_shape(action, batch)
+            shape = hidden_shape(self._model(action), batch)
             if self.checks and self.checks.is_new(f"{(link := self._link(action, self._peer_rank(action)))} expects"):
                 self.checks.publish(f"{link} expects", tuple(shape))
             self._receive(action, shape)
@@ -450,13 +444,6 @@ class StepExecution:
         # A gradient has the shape of its output, which may be computed only after the irecv.
         self.deferred[action.module].append(action)
         self._receive_deferred(action.module)
-
-    def _hidden_shape(self, action: Action, batch: Any) -> Sequence[int]:
-        """The shape of the hidden states that a stage receives."""
-        if not isinstance(batch, InParts):
-            return self._model(action).hidden_shape(batch)
-        each = [self._model(action).hidden_shape(part) for part in batch.parts]
-        return [sum(shape[0] for shape in each), *each[0][1:]]
 
     def _receive_deferred(self, module: str) -> None:
         deferred = self.deferred[module]

@@ -31,7 +31,7 @@ from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.layout.graph import Edge, Graph
-from megatron_hetero.schedule.contract import ModuleOnRank
+from megatron_hetero.schedule.contract import LOSS, InParts, ModuleOnRank
 
 _POLL_S = 0.005
 
@@ -152,6 +152,29 @@ class ReceivedRows:
 def grad_of(leaf: Tensor) -> Tensor:
     """The gradient of a model's input; zero if unused."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def hidden_shape(model: Any, batch: Any) -> Sequence[int]:
+    """The shape of the hidden states that a stage receives."""
+    if not isinstance(batch, InParts):
+        return model.hidden_shape(batch)
+    each = [model.hidden_shape(part) for part in batch.parts]
+    return [sum(shape[0] for shape in each), *each[0][1:]]
+
+
+def inputs_of_parts(model: Any, given: InParts, hidden: Tensor | None) -> list[list[Tensor]]:
+    """The arguments of a stage's model beside each part: its hidden states, as leaves; none on the first stage."""
+    if hidden is None:
+        return [[] for _ in given.parts]
+    lengths = [model.hidden_shape(part)[0] for part in given.parts]
+    return [[each.detach().requires_grad_(hidden.requires_grad)] for each in hidden.split(lengths)]
+
+
+def joined_outputs(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The outputs of all parts, one after the other; losses are added up."""
+    joined = {name: torch.cat([outputs[name] for outputs in parts]) for name in parts[0] if name != LOSS}
+    losses = [outputs[LOSS] for outputs in parts if LOSS in outputs]
+    return joined | ({LOSS: torch.stack(losses).sum()} if losses else {})
 
 
 def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[str] = ()) -> str:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.data.balance import PATCHES_OF_A_CALL, cut_calls
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import check_schedule
@@ -94,7 +95,8 @@ MOST = PATCHES_OF_A_CALL
     ],
 )
 def test_a_call_takes_what_it_has_room_for(patches: list[int], expected: str) -> None:
-    runs = [range(4), range(4, 5)]
+    runs, one, eight = [range(4), range(4, 5)], Layout.parse("dp:1", 1), Layout.parse("sp:2,dp:2,pp:3,tp:2", 24)
     smaller = [n // 8 for n in patches]
-    assert _runs(cut_calls(smaller, runs, 1, MOST // 8)) == _runs(cut_calls(patches, runs, 1, 2 * MOST)) == expected
-    assert _runs(cut_calls(patches, runs, 1)) == _runs(cut_calls([8 * n for n in patches], runs, 8)) == expected
+    assert _runs(cut_calls(smaller, runs, one, MOST // 8)) == _runs(cut_calls(patches, runs, one, 2 * MOST)) == expected
+    assert _runs(cut_calls(patches, runs, eight, MOST // 4)) == expected, "four shards, which two ranks share"
+    assert _runs(cut_calls(patches, runs, one)) == _runs(cut_calls([8 * n for n in patches], runs, eight)) == expected

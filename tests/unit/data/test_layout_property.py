@@ -146,7 +146,8 @@ def check_shard(case: Case, rank: int) -> None:
         own = [list(islice(rows, share.embedded // SHAPE.unit)) for rows, share in zip(held, shares, strict=True)]
         units = np.concatenate(own if case.sharded[0] else own[:1]).astype(np.int64)
         np.testing.assert_array_equal(shares[0].positions, raster_positions(case, units))
-        assert len({share.embedded + share.padding for share in shares}) == 1
+        lengths = {len(rows) * SHAPE.unit + share.padding for rows, share in zip(own, shares, strict=True)}
+        assert len(lengths) == 1 and {share.embedded + share.padding for share in shares} == lengths
     assert not any(map(list, held))
 
 
