@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 LOGS := $(VENV)/logs
-EXTRAS := dev,tensorboard,bench,video
+EXTRAS := dev,tensorboard,bench,video,parquet
 RANKS ?= 2
 
 # A recipe fails where the first command of a pipe does.

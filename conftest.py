@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.pool import Pool
+
+# Runs store indexes of data in the user's cache, where those of tests would stay. Matplotlib's own cache is kept.
+_CACHE = tempfile.TemporaryDirectory(prefix="cache-")
+os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # Property tests look at no clock: what else the machine does is not their business. They draw the same examples each
 # time, so that a change is never blamed for what was there before; `make properties` draws others.

@@ -29,6 +29,8 @@ setup(
         "safetensors>=0.8",
         # Chat templates; older ones let them out of the sandbox.
         "jinja2>=3.1.6",
+        # JSON of a million records in seconds.
+        "msgspec>=0.19",
         "numpy>=1.26",
         "packaging>=24.2",
         "pillow>=11",
@@ -41,6 +43,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.21", "flash-attn>=2.1,<3"],
         # Wheels bring FFmpeg along. Newer ones have not been tested.
         "video": ["av>=15,<20"],
+        "parquet": ["pyarrow>=18"],
         "tensorboard": ["tensorboard>=2.17"],
         "wandb": ["wandb>=0.19"],
         # einops is what Megatron-Core's own bridge needs, which is measured beside ours.

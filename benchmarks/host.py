@@ -37,7 +37,7 @@ from benchmarks.measuring.material import ModelSize, write_samples
 from benchmarks.report import Ratio, table
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.loader import StepLoader
-from megatron_hetero.data.worker_process import ReaderProcesses
+from megatron_hetero.data.processor import ReaderProcesses
 
 RESULTS = Path(__file__).parent / "results"
 DEEP = ModelSize(

@@ -27,10 +27,11 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_hetero.base.errors import VISION, UserError, listed, printable
 from megatron_hetero.base.terminal import Parser, console
 from megatron_hetero.cli.command import a_path, at_least
+from megatron_hetero.config.sections import DatasetConfig, cache_folder
 from megatron_hetero.data.chat import END_OF_TURN
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Annotations, Record
+from megatron_hetero.data.records import Dataset, Reading, Record
 from megatron_hetero.data.tokenizer import check_folder
 from megatron_hetero.data.validation import item_fields
 from megatron_hetero.groups.launch import ended
@@ -164,8 +165,9 @@ def _answer(given: argparse.Namespace) -> None:
     disable_progress_bar()
     check_folder(given.hf_dir)
     fields = item_fields({VISION: ("image", "video")})
-    annotations = Annotations("questions", given.annotations, given.images, fields)
-    records = [annotations[k] for k in range(len(annotations))[: given.limit]]
+    entry = DatasetConfig(annotations=given.annotations, images=given.images)
+    questions = Dataset("questions", entry, Reading(fields, cache_folder("records")))
+    records = [questions[k] for k in range(len(questions))[: given.limit]]
     console().print(rates(Answerer(given.hf_dir, given.device), records, given))
 
 

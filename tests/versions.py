@@ -258,7 +258,8 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(row.name for row in ROWS)}; all if none")
     parser.add_argument("--all", action="store_true", help="all tests instead of a subset")
     parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="where environments are kept")
-    parser.add_argument("--extras", default="dev,tensorboard,bench,video", help="extras of this project to install")
+    extras = "dev,tensorboard,bench,video,parquet"
+    parser.add_argument("--extras", default=extras, help="extras of this project to install")
     flags = parser.parse_args()
     if unknown := set(flags.rows) - {row.name for row in ROWS}:
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(row.name for row in ROWS)}")

@@ -1,11 +1,15 @@
-"""Consoles for tables, standard output, and the tools' argument parser."""
+"""Consoles for tables, standard output, progress, and the tools' argument parser."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+import threading
+import time
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from megatron_hetero.base.errors import printable
 
@@ -51,3 +55,46 @@ def prepare_outputs() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it stays open
         if reconfigure := getattr(getattr(sys, name), "reconfigure", None):
             reconfigure(errors="backslashreplace")
+
+
+class Progress:
+    """Reports progress of long work on standard error: a bar on a terminal, elsewhere a line from time to time; nothing
+    of work that soon ends. For any thread.
+    """
+
+    FIRST_S, LINE_S = 3.0, 15.0
+    """Seconds before the first report, and between lines."""
+
+    def __init__(self, what: str, total: float) -> None:
+        self._what, self._total = what, total
+        self._done, self._count, self._lock = 0.0, 0, threading.Lock()
+        self._began = time.monotonic()
+        self._due = self._began + self.FIRST_S
+        self._shown = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def advance(self, done: float, count: int) -> None:
+        """Add to what is done, of the total, and to the number of things."""
+        with self._lock:
+            self._done += done
+            self._count += count
+            if (now := time.monotonic()) >= self._due:
+                self._show(now)
+
+    def _show(self, now: float) -> None:
+        terminal, share = sys.stderr.isatty(), self._done / self._total
+        self._due, self._shown = now + (0.2 if terminal else self.LINE_S), True
+        left = (now - self._began) * (1 / share - 1) if share > 0 else math.inf
+        text = f"{self._what}: {share:.0%}, {self._count:,}" + (f", {left:.0f} s left" if left < math.inf else "")
+        bar = f"[{'#' * int(20 * share):20}] " if terminal else ""
+        with contextlib.suppress(OSError):
+            print(
+                f"\r{bar}{text}\x1b[K" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown and sys.stderr.isatty():
+            with contextlib.suppress(OSError):
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)

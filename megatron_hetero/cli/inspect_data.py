@@ -2,7 +2,8 @@
 
 For each of the first samples: the rendered text with supervised tokens coloured and in ⟦ ⟧, and sizes of images and
 videos. All training flags are accepted, so a run can be inspected with its own command line. ``--sheets DIR`` draws the
-sampled frames of each video with their times.
+sampled frames of each video with their times. ``--statistics`` prints figures of each data set instead, see
+`megatron_hetero.cli.data_statistics`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw
-from rich.markup import escape
 from rich.text import Text
 
 from megatron_hetero.base.errors import UserError, os_errors_as, printable, reason
 from megatron_hetero.base.terminal import Parser, console
 from megatron_hetero.cli.command import a_path, at_least
+from megatron_hetero.cli.data_statistics import samples_per_epoch, show_statistics
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from megatron_hetero.config.schema import Config
 
+_SAMPLES, _EXAMINED = 5, 1000
+"""Samples that are printed, and samples of each data set that statistics are from."""
 _SUPERVISED = "bold green"
 _SUPERVISED_MARKS = ("⟦", "⟧")
 
@@ -110,7 +113,7 @@ def show(config: Config, count: int, console: Console, sheets: Path | None = Non
     from megatron_hetero.data.processor import open_processor
 
     processor = open_processor(config)
-    mixture = open_mixture(config, processor.fields)
+    mixture = open_mixture(config, processor)
     for k in range(count):
         show_sample(console, processor, processor.tokenize(mixture[k]), config.data.max_seq_length)
         if sheets is not None:
@@ -118,8 +121,7 @@ def show(config: Config, count: int, console: Console, sheets: Path | None = Non
                 sheets.mkdir(parents=True, exist_ok=True)
                 for path in draw_sheets(processor, mixture[k], sheets):
                     console.print(Text(f"frames: {path}"), soft_wrap=True)
-    sources = ", ".join(f"{share} ({len(annotations)} records)" for annotations, share in mixture.parts)
-    console.print(escape(f"{len(mixture)} samples per epoch from {sources}"), highlight=False, soft_wrap=True)
+    console.print(Text(samples_per_epoch(mixture.parts)), soft_wrap=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
@@ -129,13 +131,30 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.cli.inspect_data",
-        description="Print training samples with supervised tokens marked. All training flags are accepted.",
+        description="Print training samples with supervised tokens marked, or statistics of data sets. All training "
+        "flags are accepted.",
         allow_abbrev=False,
     )
+    count = partial(at_least, 0)
     parser.add_argument(
-        "-n", type=partial(at_least, 0), default=5, metavar="COUNT", help="number of samples to print (default 5)"
+        "-n",
+        type=count,
+        metavar="COUNT",
+        help=f"number of samples to print (default {_SAMPLES}, or 0 with --statistics)",
     )
     parser.add_argument("--sheets", type=a_path, metavar="DIR", help="draw the sampled frames of each video into DIR")
+    parser.add_argument(
+        "--statistics",
+        type=count,
+        nargs="?",
+        const=_EXAMINED,
+        metavar="COUNT",
+        help="print statistics of each data set, from so many evenly spaced samples or from all for 0 "
+        f"(default {_EXAMINED})",
+    )
+    parser.add_argument(
+        "--histogram", type=a_path, metavar="FILE", help="draw the statistics into FILE, which ends in .svg or .png"
+    )
     return parser
 
 
@@ -147,7 +166,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _inspect(options: argparse.Namespace, flags: list[str]) -> None:
     from megatron_hetero.config.schema import load_config
 
-    show(load_config(flags), options.n, console(), options.sheets)
+    config, count = load_config(flags), options.statistics
+    if count is None and options.histogram is not None:
+        count = _EXAMINED
+    if count is not None:
+        show_statistics(config, count, console(), options.histogram)
+    # Sheets are of samples that are printed.
+    default = _SAMPLES if count is None or options.sheets is not None else 0
+    samples = default if options.n is None else options.n
+    if samples or count is None:
+        show(config, samples, console(), options.sheets)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field, field, fields, is_dataclass
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, NewType, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from megatron_hetero.base.errors import UserError
 
 T = TypeVar("T")
-NAMED = ("registry", "encoders")
-"""Mappings whose keys are names that the user chooses; the keys of all others are modules."""
+NAMED = {"registry": "NAME", "encoders": "NAME", "fields": "FIELD"}
+"""Mappings whose keys are names that the user chooses, as help texts call them; the keys of all others are modules."""
+Pattern = NewType("Pattern", str)
+"""The absolute path of a file or folder, with wildcards, or the URL of an object in a store."""
 
 
 def option(

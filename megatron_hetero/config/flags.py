@@ -189,9 +189,9 @@ def _rows(kind: object, prefix: str) -> Iterator[FlagRow]:
         elif name == "parallel":
             yield FlagRow("--MODULE-parallel", "layout", default, text)
         elif is_dataclass(item := item_type(inner)):
-            yield from _rows(item, f"{prefix}{name}.{'NAME' if name in NAMED else 'MODULE'}.")
+            yield from _rows(item, f"{prefix}{name}.{NAMED.get(name, 'MODULE')}.")
         else:
-            yield FlagRow(f"{prefix}{name}.MODULE", describe(item), default, text)
+            yield FlagRow(f"{prefix}{name}.{NAMED.get(name, 'MODULE')}", describe(item), default, text)
 
 
 def _default(f: Field[Any]) -> str:

@@ -22,9 +22,10 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
+from megatron_hetero.base.contents import is_url
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import read_text, unusable
-from megatron_hetero.config.fields import children, is_leaf, item_type, shown_name
+from megatron_hetero.config.fields import Pattern, children, is_leaf, item_type, shown_name
 from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
@@ -83,6 +84,8 @@ def convert(value: object, kind: object, base: Path) -> object:
         return _word(value, args, None, base)
     if kind is Path:
         return _path(value, base)
+    if kind is Pattern:
+        return Pattern(value if is_url(value) else str(_path(value, base)))
     return _SCALARS[kind](value)
 
 
@@ -95,7 +98,7 @@ def describe(kind: object) -> str:
         return "|".join(map(str, args))
     if origin is tuple:
         return f"list of {describe(args[0])}" if args[-1] is Ellipsis else f"{len(args)} {describe(args[0])}s"
-    return {str: "text", int: "integer", float: "number", bool: "true|false", Path: "path"}[kind]
+    return {str: "text", int: "integer", float: "number", bool: "true|false", Path: "path", Pattern: "path"}[kind]
 
 
 def _show(value: object) -> str:

@@ -187,10 +187,9 @@ def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
     paths: dict[str, Path | None] = {"model.hf_path": model.hf_path, "model.hf_path_vision": model.hf_path_vision}
     paths |= {f"model.encoders.{name}.hf_path": encoder.hf_path for name, encoder in model.encoders.items()}
     for name, dataset in config.data.registry.items():
-        paths |= {
-            f"data.registry.{name}.annotations": dataset.annotations,
-            f"data.registry.{name}.images": dataset.images,
-        }
+        setting = f"data.registry.{name}"
+        paths |= {f"{setting}.annotations": dataset.annotations, f"{setting}.images": dataset.images}
+        paths[f"{setting}.files"] = dataset.folder_of_files
     paths["checkpoint.resume"] = resume if isinstance(resume, Path) else None
     paths |= {"checkpoint.dir": config.checkpoint.dir, "log.dir": config.log.dir}
     return ((name, path) for name, path in paths.items() if path is not None)

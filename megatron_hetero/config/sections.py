@@ -15,8 +15,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
+from megatron_hetero.base.contents import is_url
 from megatron_hetero.base.errors import TEXT, VISION, UserError, is_pattern, parts_of
-from megatron_hetero.config.fields import Section, option, required, shown_name, unused, wrong
+from megatron_hetero.config.fields import Pattern, Section, option, required, shown_name, unused, wrong
 from megatron_hetero.layout.grammar import did_you_mean
 
 _ENCODER_NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -175,13 +176,46 @@ class ModelConfig(Section):
 class DatasetConfig(Section):
     """One data set in `data.registry`."""
 
-    annotations: Path = required("Annotation file in LLaVA format, JSON or JSONL.")
+    annotations: Path | None = option(None, "Annotation file, JSON or JSONL.")
+    files: Pattern | None = option(
+        None,
+        "Files of records in place of `annotations`, such as `data/*.parquet`, `shard-{0000..0099}.tar`, or an Energon "
+        "folder.",
+    )
+    format: Literal["auto", "json", "parquet", "webdataset", "energon"] = option(
+        "auto", "Format of `files`; auto: by suffix."
+    )
+    fields: Mapping[str, str] = option(
+        {},
+        "Column, tar part or key (`json.caption`) that is the records' field FIELD, such as image, conversations, "
+        "messages, question or answer.",
+        "as named",
+    )
+    split: str = option("train", "Split of an Energon folder.")
     images: Path | None = option(
-        None, "Folder of images and videos, the base of their relative paths; none for text-only data."
+        None, "Folder of images and videos, the base of their relative paths; none if `files` contain them."
     )
     video_placeholder: Literal["<video>", "<image>"] = option(
         "<video>", "Mark of a video in human turns; `<image>` where a data set uses it for both, as LLaVA-Video does."
     )
+
+    @property
+    def folder_of_files(self) -> Path | None:
+        """The folder above all wildcards of `files`; None for an object store."""
+        if self.files is None or is_url(self.files):
+            return None
+        parts = Path(self.files).parts
+        wild = next((k for k, part in enumerate(parts) if any(sign in part for sign in "{*?[")), len(parts))
+        return Path(*parts[:wild])
+
+    def _check(self, section: str) -> None:
+        if (self.annotations is None) == (self.files is None):
+            problem = f"{'neither' if self.files is None else 'both'} of annotations and files given"
+            fix = f"set {section}.annotations to a JSON or JSONL file, or {section}.files"
+            raise UserError.at(f"{section} (--{section}.annotations)", problem=problem, fix=fix)
+        if self.files is None and self.format not in ("auto", "json"):
+            why, fix = "annotations are JSON or JSONL", f"give {section}.files instead, or remove it"
+            raise unused(f"{section}.format", self.format, why, fix)
 
 
 _RATE = re.compile(r"\d+(\.\d+)?")
@@ -224,10 +258,10 @@ class SampledDataset:
         return math.ceil(self.rate * records)
 
 
-def _cache_folder() -> Path | None:
-    """Below the user's folder for caches; None without one, as in some containers."""
+def cache_folder(name: str) -> Path | None:
+    """A folder below the user's folder for caches; None without one, as in some containers."""
     with contextlib.suppress(RuntimeError):
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_hetero" / "videos"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_hetero" / name
     return None
 
 
@@ -260,7 +294,7 @@ class VideoConfig(Section):
     @property
     def index_folder(self) -> Path | None:
         """The folder of `index`; None if there is no place for one."""
-        return self.index or _cache_folder()
+        return self.index or cache_folder("videos")
 
     def _check(self, section: str) -> None:
         if self.min_frames is not None and self.max_frames is not None and self.min_frames > self.max_frames:
@@ -274,7 +308,17 @@ class DataConfig(Section):
 
     registry: Mapping[str, DatasetConfig] = required("Data sets by name.")
     datasets: tuple[str, ...] = required("Data sets to train on; `name%50` samples half of it per epoch.")
-    shuffle: bool = option(True, "Reshuffle the samples every epoch.")
+    shuffle: Literal["blocks"] | bool = option(
+        True,
+        "Reshuffle the samples every epoch; blocks: blocks of consecutive samples, then samples of a few blocks, for "
+        "slow disks and parquet.",
+    )
+    index: Path | None = option(
+        None, "Cache folder of data sets' indexes, which are computed once for all ranks.", "in the user's cache"
+    )
+    scan: bool = option(
+        False, "Store the sizes of all images and the frame times of all videos with the index, which checks them too."
+    )
     max_seq_length: int = option(4096, "Maximum sample length in tokens, image tokens included.", at_least=1)
     too_long: Literal["error", "skip"] = option(
         "error", "Action on a longer sample: fail or skip; samples are never truncated."
@@ -300,12 +344,17 @@ class DataConfig(Section):
         "Workers are threads of the rank, or processes.",
     )
 
+    @property
+    def index_folder(self) -> Path | None:
+        """The folder of `index`; None if there is no place for one."""
+        return self.index or cache_folder("records")
+
     def require_registered(self, where: str, names: Iterable[str]) -> None:
         """Check that data sets named in the setting `where` are registered. Raises `UserError`."""
         for name in names:
             if name not in self.registry:
                 found, known = f"`{name}`{did_you_mean(name, self.registry)}", ", ".join(self.registry) or "empty"
-                fix = f"correct the name, or add data.registry.{name} with annotations and images"
+                fix = f"correct the name, or add data.registry.{name} with its files"
                 raise wrong(where, found, f"a name from data.registry ({known})", "", fix)
 
     def _check(self, section: str) -> None:

@@ -7,12 +7,14 @@ import posixpath
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import UserError, quoted
 
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 """A list of files with these suffixes is one video."""
 
-
+PLURALS = {"image": "images", "video": "videos"}
+"""Fields of the encoder `vision`, and their other names."""
 _MOST, _LEAST_RATE, _MOST_RATE = 1e9, 1e-3, 1000
 """Largest number of seconds, and smallest and largest number of frames per second."""
 
@@ -20,8 +22,8 @@ _MOST, _LEAST_RATE, _MOST_RATE = 1e9, 1e-3, 1000
 class Video(NamedTuple):
     """A video of a record, as `ItemRef` has it: its file or first frame, its frames, further fields and values."""
 
-    file: str
-    frames: tuple[str, ...]
+    file: str | Content
+    frames: tuple[str | Content, ...]
     given: tuple[tuple[str, Any], ...]
 
 
@@ -32,43 +34,72 @@ def kind(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def paths_of(value: dict[str, Any], field: str, where: str) -> list[str]:
-    """The paths in a field of a record. Raises `UserError`."""
-    _refuse_plural(value, field, where)
+def is_content(value: Any) -> bool:
+    """Whether it is a part of a data set's own files, rather than the path of another."""
+    return not isinstance(value, str | list | dict) and hasattr(value, "label")
+
+
+def paths_of(value: dict[str, Any], field: str, where: str) -> list[str | Content]:
+    """The paths or contents in a field of a record. Raises `UserError`."""
+    field = _named(value, field, where)
     given = value.get(field)
-    paths = [] if given is None else [given] if isinstance(given, str) else given
+    paths = [] if given is None else [given] if isinstance(given, str) or is_content(given) else given
     if not isinstance(paths, list):
         raise _no_paths(paths, f"{where}: field '{field}'", "a string, a list of strings, or null")
     for k, path in enumerate(paths):
-        _check_path(path, f"{where}: field '{field}'" + (f"[{k}]" if isinstance(given, list) else ""))
+        if not _is_plain(path):
+            _check_path(path, f"{where}: field '{field}'" + (f"[{k}]" if isinstance(given, list) else ""))
     return paths
+
+
+def _named(value: dict[str, Any], field: str, where: str) -> str:
+    """The name that a record uses for a field. Raises `UserError` if it uses both."""
+    plural = PLURALS.get(field, field)
+    if not value.get(plural):
+        return field
+    if plural != field and value.get(field):
+        raise UserError.at(
+            f"{where}: fields '{field}' and '{plural}'",
+            problem="given both",
+            because="they are names of one field",
+            fix="remove one of them",
+        )
+    return plural
+
+
+def _is_plain(path: Any) -> bool:
+    """Whether a path needs no closer look."""
+    if not isinstance(path, str):
+        return is_content(path)
+    return path[:1] not in ("", "/") and ".." not in path and "\0" not in path and not path.isspace()
 
 
 def videos_of(value: dict[str, Any], field: str, where: str) -> list[Video]:
     """The videos in a field of a record: a file, a list of frames, or a list of these. Raises `UserError`."""
-    _refuse_plural(value, field, where)
+    field = _named(value, field, where)
     place, given = f"{where}: field '{field}'", value.get(field)
     listed = _listed(given, place)
     for k, files in enumerate(listed):
         for path in files if isinstance(files, list) else [files]:
-            _check_path(path, f"{place}[{k}]" if isinstance(given, list) else place)
-    videos = [Video(each, (), ()) if isinstance(each, str) else Video(each[0], tuple(each), ()) for each in listed]
+            if not _is_plain(path):
+                _check_path(path, f"{place}[{k}]" if isinstance(given, list) else place)
+    videos = [Video(each[0], tuple(each), ()) if isinstance(each, list) else Video(each, (), ()) for each in listed]
     fields = _further(value, videos, where)
     return [video._replace(given=tuple(of_one)) for video, of_one in zip(videos, fields, strict=True)]
 
 
-def _listed(given: Any, place: str) -> list[str | list[str]]:
+def _listed(given: Any, place: str) -> list[Any]:
     """Each video of a field, as a file or as a list of frames."""
     if given is None:
         return []
-    if isinstance(given, str):
+    if isinstance(given, str) or is_content(given):
         return [given]
     expected = "the path of a video, a list of paths, or a list of frames"
     if not isinstance(given, list):
         raise _no_paths(given, place, expected)
     if any(isinstance(each, list) for each in given):
         for k, each in enumerate(given):
-            if each == [] or not isinstance(each, str | list):
+            if each == [] or not (isinstance(each, str | list) or is_content(each)):
                 raise _no_paths(each, f"{place}[{k}]", expected)
             if isinstance(each, list) and not all(map(_is_frame, each)):
                 raise UserError.at(
@@ -90,7 +121,8 @@ def _listed(given: Any, place: str) -> list[str | list[str]]:
 
 
 def _is_frame(path: Any) -> bool:
-    return isinstance(path, str) and path.lower().endswith(FRAME_SUFFIXES)
+    name = path.label if is_content(path) else path
+    return isinstance(name, str) and name.lower().endswith(FRAME_SUFFIXES)
 
 
 def _further(value: dict[str, Any], videos: Sequence[Video], where: str) -> list[list[tuple[str, Any]]]:
@@ -119,7 +151,7 @@ def _further(value: dict[str, Any], videos: Sequence[Video], where: str) -> list
 
 def _check_times(times: Sequence[float], video: Video, place: str) -> None:
     if len(times) != len(video.frames):
-        what = f"{len(video.frames)} frames" if video.frames else f"the file {quoted(video.file)}"
+        what = f"{len(video.frames)} frames" if video.frames else f"the file {quoted(str(video.file))}"
         raise UserError.at(
             place,
             found=f"{len(times)} times for {what}",
@@ -143,18 +175,6 @@ def _is_ascending(value: Any) -> bool:
     if not isinstance(value, list) or not all(map(_is_number, value)):
         return False
     return all(low < high for low, high in itertools.pairwise(value)) and (not value or value[0] >= 0)
-
-
-def _refuse_plural(value: dict[str, Any], field: str, where: str) -> None:
-    """Read as if it were absent, the record would train without its items."""
-    plural = f"{field}s"
-    if field in ("image", "video") and value.get(plural):
-        raise UserError.at(
-            f"{where}: field '{plural}'",
-            found=f"'{plural}'",
-            expected=f"'{field}'",
-            fix=f"rename the field to '{field}'",
-        )
 
 
 def _no_paths(value: Any, place: str, expected: str) -> UserError:

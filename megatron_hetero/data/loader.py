@@ -38,8 +38,7 @@ from megatron_hetero.data.encoder_shards import EncoderShare
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, SampleLimits, TokenizedSample, pack
 from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
-from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.worker_process import ReaderProcesses
+from megatron_hetero.data.processor import Processor, ReaderProcesses
 from megatron_hetero.groups.collective import on_every, require_alike
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
@@ -51,6 +50,10 @@ T = TypeVar("T")
 
 Run = Callable[..., Iterable[Any]]
 """`map`, or another function that does the work in parallel."""
+
+
+READ_AHEAD_STEPS = 4
+"""How many steps ahead of loading a step's samples are asked for from formats that can read ahead."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +135,7 @@ class StepLoader:
 
     def load(self, step: int, run: Run) -> StepBatch:
         """Loads the batch of `step` (from 1); `run` maps functions over samples and items."""
+        self.mixture.read_ahead(self._samples_to_read(step + READ_AHEAD_STEPS)[0])
         early, reported = self._samples_to_read(step)
         where, read = f"{self.what} {step}", dict[int, TokenizedSample | None]()
         by_rank = self._exchange(where, lambda: self._read(early, reported, run, read))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import DatasetConfig, SampledDataset
-from megatron_hetero.data.records import Annotations, Record
-from megatron_hetero.data.validation import IMAGES, ItemField
+from megatron_hetero.data.processor import Processor
+from megatron_hetero.data.records import PLAIN, Dataset, Reading, Record
+from megatron_hetero.data.sources.index import Blocks
+
+Shuffle: TypeAlias = "Literal['blocks'] | bool"
+"""Whether samples are permuted: all, or blocks and then samples."""
+WINDOW_BYTES, WINDOW_RECORDS = 1 << 29, 1 << 13
+"""Limits of a window: bytes to be read for it, and records."""
 
 
 class Mixture:
@@ -20,18 +27,20 @@ class Mixture:
 
     An epoch has ``len(mixture)`` samples, rate · records of every data set. With ``shuffle`` they are redrawn
     and permuted every time, as a function of (seed, epoch) alone; without, an epoch is the first records of each data
-    set in the order of the configuration.
+    set in the order of the configuration. With ``shuffle="blocks"`` blocks of consecutive records are redrawn and
+    permuted, and then the records of each *window*, a few blocks that one rank can have in memory.
     """
 
     # The stream has no end: `for record in mixture` would never stop.
     __iter__ = None
 
-    def __init__(self, parts: Sequence[tuple[Annotations, SampledDataset]], *, shuffle: bool, seed: int) -> None:
+    def __init__(self, parts: Sequence[tuple[Dataset, SampledDataset]], *, shuffle: Shuffle, seed: int) -> None:
         self.parts = tuple(parts)
         self.shuffle = shuffle
         self.seed = seed
         self._counts = [each.count(len(data)) for data, each in self.parts]
         self._starts = np.cumsum([0] + [len(data) for data, _ in self.parts])
+        self._type = np.int32 if self._starts[-1] < 2**31 else np.int64
         # Two epochs: concurrent readers may be on both sides of an epoch boundary.
         self._order = lru_cache(maxsize=2)(self._draw)
 
@@ -40,9 +49,9 @@ class Mixture:
         cls,
         datasets: Sequence[str],
         registry: Mapping[str, DatasetConfig],
-        shuffle: bool,
+        shuffle: Shuffle,
         seed: int,
-        fields: Sequence[ItemField] = IMAGES,
+        reading: Reading = PLAIN,
     ) -> Mixture:
         """Loads the named data sets.
 
@@ -52,7 +61,7 @@ class Mixture:
             registry: the data sets by name.
             shuffle: redraw samples and order every epoch.
             seed: of the random draws; unused without shuffle.
-            fields: fields that items may be in, see `item_fields`.
+            reading: see `Dataset`.
 
         Raises:
             UserError: no entry, an unknown name, a bad rate, or a data set that does not load.
@@ -63,10 +72,7 @@ class Mixture:
         for each in sampled:
             _check_name(each.name, registry)
         names = dict.fromkeys(each.name for each in sampled)
-        loaded = {
-            name: Annotations(name, entry.annotations, entry.images, fields, entry.video_placeholder)
-            for name, entry in ((name, registry[name]) for name in names)
-        }
+        loaded = {name: Dataset(name, registry[name], reading) for name in names}
         return cls([(loaded[each.name], each) for each in sampled], shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:
@@ -77,33 +83,93 @@ class Mixture:
         """The i-th sample of the stream, in epoch ``i // len(mixture)``."""
         if i < 0:
             raise IndexError(f"sample {i}: the stream starts at 0 and has no end to count back from")
+        part, record = self._source(i)
+        return self.parts[part][0][record]
+
+    def read_ahead(self, samples: Sequence[int]) -> None:
+        """Have samples of the stream ready soon, where their files' format has a way to."""
+        sources = np.array([self._source(i) for i in samples], np.int64).reshape(-1, 2)
+        for part in np.unique(sources[:, 0]).tolist():
+            self.parts[part][0].read_ahead(np.unique(sources[sources[:, 0] == part, 1]))
+
+    def _source(self, i: int) -> tuple[int, int]:
+        """The number of the data set of a sample, and of its record there."""
         epoch, position = divmod(int(i), len(self))
         record = int(self._order(epoch if self.shuffle else 0)[position])
         part = int(np.searchsorted(self._starts, record, side="right")) - 1
-        return self.parts[part][0][record - int(self._starts[part])]
+        return part, record - int(self._starts[part])
 
     def _draw(self, epoch: int) -> np.ndarray:
         """The records of an epoch in order, numbered over all parts."""
         generator = np.random.default_rng([self.seed % 2**64, epoch])
+        if self.shuffle == "blocks":
+            return self._draw_blocks(generator)
         chosen = []
         for (data, _), count, start in zip(self.parts, self._counts, self._starts[:-1], strict=True):
+            every = np.arange(start, start + len(data), dtype=self._type)
             repeats, rest = divmod(count, len(data))
-            last = generator.permutation(len(data))[:rest] if self.shuffle else np.arange(rest)
-            chosen.append(start + np.concatenate([np.tile(np.arange(len(data)), repeats), last]))
+            last = (generator.permutation(every) if self.shuffle else every)[:rest]
+            chosen += [every] * repeats + [last]
         order = np.concatenate(chosen)
-        return generator.permutation(order) if self.shuffle else order
+        if self.shuffle:
+            generator.shuffle(order)
+        return order
+
+    def _draw_blocks(self, generator: np.random.Generator) -> np.ndarray:
+        drawn = [np.zeros((0, 3), np.int64)]
+        for (data, _), count, start in zip(self.parts, self._counts, self._starts[:-1], strict=True):
+            drawn.append(_blocks_of_epoch(data.blocks, count, generator) + np.array([start, start, 0]))
+        blocks = generator.permutation(np.concatenate(drawn))
+        order = np.concatenate([np.arange(first, stop, dtype=self._type) for first, stop, _ in blocks.tolist()])
+        end = 0
+        for records in _windows(blocks):
+            generator.shuffle(order[end : end + records])
+            end += records
+        return order
 
 
-def open_mixture(config: Config, fields: Sequence[ItemField]) -> Mixture:
-    """The data sets of `data.datasets`, loaded. Raises `UserError`."""
+def _blocks_of_epoch(blocks: Blocks, count: int, generator: np.random.Generator) -> np.ndarray:
+    """Blocks with so many records of a data set, of which the last drawn may be cut: first record, the one behind the
+    last, and bytes of each, int64 [blocks, 3].
+    """
+    every = np.stack([blocks.starts[:-1], blocks.starts[1:], blocks.sizes], axis=1)
+    repeats, rest = divmod(count, int(blocks.starts[-1]))
+    drawn = generator.permutation(every)
+    ends = np.cumsum(drawn[:, 1] - drawn[:, 0])
+    last = drawn[: int(np.searchsorted(ends, rest)) + 1 if rest else 0]
+    if rest:
+        last[-1, 1] -= ends[len(last) - 1] - rest
+    return np.concatenate([*[every] * repeats, last])
+
+
+def _windows(blocks: np.ndarray) -> Iterator[int]:
+    """The records of each window."""
+    records = size = 0
+    for first, stop, bytes_of_block in blocks.tolist():
+        more = stop - first
+        if records and (records + more > WINDOW_RECORDS or size + bytes_of_block > WINDOW_BYTES):
+            yield records
+            records = size = 0
+        records, size = records + more, size + bytes_of_block
+    yield records
+
+
+def reading_of(config: Config, processor: Processor, *, strict: bool = True) -> Reading:
+    """How a run reads its data sets."""
     data = config.data
-    return Mixture.parse(data.datasets, data.registry, data.shuffle, config.train.seed, fields)
+    return Reading(processor.fields, data.index_folder, processor.readers if data.scan else None, strict)
 
 
-def open_held_out(config: Config, fields: Sequence[ItemField]) -> dict[str, Mixture]:
-    """The data sets of `eval.datasets` by name, loaded, in the order of their records. Raises `UserError`."""
-    registry, seed = config.data.registry, config.train.seed
-    return {name: Mixture.parse((name,), registry, False, seed, fields) for name in config.eval.datasets}
+def open_mixture(config: Config, processor: Processor) -> Mixture:
+    """The data sets of `data.datasets`, opened. Raises `UserError`."""
+    data, reading = config.data, reading_of(config, processor)
+    return Mixture.parse(data.datasets, data.registry, data.shuffle, config.train.seed, reading)
+
+
+def open_held_out(config: Config, processor: Processor) -> dict[str, Mixture]:
+    """The data sets of `eval.datasets` by name, opened, in the order of their records. Raises `UserError`."""
+    registry, seed, reading = config.data.registry, config.train.seed, reading_of(config, processor)
+    return {name: Mixture.parse((name,), registry, False, seed, reading) for name in config.eval.datasets}
 
 
 def _check_name(name: str, registry: Mapping[str, DatasetConfig]) -> None:

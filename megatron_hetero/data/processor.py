@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_hetero.base.errors import VISION, UserError
+from megatron_hetero.base.worker_process import Processes
 from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import EncoderConfig
 from megatron_hetero.data import chat
@@ -205,6 +206,21 @@ class Processor:
                     because="it would be read as the structure of the conversation or of an image",
                     fix="remove it; write images as <image> and videos as <video>",
                 )
+
+
+class ReaderProcesses(Processes):
+    """Reads as a processor does, in processes of its own."""
+
+    def __init__(self, processor: Processor, count: int):
+        super().__init__(processor, count, "data.worker_type process (--data.worker_type)")
+
+    def tokenize(self, record: Record) -> TokenizedSample:
+        """See `Processor.tokenize`."""
+        return self.call(record.where, "tokenize", record)
+
+    def patches(self, record: Record, k: int, pieces: Sequence[Piece]) -> np.ndarray:
+        """See `Processor.patches`."""
+        return self.call(record.where, "patches", record, k, pieces)
 
 
 def open_processor(config: Config) -> Processor:

@@ -1,108 +1,27 @@
-"""Annotation files: a JSON list or JSONL, as compact, read-only sequences of records."""
+"""Data sets as sequences of records, whose files are indexed once and read at any place."""
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
+import msgspec
 import numpy as np
 
+from megatron_hetero.base.contents import Content, StoredFile
 from megatron_hetero.base.errors import UserError, quoted, reason
-from megatron_hetero.base.files import open_regular, read_bytes
-from megatron_hetero.data.validation import IMAGES, ItemField, ItemRef, validate_record
-from megatron_hetero.models.items.types import Item
+from megatron_hetero.config.sections import DatasetConfig
+from megatron_hetero.data.sources.index import Blocks, Index, Indexer
+from megatron_hetero.data.sources.mapping import FieldMap
+from megatron_hetero.data.sources.opening import open_files
+from megatron_hetero.data.validation import IMAGES, ItemField, ItemRef, Turns, validate_record
+from megatron_hetero.models.items.types import Header, Item, ItemReader
 
 ChatRole = Literal["system", "user", "assistant"]
-
-MOST_RECORD_BYTES = 8 * 2**20
-"""Limit of a JSONL line."""
-MOST_LIST_BYTES = 2**32
-"""Limit of a file with a JSON list, whose text every rank reads at once."""
-
-_BOM = b"\xef\xbb\xbf"
-_FORMATS = "a JSON list of records, or JSONL with one record on each line"
-
-
-def record_place(path: Path, index: int, line: int) -> str:
-    """``train.jsonl:12`` where the line is known, else ``train.json record 12``; both count from 1."""
-    return f"{path}:{line}" if line else f"{path} record {index + 1}"
-
-
-def read_records(path: Path) -> Iterator[tuple[Any, int]]:
-    """Yields the records of an annotation file in order, as decoded JSON, with their lines; these are 0 in a JSON list.
-
-    The format follows from the first character, not from the suffix: many ``.json`` files hold JSONL.
-
-    Raises:
-        UserError: the file is missing, unreadable, not UTF-8 or not valid JSON.
-    """
-    try:
-        with open_regular(path) as file:
-            if _first_character(file) == b"[":
-                yield from ((value, 0) for value in _decoded(path, read_bytes(path, MOST_LIST_BYTES), 1))
-            else:
-                file.seek(0)
-                yield from _read_lines(path, file)
-    except FileNotFoundError as error:
-        fix = "correct its path (`annotations` in data.registry)"
-        raise UserError.at(path, problem="no such file", fix=fix) from error
-    except OSError as error:
-        too_large = error.errno == errno.EFBIG
-        fix = "write one record on each line (jq -c '.[]')" if too_large else "check path and permissions"
-        raise UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=fix) from error
-
-
-def _first_character(file: BufferedReader) -> bytes:
-    """The first character that is not blank; empty for a blank file."""
-    while block := file.read(4096):
-        if stripped := block.removeprefix(_BOM).lstrip():
-            return stripped[:1]
-    return b""
-
-
-def _read_lines(path: Path, file: BufferedReader) -> Iterator[tuple[Any, int]]:
-    # One byte more than a record may have: the rest of such a line is never read.
-    for line, raw in enumerate(iter(lambda: file.readline(MOST_RECORD_BYTES + 1), b""), start=1):
-        if len(raw) > MOST_RECORD_BYTES:
-            raise UserError.at(
-                f"{path}:{line}",
-                found=f"a line of more than {MOST_RECORD_BYTES} bytes",
-                expected=_FORMATS,
-                because="no model takes more text",
-                fix="split or remove the record; if the file is damaged, copy it again",
-            )
-        if text := raw.removeprefix(_BOM).rstrip():
-            yield _decoded(path, text, line), line
-
-
-def _decoded(path: Path, raw: bytes, line: int) -> Any:
-    """The value of JSON text that begins on `line` of a file. Raises `UserError`."""
-    try:
-        return json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        line += error.object.count(b"\n", 0, error.start)
-        raise UserError.at(
-            f"{path}:{line}",
-            found=f"byte 0x{error.object[error.start]:02x}, which is not UTF-8",
-            expected="UTF-8 text",
-            fix="unpack a compressed file, or convert the text, for example with iconv -t utf-8",
-        ) from error
-    except (ValueError, RecursionError) as error:  # Nesting too deep, or a number of too many digits, has no place.
-        place = (error.lineno, error.colno, error.msg) if isinstance(error, json.JSONDecodeError) else (1, 1, error)
-        raise UserError.at(
-            f"{path}:{line - 1 + place[0]}",
-            found=f"broken JSON at column {place[1]} ({place[2]})",
-            expected=_FORMATS,
-            fix="fix or remove this line; if the file is truncated, copy it again",
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -119,11 +38,12 @@ class Record:
 
     Attributes:
         dataset: name of the data set in the registry.
-        index: position in its annotation file, from 0.
-        where: ``train.jsonl:12`` or ``train.json record 12``, for messages.
+        index: position in its data set, from 0.
+        where: such as ``train.jsonl:12`` or ``train.json record 12``, for messages.
         turns: an optional system turn, then user and assistant in turn.
         items: in the order of their placeholders, with paths relative to ``folder``.
-        folder: None only without items.
+        folder: None only without items that have paths.
+        headers: the header of each item, see `Item`; None if they are not known.
     """
 
     dataset: str
@@ -132,19 +52,23 @@ class Record:
     turns: tuple[Turn, ...]
     items: tuple[ItemRef, ...] = ()
     folder: Path | None = field(default=None, repr=False)
+    headers: tuple[Header, ...] | None = field(default=None, repr=False)
 
     def item(self, k: int) -> Item:
-        """Item ``k`` with the absolute path of its file, links resolved. The file need not exist.
+        """Item ``k`` with its content; of a file by its absolute path, links resolved. The file need not exist.
 
         Raises:
             UserError: the path leads out of the folder, for example through a symbolic link.
         """
         ref = self.items[k]
-        frames = tuple(self._resolved(ref, file) for file in ref.frames)
-        return Item(frames[0] if frames else self._resolved(ref, ref.file), self.where, frames, ref.given)
+        frames = tuple(self._content(ref, file) for file in ref.frames)
+        content = frames[0] if frames else self._content(ref, ref.file)
+        return Item(content, self.where, frames, ref.given, None if self.headers is None else self.headers[k])
 
-    def _resolved(self, ref: ItemRef, file: str) -> Path:
-        assert self.folder is not None, "records with items have a folder"
+    def _content(self, ref: ItemRef, file: str | Content) -> Content:
+        if not isinstance(file, str):
+            return file
+        assert self.folder is not None, "records with paths have a folder"
         folder = os.path.realpath(self.folder)
         path = os.path.realpath(os.path.join(folder, file))
         if os.path.commonpath([folder, path]) != folder:
@@ -155,116 +79,166 @@ class Record:
                 because="annotations must not reach files outside the image folder, not even through links",
                 fix="copy the files into the folder, or set `images` in data.registry to a folder that has them",
             )
-        return Path(path)
+        return StoredFile(path)
 
 
-class Annotations(Sequence[Record]):
-    """The validated records of one annotation file.
+class Reading(NamedTuple):
+    """How data sets are read.
 
-    All records are in one bytes buffer with offsets: hundreds of thousands of Python objects would take several times
-    the memory.
+    `fields`: fields that items may be in, see `item_fields`. `cache`: folder of stored indexes; None: they are not
+    stored. `readers`: by field, to store the headers of items in the index; None: they are read when needed. `strict`:
+    whether a bad record is an error.
     """
 
-    def __init__(
-        self,
-        name: str,
-        path: Path,
-        images: Path | None = None,
-        fields: Sequence[ItemField] = IMAGES,
-        video_placeholder: str = "<video>",
-    ) -> None:
-        """Reads and validates a JSON list or a JSONL file.
+    fields: Sequence[ItemField] = IMAGES
+    cache: Path | None = None
+    readers: Mapping[ItemField, ItemReader] | None = None
+    strict: bool = True
+
+
+PLAIN = Reading()
+"""Pictures alone, without a stored index."""
+
+
+class Dataset(Sequence[Record]):
+    """The records of one data set."""
+
+    def __init__(self, name: str, entry: DatasetConfig, reading: Reading = PLAIN) -> None:
+        """Opens the index of a data set, which is computed if there is none.
 
         Args:
-            name: name of the data set, used in messages.
-            path: the annotation file; its format follows from its first character.
-            images: folder the paths of items are relative to; None for text-only data.
-            fields: fields that items may be in, see `item_fields`.
-            video_placeholder: what stands for a video in records without pictures.
+            name: name of the data set in the registry.
+            entry: its files.
+            reading: how they are read; by default pictures alone, without a stored index.
 
         Raises:
             UserError: a missing, broken or empty file, a missing image folder, or a malformed record.
         """
-        if images is not None and not os.path.isdir(images):  # noqa: PTH112
+        self._reading = reading
+        self._setting = f"data.registry.{name}"
+        self.name, self.entry = name, entry
+        if entry.images is not None and not os.path.isdir(entry.images):  # noqa: PTH112
             raise UserError.at(
-                f"data.registry.{name}.images",
-                problem=f"{images} is not a readable folder",
-                fix="correct the path, or remove `images` for text-only data",
+                f"{self._setting}.images",
+                problem=f"{entry.images} is not a readable folder",
+                fix="correct the path, or remove `images` for data without images in it",
             )
-        self.name = name
-        self.path = Path(path)
-        self.images = images
-        self._fields = {field.key: field for field in fields}
-        buffer, ends, lines = bytearray(), [0], []
-        for index, (value, line) in enumerate(read_records(self.path)):
-            where = record_place(self.path, index, line)
-            if video_placeholder != "<video>":
-                value = _with_video_marks(value, video_placeholder)
-            turns, refs = validate_record(value, where, has_image_folder=images is not None, fields=fields)
-            shown = [(ref.field.key, *ref[1 : None if ref.frames or ref.given else 2]) for ref in refs]
-            text = json.dumps([turns, shown], ensure_ascii=False, separators=(",", ":"))
-            try:
-                buffer += text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise UserError.at(
-                    where,
-                    problem=f"lone surrogate (\\u{ord(text[error.start]):04x})",
-                    because="UTF-8 cannot encode it",
-                    fix="correct the escape sequence",
-                ) from error
-            ends.append(len(buffer))
-            lines.append(line)
-        if not lines:
+        names = [field.name for field in reading.fields]
+        self._format, files, own = open_files(entry, self._setting, names)
+        self._map = FieldMap.parse(entry.fields or own, self._reading.fields, f"{self._setting}.fields")
+        self._index = self._open(files)
+        if not len(self._index):
             raise UserError.at(
-                path,
+                self.path,
                 problem=f"no records for data set {name!r}",
-                fix="correct `annotations` in data.registry, or remove the data set from data.datasets",
+                fix=f"correct {self._setting}, or remove the data set from data.datasets",
             )
-        self._buffer = bytes(buffer)
-        self._ends = np.array(ends, dtype=np.int64)
-        """int64 [n + 1], offsets into the buffer."""
-        self._lines = np.array(lines, dtype=np.int64)
-        """int64 [n], lines of the file; 0 in a JSON list."""
+
+    def _open(self, files: tuple[StoredFile, ...]) -> Index:
+        entry, reading = self.entry, self._reading
+        key = (self._format, entry.video_placeholder, entry.images is not None)
+        return Indexer(
+            self.name,
+            files,
+            self._format,
+            self._checked,
+            repr((*key, self._map, *map(tuple, reading.fields))),
+            reading.cache,
+            scan=reading.readers is not None,
+            strict=reading.strict,
+        ).index()
+
+    @property
+    def path(self) -> str:
+        """Its file, or the pattern of its files."""
+        return str(self.entry.annotations or self.entry.files)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the records, independent of the files' location and formatting."""
+        return self._index.digest
+
+    @property
+    def bad(self) -> int:
+        """The number of bad records, without `Reading.strict`."""
+        return self._index.bad
 
     @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the records, independent of the file's location and formatting."""
-        digest = hashlib.sha256(self._ends.tobytes())
-        digest.update(self._buffer)
-        return digest.hexdigest()
+    def good_records(self) -> np.ndarray:
+        """The numbers of the other records, int64, ascending."""
+        return np.delete(np.arange(len(self)), self._index.bad_records())
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Messages of the first bad records."""
+        return self._index.problems
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Runs of records that are read best together."""
+        return self._index.blocks()
+
+    def read_ahead(self, records: np.ndarray) -> None:
+        """Have the records of these numbers, int64, ready soon, where the format has a way to."""
+        files = np.searchsorted(self._index.starts, records, side="right") - 1
+        for file in np.unique(files).tolist():
+            numbers = records[files == file] - self._index.starts[file]
+            self._format.read_ahead(self._index.files[file], self._index.columns(file), numbers)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._index)
 
     def __getitem__(self, i: int) -> Record:  # type: ignore[override]  # no slices: they would build objects
         if not -len(self) <= i < len(self):
             raise IndexError(f"record {i} of data set {self.name!r}, which has {len(self)}")
         i = int(i) % len(self)
-        turns, shown = json.loads(self._buffer[self._ends[i] : self._ends[i + 1]])
+        file, number = self._index.file_of(i)
+        stored = self._index.files[file]
+        try:
+            found = next(self._format.read(stored, self._index.columns(file), range(number, number + 1)))
+        except OSError as error:
+            problem, fix = f"cannot be read ({reason(error)})", "keep data sets in place while they are read"
+            raise UserError.at(stored, problem=problem, fix=fix) from error
+        if isinstance(found.value, UserError):
+            raise found.value
+        turns, items = self._parsed(found.value, found.where)
+        headers = self._index.headers(file, number)
         return Record(
             dataset=self.name,
             index=i,
-            where=record_place(self.path, i, int(self._lines[i])),
+            where=found.where,
             turns=tuple(Turn(cast(ChatRole, role), text) for role, text in turns),
-            items=tuple(ItemRef(self._fields[key], *_hashable(of_item)) for key, *of_item in shown),
-            folder=self.images,
+            items=tuple(items),
+            folder=self.entry.images,
+            headers=None if headers is None or len(headers) != len(items) else tuple(headers),
         )
 
+    def _parsed(self, value: Any, where: str) -> tuple[Turns, list[ItemRef]]:
+        """The turns and items of a record. Raises `UserError`."""
+        return validate_record(
+            self._map.apply(value, where),
+            where,
+            has_image_folder=self.entry.images is not None,
+            fields=self._reading.fields,
+            video_placeholder=self.entry.video_placeholder,
+        )
 
-def _hashable(value: Any) -> Any:
-    """A JSON value with tuples in place of lists."""
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+    def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[Header]]:
+        """See `megatron_hetero.data.sources.index.Check`."""
+        turns, items = self._parsed(value, where)
+        shown = [
+            (ref.field.key, _label(ref.file), [*map(_label, ref.frames)], ref.given)
+            if ref.frames or ref.given
+            else (ref.field.key, _label(ref.file))
+            for ref in items
+        ]
+        text = msgspec.json.encode((turns, shown))
+        readers = self._reading.readers
+        if readers is None or not items:
+            return text, ()
+        record = Record(self.name, 0, where, (), tuple(items), self.entry.images)
+        return text, [readers[ref.field].header(record.item(k)) for k, ref in enumerate(items)]
 
 
-def _with_video_marks(value: Any, placeholder: str) -> Any:
-    """A record with videos alone, with `<video>` in place of `placeholder` in its turns."""
-    turns = value.get("conversations") if isinstance(value, dict) else None
-    if not isinstance(turns, list) or not value.get("video") or value.get("image"):
-        return value
-    marked = [
-        {**turn, "value": turn["value"].replace(placeholder, "<video>")}
-        if isinstance(turn, dict) and isinstance(turn.get("value"), str)
-        else turn
-        for turn in turns
-    ]
-    return {**value, "conversations": marked}
+def _label(file: str | Content) -> str:
+    return file if isinstance(file, str) else file.label

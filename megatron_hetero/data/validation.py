@@ -1,17 +1,34 @@
-"""Validates the structure of a LLaVA-style record, once, when the annotations are loaded."""
+"""Validates records, once when their files are indexed and again when one is read, and reduces them to turns and items.
+
+The text of a record is in one of these *forms*, the first that it has:
+
+  - `conversations`: turns with `from` and `value`, as LLaVA has them;
+  - `messages`: turns with `role` and `content`, a text or a list of parts as chat templates take them;
+  - `texts`: pairs of `user` and `assistant`;
+  - `question` and `answer`; or `answer` alone, as for captions.
+
+In all but the first, items without placeholders come before the first human text.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import VISION, UserError, quoted
-from megatron_hetero.data.item_fields import kind, paths_of, videos_of
+from megatron_hetero.data.item_fields import PLURALS, kind, paths_of, videos_of
 from megatron_hetero.models.items.types import Modality
 
 # Names of LLaVA and of chat templates.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+FORMS = ("conversations", "messages", "texts", "question", "answer")
+"""Fields with the text of a record."""
+FURTHER = ("system", "fps", "times", "video_start", "video_end")
+"""Fields that say more of text or videos."""
 
 Turns = list[tuple[str, str]]
 
@@ -33,11 +50,13 @@ class ItemField(NamedTuple):
 
 
 class ItemRef(NamedTuple):
-    """An item of a record: its field, and its path as written. `frames`, `given`: see `Item`."""
+    """An item of a record: its field, and its path as written, or its content where the data set's own files have it.
+    `frames`, `given`: see `Item`.
+    """
 
     field: ItemField
-    file: str
-    frames: tuple[str, ...] = ()
+    file: str | Content
+    frames: tuple[str | Content, ...] = ()
     given: tuple[tuple[str, Any], ...] = ()
 
 
@@ -60,9 +79,21 @@ IMAGES = item_fields({VISION: ("image",)})
 
 
 def validate_record(
-    value: Any, where: str, *, has_image_folder: bool, fields: Sequence[ItemField] = IMAGES
+    value: Any,
+    where: str,
+    *,
+    has_image_folder: bool,
+    fields: Sequence[ItemField] = IMAGES,
+    video_placeholder: str = "<video>",
 ) -> tuple[Turns, list[ItemRef]]:
-    """Checks one decoded record, whose items may be in `fields`, and reduces it to what training needs.
+    """Checks one record, whose items may be in `fields`, and reduces it to what training needs.
+
+    Args:
+        value: the decoded record.
+        where: the record in messages.
+        has_image_folder: whether items may be given by paths.
+        fields: the fields of items.
+        video_placeholder: what stands for a video in records without pictures.
 
     Returns:
         The turns as (role, text) with role in system, user, assistant; and the items in the order of placeholders.
@@ -74,40 +105,62 @@ def validate_record(
         raise UserError.at(
             where, found=kind(value), expected="a JSON object", fix='write {"image": ..., "conversations": [...]}'
         )
+    form = next((name for name in FORMS if value.get(name) is not None), FORMS[0])
+    value, turns = _FORMS[form](value, where)
+    _check_order(turns, form, where)
     items = {field: _items(value, field, where) for field in fields}
-    turns = _turns(value, where)
-    _check_order(turns, where)
+    if video_placeholder != "<video>" and value.get("video") and not value.get("image"):
+        turns = [(role, text.replace(video_placeholder, "<video>")) for role, text in turns]
+    if form != FORMS[0]:
+        turns = _with_placeholders(turns, items)
+    everything = "\n".join([text for _, text in turns])
     if not any(field.modality == "video" for field in fields):
-        _refuse_videos(value, turns, where)
+        _refuse_videos(value, turns, everything, form, where)
+    shown = split_at_placeholders(everything, fields)[1] if "<" in everything else []
     for field in fields:
-        _check_placeholders(turns, len(items[field]), field, where)
-        if items[field] and not has_image_folder:
-            raise UserError.at(
-                f"{where}: field '{field.name}'",
-                problem=f"{quoted(items[field][0].file)} given, but the data set has no image folder",
-                fix="set `images` of the data set in data.registry",
-            )
+        _check_placeholders(turns, len(items[field]), shown.count(field), field, form, where)
+        if not has_image_folder:
+            _refuse_paths(items[field], where)
+    if len(shown) < 2:
+        return turns, [items[field][0] for field in shown]
     coming = {field: iter(its_items) for field, its_items in items.items()}
-    shown = [field for _, text in turns for field in split_at_placeholders(text, fields)[1]]
     return turns, [next(coming[field]) for field in shown]
 
 
 def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> tuple[list[str], list[ItemField]]:
     """The parts of a text between placeholders, and the fields of these."""
-    by_placeholder = {field.placeholder: field for field in fields}
-    parts = re.split("(" + "|".join(map(re.escape, by_placeholder)) + ")", text)
+    pattern, by_placeholder = _placeholders(tuple(fields))
+    parts = pattern.split(text)
     return parts[::2], [by_placeholder[placeholder] for placeholder in parts[1::2]]
 
 
-def _refuse_videos(value: dict[str, Any], turns: Turns, where: str) -> None:
+@lru_cache
+def _placeholders(fields: tuple[ItemField, ...]) -> tuple[re.Pattern[str], dict[str, ItemField]]:
+    by_placeholder = {field.placeholder: field for field in fields}
+    return re.compile("(" + "|".join(map(re.escape, by_placeholder)) + ")"), by_placeholder
+
+
+def _refuse_videos(value: dict[str, Any], turns: Turns, everything: str, form: str, where: str) -> None:
     fields = [f"field '{name}'" for name in ("video", "videos") if value.get(name)]
-    fields += [f"field 'conversations[{k}]'" for k, (_, text) in enumerate(turns) if "<video>" in text]
+    if not fields and "<video>" not in everything:
+        return
+    fields += [f"field '{form}[{k}]'" for k, (_, text) in enumerate(turns) if "<video>" in text]
     if fields:
         raise UserError.at(
             f"{where}: {fields[0]}",
             problem="a video or <video>, but the model does not support videos",
             fix="remove the record, or extract frames and list them in 'image'",
         )
+
+
+def _refuse_paths(items: Sequence[ItemRef], where: str) -> None:
+    for item in items:
+        if isinstance(item.file, str):
+            raise UserError.at(
+                f"{where}: field '{item.field.name}'",
+                problem=f"{quoted(item.file)} given, but the data set has no image folder",
+                fix="set `images` of the data set in data.registry",
+            )
 
 
 def _items(value: dict[str, Any], field: ItemField, where: str) -> list[ItemRef]:
@@ -117,85 +170,219 @@ def _items(value: dict[str, Any], field: ItemField, where: str) -> list[ItemRef]
     return [ItemRef(field, path) for path in paths_of(value, field.name, where)]
 
 
-def _turns(value: dict[str, Any], where: str) -> Turns:
-    conversations = value.get("conversations")
-    if not isinstance(conversations, list) or not conversations:
-        found = "no such field" if "conversations" not in value else kind(conversations)
-        raise UserError.at(
-            f"{where}: field 'conversations'",
-            found="an empty list" if conversations == [] else found,
-            expected="a list of turns",
-            fix='write [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]',
-        )
-    return [_turn(turn, f"{where}: field 'conversations[{k}]'") for k, turn in enumerate(conversations)]
+def _with_placeholders(turns: Turns, items: Mapping[ItemField, Sequence[ItemRef]]) -> Turns:
+    """The turns, with the placeholders of fields that have none before the first human text."""
+    first = next(k for k, (role, _) in enumerate(turns) if role == "user")
+    for field in reversed(list(items)):
+        if items[field] and not any(field.placeholder in text for _, text in turns):
+            role, text = turns[first]
+            turns[first] = role, field.placeholder * len(items[field]) + text
+    return turns
 
 
-def _turn(turn: Any, where: str) -> tuple[str, str]:
+# --------------------------------------------------------------------------------------------- forms of text
+
+
+Form = Callable[[dict[str, Any], str], tuple[dict[str, Any], Turns]]
+"""The record, to which a form may add items, and its turns."""
+
+
+def _conversations(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]:
+    fix = 'write [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]'
+    listed = _listed(value, "conversations", where, fix)
+    with contextlib.suppress(KeyError, TypeError, AttributeError):  # Nearly all records are as simple as they can be.
+        turns = [(ROLES[turn["from"]], turn["value"]) for turn in listed]
+        if all(text.strip() for _, text in turns):
+            return value, turns
+    return value, [_turn(turn, "from", "value", "conversations", k, where) for k, turn in enumerate(listed)]
+
+
+def _messages(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]:
+    fix = 'write [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]'
+    listed, shown = _listed(value, "messages", where, fix), dict[str, list[Any]]()
+    turns = []
+    for k, message in enumerate(listed):
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            message = {**message, "content": _joined(message["content"], shown, f"{where}: field 'messages[{k}]'")}
+        turns.append(_turn(message, "role", "content", "messages", k, where))
+    for name, items in shown.items():
+        if any(value.get(other) for other in (name, PLURALS[name])):
+            raise UserError.at(
+                f"{where}: fields '{name}' and 'messages'",
+                problem=f"{name}s in both",
+                because="their order is unknown",
+                fix="name each in one of them",
+            )
+        value = {**value, name: items}
+    return value, turns
+
+
+def _joined(parts: Sequence[Any], shown: dict[str, list[Any]], place: str) -> str:
+    """The text of a message's parts, with placeholders. Items that parts name go into `shown`, by field."""
+    texts = []
+    for part in parts:
+        name = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str) or (name == "text" and isinstance(part.get("text"), str)):
+            texts.append(part if isinstance(part, str) else part["text"])
+        elif name in PLURALS:
+            texts.append(f"<{name}>")
+            if part.get(name) is not None:
+                shown.setdefault(name, []).append(part[name])
+        else:
+            raise UserError.at(
+                place,
+                found=f"a part of type {quoted(name)}" if isinstance(name, str) else kind(part),
+                expected="parts of type text, image or video",
+                fix="correct or remove the record",
+            )
+    return "".join(texts)
+
+
+def _texts(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]:
+    fix = 'write [{"user": ..., "assistant": ...}]'
+    turns: Turns = []
+    for k, pair in enumerate(_listed(value, "texts", where, fix)):
+        both = (pair.get("user"), pair.get("assistant")) if isinstance(pair, dict) else (None, None)
+        if not (isinstance(both[0], str) and isinstance(both[1], str)):
+            raise UserError.at(
+                f"{where}: field 'texts[{k}]'",
+                found=kind(pair) if not isinstance(pair, dict) else " and ".join(map(kind, both)),
+                expected="texts in 'user' and 'assistant'",
+                fix="correct or remove the record",
+            )
+        _check_answer(both[1], "texts", k, where)
+        turns += [("user", both[0]), ("assistant", both[1])]
+    return value, _with_system(value, turns, where)
+
+
+def _question(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]:
+    question, answer = value.get("question"), value.get("answer")
+    # Some data sets have several right answers, the first of which is trained on.
+    answer = answer[0] if isinstance(answer, list) and answer else answer
+    turns: Turns = []
+    for name, role, text in (
+        ("question", "user", "" if question is None else question),
+        ("answer", "assistant", answer),
+    ):
+        if not isinstance(text, str):
+            found = "no such field" if value.get(name) is None else kind(text)
+            fix = "name the field that has it in `fields` of the data set, or correct the record"
+            raise UserError.at(f"{where}: field '{name}'", found=found, expected="a text", fix=fix)
+        turns.append((role, text))
+    _check_answer(turns[1][1], "answer", None, where)
+    return value, _with_system(value, turns, where)
+
+
+_FORMS: dict[str, Form] = {
+    "conversations": _conversations,
+    "messages": _messages,
+    "texts": _texts,
+    "question": _question,
+    "answer": _question,
+}
+
+
+def _with_system(value: dict[str, Any], turns: Turns, where: str) -> Turns:
+    system = value.get("system")
+    if system is None:
+        return turns
+    if not isinstance(system, str):
+        fix = "correct the record"
+        raise UserError.at(f"{where}: field 'system'", found=kind(system), expected="a text", fix=fix)
+    return [("system", system), *turns]
+
+
+def _listed(value: dict[str, Any], form: str, where: str, fix: str) -> list[Any]:
+    listed = value.get(form)
+    if not isinstance(listed, list) or not listed:
+        found = "no such field" if form not in value else "an empty list" if listed == [] else kind(listed)
+        expected = "a list of turns" if form != "texts" else "a list of pairs"
+        raise UserError.at(f"{where}: field '{form}'", found=found, expected=expected, fix=fix)
+    return listed
+
+
+def _turn(turn: Any, role_key: str, text_key: str, form: str, k: int, where: str) -> tuple[str, str]:
+    if isinstance(turn, dict):
+        speaker, text = turn.get(role_key), turn.get(text_key)
+        if isinstance(speaker, str) and isinstance(text, str) and (role := ROLES.get(speaker)):
+            if role == "assistant":
+                _check_answer(text, form, k, where)
+            return role, text
+    raise _bad_turn(turn, role_key, text_key, f"{where}: field '{form}[{k}]'")
+
+
+def _bad_turn(turn: Any, role_key: str, text_key: str, place: str) -> UserError:
     if not isinstance(turn, dict):
-        raise UserError.at(
-            where, found=kind(turn), expected="an object with 'from' and 'value'", fix="correct or remove the record"
-        )
-    speaker, text = turn.get("from"), turn.get("value")
+        expected, fix = f"an object with '{role_key}' and '{text_key}'", "correct or remove the record"
+        return UserError.at(place, found=kind(turn), expected=expected, fix=fix)
+    speaker = turn.get(role_key)
     if not isinstance(speaker, str) or speaker not in ROLES:
-        found = quoted(speaker) if isinstance(speaker, str) else f"{kind(speaker)} for 'from'"
-        raise UserError.at(
-            where, found=found, expected="'from' to be human, gpt or system", fix="rename the speaker of this turn"
+        found = quoted(speaker) if isinstance(speaker, str) else f"{kind(speaker)} for '{role_key}'"
+        names = "human, gpt or system" if role_key == "from" else "user, assistant or system"
+        return UserError.at(
+            place, found=found, expected=f"'{role_key}' to be {names}", fix="rename the speaker of this turn"
         )
-    if not isinstance(text, str):
+    found, fix = f"{kind(turn.get(text_key))} for '{text_key}'", f"write the turn's text in '{text_key}'"
+    return UserError.at(place, found=found, expected="a string", fix=fix)
+
+
+def _check_answer(text: str, form: str, k: int | None, where: str) -> None:
+    if not text or text.isspace():
         raise UserError.at(
-            where, found=f"{kind(text)} for 'value'", expected="a string", fix="write the turn's text in 'value'"
-        )
-    if ROLES[speaker] == "assistant" and not text.strip():
-        raise UserError.at(
-            where,
+            f"{where}: field '{form}'" if k is None else f"{where}: field '{form}[{k}]'",
             problem="empty answer",
             because="the model would be trained to say nothing",
             fix="write the answer, or remove the record",
         )
-    return ROLES[speaker], text
 
 
-def _check_order(turns: Turns, where: str) -> None:
+_ALTERNATING = {2 * n: ["user", "assistant"] * n for n in range(1, 17)}
+
+
+def _check_order(turns: Turns, form: str, where: str) -> None:
     """An optional leading system turn, then user and assistant in turn, ending with the assistant."""
     roles = [role for role, _ in turns]
     start = 1 if roles[0] == "system" else 0
+    if len(roles) - start in _ALTERNATING and roles[start:] == _ALTERNATING[len(roles) - start]:
+        return
     for k, role in enumerate(roles[start:], start=start):
         wanted = "assistant" if (k - start) % 2 else "user"
         if role != wanted:
             raise UserError.at(
-                f"{where}: field 'conversations[{k}]'",
-                found=f"a turn of {_speaker(role)}",
-                expected=f"a turn of {_speaker(wanted)}",
+                f"{where}: field '{form}[{k}]'",
+                found=f"a turn of {_speaker(role, form)}",
+                expected=f"a turn of {_speaker(wanted, form)}",
                 because="turns alternate after an optional leading system turn",
                 fix="merge consecutive turns of one speaker, or remove the extra turn",
             )
     if roles[-1] != "assistant":
+        answering = _speaker("assistant", form)
         raise UserError.at(
-            f"{where}: field 'conversations[{len(roles) - 1}]'",
-            found=f"a conversation that ends with {_speaker(roles[-1])}",
-            expected="one that ends with gpt",
-            because="only gpt turns are trained on",
+            f"{where}: field '{form}[{len(roles) - 1}]'",
+            found=f"a conversation that ends with {_speaker(roles[-1], form)}",
+            expected=f"one that ends with {answering}",
+            because=f"only {answering} turns are trained on",
             fix="add the answer, or remove the last turn",
         )
 
 
-def _speaker(role: str) -> str:
-    return {"user": "human", "assistant": "gpt"}.get(role, role)
+def _speaker(role: str, form: str) -> str:
+    return {"user": "human", "assistant": "gpt"}.get(role, role) if form == FORMS[0] else role
 
 
-def _check_placeholders(turns: Turns, items: int, field: ItemField, where: str) -> None:
-    for k, (role, text) in enumerate(turns):
-        if role != "user" and field.placeholder in text:
-            raise UserError.at(
-                f"{where}: field 'conversations[{k}]'",
-                found=f"{field.placeholder} in a turn of {_speaker(role)}",
-                expected="placeholders in human turns only",
-                fix="move the placeholder to the human turn that shows the item",
-            )
-    placeholders = sum(text.count(field.placeholder) for _, text in turns)
+def _check_placeholders(turns: Turns, items: int, placeholders: int, field: ItemField, form: str, where: str) -> None:
+    if placeholders:
+        for k, (role, text) in enumerate(turns):
+            if role != "user" and field.placeholder in text:
+                raise UserError.at(
+                    f"{where}: field '{form}[{k}]'",
+                    found=f"{field.placeholder} in a turn of {_speaker(role, form)}",
+                    expected="placeholders in human turns only",
+                    fix="move the placeholder to the human turn that shows the item",
+                )
     if placeholders != items:
         raise UserError.at(
-            f"{where}: fields '{field.name}' and 'conversations'",
+            f"{where}: fields '{field.name}' and '{form}'",
             found=f"{placeholders} {field.placeholder} placeholders for {items} {field.modality}s",
             expected=f"one placeholder for each {field.modality}",
             because="a placeholder marks the position of an item's tokens",

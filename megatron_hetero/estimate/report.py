@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -255,6 +255,7 @@ def show_estimate(config: Config, request: EstimateRequest) -> None:
 
 def require_files(config: Config) -> None:
     """Check that the weights and data sets of a run exist. Raises `UserError`."""
+    from megatron_hetero.data.sources.patterns import require_matches
     from megatron_hetero.hf.model_files import weight_files
 
     model = config.model
@@ -266,7 +267,11 @@ def require_files(config: Config) -> None:
     names = [text.split("%")[0] for text in config.data.datasets]
     for name in dict.fromkeys([*names, *config.eval.datasets]):
         entry, setting = config.data.registry[name], f"data.registry.{name}"
-        wanted = [("annotations", entry.annotations, Path.is_file, "a file of records")]
+        if entry.files is not None:
+            require_matches(entry.files, f"{setting}.files (--{setting}.files)")
+        wanted: list[tuple[str, Path, Callable[[Path], bool], str]] = []
+        if entry.annotations is not None:
+            wanted.append(("annotations", entry.annotations, Path.is_file, "a file of records"))
         if entry.images is not None:
             wanted.append(("images", entry.images, Path.is_dir, "the folder that image paths are relative to"))
         for field, path, exists, expected in wanted:

@@ -103,7 +103,7 @@ def require_plot(file: str | Path) -> None:
     """Check that the file is .svg or .png. Raises `UserError`."""
     if Path(file).suffix not in (".svg", ".png"):
         expected = "a name that ends in .svg or .png"
-        raise UserError.at("drawing of a schedule", found=str(file), expected=expected, fix="rename it")
+        raise UserError.at("plot", found=str(file), expected=expected, fix="rename it")
 
 
 def write_plot(figure: Any, file: Path) -> None:
@@ -125,10 +125,10 @@ def new_figure(size: tuple[float, float]) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError.at(
-            "drawing of a schedule",
+            "plot",
             found="no matplotlib",
             expected="it to be installed",
-            fix="run `pip install matplotlib`, or print the schedule instead",
+            fix="run `pip install matplotlib`, or print without a plot",
         ) from error
     return Figure(figsize=size, layout="constrained")
 

@@ -63,7 +63,7 @@ class Inputs:
         config, encoders, seed = job.config, job.config.model.encoder_folders, job.config.train.seed
         weights = open_modules(job.folders, job.shapes, seed) | open_encoders(encoders, job.shapes)
         processor = open_processor(config)
-        mixture, held_out = open_mixture(config, processor.fields), open_held_out(config, processor.fields)
+        mixture, held_out = open_mixture(config, processor), open_held_out(config, processor)
         if dist.get_rank() != FIRST:
             return cls(weights, processor, mixture, held_out, {})
         if config.export.hf_dir is not None:

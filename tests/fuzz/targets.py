@@ -108,8 +108,8 @@ def _open(config: Config, world_size: int) -> None:
     sources = ModelSources(config.model.hf_path, config.model.hf_path_vision, config.model.fresh_projector)
     open_modules(sources.read()[0], shapes, config.train.seed)
     processor = open_processor(config)
-    mixture = open_mixture(config, processor.fields)
-    open_held_out(config, processor.fields)
+    mixture = open_mixture(config, processor)
+    open_held_out(config, processor)
     processor.tokenize(mixture[0])
 
 

@@ -30,7 +30,15 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "megatron_hetero.cli.export": ("--dtype", "--model", "--vision", "--encoder", "--shard-gb"),
     "megatron_hetero.cli.import": ("--vision", "--encoder", "--fresh-projector", "--seed"),
     "examples.make_demo": ("--model", "--train-pictures", "--heldout-questions", "--seed", "--force"),
-    "megatron_hetero.cli.inspect_data": ("-n", "--config", "--data.datasets", "--model.hf_path", "--data.max_pixels"),
+    "megatron_hetero.cli.inspect_data": (
+        "-n",
+        "--config",
+        "--statistics",
+        "--histogram",
+        "--data.datasets",
+        "--model.hf_path",
+        "--data.max_pixels",
+    ),
 }
 SMALL = {"examples.make_demo": ("--train-pictures", "4", "--heldout-questions", "4")}
 VALUES = (

@@ -10,13 +10,12 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import UserError, in_short, reason
-from megatron_hetero.base.files import open_regular
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Accepted formats, by Pillow's names, regardless of a file's suffix."""
@@ -33,54 +32,54 @@ _UPRIGHT = {
 _SWAPS_SIDES = {5, 6, 7, 8}
 
 
-def picture_size(path: Path, where: str) -> tuple[int, int]:
+def picture_size(content: Content, where: str) -> tuple[int, int]:
     """(width, height) in pixels after EXIF rotation, read from the header: nothing is decoded.
 
     Raises:
         UserError: the file is missing, not a picture, or has more pixels than Pillow opens.
     """
-    with _open(path, where) as image:
+    with _open(content, where) as image:
         width, height = image.size
         return (height, width) if _orientation(image) in _SWAPS_SIDES else (width, height)
 
 
-def load_picture(path: Path, where: str) -> Image.Image:
+def load_picture(content: Content, where: str) -> Image.Image:
     """The decoded picture, upright and in mode RGB; transparent parts become white.
 
     Raises:
         UserError: as `picture_size`, and for pictures that are truncated or damaged.
     """
-    with _open(path, where) as image:
+    with _open(content, where) as image:
         orientation = _orientation(image)
         rgb = _to_rgb(image)
         return rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb
 
 
-def image_place(where: str, path: Path) -> str:
+def image_place(where: str, content: Content) -> str:
     """A record's image in messages."""
-    return f"{where}: image {path}"
+    return f"{where}: image {content}"
 
 
 @contextmanager
-def _open(path: Path, where: str) -> Iterator[Image.Image]:
+def _open(content: Content, where: str) -> Iterator[Image.Image]:
     """The picture in a file. Inside, errors are raised as `UserError`s: Pillow's plugins raise nearly every built-in
     exception for damaged files.
     """
     try:
         # Opened here: Pillow would open a file that it is given by name a second time.
-        with open_regular(path) as file, Image.open(file, formats=_known_formats()) as image:
+        with content.open() as file, Image.open(file, formats=_known_formats()) as image:
             yield image
     except (UserError, MemoryError):
         raise
     except Image.DecompressionBombError as error:
         raise UserError.at(
-            image_place(where, path),
+            image_place(where, content),
             found=f"too many pixels ({error})",
             expected="a picture that fits in memory",
             fix="downscale the picture, or remove the record",
         ) from error
     except Exception as error:
-        raise _unreadable(image_place(where, path), error) from error
+        raise _unreadable(image_place(where, content), error) from error
 
 
 def _unreadable(place: str, error: Exception) -> UserError:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.models.items.image_files import image_place, load_picture, picture_size
-from megatron_hetero.models.items.types import Block, Item, ItemOrder, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.types import Block, Header, Item, ItemOrder, ItemTokens, ItemType, Modality, Piece
 
 if TYPE_CHECKING:
     from megatron_hetero.config.sections import EstimateConfig
@@ -97,18 +97,22 @@ class ImageReader:
     image_processor: Any
     token_id: int
 
+    def header(self, item: Item) -> Header:
+        """Width and height of an upright picture."""
+        return picture_size(item.content, item.where)
+
     def size(self, item: Item) -> ImageSize:
-        """The size of a picture as the encoder takes it, from its header."""
+        """The size of a picture as the encoder takes it."""
         # Imports torch; see `megatron_hetero.data.tokenizer`.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        processor, (width, height) = self.image_processor, picture_size(item.path, item.where)
+        processor, (width, height) = self.image_processor, item.header or self.header(item)
         limits = processor.size["shortest_edge"], processor.size["longest_edge"]
         try:
             height, width = smart_resize(height, width, processor.patch_size * processor.merge_size, *limits)
         except (ValueError, ZeroDivisionError) as error:
             raise UserError.at(
-                image_place(item.where, item.path),
+                image_place(item.where, item.content),
                 found=f"a picture of {width} x {height} pixels ({error})",
                 expected="sides that differ by a factor below 200",
                 fix="crop or split the picture, or remove the record",
@@ -126,7 +130,7 @@ class ImageReader:
 
     def describe(self, item: Item, size: ImageSize) -> str:
         """The picture's own size, its size for the encoder, and its grid of patches."""
-        (width, height), patch = picture_size(item.path, item.where), self.image_processor.patch_size
+        (width, height), patch = self.header(item), self.image_processor.patch_size
         resized = f"{size.columns * patch}×{size.rows * patch} px"
         return f"{width}×{height} px → {resized}, grid {tuple(size)} (t, h, w)"
 
@@ -139,12 +143,12 @@ class ImageReader:
         Raises:
             UserError: the picture cannot be decoded, or differs in size from its header.
         """
-        [(_, size)], picture = pieces, load_picture(item.path, item.where)
+        [(_, size)], picture = pieces, load_picture(item.content, item.where)
         output = self.image_processor(images=[picture], return_tensors="np")
         found, expected = output["image_grid_thw"][0].tolist(), list(cast(ImageSize, size))
         if found != expected:
             raise UserError.at(
-                image_place(item.where, item.path),
+                image_place(item.where, item.content),
                 found=f"a decoded picture of {found} patches (time, height, width)",
                 expected=f"{expected}, as its header said",
                 fix="do not change pictures during training; if this one is damaged, replace it",

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+
+from megatron_hetero.base.contents import Content
 
 if TYPE_CHECKING:
     from megatron_hetero.config.sections import EstimateConfig
@@ -21,21 +23,26 @@ if TYPE_CHECKING:
 Modality = Literal["image", "video", "audio"]
 """Kind of an item type, different for each type of an encoder."""
 
+Header: TypeAlias = "tuple[int, int]"
+"""Two figures in the header of an item's file, such as width and height."""
+
 Size = Hashable
 """The size of an item or piece, a value of the type's own, such as rows and columns of patches."""
 
 
 class Item(NamedTuple):
-    """Location of an item, and what the record says of it.
+    """Location of an item, and what is known of it.
 
-    `path`: its file, or the first one of `frames`. `where`: the record that shows it, for messages. `frames`: files of
-    an item that consists of several, in order. `given`: names and values of further fields of the record.
+    `content`: its bytes, or the first of `frames`. `where`: the record that shows it, for messages. `frames`: the bytes
+    of an item that consists of several files, in order. `given`: names and values of further fields of the record.
+    `header`: see `ItemReader.header`; None if it has not been read.
     """
 
-    path: Path
+    content: Content
     where: str
-    frames: tuple[Path, ...] = ()
+    frames: tuple[Content, ...] = ()
     given: tuple[tuple[str, Any], ...] = ()
+    header: Header | None = None
 
 
 class Piece(NamedTuple):
@@ -74,8 +81,12 @@ class ItemReader(Protocol):
         """The token that stands for one row."""
         ...
 
+    def header(self, item: Item) -> Header:
+        """What `size` takes from the header of an item's file. Raises `UserError`."""
+        ...
+
     def size(self, item: Item) -> Size:
-        """The size of an item, from its header. Raises `UserError`."""
+        """The size of an item, from its header, which is read only if it is not known. Raises `UserError`."""
         ...
 
     def pieces(self, size: Any) -> tuple[Size, ...]:

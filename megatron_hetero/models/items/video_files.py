@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 import numpy as np
 from PIL import Image
 
+from megatron_hetero.base.contents import Content, Version
 from megatron_hetero.base.errors import UserError, in_short, reason
-from megatron_hetero.base.files import open_regular
 from megatron_hetero.models.items.types import Item
 
 if TYPE_CHECKING:
@@ -112,8 +112,11 @@ def frame_table(item: Item, limits: Limits) -> FrameTable:
         UserError: the file is missing, not a video, truncated or too large, or takes too long.
     """
     with _named(item):
-        status = within(item.path, limits.seconds, lambda _: _status(item.path))
-        return _known(item.path, status.st_size, status.st_mtime_ns, limits)
+        source = _Source(item.content)
+        try:
+            return _known(source, within(item.content, limits.seconds, lambda _: _version(item.content)), limits)
+        finally:
+            del source.content
 
 
 def read_frames(
@@ -128,7 +131,9 @@ def read_frames(
     """
     numbers = sorted(set(wanted))
     with _named(item):
-        return within(item.path, limits.seconds, lambda late: _read_frames(item.path, table, numbers, convert, late))
+        return within(
+            item.content, limits.seconds, lambda late: _read_frames(item.content, table, numbers, convert, late)
+        )
 
 
 @contextlib.contextmanager
@@ -143,25 +148,39 @@ def _named(item: Item) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------- stored tables
 
 
+class _Source:
+    """Content to read if a table is not in the cache, whose key it is no part of: it may be a whole file in memory."""
+
+    def __init__(self, content: Content) -> None:
+        self.content = content
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Source)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 @lru_cache(maxsize=64)
-def _known(path: Path, size: int, changed_ns: int, limits: Limits) -> FrameTable:
-    key = repr((_FORMAT, str(path), size, changed_ns)).encode()
+def _known(source: _Source, version: Version, limits: Limits) -> FrameTable:
+    content = source.content
+    key = repr((_FORMAT, *version)).encode()
     file = None if limits.folder is None else limits.folder / f"{hashlib.sha256(key).hexdigest()[:40]}.times"
 
     def read(late: Late) -> FrameTable:
         if file is not None and (stored := _stored(file)) is not None:
             return stored
-        table = _read_table(path, late)
+        table = _read_table(content, late)
         if file is not None:
             _store(file, table)
         return table
 
-    return within(path, limits.seconds, read)
+    return within(content, limits.seconds, read)
 
 
-def _status(path: Path) -> os.stat_result:
-    with _problems(path):
-        return path.stat()
+def _version(content: Content) -> Version:
+    with _problems(content):
+        return content.version()
 
 
 def _stored(file: Path) -> FrameTable | None:
@@ -236,7 +255,7 @@ def _helper() -> _Helper:
     return _Helper()
 
 
-def within(path: Path, seconds: float, work: Callable[[Late], T]) -> T:
+def within(content: Content, seconds: float, work: Callable[[Late], T]) -> T:
     """The result of `work`, or a `UserError` after so many seconds (0: no limit). A decoder that never returns stays
     behind in its thread, which ends with the process.
     """
@@ -254,7 +273,7 @@ def within(path: Path, seconds: float, work: Callable[[Late], T]) -> T:
         _IDLE.put(helper)
     if isinstance(error, _TooLate):
         raise UserError.at(
-            _place(path),
+            _place(content),
             problem=f"not read within {seconds:g} s",
             because="a damaged file or a slow disk must not stop training for hours",
             fix="raise data.video.timeout_s for long videos, convert the video to smaller frames, or remove the record",
@@ -268,7 +287,7 @@ def within(path: Path, seconds: float, work: Callable[[Late], T]) -> T:
 
 
 @contextlib.contextmanager
-def _problems(path: Path) -> Iterator[None]:
+def _problems(content: Content) -> Iterator[None]:
     """Inside, errors are raised as `UserError`s. FFmpeg's are of most built-in kinds."""
     try:
         yield
@@ -276,7 +295,7 @@ def _problems(path: Path) -> Iterator[None]:
         raise
     except ImportError as error:
         raise UserError.at(
-            _place(path),
+            _place(content),
             problem=f"PyAV, which reads videos, is not installed ({in_short(error)})",
             fix="install it with `pip install av`, or this package with its extra `video`",
         ) from error
@@ -284,20 +303,20 @@ def _problems(path: Path) -> Iterator[None]:
         # FFmpeg's own errors have numbers below those of the system.
         if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENAMETOOLONG, errno.EISDIR):
             fix = "correct the record's 'video', or `images` in data.registry"
-            raise UserError.at(_place(path), problem=f"cannot be read ({reason(error)})", fix=fix) from error
+            raise UserError.at(_place(content), problem=f"cannot be read ({reason(error)})", fix=fix) from error
         if isinstance(error, PermissionError):
             fix = "check the permissions"
-            raise UserError.at(_place(path), problem=f"cannot be read ({reason(error)})", fix=fix) from error
-        raise _unusable(path, f"a file that cannot be read as a video ({in_short(error)})") from error
+            raise UserError.at(_place(content), problem=f"cannot be read ({reason(error)})", fix=fix) from error
+        raise _unusable(content, f"a file that cannot be read as a video ({in_short(error)})") from error
 
 
-def _place(path: Path) -> str:
-    return f"video {path}"
+def _place(content: Content) -> str:
+    return f"video {content}"
 
 
-def _unusable(path: Path, found: str) -> UserError:
+def _unusable(content: Content, found: str) -> UserError:
     return UserError.at(
-        _place(path),
+        _place(content),
         found=found,
         expected="an intact video of a common format (MP4, WebM, Matroska, MOV, AVI, MPEG)",
         fix="copy the file again or convert it, for example with ffmpeg, or remove the record",
@@ -305,9 +324,9 @@ def _unusable(path: Path, found: str) -> UserError:
 
 
 @contextlib.contextmanager
-def _open(path: Path, stream: int | None = None, **options: str) -> Iterator[tuple[InputContainer, VideoStream]]:
+def _open(content: Content, stream: int | None = None, **options: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     """A file and its video stream. Inside, errors are raised as `UserError`s."""
-    with _problems(path):
+    with _problems(content):
         import av
         from av.stream import Disposition
 
@@ -315,24 +334,24 @@ def _open(path: Path, stream: int | None = None, **options: str) -> Iterator[tup
         # Tags that are no UTF-8; PyAV 19 and later read them without being told to.
         lenient: Any = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
         with (
-            open_regular(path) as file,
+            content.open() as file,
             av.open(file, "r", container_options=closed, **lenient) as opened,
         ):
             found = opened.streams.video
             shown = [s for s in found if not s.disposition & Disposition.attached_pic]
             chosen = [s for s in shown if s.index == stream] if stream is not None else shown
             if not chosen:
-                raise _unusable(path, "a file with a cover picture alone" if found else "a file without a video")
+                raise _unusable(content, "a file with a cover picture alone" if found else "a file without a video")
             # One thread each: files are read by several workers.
             chosen[0].codec_context.thread_count = 1
             yield opened, chosen[0]
 
 
-def _read_table(path: Path, late: Late) -> FrameTable:
+def _read_table(content: Content, late: Late) -> FrameTable:
     """Read all packets of a file and decode its first frame."""
-    with _open(path) as (container, stream):
+    with _open(content) as (container, stream):
         if stream.codec_context.width * stream.codec_context.height > MOST_PIXELS:
-            raise _unusable(path, f"frames of {stream.codec_context.width} x {stream.codec_context.height} pixels")
+            raise _unusable(content, f"frames of {stream.codec_context.width} x {stream.codec_context.height} pixels")
         frames, end, packets, exact = list[tuple[int, bool]](), 0.0, 0, container.format.name in _EXACT
         for packet in container.demux():
             late()
@@ -344,22 +363,22 @@ def _read_table(path: Path, late: Late) -> FrameTable:
             if packet.stream_index != stream.index:
                 continue
             if stamp is None:
-                raise _unusable(path, "frames without times")
+                raise _unusable(content, "frames without times")
             packets, exact = packets + 1, exact and packet.pts is not None
             if packets > MOST_FRAMES:
-                raise _unusable(path, f"more than {MOST_FRAMES} frames")
+                raise _unusable(content, f"more than {MOST_FRAMES} frames")
             if not packet.is_discard and not _is_hidden(stream, packet):
                 frames.append((stamp, packet.is_keyframe))
-        _check_whole(path, container, stream, packets, end)
+        _check_whole(content, container, stream, packets, end)
         if not frames:
-            raise _unusable(path, "a video without frames")
+            raise _unusable(content, "a video without frames")
         stamps, first = np.unique(np.array([stamp for stamp, _ in frames], np.int64), return_index=True)
         keys = np.flatnonzero(np.array([key for _, key in frames])[first])
         unit, rate, number = float(stream.time_base or 0), float(stream.average_rate or 0), stream.index
-    with _open(path, number) as (container, stream):
+    with _open(content, number) as (container, stream):
         frame = next(_decoded(container, stream, late), None)
         if frame is None:
-            raise _unusable(path, "a video of which no frame can be decoded")
+            raise _unusable(content, "a video of which no frame can be decoded")
         turn = _turn(frame)
         size = _picture(frame, turn).size
         return FrameTable(stamps, keys, unit, exact, rate, number, *size, turn, frame.format.name)
@@ -370,37 +389,37 @@ def _is_hidden(stream: VideoStream, packet: Packet[Any]) -> bool:
     return stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
 
-def _check_whole(path: Path, container: InputContainer, stream: VideoStream, packets: int, end: float) -> None:
+def _check_whole(content: Content, container: InputContainer, stream: VideoStream, packets: int, end: float) -> None:
     """Check that packets are as many, and last as long, as the header says."""
     if "mp4" in container.format.name:
-        if _last_box(path) > path.stat().st_size:
-            raise _unusable(path, "a truncated file: its last part is not complete")
+        if _is_cut(content):
+            raise _unusable(content, "a truncated file: its last part is not complete")
         # Edit lists hide frames that the header counts.
-        if packets < stream.frames and (whole := _all_packets(path, stream.index)) < stream.frames:
-            raise _unusable(path, f"a truncated file: {whole} of {stream.frames} frames")
+        if packets < stream.frames and (whole := _all_packets(content, stream.index)) < stream.frames:
+            raise _unusable(content, f"a truncated file: {whole} of {stream.frames} frames")
     length, start = (container.duration or 0) / 1e6, max(0.0, (container.start_time or 0) / 1e6)
     if end - start < length - min(1.0, max(0.2, 0.1 * length)):
-        raise _unusable(path, f"a truncated file: {end - start:.1f} of {length:.1f} seconds")
+        raise _unusable(content, f"a truncated file: {end - start:.1f} of {length:.1f} seconds")
 
 
-def _all_packets(path: Path, stream: int) -> int:
+def _all_packets(content: Content, stream: int) -> int:
     """The packets of an MP4 file, those included that its edit list leaves out."""
-    with _open(path, stream, ignore_editlist="1") as (container, chosen):
+    with _open(content, stream, ignore_editlist="1") as (container, chosen):
         return sum(1 for packet in container.demux(chosen) if packet.size)
 
 
-def _last_box(path: Path) -> int:
-    """Where the last box of an MP4 file ends (ISO/IEC 14496-12, section 4.2), by the sizes of all."""
+def _is_cut(content: Content) -> bool:
+    """Whether an MP4 file ends before its last box (ISO/IEC 14496-12, section 4.2), by the sizes of all."""
     end = 0
-    with open_regular(path) as file:
+    with content.open() as file:
         while len(head := file.read(16)) >= 8:
             size = int.from_bytes(head[:4])
             size = int.from_bytes(head[8:16]) if size == 1 else size
             if size < 8:  # To the end of the file.
-                break
+                return False
             end += size
             file.seek(end)
-    return end
+        return end > file.seek(0, os.SEEK_END)
 
 
 def _decoded(container: InputContainer, stream: VideoStream, late: Late) -> Iterator[VideoFrame]:
@@ -410,20 +429,22 @@ def _decoded(container: InputContainer, stream: VideoStream, late: Late) -> Iter
         yield from packet.decode()  # type: ignore[misc]
 
 
-def _read_frames(path: Path, table: FrameTable, wanted: Sequence[int], convert: Convert[T], late: Late) -> dict[int, T]:
+def _read_frames(
+    content: Content, table: FrameTable, wanted: Sequence[int], convert: Convert[T], late: Late
+) -> dict[int, T]:
     found: dict[int, T] = {}
-    with _open(path, table.stream) as (container, stream):
+    with _open(content, table.stream) as (container, stream):
         for number, run in enumerate(_runs(table.keys, wanted) if table.exact else [wanted] if wanted else []):
             start = _key_before(table.keys, run[0]) if table.exact else 0
             if number or start:
                 container.seek(int(table.stamps[start]), stream=stream)
-            found |= _pass(path, table, start, run, _decoded(container, stream, late), convert)
+            found |= _pass(content, table, start, run, _decoded(container, stream, late), convert)
     # Some containers go to another place than was asked for.
     if table.exact and (missing := sorted(set(wanted) - found.keys())):
-        with _open(path, table.stream) as (container, stream):
-            found |= _pass(path, table, 0, missing, _decoded(container, stream, late), convert)
+        with _open(content, table.stream) as (container, stream):
+            found |= _pass(content, table, 0, missing, _decoded(container, stream, late), convert)
     if missing := sorted(set(wanted) - found.keys()):
-        raise _unusable(path, f"a video whose frame {missing[0]} of {len(table.stamps)} cannot be decoded")
+        raise _unusable(content, f"a video whose frame {missing[0]} of {len(table.stamps)} cannot be decoded")
     return found
 
 
@@ -445,7 +466,12 @@ def _key_before(keys: np.ndarray, number: int) -> int:
 
 
 def _pass(
-    path: Path, table: FrameTable, start: int, run: Sequence[int], frames: Iterator[VideoFrame], convert: Convert[T]
+    content: Content,
+    table: FrameTable,
+    start: int,
+    run: Sequence[int],
+    frames: Iterator[VideoFrame],
+    convert: Convert[T],
 ) -> dict[int, T]:
     """The wanted frames among `frames`, which begin with number `start` or before it."""
     found, chosen, last = dict[int, T](), frozenset(run), run[-1]
@@ -455,10 +481,10 @@ def _pass(
             continue
         if number in chosen:
             if frame.is_corrupt:
-                raise _unusable(path, f"damaged data at frame {number}")
+                raise _unusable(content, f"damaged data at frame {number}")
             picture = _picture(frame, table.turn)
             if picture.size != (table.width, table.height):
-                raise _unusable(path, f"frames of several sizes ({picture.size} at frame {number})")
+                raise _unusable(content, f"frames of several sizes ({picture.size} at frame {number})")
             found[number] = convert(picture)
         if number >= last:
             break

@@ -19,7 +19,7 @@ from megatron_hetero.base.files import read_object
 from megatron_hetero.config.sections import VideoConfig
 from megatron_hetero.models.items.image_files import load_picture, picture_size
 from megatron_hetero.models.items.pictures import ImageSize, pixels_of, require_patches, square
-from megatron_hetero.models.items.types import Block, Item, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, ItemType, Modality, Piece
 from megatron_hetero.models.items.video_files import Convert, FrameTable, Late, Limits, frame_table, read_frames, within
 from megatron_hetero.models.items.video_sampling import (
     ANY_NUMBER,
@@ -90,8 +90,15 @@ class VideoReader:
     rate: float
     text_after: str
 
+    def header(self, item: Item) -> Header:
+        """Width and height of an upright frame. Reads a file's packets, once, and decodes its first frame."""
+        if item.frames:
+            return within(item.content, self.limits.seconds, lambda _: picture_size(item.content, item.where))
+        table = frame_table(item, self.limits)
+        return table.width, table.height
+
     def size(self, item: Item) -> VideoSize:
-        """The size of a video as the encoder takes it. Reads its packets, once, and decodes its first frame."""
+        """The size of a video as the encoder takes it."""
         return self._shot(item).size
 
     def pieces(self, size: VideoSize) -> tuple[ImageSize, ...]:
@@ -148,7 +155,7 @@ class VideoReader:
         known = self.pieces(shot.size)
         if any(number >= len(known) or piece != known[number] for number, piece in pieces):
             raise UserError.at(
-                f"{item.where}: video {item.path}",
+                f"{item.where}: video {item.content}",
                 found=f"{shot.size.pairs} pairs of frames of {shot.size.rows} x {shot.size.columns} patches",
                 expected="as many as before",
                 fix="do not change videos during training, and give all nodes the same ones",
@@ -187,7 +194,7 @@ class VideoReader:
             height, width = sampling.size(max(count, self.temporal), own[1], own[0])
         except (ValueError, ZeroDivisionError) as error:
             raise UserError.at(
-                f"{item.where}: video {item.path}",
+                f"{item.where}: video {item.content}",
                 found=f"frames of {own[0]} x {own[1]} pixels ({error})",
                 expected="sides that differ by a factor below 200",
                 fix="crop the video, or remove the record",
@@ -200,8 +207,7 @@ class VideoReader:
 
     def _listed(self, item: Item, given: Mapping[str, Any]) -> tuple[np.ndarray, float, tuple[int, int]]:
         """Times, rate and size of a list of pictures."""
-        seconds, first = self.limits.seconds, item.frames[0]
-        count, own = len(item.frames), within(first, seconds, lambda _: picture_size(first, item.where))
+        count, own = len(item.frames), item.header or self.header(item)
         if "times" in given:
             times = np.array(given["times"], np.float64)
             return times, mean_rate(times) if count > 1 else ASSUMED_RATE, own
@@ -219,7 +225,7 @@ class VideoReader:
         if not item.frames:
             return read_frames(item, frame_table(item, self.limits), numbers, self.limits, convert)
         return within(
-            item.path, self.limits.seconds, lambda late: self._load(item, shot, sorted(numbers), convert, late)
+            item.content, self.limits.seconds, lambda late: self._load(item, shot, sorted(numbers), convert, late)
         )
 
     def _load(self, item: Item, shot: Shot, numbers: Iterable[int], convert: Convert[T], late: Late) -> dict[int, T]:
@@ -276,7 +282,7 @@ def _segment(item: Item, times: np.ndarray, given: Mapping[str, Any]) -> tuple[i
         raise UserError.at(
             f"{item.where}: fields 'video_start' and 'video_end'",
             found=f"{start:g} to {end:g} s",
-            expected=f"a part of the {times[-1]:.2f} s of {item.path}",
+            expected=f"a part of the {times[-1]:.2f} s of {item.content}",
             fix="correct the times, which are seconds from the start of the video",
         )
     return int(first), int(stop)

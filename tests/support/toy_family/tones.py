@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_hetero.base.errors import UserError, reason
-from megatron_hetero.models.items.types import Block, Item, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, ItemType, Modality, Piece
 
 
 class Tone(NamedTuple):
@@ -29,17 +29,21 @@ class ToneReader:
 
     def _read(self, item: Item) -> np.ndarray:
         try:
-            found = np.load(item.path, mmap_mode="r", allow_pickle=False)
+            found = np.load(str(item.content), mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             problem = f"cannot be read ({reason(error) if isinstance(error, OSError) else error})"
-            raise UserError.at(f"{item.where}: {item.path}", problem=problem, fix="correct the record") from error
+            raise UserError.at(f"{item.where}: {item.content}", problem=problem, fix="correct the record") from error
         if found.ndim != 1 or found.dtype != np.float32 or not 0 < len(found) < 2**20:
             shape = f"{found.dtype} {found.shape}"
-            raise UserError.at(item.path, found=shape, expected="float32 samples in a row", fix="convert the file")
+            raise UserError.at(item.content, found=shape, expected="float32 samples in a row", fix="convert the file")
         return found
 
+    def header(self, item: Item) -> Header:
+        return len(self._read(item)), 0
+
     def size(self, item: Item) -> Tone:
-        return Tone(-(-len(self._read(item)) // (self.samples * self.unit)) * self.unit)
+        samples, _ = item.header or self.header(item)
+        return Tone(-(-samples // (self.samples * self.unit)) * self.unit)
 
     def pieces(self, size: Tone) -> tuple[Tone, ...]:
         return (size,)

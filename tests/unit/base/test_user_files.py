@@ -17,8 +17,8 @@ from megatron_hetero.checkpoint.index import INDEX, read_index
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.config.load import MOST_BYTES, read_yaml
 from megatron_hetero.config.schema import Config
-from megatron_hetero.data.records import read_records
 from megatron_hetero.data.tokenizer import check_folder
+from tests.support.items import annotated
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_what_is_no_file_or_too_large_is_refused(make: Callable[[Path], Path], s
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "--config": lambda path: read_yaml(path, Config),
-    "annotations": lambda path: list(read_records(path)),
+    "annotations": lambda path: annotated("d", path),
     "record": lambda path: RunRecord.read(path.parent),
     "index": lambda path: read_index(path.parent),
     "manifest": lambda path: read_manifest(path.parent),

@@ -275,7 +275,10 @@ IN_FLAGS = [
     ("-- 3", ["unknown flag"]),
     ("--data.registry x", ["--data.registry.NAME.annotations"]),
     ("--data.registry.x.imgs q", ["did you mean `images`?"]),
-    ("--data.registry.x.images q", ["data.registry.x.annotations: required, but not set"]),
+    (
+        "--data.registry.x.images q",
+        ["data.registry.x (--data.registry.x.annotations): neither of annotations and files"],
+    ),
     ("--data.shuffle yes", ["true or false"]),
     ("--model.freeze vision text projector", ["model.freeze", "leaves nothing to train"]),
     ("--model.freeze text text", ["model.freeze", "each part once"]),

@@ -17,13 +17,13 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.data.dealing import PackMetadata
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Annotations
 from megatron_hetero.data.validation import item_fields
 from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
 from megatron_hetero.models.items.pictures import ImageSize, Pictures
-from megatron_hetero.models.items.types import Block, Item, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, ItemType, Modality, Piece
 from tests.support import runs as jobs
 from tests.support.folders import write_data
+from tests.support.items import annotated, item_of
 from tests.support.pool import Pool
 from tests.support.runs import MakeFlags
 
@@ -44,7 +44,11 @@ class ClipReader:
         return self.pictures.token_id
 
     def _items(self, item: Item) -> list[Item]:
-        return [Item(item.path.parent / name, item.where) for name in item.path.read_text().split()]
+        path = Path(str(item.content))
+        return [item_of(path.parent / name, item.where) for name in path.read_text().split()]
+
+    def header(self, item: Item) -> Header:
+        return 0, 0
 
     def size(self, item: Item) -> Sizes:
         return tuple(map(self.pictures.size, self._items(item)))
@@ -153,7 +157,7 @@ def test_tokens_positions_and_metadata_are_those_of_the_pieces(data: tuple[Path,
     with taken():
         processor = Processor.from_folder(small_model)
         names = [field.name for field in processor.fields]
-        plain, mixed = (Annotations("d", path, path.parent / "images", processor.fields) for path in data)
+        plain, mixed = (annotated("d", path, path.parent / "images", processor.fields) for path in data)
         assert names == ["image", "video"]
         for one, other in zip(plain, mixed, strict=True):
             pictures, pieces = processor.tokenize(one), processor.tokenize(other)
@@ -169,7 +173,7 @@ def test_tokens_positions_and_metadata_are_those_of_the_pieces(data: tuple[Path,
 
 def test_without_such_a_type_its_records_are_refused(data: tuple[Path, Path]) -> None:
     with pytest.raises(UserError, match="field 'video': a video or <video>, but the model does not support videos"):
-        Annotations("d", data[1], data[1].parent / "images")
+        annotated("d", data[1], data[1].parent / "images")
 
 
 def test_fields_of_several_encoders_and_types() -> None:

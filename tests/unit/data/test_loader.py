@@ -42,7 +42,7 @@ def decoded_images(flags: list[str]) -> list[tuple[list[list[tuple[str, str]]], 
     real = reader.patches
 
     def spy(item: Item, pieces: Any) -> np.ndarray:
-        seen.append((item.where, item.path.name))
+        seen.append((item.where, Path(str(item.content)).name))
         return real(item, pieces)
 
     with mock.patch.object(type(reader), "patches", staticmethod(spy)):

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.sections import DatasetConfig, SampledDataset
-from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.data import mixture as mixture_module
+from megatron_hetero.data.mixture import Mixture, Shuffle
+from megatron_hetero.data.sources import index
 
 SIZES = {"a": 1, "b": 4, "c": 7}
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DatasetConfig]:
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, DatasetConfig]]:
+    """Data sets of these sizes, in blocks of two records."""
     folder = tmp_path_factory.mktemp("sets")
-    entries = {}
-    for name, size in SIZES.items():
-        turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": name}]
-        (folder / name).write_text((json.dumps({"conversations": turns}) + "\n") * size)
-        entries[name] = DatasetConfig(annotations=folder / name)
-    return entries
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "BLOCK_RECORDS", 2)
+        yield {name: DatasetConfig(annotations=write(folder / name, size)) for name, size in SIZES.items()}
+
+
+def write(path: Path, size: int) -> Path:
+    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": path.name}]
+    path.write_text((json.dumps({"conversations": turns}) + "\n") * size)
+    return path
 
 
 def epoch(mixture: Mixture, number: int) -> list[tuple[str, int]]:
@@ -45,11 +54,11 @@ def rate_of(text: str) -> Fraction:
 
 
 @settings(max_examples=60)
-@given(chosen=entries, seed=st.integers(-3, 2**40), number=st.integers(0, 5))
+@given(chosen=entries, seed=st.integers(-3, 2**40), number=st.integers(0, 5), shuffle=st.sampled_from([True, "blocks"]))
 def test_every_shuffled_epoch_has_the_right_shares(
-    registry: dict[str, DatasetConfig], chosen: list[tuple[str, str]], seed: int, number: int
+    registry: dict[str, DatasetConfig], chosen: list[tuple[str, str]], seed: int, number: int, shuffle: Shuffle
 ) -> None:
-    mixture = Mixture.parse([name + rate for name, rate in chosen], registry, shuffle=True, seed=seed)
+    mixture = Mixture.parse([name + rate for name, rate in chosen], registry, shuffle=shuffle, seed=seed)
     assert len(mixture) == sum(math.ceil(rate_of(rate) * SIZES[name]) for name, rate in chosen)
     counts = Counter(epoch(mixture, number))
     for name, size in SIZES.items():
@@ -75,9 +84,10 @@ def test_without_shuffle_the_stream_is_the_first_records_again_and_again(
     assert (record.dataset, record.index) == expected[i % len(expected)]
 
 
-def test_the_order_depends_on_seed_and_epoch_alone(registry: dict[str, DatasetConfig]) -> None:
+@pytest.mark.parametrize("shuffle", [True, "blocks"])
+def test_the_order_depends_on_seed_and_epoch_alone(registry: dict[str, DatasetConfig], shuffle: Shuffle) -> None:
     def make(seed: int) -> Mixture:
-        return Mixture.parse(["b", "c%50"], registry, shuffle=True, seed=seed)
+        return Mixture.parse(["b", "c%50"], registry, shuffle=shuffle, seed=seed)
 
     ascending = [epoch(make(1), k) for k in range(6)]
     mixture = make(1)
@@ -94,6 +104,25 @@ def test_whole_data_sets_are_permuted_and_mixed(registry: dict[str, DatasetConfi
     assert len({tuple(order) for order in orders}) == 20
     assert {order[0][0] for order in orders} == {"b", "c"}
     assert len({order[0] for order in orders}) > 5
+
+
+def test_blocks_are_permuted_whole_and_mixed_within_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "BLOCK_RECORDS", 5)
+    monkeypatch.setattr(mixture_module, "WINDOW_RECORDS", 15)
+    registry = {name: DatasetConfig(annotations=write(tmp_path / name, 50)) for name in "xy"}
+    mixture = Mixture.parse(["x", "y%50"], registry, shuffle="blocks", seed=0)
+    order = epoch(mixture, 0)
+    blocks = [Counter((name, k // 5) for name, k in order[first : first + 15]) for first in range(0, 75, 15)]
+    assert all(set(window.values()) == {5} and len(window) == 3 for window in blocks), "each window is three blocks"
+    assert len({name for window in blocks for name, _ in window}) == 2
+    assert len(set(order)) == 75 and order != sorted(order)
+    assert not any(all(a[1] < b[1] for a, b in itertools.pairwise(order[k : k + 15])) for k in range(0, 75, 15))
+
+
+def test_large_blocks_are_windows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixture_module, "WINDOW_BYTES", 100)
+    blocks = np.array([[0, 10, 60], [10, 20, 60], [20, 30, 40], [30, 40, 500], [40, 41, 1]])
+    assert list(mixture_module._windows(blocks)) == [10, 20, 10, 1]
 
 
 def test_negative_samples_and_iteration_are_refused(registry: dict[str, DatasetConfig]) -> None:

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.worker_process import receive, send
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Record
-from megatron_hetero.data.worker_process import ReaderProcesses, receive, send
+from megatron_hetero.data.processor import Processor, ReaderProcesses
+from megatron_hetero.data.records import Reading, Record
 from megatron_hetero.models.items.types import Piece
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
@@ -92,7 +92,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Processo
     here = Processor.from_folder(folder / "model")
     registry = {"d": DatasetConfig(annotations=data, images=folder / "images")}
     there = ReaderProcesses(here, 1)
-    yield here, there, Mixture.parse(("d",), registry, shuffle=False, seed=0, fields=here.fields)
+    yield here, there, Mixture.parse(("d",), registry, shuffle=False, seed=0, reading=Reading(here.fields))
     there.close()
 
 
@@ -114,7 +114,7 @@ def test_what_is_wrong_with_data_is_said_in_the_same_words(
     readers: tuple[Processor, ReaderProcesses, Mixture],
 ) -> None:
     here, there, mixture = readers
-    (mixture[0].item(0).path).write_bytes(b"no picture")
+    Path(str(mixture[0].item(0).content)).write_bytes(b"no picture")
     told = []
     for reader in (here, there):
         with pytest.raises(UserError) as raised:
@@ -125,7 +125,7 @@ def test_what_is_wrong_with_data_is_said_in_the_same_words(
 
 
 def test_an_error_of_our_own_comes_with_its_trace(odd: Callable[..., ReaderProcesses]) -> None:
-    with pytest.raises(RuntimeError, match="(?s)data.workers.*in tokenize.*ZeroDivisionError: of our own"):
+    with pytest.raises(RuntimeError, match="(?s)worker process.*in tokenize.*ZeroDivisionError: of our own"):
         odd("wrong").tokenize(RECORD)
 
 
@@ -168,8 +168,8 @@ def test_a_process_ends_with_its_reader_and_not_by_signals_to_its_group(odd: Cal
 
 RANK = """
 import time
-from megatron_hetero.data.worker_process import ReaderProcesses
-from megatron_hetero.data.records import Record
+from megatron_hetero.data.processor import ReaderProcesses
+from megatron_hetero.data.records import Reading, Record
 from tests.unit.data.odd_reader import OddReader
 readers = ReaderProcesses(OddReader(), 1)
 print(readers.tokenize(Record("d", 0, "train.jsonl:1", ())), flush=True)

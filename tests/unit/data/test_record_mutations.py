@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Annotations
-from tests.support.items import whole
+from tests.support.items import annotated, whole
 
 RECORD = {
     "id": "7",
@@ -96,7 +95,7 @@ def test_damaged_records_are_read_or_refused(
     path = tmp_path_factory.getbasetemp() / "damaged.json"
     path.write_bytes(content)
     try:
-        for record in Annotations("damaged", path, pictures):
+        for record in annotated("damaged", path, pictures):
             sample = processor.tokenize(record)
             for k, grid in enumerate(sample.sizes):
                 processor.patches(record, k, whole(grid))

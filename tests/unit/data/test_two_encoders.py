@@ -14,9 +14,9 @@ from megatron_hetero.config.sections import EncoderConfig
 from megatron_hetero.data.dealing import PackMetadata, PieceSource
 from megatron_hetero.data.packing import pack
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Annotations
+from megatron_hetero.data.records import Dataset
 from megatron_hetero.data.validation import item_fields
-from tests.support.items import IMAGE
+from tests.support.items import IMAGE, annotated
 from tests.support.sizes import grids
 
 ENCODERS = ("vision", "detail")
@@ -31,10 +31,10 @@ MIXED = {
 }  # fmt: skip
 
 
-def load(folder: Path, pictures: Path, record: object, encoders: tuple[str, ...] = ENCODERS) -> Annotations:
+def load(folder: Path, pictures: Path, record: object, encoders: tuple[str, ...] = ENCODERS) -> Dataset:
     path = folder / "train.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    return Annotations("d", path, pictures, item_fields(dict.fromkeys(encoders, ("image",))))
+    return annotated("d", path, pictures, item_fields(dict.fromkeys(encoders, ("image",))))
 
 
 @pytest.fixture(scope="module")

@@ -16,18 +16,19 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from megatron_hetero.base.contents import InMemory, Part, StoredFile
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.cli.inspect_data import contact_sheet, draw_sheets, show_sample
 from megatron_hetero.config.sections import VideoConfig
 from megatron_hetero.data.dealing import PackMetadata
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Annotations
 from megatron_hetero.data.validation import item_fields, validate_record
 from megatron_hetero.models.family import Family
-from megatron_hetero.models.items.types import Item, Piece
+from megatron_hetero.models.items.types import Piece
 from megatron_hetero.models.items.videos import VideoReader
 from megatron_hetero.models.registry import family_of
 from tests.support.folders import ModelChoice, write_model
+from tests.support.items import annotated, item_of
 from tests.support.videos import VideoOracle, noise, write_video, write_video_data
 
 FIELDS = item_fields({"vision": ("image", "video")})
@@ -70,7 +71,7 @@ def test_tokens_positions_and_patches_are_those_of_transformers(folder: Path, ov
     oracle = VideoOracle.load(folder / "model", folder / "data.jsonl")
     oracle.overlapping = overlapping
     ours = processor(folder, text_after="transformers" if overlapping else "max")
-    annotations = Annotations("d", folder / "data.jsonl", folder / "images", ours.fields)
+    annotations = annotated("d", folder / "data.jsonl", folder / "images", ours.fields)
     assert {ref.field.name for record in annotations for ref in record.items} == {"image", "video"}
     assert any(ref.frames for record in annotations for ref in record.items)
     for record, known in zip(annotations, oracle.records, strict=True):
@@ -89,13 +90,31 @@ def test_tokens_positions_and_patches_are_those_of_transformers(folder: Path, ov
 
 def test_pairs_are_read_apart_as_together(folder: Path) -> None:
     path = write_video(folder / "images/apart.mp4", noise(14, (84, 56), 1), rate=4)
-    read, shown = reader(folder, fps=4.0), Item(path, "d:1")
+    read, shown = reader(folder, fps=4.0), item_of(path)
     size = read.size(shown)
     assert (size.pairs, len(size.times)) == (7, 14)
     whole = read.patches(shown, [Piece(n, piece) for n, piece in enumerate(read.pieces(size))])
     for number, piece in enumerate(read.pieces(size)):
         one = read.patches(shown, [Piece(number, piece)])
         np.testing.assert_array_equal(one, whole[number * len(one) : (number + 1) * len(one)])
+
+
+def test_videos_inside_other_files_are_read_as_those_alone(folder: Path, tmp_path: Path) -> None:
+    path = write_video(folder / "images/inside.mp4", noise(30, (84, 56), 1), rate=10)
+    data = path.read_bytes()
+    (tmp_path / "pack").write_bytes(b"before" + data + b"after")
+    part = Part(StoredFile(f"{tmp_path}/pack"), 6, len(data), "a.mp4")
+    memory = InMemory(data, "a.mp4 in a file", "a.mp4", ("a file", 1, 2))
+    read, shown = reader(folder, fps=4.0), item_of(path)
+    size = read.size(shown)
+    pieces = [Piece(n, piece) for n, piece in enumerate(read.pieces(size))]
+    for content in (part, memory):
+        item = shown._replace(content=content)
+        assert read.size(item) == size and read.header(item) == (84, 56)
+        np.testing.assert_array_equal(read.patches(item, pieces), read.patches(shown, pieces))
+    cut = shown._replace(content=replace(part, size=len(data) - 100))
+    with pytest.raises(UserError, match=f"d:1: video a.mp4 in {tmp_path}/pack: found a truncated file"):
+        read.size(cut)
 
 
 def test_a_pair_of_one_frame_is_a_picture(folder: Path) -> None:
@@ -105,7 +124,7 @@ def test_a_pair_of_one_frame_is_a_picture(folder: Path) -> None:
     frame.resize((side, side)).save(folder / "images/one.png")
     [of_pictures] = (each for each in processor(folder).readers.values() if not isinstance(each, VideoReader))
     path = folder / "images/one.png"
-    alone, film = Item(path, "d:1"), Item(path, "d:1", (path,), (("fps", 2.0),))
+    alone, film = item_of(path), item_of(path, frames=[path], fps=2.0)
     size = reader(folder).size(film)
     assert (size.pairs, size.times) == (1, (0.0, 0.0))
     [piece], picture = reader(folder).pieces(size), of_pictures.size(alone)
@@ -118,7 +137,7 @@ def test_uneven_times_are_read(folder: Path) -> None:
     times = [k / 30 for k in range(15)] + [0.5 + k / 2 for k in range(10)]
     path = write_video(folder / "images/uneven.mp4", noise(25, (56, 56), 2), times=times, rate=30)
     read = reader(folder, fps=1.5)
-    size = read.size(Item(path, "d:1"))
+    size = read.size(item_of(path))
     # Evenly spaced to half a frame of the slow part, though most frames are in the first half second.
     gaps = np.diff(size.times[: len(set(size.times))])
     assert gaps.min() > 0.4 and gaps.max() < 1.3 and size.times[-1] >= 4
@@ -128,19 +147,19 @@ def test_uneven_times_are_read(folder: Path) -> None:
 def test_segments_and_rates_of_records(folder: Path) -> None:
     path = write_video(folder / "images/long.mp4", noise(80, (56, 56), 2), rate=4)  # 20 seconds.
     read = reader(folder)
-    whole = read.size(Item(path, "d:1"))
-    part = read.size(Item(path, "d:1", (), (("video_start", 5.0), ("video_end", 9.75))))
+    whole = read.size(item_of(path))
+    part = read.size(item_of(path, video_start=5.0, video_end=9.75))
     assert whole.pairs == 20 and part.pairs == 5
     assert part.times[0] == 5.0 and 9.0 <= part.times[-1] <= 9.75
-    assert read.size(Item(path, "d:1", (), (("fps", 1.0),))).pairs == 10
-    assert read.size(Item(path, "d:1", (), (("video_start", 12.0),))).times[0] == 12.0
+    assert read.size(item_of(path, fps=1.0)).pairs == 10
+    assert read.size(item_of(path, video_start=12.0)).times[0] == 12.0
     times = [k / 30 for k in range(30)] + [1 + k / 2 for k in range(20)]
     uneven = write_video(folder / "images/fast.mp4", noise(50, (56, 56), 2), times=times, rate=30)
-    fast = read.size(Item(uneven, "d:1", (), (("video_start", 0.0), ("video_end", 0.99))))
+    fast = read.size(item_of(uneven, video_start=0.0, video_end=0.99))
     assert len(fast.times) == 2, "two frames per second of that part, whose rate is not the file's"
-    for given in ((("video_start", 30.0),), (("video_start", 6.0), ("video_end", 5.0))):
+    for given in ({"video_start": 30.0}, {"video_start": 6.0, "video_end": 5.0}):
         with pytest.raises(UserError, match="d:1: fields 'video_start' and 'video_end': found"):
-            read.size(Item(path, "d:1", (), given))
+            read.size(item_of(path)._replace(given=tuple(given.items())))
 
 
 def test_frames_without_times(folder: Path) -> None:
@@ -148,7 +167,7 @@ def test_frames_without_times(folder: Path) -> None:
     for k, frame in enumerate(noise(4, (56, 56), 2)):
         Image.fromarray(frame).save(folder / f"images/f{k}.png")
         frames.append(folder / f"images/f{k}.png")
-    film, read = Item(frames[0], "d:1", tuple(frames)), reader(folder)
+    film, read = item_of(frames[0], frames=frames), reader(folder)
     if read.timestamps:
         with pytest.raises(UserError, match="d:1: field 'video': a list of frames without times.*'fps'.*'times'"):
             read.size(film)
@@ -174,13 +193,13 @@ def test_times_are_rounded_as_python_does(folder: Path) -> None:
     if not read.timestamps:
         pytest.skip("times are positions")
     path = write_video(folder / "images/rounded.mp4", noise(8, (64, 64), 2), rate=2)
-    size = read.size(Item(path, "d:1"))
+    size = read.size(item_of(path))
     assert [block.before.split(" ")[0] for block in read.blocks(size)] == ["<0.2", "<1.2", "<2.2", "<3.2"]
 
 
 def test_a_video_that_changes_meanwhile(folder: Path) -> None:
     path = write_video(folder / "images/changing.mp4", noise(8, (56, 56), 2), rate=2)
-    read, shown = reader(folder), Item(path, "d:1")
+    read, shown = reader(folder), item_of(path)
     pieces = read.pieces(read.size(shown))
     write_video(path, noise(4, (56, 56), 2), rate=2)
     with pytest.raises(UserError, match="d:1: video .*changing.mp4: found 2 pairs of frames"):
@@ -189,7 +208,7 @@ def test_a_video_that_changes_meanwhile(folder: Path) -> None:
 
 def test_metadata_has_the_pairs(folder: Path) -> None:
     ours = processor(folder)
-    annotations = Annotations("d", folder / "data.jsonl", folder / "images", ours.fields)
+    annotations = annotated("d", folder / "data.jsonl", folder / "images", ours.fields)
     for number, record in enumerate(annotations):
         sample = ours.tokenize(record)
         told = PackMetadata.of_sample(number, sample, ["vision"])
@@ -201,7 +220,7 @@ def test_metadata_has_the_pairs(folder: Path) -> None:
 
 def test_samples_and_sheets_are_shown(folder: Path, tmp_path: Path) -> None:
     ours, console = processor(folder), Console(file=(file := StringIO()), width=300, color_system=None)
-    annotations = Annotations("d", folder / "data.jsonl", folder / "images", ours.fields)
+    annotations = annotated("d", folder / "data.jsonl", folder / "images", ours.fields)
     with_files = next(r for r in annotations if any(ref.field.name == "video" and not ref.frames for ref in r.items))
     show_sample(console, ours, ours.tokenize(with_files), None)
     assert "frames in" in file.getvalue() and "yuv420p → " in file.getvalue()
@@ -257,7 +276,7 @@ def test_forms_of_the_field() -> None:
         ({"video": ["0.jpg", "a.mp4"]}, "pictures and 'a.mp4' in one list"),
         ({"video": "/etc/passwd"}, "leaves the image folder"),
         ({"video": [["0.jpg", "../1.jpg"]]}, "leaves the image folder"),
-        ({"videos": ["a.mp4"]}, "field 'videos': found 'videos', expected 'video'"),
+        ({"video": "a.mp4", "videos": ["a.mp4"]}, "fields 'video' and 'videos': given both"),
         ({"video": ["a.mp4", "b.mp4"]}, "1 <video> placeholders for 2 videos"),
         ({"video": "a.mp4", "fps": 0}, "field 'fps'"),
         ({"video": "a.mp4", "fps": True}, "field 'fps'"),
@@ -284,8 +303,8 @@ def test_marks_of_pictures_stand_for_videos_if_a_data_set_says_so(tmp_path: Path
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match="0 <video> placeholders for 1 videos|1 <image> placeholders for 0 images"):
-        Annotations("d", path, tmp_path, FIELDS)
-    read = Annotations("d", path, tmp_path, FIELDS, "<image>")
+        annotated("d", path, tmp_path, FIELDS)
+    read = annotated("d", path, tmp_path, FIELDS, video_placeholder="<image>")
     assert [[ref.field.name for ref in each.items] for each in read] == [["video"], ["image"], []]
     assert read[0].turns[0].text == "<video>\nWhat?"
 
@@ -296,7 +315,7 @@ def test_links_and_stored_records(tmp_path: Path) -> None:
     (tmp_path / "in/1.jpg").symlink_to(tmp_path / "out.jpg")
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps(record(video=["0.jpg", "1.jpg"], times=[0, 2])) + "\n")
-    [read] = Annotations("d", path, tmp_path / "in", FIELDS)
+    [read] = annotated("d", path, tmp_path / "in", FIELDS)
     assert read.items[0][1:] == ("0.jpg", ("0.jpg", "1.jpg"), (("times", (0.0, 2.0)),))
     assert hash(read.items[0])
     with pytest.raises(UserError, match="which leads to"):
@@ -315,8 +334,8 @@ def test_a_token_of_videos_may_mark_another_encoder(folder: Path) -> None:
 def test_numbers_of_frames_hold_without_a_rate(folder: Path) -> None:
     path = write_video(folder / "images/many.mp4", noise(40, (56, 56), 2), rate=4)
     if not reader(folder).timestamps:
-        assert len(reader(folder, fps=None, min_frames=None).size(Item(path, "d:1")).times) == 40
-        assert len(reader(folder, fps=None, min_frames=None, max_frames=16).size(Item(path, "d:1")).times) == 16
+        assert len(reader(folder, fps=None, min_frames=None).size(item_of(path)).times) == 40
+        assert len(reader(folder, fps=None, min_frames=None, max_frames=16).size(item_of(path)).times) == 16
 
 
 def test_a_user_without_a_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

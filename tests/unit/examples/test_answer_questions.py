@@ -18,7 +18,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from examples.answer_questions import Answerer, main, rates
-from megatron_hetero.data.records import Annotations, Record, Turn
+from megatron_hetero.data.records import Record, Turn
+from tests.support.items import annotated
 
 
 @pytest.fixture
@@ -74,13 +75,13 @@ def test_a_sample_goes_through_processor_template_and_model(demo: Path, data: tu
 
 @pytest.mark.parametrize("blank", [False, True])
 def test_answers_do_not_depend_on_the_batch(answerer: Answerer, data: tuple[Path, Path], blank: bool):
-    records = list(Annotations("d", *data))[:6]
+    records = list(annotated("d", *data))[:6]
     alone = [answer for record in records for answer in answerer.answer([record], blank, 8)]
     assert answerer.answer(records, blank, 8) == alone
 
 
 def test_samples_with_two_pictures_and_none_are_answered_together(answerer: Answerer, demo: Path):
-    records = list(Annotations("d", demo / "data/train.jsonl", demo / "data/images"))[:80]
+    records = list(annotated("d", demo / "data/train.jsonl", demo / "data/images"))[:80]
     assert {len(record.items) for record in records} == {0, 1, 2}
     together = answerer.answer(records, False, 1)
     assert together == [answer for record in records for answer in answerer.answer([record], False, 1)]

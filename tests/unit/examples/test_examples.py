@@ -144,4 +144,4 @@ def test_the_tiny_example_fits_what_make_demo_writes(flags: tuple[str, ...], fam
     (tmp_path / "examples/tiny.yaml").write_text(text, encoding="utf-8")
     config = load_config(["--config", str(tmp_path / "examples/tiny.yaml"), *" ".join(flags).split()])
     assert JobSpec.of(config, 2).layouts.keys() == {"vision", "text"}
-    assert all(entry.annotations.is_file() for entry in config.data.registry.values())
+    assert all(entry.annotations and entry.annotations.is_file() for entry in config.data.registry.values())

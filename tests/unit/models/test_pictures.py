@@ -22,11 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from megatron_hetero.base import contents
+from megatron_hetero.base.contents import StoredFile
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.models.items import image_files
 from megatron_hetero.models.items.image_files import FORMATS, load_picture, picture_size
 
 WHERE = "train.jsonl:7"
+
+
+def stored(path: Path) -> StoredFile:
+    return StoredFile(str(path))
 
 
 def exif(orientation: int) -> Image.Exif:
@@ -44,8 +49,8 @@ def test_orientation_is_applied_to_size_and_pixels(tmp_path: Path, suffix: str, 
     Image.fromarray(pixels).save(path, **options)
     with Image.open(path) as opened:
         expected = ImageOps.exif_transpose(opened).convert("RGB")
-    loaded = load_picture(path, WHERE)
-    assert loaded.mode == "RGB" and loaded.size == picture_size(path, WHERE) == expected.size
+    loaded = load_picture(stored(path), WHERE)
+    assert loaded.mode == "RGB" and loaded.size == picture_size(stored(path), WHERE) == expected.size
     assert loaded.size == ((20, 30) if orientation >= 5 else (30, 20))
     np.testing.assert_array_equal(np.asarray(loaded), np.asarray(expected))
 
@@ -59,7 +64,7 @@ def test_sizes_come_from_the_header(tmp_path: Path, suffix: str, monkeypatch: py
         raise AssertionError("decoded")
 
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", refuse)
-    assert picture_size(path, WHERE) == (30, 20)
+    assert picture_size(stored(path), WHERE) == (30, 20)
 
 
 # Of TIFFs in YCbCr that are not compressed.
@@ -76,7 +81,7 @@ def test_every_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
     else:
         source = Image.new("RGB", (30, 20), (200, 200, 200)).convert(mode)
     source.save(path)
-    loaded = load_picture(path, WHERE)
+    loaded = load_picture(stored(path), WHERE)
     expected = 40_000 >> 8 if mode.startswith("I") else 255 if mode == "1" else 200
     assert loaded.mode == "RGB" and loaded.size == (30, 20)
     assert abs(np.asarray(loaded).mean() - expected) < (60 if mode == "1" else 3)
@@ -88,12 +93,12 @@ def test_transparency_becomes_white(tmp_path: Path) -> None:
     palette.putpalette([0, 0, 0, 255, 0, 0])
     palette.save(tmp_path / "b.png", transparency=0)
     for name in ("a.png", "b.png"):
-        assert np.asarray(load_picture(tmp_path / name, WHERE)).min() == 255
+        assert np.asarray(load_picture(stored(tmp_path / name), WHERE)).min() == 255
 
 
 def assert_refused(path: Path, *parts: str) -> None:
     with pytest.raises(UserError, match=f"^{WHERE}: image {re.escape(str(path))}: ") as caught:
-        load_picture(path, WHERE)
+        load_picture(stored(path), WHERE)
     for part in parts:
         assert part in str(caught.value)
 
@@ -134,7 +139,7 @@ def test_huge_pictures_are_refused_before_decoding(tmp_path: Path, side: int) ->
     path.write_bytes(png_header(side, side))
     assert_refused(path, "too many pixels")
     with pytest.raises(UserError, match="too many pixels"):
-        picture_size(path, WHERE)
+        picture_size(stored(path), WHERE)
 
 
 @settings(max_examples=150)
@@ -149,7 +154,7 @@ def test_damage_gives_a_user_error_or_a_picture(
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(content)
     try:
-        assert load_picture(path, WHERE).mode == "RGB"
+        assert load_picture(stored(path), WHERE).mode == "RGB"
     except UserError as error:
         assert str(error).startswith(f"{WHERE}: image {path}")
 
@@ -204,7 +209,7 @@ def test_no_program_is_started_for_a_picture(tmp_path: Path, monkeypatch: pytest
     with noted() as events:
         assert_refused(path, "cannot be read")
         with pytest.raises(UserError):
-            picture_size(path, WHERE)
+            picture_size(stored(path), WHERE)
     assert not marker.exists() and events == [f"open {path}"] * 2
 
 
@@ -215,9 +220,9 @@ def test_nothing_but_the_picture_is_opened(tmp_path: Path) -> None:
             continue
         path = tmp_path / "a.any"
         path.write_bytes(encoded(Image.new("RGB", (30, 20), (9, 99, 199)), kind))
-        load_picture(path, WHERE)
+        load_picture(stored(path), WHERE)
         with noted() as events:
-            assert picture_size(path, WHERE) == load_picture(path, WHERE).size == (30, 20)
+            assert picture_size(stored(path), WHERE) == load_picture(stored(path), WHERE).size == (30, 20)
         assert events == [f"open {path}"] * 2, kind
 
 
@@ -256,7 +261,7 @@ def test_pictures_with_an_end_are_read(tmp_path: Path, mode: str, options: dict[
                 more: dict[str, Any] = {"save_all": True, "append_images": [image]} if kind == "MPO" else {}
                 path = tmp_path / f"a.{suffix}"
                 path.write_bytes(encoded(image, kind, **(options if kind != "PNG" else {}), **more))
-                assert load_picture(path, WHERE).size == image.size
+                assert load_picture(stored(path), WHERE).size == image.size
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "PPM", "WEBP", "JPEG2000", "AVIF"])
@@ -272,12 +277,12 @@ def test_pictures_that_are_cut_off_are_refused(tmp_path: Path, kind: str) -> Non
             path.write_bytes(content[: int(share * len(content))])
             assert_refused(path, "cannot be read")
         path.write_bytes(content)
-        assert load_picture(path, WHERE).size == (80, 60)
+        assert load_picture(stored(path), WHERE).size == (80, 60)
 
 
 def test_a_name_too_long_for_the_file_system_is_quoted_in_part(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="more characters: cannot be read .file name too long.*'image'") as refused:
-        picture_size(tmp_path / ("x" * 5000), WHERE)
+        picture_size(stored(tmp_path / ("x" * 5000)), WHERE)
     assert len(str(refused.value)) < 2500
 
 
@@ -292,7 +297,7 @@ def test_errors_of_the_system_are_no_fault_of_the_picture(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(image_files, "open_regular", fail)
+    monkeypatch.setattr(contents, "open_regular", fail)
     with pytest.raises(UserError, match=f"cannot be read .*the picture itself may be intact.*{fix}") as refused:
-        picture_size(tmp_path / "a.png", WHERE)
+        picture_size(stored(tmp_path / "a.png"), WHERE)
     assert "replace" not in str(refused.value)

@@ -16,11 +16,13 @@ import pytest
 from av.stream import Disposition
 from PIL import Image
 
+from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.models.items import video_files
 from megatron_hetero.models.items.types import Item
 from megatron_hetero.models.items.video_files import FrameTable, Limits, frame_table, read_frames
 from megatron_hetero.models.items.videos import fitted
+from tests.support.items import item_of
 from tests.support.videos import noise, write_video
 
 LIMITS = Limits(60.0, None)
@@ -41,7 +43,7 @@ COUNT, RATE = 40, 10
 
 def item(path: Path) -> Item:
     """The file in a record."""
-    return Item(path, "train.jsonl:3")
+    return item_of(path, "train.jsonl:3")
 
 
 def read(path: Path, numbers: Iterable[int]) -> dict[int, np.ndarray]:
@@ -102,7 +104,7 @@ def test_one_pass_and_only_wanted_frames_are_converted(
     decoded, passes = list[int](), list[int]()
     whole = video_files._pass
 
-    def counted(path: Path, table: FrameTable, start: int, run: Any, coming: Any, convert: Any) -> Any:
+    def counted(path: Content, table: FrameTable, start: int, run: Any, coming: Any, convert: Any) -> Any:
         def each() -> Any:
             for frame in coming:
                 decoded.append(frame.pts)

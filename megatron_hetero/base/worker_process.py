@@ -1,5 +1,5 @@
-"""Reading in processes of their own, which take little time from the threads that train: threads of one process take
-turns for Python's lock. A process is `python -m megatron_hetero.data.worker_process DESCRIPTOR`; it ends with its rank,
+"""Work in processes of their own, which take little time from the threads that train: threads of one process take
+turns for Python's lock. A process is `python -m megatron_hetero.base.worker_process DESCRIPTOR`; it ends with its rank,
 however that ends, because the socket between the two closes. Pickles come from processes of the same run only.
 
 Arrays are received into the memory in which they are used, almost without Python's lock: 24 MB of patches arrive in
@@ -18,20 +18,12 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import finalize
 
-import numpy as np
-
 from megatron_hetero.base.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron_hetero.data.packing import TokenizedSample
-    from megatron_hetero.data.processor import Processor
-    from megatron_hetero.data.records import Record
-    from megatron_hetero.models.items.types import Piece
 
 _NUMBER = struct.Struct("<Q")
 _ENDS_S = 5.0
@@ -40,49 +32,45 @@ _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 """Signals that are sent to a whole group of processes: the rank decides when its processes end."""
 
 
-class ReaderProcesses:
-    """Reads as `processor` does, in `count` processes, for any number of threads."""
+class Processes:
+    """Calls methods of `target`, which can be pickled, in `count` processes, for any number of threads. Each process is
+    started when it is first needed.
+    """
 
-    def __init__(self, processor: Processor, count: int):
+    def __init__(self, target: Any, count: int, setting: str):
+        """`setting`: for messages, what the processes belong to."""
         self._idle: SimpleQueue[_Process] = SimpleQueue()
-        processes = [_Process(processor) for _ in range(count)]
+        processes = [_Process(target, setting) for _ in range(count)]
         for each in processes:
             self._idle.put(each)
         self.close = finalize(self, _close, processes)
         """Ends the processes; so does the end of this one."""
 
-    def tokenize(self, record: Record) -> TokenizedSample:
-        """See `Processor.tokenize`."""
-        return self._call("tokenize", record)
-
-    def patches(self, record: Record, k: int, pieces: Sequence[Piece]) -> np.ndarray:
-        """See `Processor.patches`."""
-        return self._call("patches", record, k, pieces)
-
-    def _call(self, method: str, record: Record, *further: Any) -> Any:
+    def call(self, what: str, method: str, *arguments: Any) -> Any:
+        """The result of a method, for `what`. Raises its errors, and `UserError` if a process has ended."""
         free = self._idle.get()
         try:
-            return free.call(method, record, *further)
+            return free.call(what, method, *arguments)
         finally:
             self._idle.put(free)
 
 
 class _Process:
-    """One process, started when it is first used. For one thread at a time."""
+    """One process. For one thread at a time."""
 
-    def __init__(self, processor: Processor):
-        self._processor = processor
+    def __init__(self, target: Any, setting: str):
+        self._target, self._setting = target, setting
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def call(self, method: str, record: Record, *further: Any) -> Any:
-        """The result of a method of the processor. Raises its errors, and `UserError` if the process has ended."""
+    def call(self, what: str, method: str, *arguments: Any) -> Any:
+        """See `Processes.call`."""
         try:
             to = self._socket or self._start()
-            send(to, (method, record, *further))
+            send(to, (method, *arguments))
             answer = receive(to)
         except (EOFError, OSError) as error:
-            raise self._ended(record) from error
+            raise self._ended(what) from error
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -103,10 +91,10 @@ class _Process:
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-        send(self._socket, self._processor)
+        send(self._socket, self._target)
         return self._socket
 
-    def _ended(self, record: Record) -> UserError:
+    def _ended(self, what: str) -> UserError:
         code = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -114,10 +102,10 @@ class _Process:
         self.close()
         how = f"was ended by signal {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
         return UserError.at(
-            "data.worker_type process (--data.worker_type)",
-            problem=f"a worker process {how} while it read {record.where}",
+            self._setting,
+            problem=f"a worker process {how} while it read {what}",
             because="that is how the system ends processes where memory runs out" if code == -signal.SIGKILL else "",
-            fix="look at its output above and at the system's log; with too little memory lower data.workers",
+            fix="look at its output above and at the system's log; with too little memory use fewer workers",
         )
 
     def close(self) -> None:
@@ -166,24 +154,24 @@ def _receive_bytes(source: socket.socket, size: int) -> bytearray:
 
 
 def main(descriptor: int) -> None:
-    """Receives a processor, then answers calls of its methods (name, arguments) until the rank ends."""
+    """Receives an object, then answers calls of its methods (name, arguments) until the rank ends."""
     with socket.socket(fileno=descriptor) as rank:
         try:
-            processor = receive(rank)
+            target = receive(rank)
             while True:
-                send(rank, _answer(processor, *receive(rank)))
+                send(rank, _answer(target, *receive(rank)))
         except (EOFError, ConnectionError):
             return
 
 
-def _answer(processor: Any, method: str, *arguments: Any) -> Any:
+def _answer(target: Any, method: str, *arguments: Any) -> Any:
     """The result of a call, or the error that the rank raises."""
     try:
-        return getattr(processor, method)(*arguments)
+        return getattr(target, method)(*arguments)
     except UserError as error:
         return error
     except Exception:
-        return RuntimeError(f"in a process of data.workers:\n{traceback.format_exc()}")
+        return RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
 
 
 if __name__ == "__main__":

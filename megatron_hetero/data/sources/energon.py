@@ -1,0 +1,344 @@
+"""Folders that Energon has prepared: tars of samples, and what their folder `.nv-meta` says of them.
+
+- `split.yaml` or `split.json`: the tars of each split, and what is excluded;
+- `.info.json` or `.info.yaml`: the tars by number, with the samples in each;
+- `index.sqlite`: where each part is, so that tars need not be scanned;
+- `dataset.yaml`: which part is which field of a sample. Code that it names is never run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import quote
+
+import yaml
+
+from megatron_hetero.base.contents import Part, StoredFile, is_url
+from megatron_hetero.base.errors import UserError, in_short, listed, quoted, reason
+from megatron_hetero.base.files import open_regular, read_text
+from megatron_hetero.config.sections import DatasetConfig
+from megatron_hetero.data.item_fields import kind
+from megatron_hetero.data.sources.formats import Columns, Opened, Place
+from megatron_hetero.data.sources.patterns import files_of
+from megatron_hetero.data.sources.tar_headers import Member, require_tar, tar_members
+from megatron_hetero.data.sources.tar_records import MOST_TEXT_BYTES, decoded_json, form_of
+from megatron_hetero.data.sources.tars import TarFiles, collect
+from megatron_hetero.data.validation import FORMS
+
+MOST_META_BYTES = 1 << 26
+"""Limit of each file of YAML or JSON."""
+
+_PREPARE = "run `energon prepare` on the folder again"
+_FIELDS = {
+    "captioning": {"image": "image", "caption": "answer"},
+    "vqa": {"image": "image", "context": "question", "answers": "answer"},
+    "vidqa": {"video": "video", "context": "question", "answers": "answer"},
+    "chatml": {"imgs": "image", "videos": "video", "conversation": ""},
+}
+"""For classes `NAMESample` and `NAMEWebdataset`, our fields by theirs; a conversation becomes one by its content."""
+_OPTIONAL = ("imgs", "videos")
+_PICKLED = ("jpgs", "mp4s", "videos", "pickle", "pkl", "pyd")
+_KEYS = re.compile(r"[^\[\]]+")
+_PATH = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
+_SPAN = 512
+_PARTS = """
+    SELECT s.sample_key, p.part_name, p.content_byte_offset, p.content_byte_size
+    FROM sample_parts p JOIN samples s ON s.tar_file_id = p.tar_file_id AND s.sample_index = p.sample_index
+    WHERE p.tar_file_id = ? ORDER BY p.sample_index, p.content_byte_offset
+"""
+
+Paths: TypeAlias = tuple[tuple[str, ...], ...]
+"""Alternatives: the name of a part, and keys in its value."""
+
+
+class Shard(NamedTuple):
+    """A tar: its number in the index, the number of its samples, and the keys of those that are excluded."""
+
+    number: int
+    samples: int
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EnergonTars(TarFiles):
+    """The tars of a folder. See `TarFiles`. A record has the fields of Energon's sample in `field_map`, but for a
+    conversation, which is `messages` or `conversations`.
+
+    Attributes:
+        shards: by names of files.
+        index: where parts are; None if that is not stored.
+        paths: where the fields of a sample are.
+    """
+
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    index: Path | None = None
+    paths: Mapping[str, Paths] = field(default_factory=dict)
+
+    def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
+        """See `Format.scan`."""
+        shard, whole = self.shards[file.name], int(file.version()[1])
+        members = tar_members(file, whole) if self.index is None else _indexed(self.index, file, whole, shard.number)
+        samples = yield from collect(file, whole, columns, members, shard.excluded)
+        if samples != shard.samples:
+            expected, because = str(shard.samples), "`.info.json` or `.info.yaml` says so"
+            raise UserError.at(file, found=f"{samples} samples", expected=expected, because=because, fix=_PREPARE)
+        if samples - len(columns["key_ends"]) < len(shard.excluded):
+            problem = f"it does not have all of its excluded samples ({listed(shard.excluded)})"
+            raise UserError.at(file, problem=problem, fix="correct `exclude` of split.yaml, TAR or TAR/KEY")
+
+    def _record(self, parts: dict[str, Any], where: str) -> dict[str, Any]:
+        record, found = super()._record(parts, where), dict[str, Any]()
+        for name, paths in self.paths.items():
+            value = next((value for path in paths if (value := _at(parts, path)) is not None), None)
+            if value is not None:
+                found[name] = value
+            elif name not in _OPTIONAL:
+                raise UserError.at(
+                    f"{where}: field '{name}'",
+                    found=f"nothing at {' or '.join(map('.'.join, paths))}",
+                    expected=f"the place in field_map, in a sample with {', '.join(parts)}",
+                    fix="correct dataset.yaml, set `fields` of the data set, or remove the sample",
+                )
+        if "conversation" in found:
+            turns = _turns(found.pop("conversation"), f"{where}: field 'conversation'")
+            record = {name: value for name, value in record.items() if name not in FORMS} | {form_of(turns): turns}
+        return record | {"field_map": found} if found else record
+
+    def _moved(self, where: str) -> UserError:
+        return super()._moved(where) if self.index is None else _wrong_index(where)
+
+
+def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
+    """The tars of a split of a folder, and the mapping that its `dataset.yaml` means. Raises `UserError`."""
+    meta = folder / ".nv-meta"
+    if is_url(entry.files or "") or not os.path.isdir(meta):  # noqa: PTH112
+        problem = f"{entry.files or folder} is not a folder that Energon has prepared, with {meta.name} in it"
+        fix = "run `energon prepare` on it, or name its tars, such as FOLDER/*.tar"
+        if folder.suffix in (".yaml", ".yml"):
+            fix = "add the folders of a metadataset to data.registry, and mix them by data.datasets"
+        raise UserError.at(setting, problem=problem, fix=fix)
+    counts = _counts(meta)
+    numbers = {name: number for number, name in enumerate(counts)}
+    shards = {}
+    for name, excluded in _split(meta, entry.split, setting).items():
+        if name not in numbers:
+            problem = f"it does not have {quoted(name)} of split {entry.split!r}"
+            raise UserError.at(meta / ".info.json", problem=problem, fix=_PREPARE)
+        shards[str(folder / name)] = Shard(numbers[name], counts[name], excluded)
+    paths, own = ({}, {}) if entry.fields else _field_map(meta, setting)
+    format = EnergonTars(bool(entry.fields or paths), shards, _index(meta / "index.sqlite"), paths)
+    return format, tuple(map(StoredFile, shards)), own
+
+
+# ----------------------------------------------------------------------------------------------- files of .nv-meta
+
+
+class _Plain(yaml.SafeLoader):
+    """The safe loader without aliases, by which a short file becomes an endless one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias, which is not supported")
+        return super().compose_node(parent, index)
+
+
+def _loaded(*paths: Path) -> tuple[Path, dict[str, Any]]:
+    """The mapping in the first of these files that exists. Raises `UserError`, and `FileNotFoundError`."""
+    path, *others = paths
+    try:
+        text = read_text(path, MOST_META_BYTES)
+        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Plain)
+    except FileNotFoundError:
+        if others:
+            return _loaded(*others)
+        raise
+    except OSError as error:
+        raise UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=_PREPARE) from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        problem = f"malformed ({in_short(error)})"
+        raise UserError.at(path, problem=problem, fix=f"correct it, or {_PREPARE}") from None
+    return path, _mapping(content, path)
+
+
+def _required(*paths: Path) -> tuple[Path, dict[str, Any]]:
+    """See `_loaded`. Raises `UserError` alone."""
+    try:
+        return _loaded(*paths)
+    except FileNotFoundError:
+        raise UserError.at(paths[0], problem="no such file", fix=_PREPARE) from None
+
+
+def _mapping(value: Any, where: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError.at(where, found=kind(value), expected="a mapping", fix=f"correct it, or {_PREPARE}")
+    return value
+
+
+def _names(value: Any, where: object) -> list[str]:
+    """The names in a list, with braces expanded."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(each, str) and not is_url(each) for each in value):
+        raise UserError.at(where, found=kind(value), expected="a list of names", fix=f"correct it, or {_PREPARE}")
+    names: list[str] = []
+    for each in value:  # Only braces are known there, and names of samples may have other signs of a pattern.
+        names += [file.name for file in files_of(each, str(where))] if "{" in each else [each]
+    return names
+
+
+def _counts(meta: Path) -> dict[str, int]:
+    """The samples of each tar, in the order of their numbers."""
+    path, info = _required(meta / ".info.json", meta / ".info.yaml")
+    counts = _mapping(info.get("shard_counts"), f"{path}: shard_counts")
+    for name, count in counts.items():
+        if not isinstance(name, str) or not isinstance(count, int) or isinstance(count, bool):
+            place = f"{path}: {quoted(str(name))}"
+            raise UserError.at(place, found=kind(count), expected="a number of samples", fix=_PREPARE)
+    return counts
+
+
+def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
+    """The tars of a split, with the keys of their excluded samples."""
+    path, content = _required(meta / "split.yaml", meta / "split.json")
+    parts = _mapping(content.get("split_parts"), f"{path}: split_parts")
+    if not parts.get(split):
+        found, expected = quoted(split), f"a split with tars, of {', '.join(map(str, parts))}"
+        place = f"{setting.removesuffix('files')}split"
+        raise UserError.at(place, found=found, expected=expected, because=f"{path} has these", fix="correct it")
+    names, excluded = _names(parts[split], f"{path}: {split}"), _names(content.get("exclude"), f"{path}: exclude")
+    keys: dict[str, list[str]] = {name: [] for name in names}
+    for name in names:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            expected = "names of tars inside the folder"
+            raise UserError.at(f"{path}: {split}", found=quoted(name), expected=expected, fix="correct the split")
+    if len(keys) < len(names):
+        twice = next(name for name in keys if names.count(name) > 1)
+        raise UserError.at(f"{path}: {split}", problem=f"{quoted(twice)} given twice", fix="name each tar once")
+    for each in excluded:
+        ends = [k for k, sign in enumerate(each) if sign == "/" and each[:k] in keys]
+        if ends:
+            keys[each[: ends[0]]].append(each[ends[0] + 1 :])
+    left = {name: tuple(dict.fromkeys(own)) for name, own in keys.items() if name not in set(excluded)}
+    if not left:
+        raise UserError.at(path, problem=f"all tars of split {split!r} are excluded", fix="correct the split")
+    return left
+
+
+# ------------------------------------------------------------------------------------------------------ the index
+
+
+def _wrong_index(where: object) -> UserError:
+    because = "the tars may have been packed anew since"
+    return UserError.at(where, problem="not what index.sqlite of .nv-meta says", because=because, fix=_PREPARE)
+
+
+@contextmanager
+def _database(path: Path) -> Generator[sqlite3.Connection]:
+    """Inside, errors of a database are raised as `UserError`s."""
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)) as database:
+            yield database
+    except sqlite3.Error as error:
+        raise UserError.at(path, problem=f"cannot be read ({in_short(error)})", fix=_PREPARE) from None
+
+
+def _index(path: Path) -> Path | None:
+    """The index if it has the places of parts, which older ones do not. Raises `UserError`."""
+    try:
+        open_regular(path).close()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=_PREPARE) from None
+    with _database(path) as database:
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    return path if {"samples", "sample_parts"} <= tables else None
+
+
+def _indexed(index: Path, file: StoredFile, whole: int, number: int) -> Iterator[Member]:
+    """Yield the parts in a tar file of `whole` bytes, as the index has them. Raises `UserError`."""
+    require_tar(file, file.read(0, _SPAN))
+    end = 0
+    with _database(index) as database:
+        for row in database.execute(_PARTS, (number,)):
+            if [type(value) for value in row] != [str, str, int, int]:
+                expected = "a key, the name of a part, and two numbers"
+                raise UserError.at(index, found=", ".join(map(kind, row)), expected=expected, fix=_PREPARE)
+            key, part, start, size = row
+            # Each has a header of its own before it.
+            if start % _SPAN or start < end + _SPAN or not 0 <= size <= whole - start:
+                raise _wrong_index(f"{file}: {quoted(key)} part {quoted(part)}")
+            end = start + -(-size // _SPAN) * _SPAN
+            yield Member(key.encode(), part.encode(), start, size)
+
+
+# ----------------------------------------------------------------------------------------------- fields of samples
+
+
+def _field_map(meta: Path, setting: str) -> tuple[dict[str, Paths], dict[str, str]]:
+    """Where the fields of samples are, and our fields that they become; none for classes that are not known."""
+    try:
+        path, content = _loaded(meta / "dataset.yaml")
+    except FileNotFoundError:
+        return {}, {}
+    fix = f"set {setting.removesuffix('files')}fields, such as image: jpg and answer: json.caption"
+    if content.get("sample_loader") is not None:
+        place, found = f"{path}: sample_loader", quoted(str(content["sample_loader"]))
+        raise UserError.at(place, found=found, expected="a field_map", because="code of data is never run", fix=fix)
+    sample_type = content.get("sample_type")
+    name = sample_type.get("__class__") if isinstance(sample_type, dict) else content.get("__class__")
+    ours = _FIELDS.get(re.sub("(Sample|Webdataset)$", "", str(name)).lower())
+    if ours is None:
+        return {}, {}
+    paths: dict[str, Paths] = {}
+    for theirs, text in _mapping(content.get("field_map"), f"{path}: field_map").items():
+        if theirs in ours:
+            paths[theirs] = _parsed(text, f"{path}: field_map.{theirs}", fix)
+    own = {ours[theirs]: f"field_map.{theirs}" for theirs in paths if ours[theirs]}
+    return paths, own
+
+
+def _parsed(text: Any, where: str, fix: str) -> Paths:
+    """The alternatives in a text such as `jpg,json[images][0]`."""
+    found = [_PATH.fullmatch(each.strip()) for each in text.split(",")] if isinstance(text, str) else [None]
+    paths = tuple((each[1].lower(), *_KEYS.findall(each[2])) for each in found if each is not None)
+    if len(paths) < len(found):
+        raise UserError.at(where, found=quoted(str(text)), expected="PART or PART[KEY]", fix="correct it")
+    for part, *_ in paths:
+        if part.rpartition(".")[2] in _PICKLED:
+            because = "it is a pickle, which may run code"
+            fix = "pack each picture as a part, such as 0001.0.jpg and 0001.1.jpg; " + fix
+            raise UserError.at(where, problem=f"part {quoted(part)} is never loaded", because=because, fix=fix)
+    return paths
+
+
+def _at(value: Any, path: Sequence[str]) -> Any:
+    """The value at a path; None if there is none."""
+    for key in path:
+        if isinstance(value, list):
+            value = value[int(key)] if key.isdecimal() and len(key) < 10 and int(key) < len(value) else None
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _turns(value: Any, where: str) -> list[Any]:
+    """The turns of a conversation, which may be JSON as text, or in an object. Raises `UserError`."""
+    if isinstance(value, Part) and value.size <= MOST_TEXT_BYTES:
+        value = value.read()
+    if isinstance(value, str | bytes):
+        value = decoded_json(value.encode() if isinstance(value, str) else value, where)
+    if isinstance(value, dict):
+        value = next((value[name] for name in ("conversations", "messages", "conversation") if name in value), value)
+    if not isinstance(value, list):
+        fix = "correct dataset.yaml, or set `fields` of the data set"
+        raise UserError.at(where, found=kind(value), expected="a list of turns", fix=fix)
+    return value

@@ -1,0 +1,93 @@
+"""What a format of files is to the rest: a scan of each file, once, and records that can be read again by number."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from megatron_hetero.base.contents import StoredFile
+from megatron_hetero.base.errors import UserError
+
+Columns: TypeAlias = "dict[str, array[int] | bytearray]"
+"""Figures about the records of one file, int64, or bytes, by name."""
+Arrays: TypeAlias = Mapping[str, np.ndarray]
+"""Finished columns: int64 or uint8 [entries]."""
+
+
+class Place(NamedTuple):
+    """A record found by a scan.
+
+    Attributes:
+        size: bytes that have to be read for it.
+        share: how much of the file ends with it, 0 to 1.
+        block: number of the block of the file that has to be read whole for it; None if there are no such blocks.
+    """
+
+    size: int
+    share: float
+    block: int | None = None
+
+
+class Found(NamedTuple):
+    """A record that was read.
+
+    Attributes:
+        value: as of JSON, with `Content` for items that are in the file; an error for a text that cannot be decoded.
+        where: the record in messages.
+    """
+
+    value: Any
+    where: str
+
+
+class Format(Protocol):
+    """Reads files of one format. Several threads may use one; it can be pickled. Its `repr` has all of it that an index
+    depends on.
+    """
+
+    def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
+        """Yield the places of all records of a file in order, and add to `columns` what `read` needs.
+
+        Raises:
+            UserError: the file is damaged, or not of this format.
+            OSError: it cannot be read.
+        """
+        ...
+
+    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
+        """Yield consecutive records, numbered from 0, of a file with these columns. Raises as `scan`."""
+        ...
+
+    def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
+        """Have records of these numbers ready soon, if that helps."""
+
+
+Opened: TypeAlias = tuple[Format, tuple[StoredFile, ...], Mapping[str, str]]
+"""A format, files, and a mapping of fields that the files come with."""
+
+
+def integers(columns: Columns, name: str) -> array[int]:
+    """The column of integers of that name, new at first."""
+    column = columns.setdefault(name, array("q"))
+    assert isinstance(column, array), f"{name} is a column of integers"
+    return column
+
+
+def texts(columns: Columns, name: str) -> bytearray:
+    """The column of bytes of that name, new at first."""
+    column = columns.setdefault(name, bytearray())
+    assert isinstance(column, bytearray), f"{name} is a column of bytes"
+    return column
+
+
+def changed(where: str) -> UserError:
+    """The error for a file that does not have what its index says."""
+    return UserError.at(
+        where,
+        problem="not what the index of its file says",
+        because="the file has been changed or replaced",
+        fix="do not change data while it is read, and start again: a changed file is indexed anew",
+    )

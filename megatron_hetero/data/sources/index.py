@@ -1,0 +1,499 @@
+"""Indexes of data sets: where each record is, computed once and mapped into memory by all ranks.
+
+An index is one file: the length of a header, the header as JSON, and arrays, each at a multiple of 64 bytes. It names
+the files that it was computed from with their sizes and times, and is computed anew if one differs. It is written
+beside its place and then moved there, so that nobody reads half of one, and has a checksum.
+
+One process of a machine, or of all machines that share the folder, computes an index, while others wait for its lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sys
+import tempfile
+import threading
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_hetero.base.contents import StoredFile, Version
+from megatron_hetero.base.errors import UserError, reason
+from megatron_hetero.base.lock import Lock
+from megatron_hetero.base.terminal import Progress
+from megatron_hetero.base.worker_process import Processes
+from megatron_hetero.data.sources.formats import Arrays, Columns, Format, Place
+
+VERSION = 1
+"""Of indexes. Another one computes them anew."""
+BLOCK_BYTES = 1 << 26
+"""Bytes of consecutive records that are a block, where a format has no blocks of its own."""
+BLOCK_RECORDS = 1 << 10
+"""Likewise, the most records."""
+THREADS = 8
+"""Files that are scanned at a time: reading waits for disks."""
+CHUNK = 1 << 12
+"""Records that are checked at a time, by one process."""
+MOST_PROCESSES = 16
+"""Processes that check records."""
+RECORDS_OF_A_PROCESS = 1 << 14
+"""Records that are worth a process, which takes some tenths of a second to start."""
+MOST_PROBLEMS = 20
+"""Messages of bad records that are stored."""
+_ALIGN = 64
+_LENGTH = 8
+
+Check = Callable[[Any, str], tuple[bytes, Sequence[tuple[int, int]]]]
+"""Checks the value of a record; `where` is for messages. Returns what its digest is computed from, and the headers of
+its items. Raises `UserError` for a bad record.
+"""
+
+
+class Blocks(NamedTuple):
+    """Runs of consecutive records.
+
+    `starts`: int64 [blocks + 1]. `sizes`: bytes that reading each takes, int64 [blocks].
+    """
+
+    starts: np.ndarray
+    sizes: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """The records of some files.
+
+    Attributes:
+        files: with their versions.
+        starts: int64 [files + 1], number of the first record of each file.
+        digest: hash of all records, wherever their files are.
+        scanned: whether it has the headers of items.
+        problems: messages of the first bad records.
+    """
+
+    files: tuple[StoredFile, ...]
+    starts: np.ndarray
+    digest: str
+    scanned: bool
+    problems: tuple[str, ...]
+    _columns: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    """The entries of all files, and where those of each file start, int64 [files + 1]."""
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def file_of(self, record: int) -> tuple[int, int]:
+        """The number of a record's file, and its number in there."""
+        file = int(np.searchsorted(self.starts, record, side="right")) - 1
+        return file, record - int(self.starts[file])
+
+    def columns(self, file: int) -> dict[str, np.ndarray]:
+        """The columns of a file."""
+        return {name: entries[starts[file] : starts[file + 1]] for name, (entries, starts) in self._columns.items()}
+
+    @property
+    def bad(self) -> int:
+        """The number of bad records."""
+        return len(self._columns["bad"][0])
+
+    def bad_records(self) -> np.ndarray:
+        """The numbers of bad records, int64."""
+        found = [self.columns(file)["bad"] + start for file, start in enumerate(self.starts[:-1])]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def headers(self, file: int, number: int) -> list[tuple[int, int]] | None:
+        """What is stored of the items of a record; None if nothing is."""
+        if not self.scanned:
+            return None
+        (ends, starts), (headers, places) = self._columns["item_ends"], self._columns["headers"]
+        at = int(starts[file]) + number
+        first, last = int(ends[at - 1]) if number else 0, int(ends[at])
+        place = int(places[file])
+        pairs = headers[place + 2 * first : place + 2 * last].reshape(-1, 2).tolist()
+        return [(width, height) for width, height in pairs]
+
+    def blocks(self) -> Blocks:
+        """All blocks, in order."""
+        (starts, _), (sizes, _) = self._columns["blocks"], self._columns["block_sizes"]
+        shifts = np.repeat(self.starts[:-1], np.diff(self._columns["blocks"][1]))
+        return Blocks(np.append(starts + shifts, len(self)), np.asarray(sizes))
+
+
+class _Scanned(NamedTuple):
+    """The places of the records of one file."""
+
+    records: int
+    columns: Columns
+
+
+class Checked(NamedTuple):
+    """What was found in consecutive records of one file.
+
+    `digest`: of the records. `bad`: numbers of bad ones, and `problems`: messages of the first. `ends`, `headers`: of
+    items, as columns.
+    """
+
+    digest: bytes
+    bad: list[int]
+    problems: list[str]
+    ends: np.ndarray
+    headers: np.ndarray
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Computes the index of a data set, or opens it.
+
+    Attributes:
+        name: of the data set, for messages.
+        files: its files.
+        format: their format.
+        check: see `Check`.
+        key: everything else that the index depends on, as text.
+        folder: of stored indexes; None: they are not stored.
+        scan: whether items' headers are read.
+        strict: whether the first bad record is an error.
+    """
+
+    name: str
+    files: tuple[StoredFile, ...]
+    format: Format
+    check: Check
+    key: str
+    folder: Path | None
+    scan: bool = False
+    strict: bool = True
+
+    def index(self) -> Index:
+        """The index, computed if there is no valid one. Raises `UserError`."""
+        versions = [self._version(file) for file in self.files]
+        files = tuple(replace(file, known=version) for file, version in zip(self.files, versions, strict=True))
+        path = self._path(files)
+        found = None if path is None else self._open(path, files)
+        if found is None:
+            found = self._computed(files) if path is None else self._stored(path, files)
+        if self.strict and found.problems:
+            more = f" ({found.bad} records of data set {self.name!r} are bad)" if found.bad > 1 else ""
+            raise UserError(f"{found.problems[0]}{more}")
+        return found
+
+    def _version(self, file: StoredFile) -> Version:
+        with self._reading(file):
+            return file.version()
+
+    @contextlib.contextmanager
+    def _reading(self, file: StoredFile) -> Iterator[None]:
+        """Inside, errors of reading a file are raised as `UserError`s."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            setting = f"data.registry.{self.name}"
+            fix = f"correct its path (`annotations` or `files` of {setting})"
+            raise UserError.at(file, problem="no such file", fix=fix) from error
+        except OSError as error:
+            problem = f"cannot be read ({reason(error)})"
+            raise UserError.at(file, problem=problem, fix="check path and permissions") from error
+
+    # ----------------------------------------------------------------------------------------- stored indexes
+
+    def _path(self, files: Sequence[StoredFile]) -> Path | None:
+        """Where the index is stored: a data set has one, which a changed file replaces."""
+        if self.folder is None:
+            return None
+        # A file that another run has mapped must not be replaced without need: NFS would take its pages away.
+        names = repr((VERSION, self.key, self.scan, [file.name for file in files])).encode(errors="surrogatepass")
+        return self.folder / f"{hashlib.sha256(names).hexdigest()[:40]}.index"
+
+    def _stored(self, path: Path, files: tuple[StoredFile, ...]) -> Index:
+        """The index that this or another process has computed and stored."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = Lock.take(
+                path.with_suffix(".lock"), path, "index", mixed="two indexes", fix="wait for it", wait_s=math.inf
+            )
+        except OSError as error:
+            self._warn(path, error)
+            return self._computed(files)
+        try:
+            # Somebody else may have computed it meanwhile.
+            if (found := self._open(path, files)) is not None:
+                return found
+            computed = self._computed(files)
+            try:
+                _write(path, computed)
+            except OSError as error:
+                self._warn(path, error)
+                return computed
+            return self._open(path, files) or computed
+        finally:
+            lock.release(remove=True)
+
+    def _warn(self, path: Path, error: OSError) -> None:
+        print(
+            f"warning: the index of data set {self.name!r} cannot be stored in {path.parent} ({reason(error)}); each "
+            "process computes its own, again at each start. Set data.index to a folder that can be written.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _open(self, path: Path, files: Sequence[StoredFile]) -> Index | None:
+        """The index in a file; None if there is none, it is damaged, or it is of other files than these."""
+        found = _read(path)
+        if found is None or [file.known for file in found.files] != [file.known for file in files]:
+            return None
+        return found
+
+    # ----------------------------------------------------------------------------------------------- scanning
+
+    def _computed(self, files: tuple[StoredFile, ...]) -> Index:
+        places = self._scanned(files)
+        tasks = [
+            (file, range(first, min(first + CHUNK, records)))
+            for file, records in enumerate(np.diff(places.starts).tolist())
+            for first in range(0, records, CHUNK)
+        ]
+        found: list[Checked] = []
+        with Progress(f"checking the records of data set {self.name!r}", max(1, len(places))) as progress:
+            for (_, numbers), checked in zip(tasks, self._checked(places, tasks), strict=True):
+                found.append(checked)
+                progress.advance(len(numbers), len(numbers))
+        return _with_findings(places, [file for file, _ in tasks], found, self.scan)
+
+    def _scanned(self, files: tuple[StoredFile, ...]) -> Index:
+        """An index of places alone."""
+        stop = threading.Event()
+        with (
+            Progress(f"finding the records of data set {self.name!r}", len(files)) as progress,
+            ThreadPoolExecutor(min(THREADS, len(files)), "index") as pool,
+        ):
+            try:
+                jobs = [pool.submit(self._scan, file, progress, stop) for file in files]
+                scanned = [job.result() for job in jobs]
+            finally:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+        starts = np.cumsum([0, *(each.records for each in scanned)], dtype=np.int64)
+        names = dict.fromkeys(name for each in scanned for name in each.columns)
+        columns = {name: _joined([_array(each.columns.get(name)) for each in scanned]) for name in names}
+        return Index(files, starts, "", False, (), columns)
+
+    def _scan(self, file: StoredFile, progress: Progress, stop: threading.Event) -> _Scanned:
+        columns: Columns = {}
+        records, share, cutter = 0, 0.0, _BlockCutter()
+        with self._reading(file):
+            for place in self.format.scan(file, columns):
+                cutter.add(records, place)
+                records += 1
+                if not records % 256:
+                    progress.advance(place.share - share, 256)
+                    share = place.share
+                    if stop.is_set():
+                        break
+        progress.advance(1.0 - share, records % 256)
+        return _Scanned(records, columns | {"blocks": cutter.starts, "block_sizes": cutter.sizes})
+
+    def _checked(self, places: Index, tasks: Sequence[tuple[int, range]]) -> Iterator[Checked]:
+        """What is found in each task's records, numbers of a file: in processes if there are many."""
+        count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(places) // RECORDS_OF_A_PROCESS)
+        if count < 2:
+            for file, numbers in tasks:
+                yield self.check_records(places.files[file], places.columns(file), numbers)
+            return
+        with tempfile.TemporaryDirectory(prefix="index-") as folder:
+            path = Path(folder) / "places"
+            _write(path, places)
+            processes = Processes(StoredChecker(self, path), count, f"data.registry.{self.name}")
+            pool = ThreadPoolExecutor(count, "check")
+            try:
+                yield from pool.map(lambda task: processes.call(f"data set {self.name!r}", "check", *task), tasks)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                processes.close()
+
+    def check_records(self, file: StoredFile, columns: Arrays, numbers: range) -> Checked:
+        """What is found in consecutive records of a file. Raises `UserError`."""
+        digest, bad, problems = hashlib.sha256(), list[int](), list[str]()
+        ends, headers = array("q"), array("q")
+        with self._reading(file):
+            for number, (value, where) in zip(numbers, self.format.read(file, columns, numbers), strict=True):
+                try:
+                    if isinstance(value, UserError):
+                        raise value
+                    text, of_items = self.check(value, where)
+                except UserError as error:
+                    if self.strict:
+                        raise
+                    text, of_items = b"", ()
+                    problems += [str(error)] if len(problems) < MOST_PROBLEMS else []
+                    bad.append(number)
+                digest.update(b"%d " % len(text))
+                digest.update(text)
+                if self.scan:
+                    headers.extend(figure for pair in of_items for figure in pair)
+                    ends.append(len(headers) // 2)
+        return Checked(digest.digest(), bad, problems, _array(ends), _array(headers))
+
+
+class StoredChecker:
+    """An indexer and the file of places that it checks. Can be pickled."""
+
+    def __init__(self, indexer: Indexer, path: Path) -> None:
+        self._indexer, self._path = indexer, path
+
+    @cached_property
+    def _places(self) -> Index:
+        places = _read(self._path)
+        assert places is not None, "the file is there as long as processes use it"
+        return places
+
+    def check(self, file: int, numbers: range) -> Checked:
+        """See `Indexer.check_records`."""
+        return self._indexer.check_records(self._places.files[file], self._places.columns(file), numbers)
+
+
+class _BlockCutter:
+    """Cuts the records of a file into blocks."""
+
+    def __init__(self) -> None:
+        self.starts, self.sizes = array("q"), array("q")
+        self._number: int | None = None
+
+    def add(self, record: int, place: Place) -> None:
+        if not self.starts or self._is_new(record, place):
+            self.starts.append(record)
+            self.sizes.append(0)
+            self._number = place.block
+        self.sizes[-1] += place.size
+
+    def _is_new(self, record: int, place: Place) -> bool:
+        if place.block is not None:
+            return place.block != self._number
+        return record - self.starts[-1] >= BLOCK_RECORDS or self.sizes[-1] + place.size > BLOCK_BYTES
+
+
+def _with_findings(places: Index, files: Sequence[int], found: Sequence[Checked], scanned: bool) -> Index:
+    """The index of places with what was found in runs of records of these files, in order."""
+    by_file: list[list[Checked]] = [[] for _ in places.files]
+    for file, checked in zip(files, found, strict=True):
+        by_file[file].append(checked)
+    columns = {"bad": _joined([np.array([n for each in own for n in each.bad], np.int64) for own in by_file])}
+    if scanned:
+        columns["headers"] = _joined([_chained([each.headers for each in own]) for own in by_file])
+        ends = [np.cumsum([0, *(len(each.headers) // 2 for each in own)]) for own in by_file]
+        columns["item_ends"] = _joined(
+            [
+                _chained([each.ends + end for each, end in zip(own, of_file, strict=False)])
+                for own, of_file in zip(by_file, ends, strict=True)
+            ]
+        )
+    digest = hashlib.sha256(b"".join(each.digest for each in found)).hexdigest()
+    problems = tuple(text for each in found for text in each.problems)[:MOST_PROBLEMS]
+    return replace(places, digest=digest, scanned=scanned, problems=problems, _columns={**places._columns, **columns})
+
+
+def _chained(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _joined(of_files: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The entries of all files, and where those of each start."""
+    return _of_one_type(of_files), np.cumsum([0, *map(len, of_files)], dtype=np.int64)
+
+
+def _of_one_type(of_files: Sequence[np.ndarray]) -> np.ndarray:
+    filled = [entries for entries in of_files if len(entries)]
+    if not filled:
+        return np.zeros(0, np.int64)
+    return filled[0] if len(filled) == 1 else np.concatenate(filled)
+
+
+def _array(column: array[int] | bytearray | None) -> np.ndarray:
+    if column is None:
+        return np.zeros(0, np.int64)
+    return np.frombuffer(column, np.uint8 if isinstance(column, bytearray) else np.int64)
+
+
+# ----------------------------------------------------------------------------------------------------- the file
+
+
+def _write(path: Path, index: Index) -> None:
+    """Store an index, whole or not at all. Raises `OSError`."""
+    arrays = {"": index.starts}
+    for name, (entries, starts) in index._columns.items():
+        arrays |= {f"{name}": entries, f"{name} of files": starts}
+    checksum, places, end = 0, dict[str, Any](), 0
+    for name, entries in arrays.items():
+        places[name] = (end, len(entries), entries.dtype.str)
+        end += -(-entries.nbytes // _ALIGN) * _ALIGN
+        checksum = zlib.crc32(_bytes(entries), checksum)
+    header = {
+        "version": VERSION,
+        "files": [(file.name, file.known) for file in index.files],
+        "digest": index.digest,
+        "scanned": index.scanned,
+        "problems": index.problems,
+        "arrays": places,
+        "checksum": checksum,
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-(_LENGTH + len(text)) % _ALIGN)
+    new = path.with_suffix(f".{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}")
+    try:
+        with open(new, "wb") as file:
+            file.write(len(text).to_bytes(_LENGTH, "little") + text)
+            for entries in arrays.values():
+                file.write(_bytes(entries))
+                file.write(b"\0" * (-entries.nbytes % _ALIGN))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _bytes(entries: Any) -> memoryview:
+    """The memory of an array."""
+    contiguous: Any = np.ascontiguousarray(entries)
+    return memoryview(contiguous).cast("B") if entries.size else memoryview(b"")
+
+
+def _read(path: Path) -> Index | None:
+    """The index in a file; None if there is none, or not all of it."""
+    try:
+        data = np.memmap(path, np.uint8, "r")
+        length = int.from_bytes(data[:_LENGTH].tobytes(), "little")
+        header = json.loads(data[_LENGTH : _LENGTH + length].tobytes())
+        if header["version"] != VERSION:
+            return None
+        arrays, checksum = {}, 0
+        for name, (start, entries, dtype) in header["arrays"].items():
+            kind = np.dtype(dtype)
+            first = _LENGTH + length + start
+            part = data[first : first + entries * kind.itemsize]
+            arrays[name] = part.view(kind)
+            checksum = zlib.crc32(_bytes(part), checksum)
+            if len(arrays[name]) != entries:
+                return None
+        if checksum != header["checksum"]:
+            return None
+        starts = arrays.pop("")
+        columns = {
+            name: (of_all, arrays[f"{name} of files"])
+            for name, of_all in arrays.items()
+            if f"{name} of files" in arrays
+        }
+        files = tuple(StoredFile(name, tuple(known)) for name, known in header["files"])
+        return Index(files, starts, header["digest"], header["scanned"], tuple(header["problems"]), columns)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,207 @@
+"""JSON lists and JSONL. The first character of a file tells which, not its suffix: many ``.json`` files hold JSONL."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from megatron_hetero.base.contents import StoredFile, is_url
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
+
+MOST_RECORD_BYTES = 8 * 2**20
+"""Limit of a JSONL line, and of a record in a list."""
+MOST_DECODED_BYTES = 2**28
+"""Size of a list up to which Python's own decoder is asked what is wrong with it."""
+
+_BOM = b"\xef\xbb\xbf"
+_FORMATS = "a JSON list of records, or JSONL with one record on each line"
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_BETWEEN = re.compile(rb"[\s,]*")
+_SPACE = re.compile(r"[\s,]*")
+_BYTE = re.compile(r" \(byte (\d+)\)")
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class JsonFiles:
+    """See `megatron_hetero.data.sources.formats.Format`. Columns: `starts` and `sizes` of records in bytes, and their
+    `lines`, which lists do not have.
+    """
+
+    def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
+        """See `Format.scan`."""
+        size = max(1, int(file.version()[1]))
+        with file.open() as opened:
+            if _first_character(opened) == b"[":
+                yield from _scan_list(file, opened, columns, size)
+            else:
+                opened.seek(0)
+                yield from _scan_lines(file, opened, columns, size)
+
+    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
+        """See `Format.read`."""
+        chosen = slice(numbers.start, numbers.stop)
+        starts, sizes = columns["starts"][chosen].tolist(), columns["sizes"][chosen].tolist()
+        lines = columns.get("lines", columns["starts"][:0])[chosen].tolist() or [0] * len(starts)
+        for number, start, size, line in zip(numbers, starts, sizes, lines, strict=True):
+            raw = file.read(start, size)
+            where = f"{file.name}:{line}" if line else f"{file.name} record {number + 1}"
+            try:
+                yield Found(msgspec.json.decode(raw), where)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                if len(raw) < size:
+                    raise changed(where) from None
+                yield Found(_decoded(file, raw, start, line, where), where)
+
+    def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
+        """Nothing: records are small, and items are in other files."""
+
+
+def _first_character(file: BinaryIO) -> bytes:
+    """The first character that is not blank; empty for a blank file."""
+    while block := file.read(4096):
+        if stripped := block.removeprefix(_BOM).lstrip():
+            return stripped[:1]
+    return b""
+
+
+def _scan_lines(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
+    starts, sizes, lines = (integers(columns, name) for name in ("starts", "sizes", "lines"))
+    end = 0
+    # One byte more than a record may have: the rest of such a line is never read.
+    for line, raw in enumerate(iter(lambda: opened.readline(MOST_RECORD_BYTES + 1), b""), start=1):
+        start, end = end, end + len(raw)
+        if len(raw) > MOST_RECORD_BYTES:
+            raise _too_long(f"{file}:{line}", "a line")
+        stripped = raw.removeprefix(_BOM)
+        size = len(stripped.rstrip())
+        if not size:
+            continue
+        starts.append(end - len(stripped))
+        sizes.append(size)
+        lines.append(line)
+        yield Place(end - start, end / whole)
+
+
+def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
+    starts, sizes = integers(columns, "starts"), integers(columns, "sizes")
+    opened.seek(0)
+    # Elements refer to the file's own pages.
+    data: Any = opened.read() if is_url(file.name) else mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+    at = len(_BOM) if data[: len(_BOM)] == _BOM else 0
+    view = memoryview(data)
+    try:
+        elements = map(len, map(memoryview, _LIST.decode(view[at:])))
+    except (msgspec.DecodeError, RecursionError) as error:
+        if len(view) > MOST_DECODED_BYTES:
+            raise _broken_list(file, view, at, error) from None
+        elements = _decoded_sizes(file, bytes(view[at:]))
+    at += _opening(view, at)
+    for number, size in enumerate(elements):
+        at = _after(view, at)
+        if size > MOST_RECORD_BYTES:
+            raise _too_long(f"{file} record {number + 1}", "a record")
+        starts.append(at)
+        sizes.append(size)
+        at += size
+        yield Place(size, at / whole)
+
+
+def _decoded_sizes(file: StoredFile, raw: bytes) -> list[int]:
+    """Bytes of each element of a list, by Python's own decoder. Raises `UserError` for what is no list."""
+    whole = _decoded(file, raw, 0, 1, str(file))
+    if isinstance(whole, UserError) and "surrogate" not in str(whole):
+        raise whole
+    text, sizes, decoder = raw.decode(), list[int](), json.JSONDecoder()
+    at = text.index("[") + 1
+    while (start := _SPACE.match(text, at)) and text[start.end()] != "]":
+        _, at = decoder.raw_decode(text, start.end())
+        sizes.append(len(text[start.end() : at].encode()))
+    return sizes
+
+
+def _opening(view: memoryview, at: int) -> int:
+    """The distance from `at` to the first character behind the opening bracket."""
+    found = re.compile(rb"\s*\[").match(view, at)
+    assert found is not None, "the text has been decoded as a list"
+    return found.end() - at
+
+
+def _after(view: memoryview, at: int) -> int:
+    """Where the next element starts."""
+    found = _BETWEEN.match(view, at)
+    return at if found is None else found.end()
+
+
+def _line_at(file: StoredFile, at: int) -> int:
+    """The line of a place in a file."""
+    return 1 + sum(file.read(k, min(_CHUNK, at - k)).count(b"\n") for k in range(0, at, _CHUNK))
+
+
+def _lines(view: memoryview, end: int) -> int:
+    """The number of line ends before `end`."""
+    return sum(bytes(view[at : min(end, at + _CHUNK)]).count(b"\n") for at in range(0, end, _CHUNK))
+
+
+def _too_long(where: str, what: str) -> UserError:
+    return UserError.at(
+        where,
+        found=f"{what} of more than {MOST_RECORD_BYTES} bytes",
+        expected=_FORMATS,
+        because="no model takes more text",
+        fix="split or remove the record; if the file is damaged, copy it again",
+    )
+
+
+def _broken_list(file: StoredFile, view: memoryview, start: int, error: Exception) -> UserError:
+    found = _BYTE.search(str(error))
+    at = len(view) if found is None else start + int(found[1])
+    line_start = at - len(bytes(view[max(0, at - MOST_RECORD_BYTES) : at]).rpartition(b"\n")[2])
+    problem = _BYTE.sub("", str(error)).removeprefix("JSON is malformed: ")
+    return _broken(f"{file}:{1 + _lines(view, at)}", at - line_start + 1, problem)
+
+
+def _broken(place: str, column: int, problem: object) -> UserError:
+    return UserError.at(
+        place,
+        found=f"broken JSON at column {column} ({problem})",
+        expected=_FORMATS,
+        fix="fix or remove this line; if the file is truncated, copy it again",
+    )
+
+
+def _decoded(file: StoredFile, raw: bytes, start: int, line: int, where: str) -> Any:
+    """The value of a record's text, which begins at `start` and on `line` (0: in a list), or the error for it. Python's
+    own decoder also takes `NaN`, and names the place of a fault.
+    """
+    try:
+        value = json.loads(raw.decode("utf-8"))
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        line = (line or _line_at(file, start)) + error.object.count(b"\n", 0, error.start)
+        return UserError.at(
+            f"{file}:{line}",
+            found=f"byte 0x{error.object[error.start]:02x}, which is not UTF-8",
+            expected="UTF-8 text",
+            fix="unpack a compressed file, or convert the text, for example with iconv -t utf-8",
+        )
+    except UnicodeEncodeError as error:
+        return UserError.at(
+            where,
+            problem=f"lone surrogate (\\u{ord(error.object[error.start]):04x})",
+            because="UTF-8 cannot encode it",
+            fix="correct the escape sequence",
+        )
+    except (ValueError, RecursionError) as error:  # Nesting too deep, or a number of too many digits, has no place.
+        is_placed = isinstance(error, json.JSONDecodeError)
+        at, column, problem = (error.lineno, error.colno, error.msg) if is_placed else (1, 1, error)
+        return _broken(f"{file}:{(line or _line_at(file, start)) - 1 + at}", column, problem)
+    return value

@@ -1,0 +1,86 @@
+"""Mappings of fields: which value of a data set's own record becomes which field of ours.
+
+A path is written `json.conversations`, `qa[0].question` or `qa.0.question`: keys of objects and numbers of list
+entries. Keys may contain dots: the longest that is there counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron_hetero.base.errors import UserError, quoted
+from megatron_hetero.data.item_fields import PLURALS
+from megatron_hetero.data.validation import FORMS, FURTHER, ItemField
+
+_QUESTIONS = ("question", "answer")
+_KEYS = re.compile(r"[^.\[\]]+")
+
+
+class FieldMap(NamedTuple):
+    """Paths in a data set's records by field of ours. Fields that are not mapped keep their names."""
+
+    paths: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, str], items: Sequence[ItemField], setting: str) -> FieldMap:
+        """The mapping of a `setting`, for records whose items may be in `items`.
+
+        Raises:
+            UserError: an unknown field, or no path.
+        """
+        known = list(dict.fromkeys([*(item.name for item in items), *PLURALS, *PLURALS.values(), *FORMS, *FURTHER]))
+        for name, path in fields.items():
+            if name not in known:
+                found, expected = quoted(name), f"one of {', '.join(known)}"
+                raise UserError.at(setting, found=found, expected=expected, fix="map fields to these")
+            if not _KEYS.search(path):
+                found, expected = quoted(path), "the name of a column, part or key"
+                raise UserError.at(f"{setting}.{name}", found=found, expected=expected, fix="correct it")
+        return cls(tuple((name, tuple(_KEYS.findall(path))) for name, path in fields.items()))
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The first key of each path."""
+        return tuple(dict.fromkeys(path[0] for _, path in self.paths))
+
+    def apply(self, value: Any, where: str) -> Any:
+        """The record with our fields. Raises `UserError` for a text that is not there."""
+        if not self.paths or not isinstance(value, dict):
+            return value
+        mapped = {name for name, _ in self.paths}
+        dropped = set(mapped)
+        if not mapped.isdisjoint(FORMS):  # A text that is asked for comes before the record's own.
+            dropped.update(set(FORMS).difference(() if mapped.isdisjoint(_QUESTIONS) else _QUESTIONS))
+        for one, other in PLURALS.items():
+            if not mapped.isdisjoint((one, other)):
+                dropped.update((one, other))
+        record = {name: each for name, each in value.items() if name not in dropped}
+        for name, path in self.paths:
+            found = _at(value, path)
+            if found is None and name in FORMS:
+                keys = ", ".join(map(str, value)) or "nothing"
+                raise UserError.at(
+                    f"{where}: field '{name}'",
+                    found=f"nothing at {'.'.join(path)}",
+                    expected=f"a text, in a record with {keys}",
+                    fix="correct `fields` of the data set, or the record",
+                )
+            if found is not None:
+                record[name] = found
+        return record
+
+
+def _at(value: Any, path: Sequence[str]) -> Any:
+    """The value at a path; None if there is none."""
+    if not path:
+        return value
+    if isinstance(value, list):
+        inside = path[0].isdecimal() and len(path[0]) < 10 and int(path[0]) < len(value)
+        return _at(value[int(path[0])], path[1:]) if inside else None
+    if isinstance(value, dict):
+        for count in range(len(path), 0, -1):
+            if (key := ".".join(path[:count])) in value:
+                return _at(value[key], path[count:])
+    return None

@@ -1,0 +1,657 @@
+"""Parquet files with pictures and videos in their columns, as bytes (as `datasets` writes them) or as paths.
+
+A row group is what can be read by itself. Records are made of its texts alone: the bytes of items are in another part
+of the file, and are read when an item is opened. Both stay in a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import islice, repeat
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
+
+import numpy as np
+
+from megatron_hetero.base.contents import InMemory, StoredFile, Version
+from megatron_hetero.base.errors import UserError, in_short, listed
+from megatron_hetero.data.item_fields import PLURALS
+from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
+from megatron_hetero.data.validation import FORMS, FURTHER
+
+CACHE_BYTES = 1 << 30
+"""Decompressed bytes of row groups in memory, of all data sets. One row group is there whatever its size."""
+MOST_GROUP_BYTES = 1 << 32
+"""Limit of the decompressed bytes of a row group, in columns that are used."""
+MOST_GROUP_ROWS = 1 << 24
+"""Limit of the rows of a row group."""
+MOST_FOOTERS = 256
+"""Files whose footers stay in memory."""
+BATCH_ROWS = 1 << 10
+"""Rows that are converted to Python's objects at a time."""
+BATCH_BYTES = 1 << 30
+"""Bytes that are decompressed at a time: offsets in Arrow's arrays have 32 bits."""
+_KNOWN = (*FORMS, *PLURALS, *PLURALS.values(), *FURTHER)
+_COPY = "copy the file again, or write it anew"
+
+# pyarrow is not typed.
+Table: TypeAlias = Any
+Array: TypeAlias = Any
+DataType: TypeAlias = Any
+Steps: TypeAlias = "tuple[str | None, ...]"
+"""The way from a column to its items: the name of a struct's field, or None for the elements of a list."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An item in a column of a file. `row`: from 0. `number`: in its row and column, from 0. `name`: of the file that
+    it was, or empty.
+    """
+
+    file: StoredFile
+    group: int
+    row: int
+    column: str
+    steps: Steps
+    number: int
+    name: str
+    source: ParquetFiles = field(compare=False, repr=False)
+
+    @property
+    def label(self) -> str:
+        """Name of the column, then of the file that the item was."""
+        return f"{self._place} {self.name}".rstrip()
+
+    @property
+    def _place(self) -> str:
+        names = ".".join([self.column, *filter(None, self.steps)])
+        return f"{names}[{self.number}]" if None in self.steps else names
+
+    def __str__(self) -> str:
+        return f"column {self._place} of {self.file} row {self.row + 1}"
+
+    def open(self) -> BinaryIO:
+        """Open it for reading and seeking. Raises `OSError`, and `UserError` if the file is damaged."""
+        return io.BytesIO(self.source.bytes_of(self))
+
+    def version(self) -> Version:
+        """Version of the file, and the place in it. Raises `OSError`."""
+        return *self.file.version(), self.group, self.row, self._place, self.number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process need not read the row group.
+        return InMemory, (self.source.bytes_of(self), str(self), self.label, self.version())
+
+
+class ParquetFiles:
+    """See `megatron_hetero.data.sources.formats.Format`. Column: `groups`, the first row of each row group.
+
+    Columns of a file that are used are those that are mapped, and those that are called like fields of records.
+    """
+
+    def __init__(self, fields: Mapping[str, str], items: Collection[str] = ()) -> None:
+        """Checks that pyarrow is there.
+
+        Args:
+            fields: paths in a row, by field of records.
+            items: fields of items besides those of pictures and videos.
+
+        Raises:
+            UserError: pyarrow is not installed.
+        """
+        _require_pyarrow()
+        self._arguments = dict(fields), tuple(items)
+        paths = tuple((name, tuple(re.findall(r"[^.\[\]]+", path))) for name, path in fields.items())
+        self._wanted = _Wanted(paths, frozenset((*_KNOWN, *items)).difference(fields))
+        self._background = ThreadPoolExecutor(1, "read ahead")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParquetFiles, self._arguments
+
+    def __repr__(self) -> str:
+        return f"ParquetFiles{self._arguments}"
+
+    def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
+        """See `Format.scan`. Reads the footer alone."""
+        footer = self._footer(file)
+        integers(columns, "groups").extend(footer.starts[:-1].tolist())
+        for group in map(footer.group, range(footer.groups)):
+            size = sum(group.size(column.leaves) for column in footer.columns)
+            if group.rows > MOST_GROUP_ROWS or not 0 <= size <= MOST_GROUP_BYTES:
+                raise UserError.at(
+                    group,
+                    found=f"{group.rows:,} rows with {size:,} bytes",
+                    expected=f"at most {MOST_GROUP_ROWS:,} rows and {MOST_GROUP_BYTES:,} bytes",
+                    because="a row group is read whole",
+                    fix="write row groups of 100 to 1,000 rows",
+                )
+            if group.rows:
+                share = (group.first + group.rows) / int(footer.starts[-1])
+                yield from repeat(Place(size // group.rows, share, group.number), group.rows)
+
+    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
+        """See `Format.read`."""
+        footer, firsts, at = self._footer(file), columns["groups"], numbers.start
+        while at < numbers.stop:
+            group = footer.group_of(at)
+            end = group.first + group.rows
+            if at >= end or len(firsts) != footer.groups or firsts[group.number] != group.first:
+                raise changed(f"{file} row {at + 1}")
+            yield from self._rows(group, range(at, min(end, numbers.stop)))
+            at = end
+
+    def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
+        """See `Format.read_ahead`. Loads row groups in the background, into at most half of the cache."""
+        self._background.submit(self._load_ahead, file, numbers)
+
+    def bytes_of(self, cell: Cell) -> bytes:
+        """The bytes of an item. Raises `OSError`, and `UserError` if the file is damaged."""
+        footer = self._footer(cell.file)
+        column = next((column for column in footer.columns if column.name == cell.column), None)
+        group = footer.group_of(cell.row)
+        if column is None or group.number != cell.group:
+            raise changed(str(cell))
+        chunks = self._whole(group, column).column(0).slice(cell.row - group.first, 1).chunks
+        found = next((_flat(chunk, cell.steps) for chunk in chunks if len(chunk)), ())
+        value = found[cell.number].as_py() if cell.number < len(found) else None
+        if value is None:
+            raise changed(str(cell))
+        return value
+
+    def _footer(self, file: StoredFile) -> _Footer:
+        return _read_footer(file, file.version(), self._wanted)
+
+    def _texts(self, group: _Group, ahead: bool = False) -> Any:
+        """The `_Texts` of a row group; None if they are to be loaded ahead, and there is no room."""
+        return _CACHE.get(group.key, "", lambda: group.size(group.text_leaves), partial(_load_texts, group), ahead)
+
+    def _whole(self, group: _Group, column: _Column, ahead: bool = False) -> Table:
+        """The table of a column with items; None as for texts."""
+        load = partial(_load, group, column.leaves)
+        return _CACHE.get(group.key, column.name, lambda: group.size(column.leaves), load, ahead)
+
+    def _load_ahead(self, file: StoredFile, numbers: np.ndarray) -> None:
+        with contextlib.suppress(Exception):  # Whoever reads meets the error again.
+            footer = self._footer(file)
+            for number in dict.fromkeys((np.searchsorted(footer.starts, numbers, side="right") - 1).tolist()):
+                group = footer.group(number)
+                if (texts := self._texts(group, ahead=True)) is None:
+                    return
+                for column in footer.columns:
+                    if any(texts.has_bytes[column.name, steps] is not False for steps in column.items):
+                        self._whole(group, column, ahead=True)
+
+    def _rows(self, group: _Group, numbers: range) -> Iterator[Found]:
+        """Consecutive records of a row group."""
+        import pyarrow as pa
+
+        texts = self._texts(group)
+        table, unknown = texts.table, [each for each in group.footer.columns if texts.is_unknown(each)]
+        if unknown:
+            columns = dict(zip(table.column_names, table.columns, strict=True))
+            table = pa.table(columns | {each.name: self._whole(group, each).column(0) for each in unknown})
+        at = numbers.start
+        for batch in table.slice(at - group.first, len(numbers)).to_batches(max_chunksize=BATCH_ROWS):
+            yield from self._found(group, texts, batch, at)
+            at += batch.num_rows
+
+    def _found(self, group: _Group, texts: _Texts, batch: Table, at: int) -> Iterator[Found]:
+        """The records of some rows, the first of which has the number `at`."""
+        import pyarrow as pa
+
+        file, columns = group.footer.file, group.footer.columns
+        try:
+            values = [self._values(group, texts, column, batch, at) for column in columns]
+        except (ValueError, ArithmeticError, LookupError, TypeError, pa.ArrowException) as error:
+            if batch.num_rows == 1:
+                where, found = f"{file} row {at + 1}", f"a value that cannot be decoded ({in_short(error)})"
+                yield Found(UserError.at(where, found=found, expected="UTF-8 text", fix=_COPY), where)
+            else:
+                for row in range(batch.num_rows):
+                    yield from self._found(group, texts, batch.slice(row, 1), at + row)
+            return
+        names = [column.name for column in columns]
+        for number, row in enumerate(zip(*values, strict=True), start=at + 1):
+            yield Found(dict(zip(names, row, strict=True)), f"{file} row {number}")
+
+    def _values(self, group: _Group, texts: _Texts, column: _Column, batch: Table, at: int) -> list[Any]:
+        """The values of a column in some rows."""
+        array: Any = batch.column(column.name) if column.name in batch.schema.names else None
+        if not column.items:
+            return array.to_pylist()
+
+        def cells(array: Array, steps: Steps, rows: np.ndarray) -> list[Any]:
+            # Rows ascend, so that an item's number is its distance from the first one of its row.
+            numbers = np.arange(len(rows)) - np.searchsorted(rows, rows)
+            paths, are_here = _paths_and_bytes(array, texts.has_bytes[column.name, steps], len(rows))
+            place = group.footer.file, group.number
+            return [
+                Cell(*place, row, column.name, steps, number, _base_name(path), self) if is_here else path
+                for row, number, path, is_here in zip(rows.tolist(), numbers.tolist(), paths, are_here, strict=True)
+            ]
+
+        return _python_values(array, column.type, (), np.arange(at, at + batch.num_rows), cells)
+
+
+def _require_pyarrow() -> None:
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise UserError.at(
+            "data.registry",
+            problem=f"pyarrow, which reads Parquet files, is not installed ({in_short(error)})",
+            fix="install it with `pip install pyarrow`",
+        ) from error
+
+
+# --------------------------------------------------------------------------------------------------- the footer
+
+
+class _Wanted(NamedTuple):
+    """Columns to read: those of `paths` to mapped fields, which must be there, and `names` of others."""
+
+    paths: tuple[tuple[str, tuple[str, ...]], ...]
+    names: frozenset[str]
+
+
+class _Leaf(NamedTuple):
+    """A part of a column that is stored by itself: its number and path in the file, and the way to the items whose
+    bytes it has; None for other values.
+    """
+
+    number: int
+    path: str
+    steps: Steps | None
+
+
+class _Column(NamedTuple):
+    """A column. `is_light`: whether leaves without bytes tell which items there are."""
+
+    name: str
+    type: DataType
+    leaves: tuple[_Leaf, ...]
+    is_light: bool
+
+    @property
+    def items(self) -> list[Steps]:
+        """The ways to items."""
+        return [leaf.steps for leaf in self.leaves if leaf.steps is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Footer:
+    """The structure of a file. `starts`: int64 [groups + 1], the first row of each row group. `columns`: those used."""
+
+    file: StoredFile
+    version: Version
+    wanted: _Wanted
+    metadata: Any
+    starts: np.ndarray
+    columns: tuple[_Column, ...]
+
+    @property
+    def groups(self) -> int:
+        return len(self.starts) - 1
+
+    def group(self, number: int) -> _Group:
+        first, end = self.starts[number : number + 2].tolist()
+        return _Group(self, number, first, end - first)
+
+    def group_of(self, row: int) -> _Group:
+        """The row group of a row; the last one for rows that are not there."""
+        return self.group(min(int(np.searchsorted(self.starts, row, side="right")), self.groups) - 1)
+
+
+class _Group(NamedTuple):
+    """A row group: its number, first row, and number of rows."""
+
+    footer: _Footer
+    number: int
+    first: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.footer.file} row group {self.number} (rows {self.first + 1} to {self.first + self.rows})"
+
+    @property
+    def key(self) -> Hashable:
+        return self.footer.version, self.footer.wanted, self.number
+
+    @property
+    def text_leaves(self) -> list[_Leaf]:
+        """The leaves that records are made of."""
+        columns = [column for column in self.footer.columns if column.is_light]
+        return [leaf for column in columns for leaf in column.leaves if leaf.steps is None]
+
+    def chunk(self, leaf: _Leaf) -> Any:
+        """The footer's figures about a leaf."""
+        return self.footer.metadata.row_group(self.number).column(leaf.number)
+
+    def size(self, leaves: Sequence[_Leaf]) -> int:
+        """Bytes of leaves when decompressed."""
+        return sum(self.chunk(leaf).total_uncompressed_size for leaf in leaves)
+
+
+@contextlib.contextmanager
+def _reading(place: object) -> Iterator[None]:
+    """Inside, all errors of pyarrow are raised as `UserError`s. Those of the operating system are not changed."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        # Arrow's own errors of reading have no number.
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise
+        if re.search("(en|de)crypt", str(error), re.IGNORECASE):
+            problem, fix = f"encrypted ({in_short(error)})", "write the file without encryption"
+            raise UserError.at(place, problem=problem, fix=fix) from error
+        found = f"data that cannot be read ({in_short(error)})"
+        raise UserError.at(place, found=found, expected="an intact Parquet file", fix=_COPY) from error
+
+
+@lru_cache(maxsize=MOST_FOOTERS)
+def _read_footer(file: StoredFile, version: Version, wanted: _Wanted) -> _Footer:
+    """The footer of a file of this version. Raises `UserError`, `OSError`."""
+    import pyarrow.parquet as pq
+
+    with _reading(file), file.open() as opened, pq.ParquetFile(opened) as parquet:
+        metadata, schema = parquet.metadata, parquet.schema_arrow
+        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)] or [0]
+        paths = [metadata.schema.column(k).path for k in range(metadata.num_columns)]
+        if any(count < 0 for count in rows):
+            raise UserError.at(file, problem="a row group with a negative number of rows", fix=_COPY)
+        columns = _columns(schema, paths, _chosen(file, schema, wanted)) if any(rows) else ()
+        _check_chunks(opened, metadata, [leaf.path for column in columns for leaf in column.leaves])
+        return _Footer(file, version, wanted, metadata, np.cumsum([0, *rows], dtype=np.int64), columns)
+
+
+class _Planned(Exception):
+    """A read has been planned."""
+
+
+def _check_chunks(opened: BinaryIO, metadata: Any, paths: Sequence[str]) -> None:
+    """Check what a footer says of some leaves: asked for it, pyarrow ends the process if it is damaged or encrypted,
+    but when it plans to read, it raises errors.
+    """
+    import pyarrow.parquet as pq
+
+    def read(_: int) -> bytes:
+        raise _Planned
+
+    planned = SimpleNamespace(read=read, seek=opened.seek, tell=opened.tell, closed=False, mode="rb")
+    with contextlib.suppress(_Planned), pq.ParquetFile(planned, metadata=metadata, pre_buffer=True) as parquet:
+        next(parquet.iter_batches(1, range(metadata.num_row_groups), list(paths), use_threads=False), None)
+
+
+def _chosen(file: StoredFile, schema: Any, wanted: _Wanted) -> set[str]:
+    """The names of the columns to read. Raises `UserError` for one that is not there, or not fit."""
+    there, roots = f"columns {listed(schema.names, 30)}", dict[str, str]()
+    for name, path in wanted.paths:
+        tried = (".".join(path[:count]) for count in range(len(path), 0, -1))
+        root = next((each for each in tried if each in schema.names), None)
+        if root is None:
+            fix = "correct `fields` of the data set"
+            raise UserError.at(file, found=there, expected=f"a column {path[0]} for the field {name}", fix=fix)
+        roots[name] = root
+    chosen = {*roots.values(), *wanted.names.intersection(schema.names)}
+    texts = [roots.get(form, form) for form in FORMS if roots.get(form, form) in chosen]
+    if not texts:
+        fix = "name the column that has the text in `fields` of the data set"
+        raise UserError.at(file, found=there, expected=f"one of {', '.join(FORMS)}", fix=fix)
+    for name in chosen:
+        if schema.names.count(name) > 1:
+            raise UserError.at(file, problem=f"two columns {name}", fix="rename one of them")
+        if name in texts and _is_bytes(schema.field(name).type):
+            fix = "write it with a type of texts, STRING in Parquet"
+            raise UserError.at(file, found=f"bytes in column {name}", expected="texts", fix=fix)
+    return chosen
+
+
+def _columns(schema: Any, paths: Sequence[str], chosen: Collection[str]) -> tuple[_Column, ...]:
+    """The chosen columns of a file whose leaves, in the order of the schema, have these paths."""
+    numbered, columns = iter(enumerate(paths)), []
+    for each in schema:
+        kinds = list(_leaves(each.type))
+        leaves = tuple(_Leaf(*next(numbered), steps) for steps, _ in kinds)
+        if each.name in chosen:
+            columns.append(_Column(each.name, each.type, leaves, all(is_light for _, is_light in kinds)))
+    return tuple(columns)
+
+
+def _leaves(kind: DataType, steps: Steps = ()) -> Iterator[tuple[Steps | None, bool]]:
+    """For each leaf of a type, the way to the items whose bytes it has, if any, and whether other leaves tell which
+    items there are.
+    """
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        yield from ((None, True) for _ in _leaves(kind.storage_type))
+    elif pa.types.is_map(kind):
+        yield from ((None, True) for each in (kind.key_type, kind.item_type) for _ in _leaves(each))
+    elif pa.types.is_struct(kind):
+        for each in kind:
+            if each.name == "bytes" and _is_item(kind):
+                yield steps, kind.num_fields > 1
+            else:
+                yield from _leaves(each.type, (*steps, each.name))
+    elif _is_list(kind):
+        yield from _leaves(kind.value_type, (*steps, None))
+    else:
+        yield (steps, False) if _is_bytes(kind) else (None, True)
+
+
+def _is_bytes(kind: DataType) -> bool:
+    from pyarrow import types
+
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+
+
+def _is_item(kind: DataType) -> bool:
+    """Whether values of a type are items: bytes, or a struct that has them, as `datasets` writes it."""
+    from pyarrow import types
+
+    if not types.is_struct(kind):
+        return _is_bytes(kind)
+    return any(each.name == "bytes" and (_is_bytes(each.type) or types.is_null(each.type)) for each in kind)
+
+
+def _is_list(kind: DataType) -> bool:
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+# --------------------------------------------------------------------------------------------------- row groups
+
+
+@dataclass(frozen=True, eq=False)
+class _Texts:
+    """A row group without bytes. `has_bytes`, by column and way: whether all items have bytes, or none; None if that is
+    unknown until they are read.
+    """
+
+    table: Table
+    has_bytes: Mapping[tuple[str, Steps], bool | None]
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes
+
+    def is_unknown(self, column: _Column) -> bool:
+        """Whether records need the bytes of a column."""
+        return any(self.has_bytes[column.name, steps] is None for steps in column.items)
+
+
+def _load_texts(group: _Group) -> _Texts:
+    table, has_bytes = _load(group, group.text_leaves), dict[tuple[str, Steps], bool | None]()
+    for column in group.footer.columns:
+        for leaf in column.leaves:
+            if leaf.steps is None:
+                continue
+            count = None  # Of items.
+            if column.is_light:
+                items = (_flat(chunk, leaf.steps) for chunk in table.column(column.name).chunks)
+                count = sum(len(each) - each.null_count for each in items)
+            elif _is_bytes(column.type):
+                count = group.rows
+            has_bytes[column.name, leaf.steps] = _all_or_none(group.chunk(leaf), count)
+    return _Texts(table, has_bytes)
+
+
+def _all_or_none(chunk: Any, items: int | None) -> bool | None:
+    """Whether so many items all have bytes, or none has, as statistics say; None if it is neither, or unknown."""
+    # pyarrow ends the process if it is asked for statistics of another type than the column's.
+    if items is None or chunk.physical_type != "BYTE_ARRAY" or chunk.statistics is None:
+        return None
+    if not chunk.statistics.has_null_count:
+        return None
+    count = chunk.num_values - chunk.statistics.null_count
+    return count > 0 if count in (0, items) else None
+
+
+def _load(group: _Group, leaves: Sequence[_Leaf]) -> Table:
+    """Leaves of a row group. Raises `UserError`, `OSError`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file, size = group.footer.file, group.size(leaves)
+    rows = max(1, min(group.rows, group.rows * BATCH_BYTES // max(1, size)))
+    with (
+        _reading(group),
+        file.open() as opened,
+        pq.ParquetFile(opened, metadata=group.footer.metadata, page_checksum_verification=True) as parquet,
+    ):
+        paths = [leaf.path for leaf in leaves]
+        table = pa.Table.from_batches(list(parquet.iter_batches(rows, [group.number], paths, use_threads=False)))
+    if table.num_rows != group.rows:
+        raise UserError.at(
+            group, found=f"{table.num_rows:,} rows", expected=f"{group.rows:,} as in its footer", fix=_COPY
+        )
+    return table
+
+
+def _flat(array: Array, steps: Steps) -> Array:
+    """The items of an array, one after another: their bytes, or structs without them if these were not read."""
+    for step in steps:
+        array = array.flatten() if step is None else _child(array, step)
+    return _child(array, "bytes") if _has_child(array, "bytes") else array
+
+
+def _child(array: Array, name: str) -> Array:
+    """A field of an array of structs, null where these are."""
+    return array.flatten()[array.type.get_field_index(name)]
+
+
+def _has_child(array: Array, name: str) -> bool:
+    from pyarrow import types
+
+    return types.is_struct(array.type) and array.type.get_field_index(name) >= 0
+
+
+Cells: TypeAlias = Callable[[Array, Steps, np.ndarray], "list[Any]"]
+"""Values of an array of items, for the way to them, and the row of each, int64."""
+
+
+def _python_values(array: Array, kind: DataType, steps: Steps, rows: np.ndarray, cells: Cells) -> list[Any]:
+    """The values of an array of a type, without its bytes or with them. `rows`: the row of each."""
+    from pyarrow import types
+
+    if _is_item(kind):
+        return cells(array, steps, rows)
+    if types.is_struct(kind):
+        names = [each.name for each in kind]
+        fields = [
+            _python_values(_child(array, each.name), each.type, (*steps, each.name), rows, cells) for each in kind
+        ]
+        values = [dict(zip(names, row, strict=True)) for row in zip(*fields, strict=True)]
+    elif _is_list(kind):
+        sizes = [size or 0 for size in array.value_lengths().to_pylist()]
+        rows = np.repeat(rows, sizes)
+        inner = iter(_python_values(array.flatten(), kind.value_type, (*steps, None), rows, cells))
+        values = [list(islice(inner, size)) for size in sizes]
+    else:
+        return array.to_pylist()
+    if not array.null_count:
+        return values
+    return [value if is_valid else None for value, is_valid in zip(values, array.is_valid().to_pylist(), strict=True)]
+
+
+def _paths_and_bytes(array: Array, has_bytes: bool | None, count: int) -> tuple[list[Any], list[bool]]:
+    """The path, if any, of each of so many items, and whether it has bytes."""
+    if array is None:  # Bytes without paths; all are there, or none.
+        return [None] * count, [bool(has_bytes)] * count
+    paths = _child(array, "path").to_pylist() if _has_child(array, "path") else [None] * count
+    return paths, [False] * count if has_bytes is False else _flat(array, ()).is_valid().to_pylist()
+
+
+def _base_name(path: str | None) -> str:
+    return re.split(r"[/\\]", path)[-1] if path else ""
+
+
+# ---------------------------------------------------------------------------------------------------- the cache
+
+
+class _Entry:
+    """A part of a row group, which the thread that made the entry loads. `is_ahead`: nobody has asked for it yet."""
+
+    def __init__(self, size: int, is_ahead: bool) -> None:
+        self.loaded, self.size, self.is_ahead = Future[Any](), size, is_ahead
+
+
+class _Cache:
+    """`most` bytes of row groups in parts. The least recently used are dropped, but none of the group last loaded."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._entries = OrderedDict[tuple[Hashable, str], _Entry]()
+
+    def get(
+        self, group: Hashable, part: str, size: Callable[[], int], load: Callable[[], Any], ahead: bool = False
+    ) -> Any:
+        """A part, of about this size, of a row group, loaded if it is not there: by one thread, while others wait.
+
+        None if it is loaded `ahead` of its use, and all that was and is not used yet would exceed half of the cache.
+        """
+        key = group, part
+        with self._lock:
+            entry = self._entries.get(key)
+            is_new = entry is None
+            if entry is None:
+                unused = sum(each.size for each in self._entries.values() if each.is_ahead)
+                entry = _Entry(size(), ahead)
+                if ahead and unused + entry.size > self._most // 2:
+                    return None
+                self._entries[key] = entry
+            entry.is_ahead &= ahead
+            self._entries.move_to_end(key)
+        if is_new:
+            self._load(key, entry, load)
+        return entry.loaded.result()
+
+    def _load(self, key: tuple[Hashable, str], entry: _Entry, load: Callable[[], Any]) -> None:
+        try:
+            value = load()
+        except BaseException as error:
+            with self._lock:
+                del self._entries[key]
+            entry.loaded.set_exception(error)
+            return
+        with self._lock:
+            entry.size = value.nbytes
+            entry.loaded.set_result(value)
+            total = sum(each.size for each in self._entries.values())
+            for old in list(self._entries):
+                if total > self._most and old[0] != key[0] and self._entries[old].loaded.done():
+                    total -= self._entries.pop(old).size
+
+
+_CACHE = _Cache(CACHE_BYTES)

@@ -1,0 +1,250 @@
+"""Headers of tar files: POSIX ustar and pax, GNU, and those before them.
+
+A scan reads the headers alone, and does with each what its type says:
+
+  - a regular file is a part of a sample, unless its name is hidden, has no dot, or is in a folder such as `__meta__`;
+  - a folder is passed over;
+  - an extended header of pax or GNU has the name or size of the next member;
+  - anything else, such as a link, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, NamedTuple
+
+from megatron_hetero.base.contents import StoredFile, is_url
+from megatron_hetero.base.errors import UserError, quoted
+
+MOST_EXTENDED_BYTES = 1 << 20
+"""Limit of an extended header."""
+BLOCK = 512
+"""Bytes of a header, and a multiple of which members take."""
+_ZEROS = bytes(BLOCK)
+_WINDOW = 8 * BLOCK
+"""Bytes that are read for a header: the next one may be close, and disks read a page."""
+_MOST_BEHIND = 1 << 20
+"""Bytes behind the last member that are checked."""
+_REGULAR = (b"0", b"\0", b"7")
+_FOLDER = b"5"
+_EXTENDED = (b"x", b"X", b"g", b"L", b"K")
+_WANTED = re.compile(rb"\d (path|size|GNU\.sparse[^=]*)=")
+_REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe",
+            b"S": "a sparse file"}  # fmt: skip
+_COMPRESSED = {
+    b"\x1f\x8b": "gunzip",
+    b"BZh": "bunzip2",
+    b"\xfd7zXZ\0": "unxz",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+    b"\x04\x22\x4d\x18": "unlz4",
+}
+
+
+class Member(NamedTuple):
+    """A part of a sample: name of the sample and of the part, and its place in the file in bytes."""
+
+    key: bytes
+    part: bytes
+    start: int
+    size: int
+
+
+def tar_members(file: StoredFile, whole: int) -> Iterator[Member]:
+    """Yield the parts of samples in a tar file of `whole` bytes, in their order.
+
+    Raises:
+        UserError: it is no tar, damaged or cut, or has members other than files and folders.
+        OSError: it cannot be read.
+    """
+    with contextlib.ExitStack() as stack:
+        # Once opened, an object in a store is read in larger blocks.
+        opened = stack.enter_context(file.open()) if is_url(file.name) else None
+        for name, start, size in _regular_members(file, whole, _Window(file, opened).read):
+            found = _key_and_part(name, file)
+            if found is not None:
+                yield Member(*found, start, size)
+
+
+def require_tar(file: StoredFile, block: bytes) -> None:
+    """Check the first block of a file. Raises `UserError`."""
+    for magic, command in _COMPRESSED.items():
+        if block.startswith(magic):
+            fix = f"{command} it"
+            raise UserError.at(file, found="a compressed file", expected="a tar file",
+                               because="random access needs an uncompressed tar", fix=fix)  # fmt: skip
+    if _header(block) is None and block != _ZEROS:
+        found = f"a file that begins with {quoted(block[:40].decode('latin-1'))}" if block else "an empty file"
+        raise UserError.at(file, found=found, expected="a tar file", fix="correct the path, or copy the file again")
+
+
+class _Window:
+    """Reads consecutive small pieces of a file."""
+
+    def __init__(self, file: StoredFile, opened: BinaryIO | None) -> None:
+        self._file, self._opened = file, opened
+        self._data, self._at = b"", 0
+
+    def read(self, at: int, size: int) -> bytes:
+        """So many bytes from there; fewer at the end."""
+        offset = at - self._at
+        if offset < 0 or offset + size > len(self._data):
+            self._data, self._at, offset = self._read(at, max(size, _WINDOW)), at, 0
+        return self._data[offset : offset + size]
+
+    def _read(self, at: int, size: int) -> bytes:
+        if self._opened is None:
+            return self._file.read(at, size)
+        self._opened.seek(at)
+        return self._opened.read(size)
+
+
+def _regular_members(
+    file: StoredFile, whole: int, read: Callable[[int, int], bytes]
+) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the name, start and size of each regular file in a tar."""
+    at, given, of_all = 0, dict[bytes, bytes](), dict[bytes, bytes]()
+    require_tar(file, read(0, BLOCK))
+    while (block := read(at, BLOCK)) != _ZEROS:
+        if len(block) < BLOCK:
+            raise _unfinished(file)
+        header = _header(block)
+        if header is None:
+            raise _damaged(file, at)
+        kind, name, size = header
+        is_extended = kind in _EXTENDED
+        if not is_extended and (given or of_all):
+            name, size, kind = _replaced(name, size, kind, of_all | given)
+            given = {}
+        start = at + BLOCK
+        at = start if kind == _FOLDER else start + -(-size // BLOCK) * BLOCK
+        if size > whole - start:
+            raise _cut(file, name)
+        if is_extended and size <= MOST_EXTENDED_BYTES:
+            found = _extended(kind, read(start, size))
+            if found is None:
+                raise _damaged(file, start - BLOCK)
+            given, of_all = (given, of_all | found) if kind == b"g" else (given | found, of_all)
+        elif is_extended or size < 0:
+            raise _damaged(file, start - BLOCK)
+        elif kind in _REGULAR:
+            if not name.endswith(b"/"):
+                yield name, start, size
+        elif kind != _FOLDER:
+            raise UserError.at(
+                file,
+                problem=f"member {_quoted(name)} is {_REFUSED.get(kind, f'of type {_quoted(kind)}')}",
+                because="members of samples are regular files",
+                fix="pack the samples anew, for example with tar --dereference --hard-dereference",
+            )
+    _check_end(file, read(at, _MOST_BEHIND))
+
+
+def _header(block: bytes) -> tuple[bytes, bytes, int] | None:
+    """Type, name and size in a header; None if it is none."""
+    try:
+        # The lower half is 1 and the sum of the bytes. The checksum itself counts as eight spaces.
+        computed = zlib.adler32(block[156:], zlib.adler32(block[:148])) & 0xFFFF
+        if (computed + 255) % 65521 != int(block[148:156].strip(b" \0"), 8) % 65521 or len(block) != BLOCK:
+            return None
+        size = _number(block[124:136])
+    except ValueError:
+        return None
+    name = block[:100].partition(b"\0")[0]
+    if block[345] and block[257:263] == b"ustar\0":
+        name = block[345:500].partition(b"\0")[0] + b"/" + name
+    return block[156:157], name, size
+
+
+def _number(field: bytes) -> int:
+    """The number in a field of a header: octal digits, or big-endian behind a first bit. Raises `ValueError`."""
+    if field[0] & 0x80:
+        return int.from_bytes(field, "big") & ((1 << 8 * len(field) - 1) - 1)
+    digits = field.partition(b"\0")[0].strip()
+    if digits and not digits.isdigit():
+        raise ValueError("no number")
+    return int(digits or b"0", 8)
+
+
+def is_header_of(block: bytes, member: str, size: int) -> bool:
+    """Whether a block is the header of that member. Long names, or in other letters, are in extended headers."""
+    header = _header(block)
+    if header is None or header[0] not in _REGULAR or header[2] != size:
+        return False
+    return not member.isascii() or len(member) > 100 or header[1].lower() == member.lower().encode()
+
+
+def _replaced(name: bytes, size: int, kind: bytes, given: dict[bytes, bytes]) -> tuple[bytes, int, bytes]:
+    """What extended headers say of a member."""
+    if any(key.startswith(b"GNU.sparse") for key in given):
+        kind = b"S"
+    if kind in _REGULAR and (own := given.get(b"size")) is not None:
+        size = int(own) if own.isdigit() and len(own) < 20 else -1
+    return given.get(b"path", name), size, kind
+
+
+def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes] | None:
+    """The path, size and kind that an extended header gives; None if it is damaged."""
+    if kind == b"L":
+        return {b"path": data.partition(b"\0")[0]}
+    found = dict[bytes, bytes]()
+    if kind == b"K" or not _WANTED.search(data):  # Mostly the fraction of a time.
+        return found
+    at = 0
+    while at < len(data):
+        length = data[at : at + 20].partition(b" ")[0]
+        end = at + int(length) if length.isdigit() else 0
+        if end <= at or data[end - 1 : end] != b"\n":
+            return None
+        key, _, value = data[at + len(length) + 1 : end - 1].partition(b"=")
+        found[key], at = value, end
+    return found
+
+
+def _key_and_part(name: bytes, file: StoredFile) -> tuple[bytes, bytes] | None:
+    """The key of a sample and the name of its part in the name of a member; None if it is none."""
+    folder, slash, last = name.rpartition(b"/")
+    stem, dot, part = last.partition(b".")
+    if name[:1] == b"/" or (b".." in name and b".." in name.split(b"/")):
+        expected, fix = "names inside the archive", "pack the samples with relative names"
+        raise UserError.at(file, found=f"a member {_quoted(name)}", expected=expected, fix=fix)
+    root = name.partition(b"/")[0]
+    is_meta = root.startswith(b"__") and root.endswith(b"__") and len(root) > 3
+    return None if is_meta or not stem or not dot else (folder + slash + stem, part)
+
+
+def _check_end(file: StoredFile, behind: bytes) -> None:
+    """Check the bytes behind the last member. Raises `UserError`."""
+    if len(behind) < 2 * BLOCK:
+        raise _unfinished(file)
+    if behind.strip(b"\0"):
+        raise UserError.at(
+            file,
+            problem="data behind its end",
+            because="several archives may have been joined, of which only the first would be read",
+            fix="join the archives with tar --concatenate, or name each in `files`",
+        )
+
+
+def _unfinished(file: StoredFile) -> UserError:
+    return UserError.at(
+        file,
+        problem="it does not end as a tar file, with two blocks of zeros",
+        because="it may have been cut between two members",
+        fix=f"copy or pack it again; if nothing is missing, add them: truncate -s +1024 {file.name!r}",
+    )
+
+
+def _cut(file: StoredFile, name: bytes) -> UserError:
+    problem = f"ends within member {_quoted(name)}"
+    return UserError.at(file, problem=problem, because="it has been cut", fix="copy or pack it again")
+
+
+def _damaged(file: StoredFile, at: int) -> UserError:
+    return UserError.at(file, problem=f"damaged header at byte {at}", fix="copy or pack the file again")
+
+
+def _quoted(name: bytes) -> str:
+    return quoted(name.decode("utf-8", "backslashreplace"))

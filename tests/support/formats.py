@@ -1,0 +1,100 @@
+"""The same samples in each format of data sets."""
+
+from __future__ import annotations
+
+import io
+import json
+import sqlite3
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FORMATS = ("json", "jsonl", "parquet", "webdataset", "energon")
+SHARD = 4
+"""Samples of a file, and twice those of a row group."""
+
+
+def write_as(format: str, annotations: Path, images: Path, folder: Path) -> dict[str, str]:
+    """Write the records of a JSONL file into `folder` in another format. Returns settings of the data set."""
+    records = [json.loads(line) for line in annotations.read_text().splitlines()]
+    folder.mkdir(parents=True)
+    shards = [records[k : k + SHARD] for k in range(0, len(records), SHARD)]
+    if format == "json":
+        (folder / "data.json").write_text(json.dumps(records, indent=1))
+        return {"annotations": f"{folder}/data.json", "images": str(images)}
+    if format == "jsonl":
+        return {"annotations": str(annotations), "images": str(images)}
+    if format == "parquet":
+        for k, shard in enumerate(shards):
+            write_parquet(folder / f"data-{k:02}.parquet", shard, images)
+        return {"files": f"{folder}/data-*.parquet"}
+    for k, shard in enumerate(shards):
+        write_tar(folder / f"data-{k:02}.tar", shard, images, first=k * SHARD)
+    if format == "energon":
+        write_energon_index(folder, [f"data-{k:02}.tar" for k in range(len(shards))])
+        return {"files": str(folder)}
+    return {"files": f"{folder}/data-{{00..{len(shards) - 1:02}}}.tar"}
+
+
+def names_of(record: dict[str, Any]) -> list[str]:
+    image = record.get("image") or []
+    return [image] if isinstance(image, str) else image
+
+
+def write_parquet(path: Path, records: Sequence[dict[str, Any]], images: Path) -> None:
+    """As `datasets` writes them: a list of pictures in each row, with bytes."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    turn = pa.struct([("from", pa.string()), ("value", pa.string())])
+    picture = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = {
+        "images": [[{"bytes": (images / n).read_bytes(), "path": n} for n in names_of(each)] for each in records],
+        "conversations": [each["conversations"] for each in records],
+    }
+    schema = pa.schema([("images", pa.list_(picture)), ("conversations", pa.list_(turn))])
+    parquet.write_table(pa.table(rows, schema=schema), path, row_group_size=SHARD // 2)
+
+
+def write_tar(path: Path, records: Sequence[dict[str, Any]], images: Path, first: int) -> None:
+    """Samples `first` and on: a JSON member, and the pictures in their order."""
+    with tarfile.open(path, "w") as tar:
+        for number, record in enumerate(records, first):
+            members = {"json": json.dumps({"conversations": record["conversations"]}).encode()}
+            members |= {f"{k}{Path(n).suffix}": (images / n).read_bytes() for k, n in enumerate(names_of(record))}
+            for name, data in members.items():
+                info = tarfile.TarInfo(f"{number:06}.{name}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
+def write_energon_index(folder: Path, shards: Sequence[str]) -> None:
+    """The folder `.nv-meta` of tars in `folder`, as `energon prepare` writes it."""
+    meta = folder / ".nv-meta"
+    meta.mkdir()
+    counts = {}
+    with sqlite3.connect(meta / "index.sqlite") as database:
+        database.execute("CREATE TABLE samples (tar_file_id, sample_key, sample_index, byte_offset, byte_size)")
+        database.execute(
+            "CREATE TABLE sample_parts (tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)"
+        )
+        for file, shard in enumerate(shards):
+            keys: dict[str, int] = {}
+            with tarfile.open(folder / shard) as tar:
+                for member in tar:
+                    key, _, part = member.name.partition(".")
+                    if key not in keys:
+                        keys[key] = len(keys)
+                        database.execute(
+                            "INSERT INTO samples VALUES (?,?,?,?,?)", (file, key, keys[key], member.offset, 0)
+                        )
+                    row = (file, keys[key], part, member.offset_data, member.size)
+                    database.execute("INSERT INTO sample_parts VALUES (?,?,?,?,?)", row)
+            counts[shard] = len(keys)
+    database.close()
+    (meta / ".info.json").write_text(json.dumps({"energon_version": "7.4.1", "shard_counts": counts}))
+    (meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": list(shards), "val": []}, "exclude": []}))
+    (meta / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")

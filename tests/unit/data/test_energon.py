@@ -1,0 +1,341 @@
+"""Folders of Energon: the same records by index and by scan, a mapping by `dataset.yaml`, and no trust in either."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_hetero.base.contents import Part, StoredFile
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.fields import Pattern
+from megatron_hetero.config.sections import DatasetConfig
+from megatron_hetero.data.records import Dataset, Reading
+from megatron_hetero.data.sources import energon
+from megatron_hetero.data.sources.energon import EnergonTars, Shard, open_energon
+from megatron_hetero.data.sources.formats import Columns
+from megatron_hetero.data.sources.tar_headers import tar_members
+from megatron_hetero.data.sources.tars import TarFiles
+from megatron_hetero.data.validation import item_fields
+from tests.unit.data.test_tars import pack
+
+SHARDS = {
+    f"tars/s{shard}.tar": [(f"x/k{shard}{k}.{part}", f"{part} {shard}{k}") for k in range(3) for part in ("JPG", "txt")]
+    for shard in range(3)
+}
+CAPTIONS = {"sample_type": {"__module__": "megatron.energon", "__class__": "CaptioningSample"},
+            "field_map": {"image": "JPG", "caption": "txt"}}  # fmt: skip
+SPLIT = {"split_parts": {"train": ["tars/s{0..1}.tar"], "val": ["tars/s2.tar"], "test": []}, "exclude": []}
+
+
+def prepare(folder: Path, shards: Mapping[str, Any] = SHARDS, dataset: Any = CAPTIONS, split: Any = SPLIT) -> Path:
+    """Write a folder as `energon prepare` does."""
+    meta = folder / ".nv-meta"
+    meta.mkdir(parents=True)
+    database = sqlite3.connect(meta / "index.sqlite")
+    database.execute(
+        "CREATE TABLE samples (tar_file_id INTEGER NOT NULL, sample_key TEXT NOT NULL UNIQUE, "
+        "sample_index INTEGER NOT NULL, byte_offset INTEGER, byte_size INTEGER)"
+    )
+    database.execute(
+        "CREATE TABLE sample_parts (tar_file_id INTEGER, sample_index INTEGER, part_name TEXT, "
+        "content_byte_offset INTEGER, content_byte_size INTEGER)"
+    )
+    counts = {}
+    for number, (name, members) in enumerate(shards.items()):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pack(members, mtime=1.5))
+        keys: list[bytes] = []
+        for key, part, start, size in tar_members(StoredFile(str(path)), path.stat().st_size):
+            if key not in keys:
+                keys.append(key)
+                row = (number, key.decode(), len(keys) - 1, start - 512, 0)
+                database.execute("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", row)
+            row = (number, len(keys) - 1, part.decode(), start, size)
+            database.execute("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", row)
+        counts[name] = len(keys)
+    database.commit()
+    database.close()
+    # JSON is YAML, too.
+    (meta / ".info.json").write_text(json.dumps({"energon_version": "7.4.1", "shard_counts": counts}))
+    (meta / "split.yaml").write_text(json.dumps(split))
+    (meta / "dataset.yaml").write_text(json.dumps(dataset))
+    return folder
+
+
+def opened(folder: Path | str, **entry: Any) -> Dataset:
+    entry = {"format": "energon", **entry}
+    return Dataset("d", DatasetConfig(files=Pattern(str(folder)), **entry), Reading(FIELDS))
+
+
+FIELDS = item_fields({"vision": ("image", "video")})
+
+
+def shown(data: Dataset) -> list[Any]:
+    """The texts and items of all records."""
+    records = [data[k] for k in range(len(data))]
+    return [
+        (*(turn.text for turn in record.turns), *(item.file.read().decode() for item in record.items))  # type: ignore[union-attr]
+        for record in records
+    ]
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool) -> None:
+    prepare(tmp_path)
+    data = opened(tmp_path, format="auto")
+    assert isinstance(data._format, EnergonTars)
+    assert shown(data) == [("<image>", f"txt {s}{k}", f"JPG {s}{k}") for s in range(2) for k in range(3)]
+    assert data[4].where == f"{tmp_path}/tars/s1.tar: x/k11"
+    assert [item.file.label for item in data[4].items if isinstance(item.file, Part)] == ["x/k11.jpg"]
+    assert shown(opened(tmp_path, split="val")) == [("<image>", f"txt 2{k}", f"JPG 2{k}") for k in range(3)]
+    with sqlite3.connect(tmp_path / ".nv-meta" / "index.sqlite") as database:
+        if indexed:  # Then no tar is scanned.
+            monkeypatch.delattr(energon, "tar_members")
+        else:  # As older versions have it.
+            database.execute("DROP TABLE sample_parts")
+    database.close()
+    again = opened(tmp_path)
+    assert (again._format.index is not None) == indexed  # type: ignore[attr-defined]
+    assert shown(again) == shown(data) and again.digest == data.digest
+
+
+def test_an_index_gives_what_a_scan_gives(tmp_path: Path) -> None:
+    path = prepare(tmp_path) / "tars" / "s1.tar"
+    index, shard = tmp_path / ".nv-meta" / "index.sqlite", Shard(1, 3)
+    by_index: Columns = {}
+    by_scan: Columns = {}
+    format = EnergonTars(shards={str(path): shard}, index=index)
+    places = list(format.scan(StoredFile(str(path)), by_index))
+    assert places == list(TarFiles().scan(StoredFile(str(path)), by_scan)) and by_index == by_scan
+
+
+def test_older_files_of_a_folder(tmp_path: Path) -> None:
+    meta = prepare(tmp_path / "data set {0}#?%20") / ".nv-meta"
+    expected = shown(opened(meta.parent))
+    (meta / ".info.yaml").write_text((meta / ".info.json").read_text().replace("{", "{ "))
+    (meta / "split.json").write_text((meta / "split.yaml").read_text())
+    for name in (".info.json", "split.yaml"):
+        (meta / name).unlink()
+    assert shown(opened(meta.parent)) == expected
+    (meta / "index.sqlite").unlink()
+    assert shown(opened(meta.parent)) == expected
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_what_is_excluded(tmp_path: Path, indexed: bool) -> None:
+    exclude = ["tars/s0.tar", "tars/s1.tar/x/k1{0,2}", "tars/s2.tar/x/k20"]
+    meta = prepare(tmp_path, split=SPLIT | {"exclude": exclude}) / ".nv-meta"
+    if not indexed:
+        (meta / "index.sqlite").unlink()
+    assert [text for _, text, _ in shown(opened(tmp_path))] == ["txt 11"]
+    (meta / "split.yaml").write_text(json.dumps(SPLIT | {"exclude": ["tars/s1.tar/1"]}))
+    with pytest.raises(UserError, match=r"s1.tar: it does not have all of its excluded samples \(1\)"):
+        opened(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- dataset.yaml
+
+TURNS = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "It."}]
+MESSAGES = [{"role": "user", "content": [{"type": "image"}, "Why?"]}, {"role": "assistant", "content": "So."}]
+PLAIN = [{"role": "user", "content": "Why?"}, MESSAGES[1]]
+QA = json.dumps({"c": ["Where?"], "a": ["Here.", "There."]})
+CHAT = "my.module.ChatMLWebdataset"
+
+MAPPED = {
+    "old class": ("CaptioningWebdataset", {"image": "png,jpg", "caption": "txt"}, {"jpg": "p", "txt": "It."},
+                  ("<image>", "It.", "p")),
+    "alternatives": ("CaptioningSample", {"image": "jpg,png", "caption": "json[x],json[c][0]"},
+                     {"png": "p", "json": QA}, ("<image>", "Where?", "p")),
+    "questions": ("VQASample", {"image": "a.JPG", "context": "json[c][0]", "answers": "json[a]", "answer_weights": "w"},
+                  {"a.jpg": "p", "json": QA}, ("<image>Where?", "Here.", "p")),
+    "turns by number": ("VQAWebdataset", {"image": "jpg", "context": "json[0][value]", "answers": "json[1][value]"},
+                        {"jpg": "p", "json": json.dumps(TURNS)}, ("<image>What?", "It.", "p")),
+    "videos": ("VidQASample", {"video": "mp4", "context": "txt", "answers": "gt.txt"},
+               {"mp4": "v", "txt": "Why?", "gt.txt": "So."}, ("<video>Why?", "So.", "v")),
+    "conversations": (CHAT, {"imgs": "jpg", "conversation": "json"}, {"jpg": "p", "json": json.dumps(TURNS)},
+                      ("<image>What?", "It.", "p")),
+    "messages": (CHAT, {"imgs": "image.jpg", "conversation": "conversation.json"},
+                 {"image.jpg": "p", "conversation.json": json.dumps(MESSAGES)}, ("<image>Why?", "So.", "p")),
+    "JSON in JSON": (CHAT, {"imgs": "jpg", "conversation": "json[x]"},
+                     {"jpg": "p", "json": json.dumps({"x": json.dumps(MESSAGES)})}, ("<image>Why?", "So.", "p")),
+    "JSON without suffix": (CHAT, {"imgs": "jpg", "conversation": "conversation"},
+                            {"jpg": "p", "conversation": json.dumps({"messages": MESSAGES})},
+                            ("<image>Why?", "So.", "p")),
+    "no picture": (CHAT, {"imgs": "jpg", "conversation": "json"}, {"json": json.dumps({"conversation": PLAIN})},
+                   ("Why?", "So.")),
+    "crude": ("CrudeWebdataset", None, {"jpg": "p", "txt": "It."}, ("<image>", "It.", "p")),
+    "unknown": ("my.Sample", {"x": "jpg"}, {"jpg": "p", "txt": "It."}, ("<image>", "It.", "p")),
+}  # fmt: skip
+
+
+def described(name: str, field_map: Any, **more: Any) -> dict[str, Any]:
+    """A dataset.yaml."""
+    module, _, name = name.rpartition(".")
+    kind = {"__module__": module, "__class__": name}
+    found = kind if name.endswith("Webdataset") else {"sample_type": kind}
+    return found | ({} if field_map is None else {"field_map": field_map}) | more
+
+
+def one_sample(folder: Path, parts: Mapping[str, str], dataset: Any) -> Path:
+    split = {"split_parts": {"train": ["a.tar"]}}
+    return prepare(folder, {"a.tar": [(f"k.{part}", text) for part, text in parts.items()]}, dataset, split)
+
+
+@pytest.mark.parametrize("name, field_map, parts, expected", MAPPED.values(), ids=MAPPED)
+def test_fields_of_samples(
+    tmp_path: Path, name: str, field_map: Any, parts: Mapping[str, str], expected: tuple[str, ...]
+) -> None:
+    assert shown(opened(one_sample(tmp_path, parts, described(name, field_map)))) == [expected]
+
+
+def test_the_mapping_of_a_folder(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    entry = DatasetConfig(files=Pattern(str(tmp_path)))
+    format, files, own = open_energon(tmp_path, entry, "data.registry.d.files")
+    assert own == {"image": "field_map.image", "answer": "field_map.caption"}
+    assert [file.name for file in files] == [f"{tmp_path}/tars/s0.tar", f"{tmp_path}/tars/s1.tar"]
+    assert repr(format) == repr(open_energon(tmp_path, entry, "data.registry.d.files")[0])
+    fields = {"image": "jpg", "question": "txt", "answer": "txt"}
+    assert shown(opened(tmp_path, fields=fields))[0] == ("<image>txt 00", "txt 00", "JPG 00")
+
+
+BAD_MAPS = {
+    "code": (described("VQASample", None, sample_loader="loader.py:load", part_filter="loader.py:part"),
+             "sample_loader: found 'loader.py:load', expected a field_map, because code of data is never run. "
+             "Set data.registry.d.fields"),
+    "pickle": (described("ChatMLWebdataset", {"imgs": "jpgs", "conversation": "json"}),
+               "field_map.imgs: part 'jpgs' is never loaded, because it is a pickle.*Pack each picture"),
+    "path": (described("VQASample", {"image": "jpg["}), "field_map.image: found 'jpg\\[', expected PART or PART"),
+    "no path": (described("VQASample", {"image": ["jpg"]}), "field_map.image: found \"\\['jpg'\\]\""),
+    "no map": (described("VQASample", None), "field_map: found null, expected a mapping"),
+    "missing": (described("VQASample", {"image": "png,json[x]", "context": "txt"}),
+                "k: field 'image': found nothing at png or json.x, expected the place in field_map, .* with txt"),
+    "no turns": (described("ChatMLSample", {"conversation": "txt"}), "k: field 'conversation': found broken JSON"),
+    "one turn": (described("ChatMLSample", {"conversation": "cls"}), "'conversation': found a number, expected a list"),
+    "a list": ([], "dataset.yaml: found a list, expected a mapping"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dataset, message", BAD_MAPS.values(), ids=BAD_MAPS)
+def test_bad_mappings(tmp_path: Path, dataset: Any, message: str) -> None:
+    one_sample(tmp_path, {"txt": "It.", "cls": "7"}, dataset)
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path)
+    assert shown(opened(tmp_path, fields={"answer": "txt"})) == [("", "It.")]
+
+
+# ------------------------------------------------------------------------------------------------- broken folders
+
+
+def meta_file(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / ".nv-meta" / name).write_text(text)
+
+
+def in_split(**content: Any) -> Callable[[Path], Any]:
+    return meta_file("split.yaml", json.dumps(SPLIT | content))
+
+
+def in_index(*commands: str) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        database = sqlite3.connect(folder / ".nv-meta" / "index.sqlite")
+        for command in commands:
+            database.execute(command)
+        database.commit()
+        database.close()
+
+    return change
+
+
+def repack(folder: Path) -> None:
+    members = [(name, f"{text}, longer" if k == 3 else text) for k, (name, text) in enumerate(SHARDS["tars/s1.tar"])]
+    (folder / "tars" / "s1.tar").write_bytes(pack(members, mtime=1.5))
+
+
+BOMB = "a: &a {x: 1}\nb: &b {<<: [*a, *a]}\n" + "".join(f"c{k}: &c{k} {{<<: [*b, *b]}}\n" for k in range(9))
+SHIFT = "UPDATE sample_parts SET content_byte_offset = content_byte_offset + "
+BROKEN = {
+    "no info": (lambda f: (f / ".nv-meta" / ".info.json").unlink(), r"\.info\.json: no such file. Run `energon prep"),
+    "no split": (lambda f: (f / ".nv-meta" / "split.yaml").unlink(), r"split\.yaml: no such file"),
+    "a folder": (lambda f: [(f / ".nv-meta" / "split.yaml").unlink(), (f / ".nv-meta" / "split.yaml").mkdir()],
+                 r"split\.yaml: cannot be read \(is a directory\)"),
+    "no JSON": (meta_file(".info.json", "{"), r"\.info\.json: malformed \(JSONDecodeError"),
+    "no counts": (meta_file(".info.json", "{}"), r"\.info\.json: shard_counts: found null, expected a mapping"),
+    "odd counts": (meta_file(".info.json", '{"shard_counts": {"a": "3"}}'), "'a': found a string, expected a number"),
+    "another count": (meta_file(".info.json", '{"shard_counts": {"tars/s0.tar": 3, "tars/s1.tar": 4}}'),
+                      "s1.tar: found 3 samples, expected 4, because `.info.json`"),
+    "unknown tar": (in_split(split_parts={"train": ["tars/s9.tar"]}), "does not have 'tars/s9.tar' of split 'train'"),
+    "no YAML": (meta_file("split.yaml", "a: ["), r"split\.yaml: malformed"),
+    "no text": (lambda f: (f / ".nv-meta" / "split.yaml").write_bytes(b"\xff"), r"split\.yaml: malformed"),
+    "aliases": (meta_file("split.yaml", BOMB), "malformed .*an alias"),
+    "objects": (meta_file("split.yaml", "!!python/object/apply:os.getcwd []"), "malformed .*python/object"),
+    "deep": (meta_file("split.yaml", "[" * 99_999), "malformed"),
+    "no parts": (meta_file("split.yaml", "{}"), "split_parts: found null"),
+    "no list": (in_split(split_parts={"train": "tars/s0.tar"}), "train: found a string, expected a list of names"),
+    "odd list": (in_split(split_parts={"train": [["x"]]}), "train: found a list, expected a list of names"),
+    "a store": (in_split(split_parts={"train": ["s3://b/{a,b}*"]}), "expected a list of names"),
+    "braces": (in_split(split_parts={"train": ["tars/s{3..1}.tar"]}), "train: .*ascending range"),
+    "outside": (in_split(split_parts={"train": ["../a.tar"]}), r"found '\.\./a\.tar', expected names of tars inside"),
+    "absolute": (in_split(split_parts={"train": ["/a.tar"]}), "found '/a.tar', expected names of tars inside"),
+    "twice": (in_split(split_parts={"train": ["tars/s0.tar"] * 2}), "'tars/s0.tar' given twice"),
+    "all excluded": (in_split(exclude=["tars/s{0,1}.tar"]), "all tars of split 'train' are excluded"),
+    "no tar": (lambda f: (f / "tars" / "s1.tar").unlink(), r"tars/s1\.tar: no such file"),
+    "compressed": (lambda f: (f / "tars" / "s1.tar").write_bytes(b"\x1f\x8b" + bytes(9999)), "Gunzip it"),
+    "packed anew": (repack, "s1.tar: x/k11 part txt: not what index.sqlite of .nv-meta says"),
+    "damaged index": (meta_file("index.sqlite", "x" * 5000), "index.sqlite: cannot be read .DatabaseError"),
+    "index a folder": (lambda f: [(f / ".nv-meta/index.sqlite").unlink(), (f / ".nv-meta/index.sqlite").mkdir()],
+                       r"index\.sqlite: cannot be read \(is a directory\)"),
+    "no column": (in_index("ALTER TABLE samples DROP COLUMN sample_index"), "cannot be read .OperationalError: no"),
+    "text": (in_index("UPDATE sample_parts SET content_byte_offset = 'x'"), "found a string, a string, a string"),
+    "null": (in_index("UPDATE sample_parts SET part_name = NULL"), "found a string, null, a number, a number"),
+    "half": (in_index(SHIFT + "0.5"), "found a string, a string, a number, a number, expected"),
+    "shifted a little": (in_index(SHIFT + "1"), "s0.tar: 'x/k00' part 'JPG': not what index.sqlite"),
+    "shifted a lot": (in_index(SHIFT + "99999999999"), "not what index.sqlite"),
+    "shifted by a header": (in_index(SHIFT + "1024"), "x/k00 part txt: not what index.sqlite"),
+    "negative": (in_index("UPDATE sample_parts SET content_byte_size = -1"), "not what index.sqlite"),
+    "overlapping": (in_index("UPDATE sample_parts SET content_byte_size = 3000"), "'x/k00' part 'txt': not what index"),
+    "another text": (in_index("UPDATE sample_parts SET part_name = 'json' WHERE part_name = 'txt'"),
+                     "x/k00 part json: not what index.sqlite"),
+    "a part too few": (in_index("DELETE FROM samples WHERE sample_key = 'x/k01'"), "found 2 samples, expected 3"),
+    "other numbers": (in_index("UPDATE sample_parts SET tar_file_id = tar_file_id + 5"), "found 0 samples, expected 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change, message", BROKEN.values(), ids=BROKEN)
+def test_broken_folders(tmp_path: Path, change: Callable[[Path], Any], message: str) -> None:
+    change(prepare(tmp_path))
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path)
+
+
+def test_other_folders(tmp_path: Path) -> None:
+    (tmp_path / "blend.yaml").touch()
+    for files, message in (
+        (tmp_path, "d.files: .* is not a folder that Energon has prepared, with .nv-meta in it. Run `energon prepare`"),
+        (tmp_path / "blend.yaml", "Add the folders of a metadataset to data.registry, and mix them by data.datasets"),
+        ("s3://bucket/folder", "s3://bucket/folder is not a folder that Energon has prepared"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(files)
+    with pytest.raises(
+        UserError, match=r"^data.registry.d.split: found 'test', expected a split with tars, of train, val"
+    ):
+        opened(prepare(tmp_path), split="test")
+
+
+def test_records_of_a_range(tmp_path: Path) -> None:
+    path = prepare(tmp_path) / "tars" / "s1.tar"
+    format, columns = EnergonTars(shards={str(path): Shard(1, 3)}, index=tmp_path / ".nv-meta" / "index.sqlite"), {}
+    assert len(list(format.scan(StoredFile(str(path)), columns))) == 3
+    arrays = {name: np.frombuffer(column, np.uint8 if isinstance(column, bytearray) else np.int64)
+              for name, column in columns.items()}  # fmt: skip
+    assert [value["txt"] for value, _ in format.read(StoredFile(str(path)), arrays, range(1, 3))] == [
+        "txt 11",
+        "txt 12",
+    ]

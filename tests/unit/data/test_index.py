@@ -1,0 +1,221 @@
+"""Indexes: computed once, stored whole, and never used for other files than they were computed from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.sections import DatasetConfig
+from megatron_hetero.data.processor import Processor
+from megatron_hetero.data.records import Dataset, Reading
+from megatron_hetero.data.sources import index
+from megatron_hetero.data.sources.index import Indexer
+from tests.support.items import annotated
+
+
+def write(path: Path, count: int, bad: tuple[int, ...] = ()) -> Path:
+    with open(path, "w") as file:
+        for k in range(count):
+            turns = [
+                {"from": "human", "value": f"<image>What {k}?"},
+                {"from": "gpt", "value": "" if k in bad else "It."},
+            ]
+            file.write(json.dumps({"image": f"{k}.png", "conversations": turns}) + "\n")
+    return path
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Dataset]:
+    """Opens `d.jsonl` with a stored index; `opened.computed` counts."""
+    real = Indexer._computed
+
+    def computed(self: Indexer, files: Any) -> Any:
+        calls.append(self.name)
+        return real(self, files)
+
+    def open_(cache: Path | None = None, **options: Any) -> Dataset:
+        entry = DatasetConfig(annotations=tmp_path / "d.jsonl", images=tmp_path)
+        return Dataset("d", entry, Reading(cache=cache or tmp_path / "cache", **options))
+
+    calls: list[str] = []
+    open_.calls = calls  # type: ignore[attr-defined]
+    monkeypatch.setattr(Indexer, "_computed", computed)
+    return open_
+
+
+def computed(opened: Any) -> int:
+    return len(opened.calls)
+
+
+def stored(tmp_path: Path) -> Path:
+    [path] = (tmp_path / "cache").glob("*.index")
+    return path
+
+
+def test_an_index_is_computed_once_and_replaced_if_its_file_changes(tmp_path: Path, opened: Any) -> None:
+    write(tmp_path / "d.jsonl", 30)
+    first = opened()
+    again = opened()
+    assert computed(opened) == 1
+    assert [again[k] for k in range(30)] == [first[k] for k in range(30)] and again.digest == first.digest
+    assert again[7].items[0].file == "7.png" and again[7].where.endswith("d.jsonl:8")
+    write(tmp_path / "d.jsonl", 31)
+    assert len(opened()) == 31 and computed(opened) == 2
+    os.utime(tmp_path / "d.jsonl", ns=(1, 1))
+    assert opened().digest != first.digest and computed(opened) == 3
+    assert stored(tmp_path).stat().st_size < 10_000, "one for all versions of a data set"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-70],
+        lambda data: b"",
+        lambda data: data[:900] + b"!" + data[901:],
+        lambda data: b"\xff" * 64 + data[64:],
+    ],
+)
+def test_damaged_indexes_are_not_used(tmp_path: Path, opened: Any, damage: Callable[[bytes], bytes]) -> None:
+    write(tmp_path / "d.jsonl", 30)
+    expected = opened().digest
+    path = stored(tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    assert opened().digest == expected and computed(opened) == 2
+    assert opened()[29].where.endswith(":30") and computed(opened) == 2
+
+
+def test_settings_that_records_depend_on_have_indexes_of_their_own(tmp_path: Path, opened: Any) -> None:
+    write(tmp_path / "d.jsonl", 3)
+    opened()
+    (tmp_path / "e.jsonl").write_text("")
+    entry = DatasetConfig(annotations=tmp_path / "d.jsonl", images=None)
+    with pytest.raises(UserError, match="no image folder"):
+        Dataset("d", entry, Reading(cache=tmp_path / "cache"))
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    tmp_path: Path, opened: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "d.jsonl", 3)
+    (tmp_path / "file").touch()
+    assert len(opened(tmp_path / "file")) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("warning: the index of data set 'd' cannot be stored") and "data.index" in error
+
+
+def test_bad_records_are_counted_or_refused(tmp_path: Path, opened: Any) -> None:
+    write(tmp_path / "d.jsonl", 9, bad=(4, 6))
+    with pytest.raises(UserError, match=r"d\.jsonl:5: field 'conversations\[1\]': empty answer"):
+        opened()
+    assert not list((tmp_path / "cache").glob("*.index"))
+    data = opened(strict=False)
+    assert data.bad == 2 and data.good_records.tolist() == [0, 1, 2, 3, 5, 7, 8]
+    assert len(data.problems) == 2 and "d.jsonl:7" in data.problems[1]
+    with pytest.raises(UserError, match=r"d\.jsonl:5: .*\(2 records of data set 'd' are bad\)"):
+        opened()
+    assert computed(opened) == 2, "the second time it is known"
+
+
+def test_a_record_that_changes_after_it_was_indexed_is_refused(tmp_path: Path, opened: Any) -> None:
+    write(tmp_path / "d.jsonl", 9)
+    data = opened()
+    with open(tmp_path / "d.jsonl", "r+b") as file:
+        file.truncate(700)
+    with pytest.raises(UserError, match=r"d\.jsonl:9: not what the index of its file says.*changed or replaced"):
+        data[8]
+
+
+def test_processes_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "d.jsonl", 3000)
+    monkeypatch.setattr(index, "CHUNK", 256)
+    alone = annotated("d", path, tmp_path)
+    monkeypatch.setattr(index, "RECORDS_OF_A_PROCESS", 1000)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    used = list[int]()
+    real = index.Processes.__init__
+    monkeypatch.setattr(index.Processes, "__init__", lambda self, *args: used.append(args[1]) or real(self, *args))
+    together = annotated("d", path, tmp_path)
+    assert used == [2] and together.digest == alone.digest
+    write(path, 3000, bad=(777, 2222))
+    with pytest.raises(UserError, match=r"d\.jsonl:778: .*empty answer"):
+        annotated("d", path, tmp_path)
+
+
+def test_headers_of_items_are_stored(tmp_path: Path, processor: Processor) -> None:
+    write(tmp_path / "d.jsonl", 3)
+    for k, size in enumerate([(30, 60), (56, 28), (84, 84)]):
+        Image.new("RGB", size).save(tmp_path / f"{k}.png")
+    entry = DatasetConfig(annotations=tmp_path / "d.jsonl", images=tmp_path)
+    reading = Reading(processor.fields, tmp_path / "cache", processor.readers)
+    scanned, plain = Dataset("d", entry, reading), Dataset("d", entry, reading._replace(readers=None))
+    assert scanned.digest == plain.digest
+    assert [scanned[k].item(0).header for k in range(3)] == [(30, 60), (56, 28), (84, 84)]
+    expected = [processor.tokenize(plain[k]).sizes for k in range(3)]
+    for k in range(3):
+        (tmp_path / f"{k}.png").unlink()
+    assert [processor.tokenize(scanned[k]).sizes for k in range(3)] == expected, "no file is looked at"
+    (tmp_path / "cache").rename(tmp_path / "other")
+    with pytest.raises(UserError, match=r"d\.jsonl:1: image .*0\.png: cannot be read"):
+        Dataset("d", entry, reading)
+
+
+OPENS = """
+import sys, time
+from pathlib import Path
+from megatron_hetero.config.sections import DatasetConfig
+from megatron_hetero.data.records import Dataset, Reading
+from megatron_hetero.data.sources.index import Indexer
+real = Indexer._computed
+def computed(self, files):
+    print("computes", flush=True)
+    time.sleep(float(sys.argv[2]))
+    return real(self, files)
+Indexer._computed = computed
+folder = Path(sys.argv[1])
+data = Dataset("d", DatasetConfig(annotations=folder / "d.jsonl", images=folder), Reading(cache=folder / "cache"))
+print(data.digest, flush=True)
+"""
+
+
+def open_elsewhere(folder: Path, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", OPENS, str(folder), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_one_process_computes_while_others_wait(tmp_path: Path) -> None:
+    write(tmp_path / "d.jsonl", 30)
+    outputs = [each.communicate(timeout=60)[0] for each in [open_elsewhere(tmp_path, 1.0) for _ in range(3)]]
+    assert sum("computes" in output for output in outputs) == 1
+    assert len({output.split()[-1] for output in outputs}) == 1
+
+
+def test_an_index_that_was_left_halfway_is_computed_by_the_next(tmp_path: Path, opened: Any) -> None:
+    write(tmp_path / "d.jsonl", 30)
+    with open_elsewhere(tmp_path, 60.0) as first:
+        assert first.stdout is not None and first.stdout.readline() == "computes\n"
+        first.send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    assert len(opened()) == 30 and computed(opened) == 1
+    assert time.monotonic() - began < 30
+
+
+def test_blocks_are_cut_by_records_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "BLOCK_RECORDS", 4)
+    data = annotated("d", write(tmp_path / "d.jsonl", 10), tmp_path)
+    assert data.blocks.starts.tolist() == [0, 4, 8, 10]
+    assert data.blocks.sizes.sum() == (tmp_path / "d.jsonl").stat().st_size
+    monkeypatch.setattr(index, "BLOCK_BYTES", 250)
+    data = annotated("d", tmp_path / "d.jsonl", tmp_path)
+    assert np.diff(data.blocks.starts).max() == 2

@@ -1,0 +1,172 @@
+"""Patterns of files, mappings of fields, forms of text, and object stores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.fields import Pattern
+from megatron_hetero.config.sections import DatasetConfig
+from megatron_hetero.data.records import Dataset, Reading
+from megatron_hetero.data.sources.mapping import FieldMap
+from megatron_hetero.data.sources.patterns import files_of
+from megatron_hetero.data.validation import item_fields, validate_record
+
+FIELDS = item_fields({"vision": ("image", "video")})
+
+
+@pytest.mark.parametrize(
+    "pattern, names",
+    [
+        ("s-{00..02}.tar", ["s-00.tar", "s-01.tar", "s-02.tar"]),
+        ("s-{8..11}", ["s-8", "s-9", "s-10", "s-11"]),
+        ("{a,b}/{1..2}", ["a/1", "a/2", "b/1", "b/2"]),
+        ("{a{1..2},b}.json", ["a1.json", "a2.json", "b.json"]),
+        ("x{}y", ["xy"]),
+    ],
+)
+def test_braces(pattern: str, names: list[str]) -> None:
+    assert [file.name for file in files_of(f"/none/{pattern}", "s")] == [f"/none/{name}" for name in names]
+
+
+def test_wildcards_match_in_order(tmp_path: Path) -> None:
+    for name in ("b2.json", "b10.json", "a[1].json", "c.txt"):
+        (tmp_path / name).touch()
+    names = [Path(file.name).name for file in files_of(f"{tmp_path}/*.json", "s")]
+    assert names == ["a[1].json", "b10.json", "b2.json"]
+    assert [Path(file.name).name for file in files_of(f"{tmp_path}/a[1].json", "s")] == ["a[1].json"]
+
+
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        ("/none/*.tar", "no file matches"),
+        ("/none/{a,a}", "named twice"),
+        ("/none/{5..2}", "ascending range"),
+        ("/none/{0..99999999999}", "ascending range"),
+        ("/none/{0..9999}{0..9999}", "more than 1,000,000 files"),
+    ],
+)
+def test_bad_patterns(pattern: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"^data.registry.d.files: .*{message}"):
+        files_of(pattern, "data.registry.d.files")
+
+
+VALUE = {"qa": [{"q.text": "Why?", "a": ["So."]}], "img1.png": "i", "img1": {"png": "wrong"}, "messages": [], "fps": 2}
+
+
+def mapped(**fields: str) -> Any:
+    return FieldMap.parse(fields, FIELDS, "f").apply(VALUE, "d:1")
+
+
+def test_paths_of_fields() -> None:
+    found = mapped(question="qa.0.q.text", answer="qa[0][a]", image="img1.png")
+    assert found["question"] == "Why?" and found["answer"] == ["So."] and found["image"] == "i"
+    assert "messages" not in found and found["fps"] == 2
+    assert "image" not in mapped(image="img2.png")
+    with pytest.raises(UserError, match=r"d:1: field 'answer': found nothing at qa\.1\.a, expected a text.*qa, img1"):
+        mapped(answer="qa.1.a")
+    with pytest.raises(UserError, match="f: found 'imgs', expected one of image, video, "):
+        mapped(imgs="a")
+    with pytest.raises(UserError, match="f.image: found '..'"):
+        mapped(image="..")
+
+
+def turns_of(value: dict[str, Any]) -> tuple[list[tuple[str, str]], list[Any]]:
+    turns, items = validate_record(value, "d:1", has_image_folder=True, fields=FIELDS)
+    return turns, [item.file for item in items]
+
+
+ANSWER = {"role": "assistant", "content": "It."}
+PARTS = [{"type": "text", "text": "See "}, {"type": "image", "image": "b.png", "text": None}, {"type": "image"}]
+
+
+@pytest.mark.parametrize(
+    "value, texts, items",
+    [
+        ({"messages": [{"role": "user", "content": "<image>Q"}, ANSWER], "images": ["a.png"]}, ["<image>Q", "It."],
+         ["a.png"]),
+        ({"messages": [{"role": "user", "content": "Q"}, ANSWER], "images": ["a.png", "b.png"]},
+         ["<image><image>Q", "It."], ["a.png", "b.png"]),
+        ({"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, ANSWER], "video": "a.mp4",
+          "image": "a.png"}, ["S", "<image><video>Q", "It."], ["a.png", "a.mp4"]),
+        ({"messages": [{"role": "user", "content": [*PARTS[:2], "?"]}, ANSWER]}, ["See <image>?", "It."], ["b.png"]),
+        ({"messages": [{"role": "user", "content": [PARTS[2]]}, ANSWER], "image": "c.png"}, ["<image>", "It."],
+         ["c.png"]),
+        ({"texts": [{"user": "Q", "assistant": "A", "source": "x"}, {"user": "R", "assistant": "B"}], "images": ["a"]},
+         ["<image>Q", "A", "R", "B"], ["a"]),
+        ({"question": "Q", "answer": ["A", "B"], "image": "a"}, ["<image>Q", "A"], ["a"]),
+        ({"answer": "A caption.", "image": "a", "system": "S"}, ["S", "<image>", "A caption."], ["a"]),
+        ({"conversations": None, "answer": "A"}, ["", "A"], []),
+    ],
+)  # fmt: skip
+def test_forms_of_text(value: dict[str, Any], texts: list[str], items: list[str]) -> None:
+    turns, files = turns_of(value)
+    assert [text for _, text in turns] == texts and files == items
+    assert [role for role, _ in turns][-2:] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ({"messages": [ANSWER]}, r"'messages\[0\]': found a turn of assistant, expected a turn of user"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            r"'messages\[0\]': found 'tool', expected 'role'",
+        ),
+        ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "a number for 'content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, "a part of type 'audio'"),
+        ({"messages": [{"role": "user", "content": PARTS[:2]}, ANSWER], "image": "a"}, "images in both"),
+        ({"messages": {}}, "field 'messages': found an object"),
+        ({"texts": [{"user": "Q", "assistant": None}]}, r"'texts\[0\]': found a string and null"),
+        ({"texts": ["Q"]}, r"'texts\[0\]': found a string"),
+        ({"texts": [{"user": "Q", "assistant": " "}]}, r"'texts\[0\]': empty answer"),
+        ({"question": "Q"}, "field 'answer': found no such field"),
+        ({"question": 3, "answer": "A"}, "field 'question': found a number"),
+        ({"question": "Q", "answer": ""}, "field 'answer': empty answer"),
+        ({"answer": "A", "system": 1}, "field 'system': found a number"),
+        ({"question": "<image>", "answer": "A"}, "1 <image> placeholders for 0 images"),
+        ({"question": "Q", "answer": "<image>", "image": "a"}, r"<image> in a turn of assistant"),
+    ],
+)
+def test_bad_forms_of_text(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^d:1: .*{message}"):
+        turns_of(value)
+
+
+def opened(files: str, **more: Any) -> Dataset:
+    return Dataset("d", DatasetConfig(files=Pattern(files), **more), Reading(FIELDS))
+
+
+def test_several_json_files_are_one_data_set(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl"):
+        rows = [{"question": f"{name} {k}?", "answer": "It."} for k in range(3)]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "empty.jsonl").touch()
+    data = opened(f"{tmp_path}/*.jsonl")
+    assert [record.turns[0].text for record in data] == [f"{n}.jsonl {k}?" for n in "ab" for k in range(3)]
+    assert data[4].where == f"{tmp_path}/b.jsonl:2"
+    with pytest.raises(UserError, match=r"c\.jsonl: no such file.*`files` of data.registry.d"):
+        opened(f"{tmp_path}/{{a,c}}.jsonl")
+
+
+def test_objects_of_a_store_are_read_in_ranges() -> None:
+    store = fsspec.filesystem("memory")
+    rows = [{"question": f"{k}?", "answer": "It."} for k in range(5)]
+    store.pipe("/bucket/a.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    store.pipe("/bucket/b.json", json.dumps(rows).encode())
+    data = opened("memory://bucket/*.json*")
+    assert [record.turns[0].text for record in data] == 2 * [f"{k}?" for k in range(5)]
+    assert data[0].where == "memory:///bucket/a.jsonl:1"
+    with pytest.raises(UserError, match=r"memory://bucket/none.jsonl: no such file"):
+        opened("memory://bucket/none.jsonl")
+
+
+def test_stores_without_a_driver_are_refused() -> None:
+    with pytest.raises(UserError, match=r"nowhere://a/b\.jsonl: cannot be read \(.*nowhere.*pip install fsspec s3fs"):
+        opened("nowhere://a/b.jsonl")
