@@ -145,6 +145,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.schedule
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.video
+	$(BIN)/python -m benchmarks.data
 	$(BIN)/python -m benchmarks.roofline
 
 # On a machine with one GPU, in under ten minutes.

@@ -43,7 +43,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.21", "flash-attn>=2.1,<3"],
         # Wheels bring FFmpeg along. Newer ones have not been tested.
         "video": ["av>=15,<20"],
-        "parquet": ["pyarrow>=18"],
+        "parquet": ["pyarrow>=26"],
         "tensorboard": ["tensorboard>=2.17"],
         "wandb": ["wandb>=0.19"],
         # einops is what Megatron-Core's own bridge needs, which is measured beside ours.

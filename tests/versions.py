@@ -54,6 +54,7 @@ ROWS = (
             "megatron-core==0.16.0",
             "transformers==5.17.0",
             "tokenizers==0.23.1",
+            "msgspec==0.19.0",
             "safetensors==0.8.0",
             "jinja2==3.1.6",
             "numpy==1.26.0",

@@ -12,6 +12,7 @@ from PIL import Image
 
 import pretrain_vlm
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.formats import FORMATS, write_as
 
 LAYOUTS = (
     ("sp:4,dp:2", "tp:2,dp:4"), ("dp:8", "cp:2,tp:2,dp:2"), ("tp:2,dp:4", "pp:2,dp:4"), ("sp:2,dp:4", "pp:2,tp:2,dp:2"),
@@ -54,6 +55,7 @@ def _settings(folder: Path) -> dict[str, Any]:
                 "b": {"annotations": f"{folder}/data.jsonl", "images": f"{folder}/images"},
             },
             "datasets": ["a", "b%50"],
+            "index": f"{folder}/index",
             "max_seq_length": 4096,
             "workers": 0,
             "max_pixels": 50176,
@@ -79,6 +81,14 @@ PICTURES: list[tuple[str, str, dict[str, Any]]] = [
 def _picture(mode: str) -> Image.Image:
     drawn = Image.linear_gradient("L").resize((61, 45))
     return drawn.convert("I").convert(mode) if mode == "I;16" else drawn.convert("RGB").convert(mode)
+
+
+def sources(folder: Path) -> Path:
+    """The same samples in each format."""
+    write_data(folder, 6)
+    for name in FORMATS:
+        write_as(name, folder / "data.jsonl", folder / "images", folder / "formats" / name)
+    return folder
 
 
 def run(folder: Path) -> Path:

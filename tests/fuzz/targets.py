@@ -28,12 +28,15 @@ from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.cli import export
 from megatron_hetero.cli import inspect_data as inspect
+from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.flags import flag_rows
 from megatron_hetero.config.schema import Config, load_command
+from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import open_held_out, open_mixture
 from megatron_hetero.data.processor import Processor, open_processor
-from megatron_hetero.data.records import Record, Turn
+from megatron_hetero.data.records import Dataset, Record, Turn
 from megatron_hetero.job import JobSpec
+from megatron_hetero.models.items.image_files import load_picture
 from megatron_hetero.models.weights import open_modules
 from tests.fuzz import good_input, words
 from tests.support.items import pictures, whole
@@ -195,7 +198,7 @@ def _run_runs(good: Path, rng: random.Random, case: Path) -> bool:
 
 def _inside(argv: list[str], case: Path) -> list[str]:
     """Where to write is in the case's folder: it is no fault to write where one is told to."""
-    written = {"--log.dir", "--checkpoint.dir", "--export.hf_dir", "--plan-svg"}
+    written = {"--log.dir", "--checkpoint.dir", "--export.hf_dir", "--plan-svg", "--data.index", "--data.video.index"}
     return [
         f"{case}/{value}"
         if flag in written and value.startswith(("/", ".", "~")) and not value.startswith("/dev")
@@ -231,7 +234,9 @@ def _run_configurations(good: Path, rng: random.Random, case: Path) -> bool:
     (case / "config.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
     where = ["--log.dir", f"{case}/log", "--checkpoint.dir", f"{case}/checkpoints"] if rng.random() < 0.7 else []
     plan = ["--plan", "--world-size", "8"] if rng.random() < 0.5 else []
-    return _refused(lambda: _start(["--config", f"{case}/config.yaml", *where, *plan], 8))
+    return _refused(
+        lambda: _start(["--config", f"{case}/config.yaml", "--data.index", f"{case}/index", *where, *plan], 8)
+    )
 
 
 # ----------------------------------------------------------------------------------------------- annotations
@@ -249,6 +254,28 @@ def _run_annotations(good: Path, rng: random.Random, case: Path) -> bool:
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     flags = ["--data.datasets", "a", "--data.registry.a.annotations", f"{path}", "-n", "1"]
     return _told(inspect.main, ["--config", f"{good}/config.yaml", *flags])
+
+
+# ------------------------------------------------------------------------------------------------- data sets
+
+
+def _run_sources(good: Path, rng: random.Random, case: Path) -> bool:
+    """One file of a data set is not as it was."""
+    name = rng.choice(("json", "parquet", "parquet", "webdataset", "energon", "energon"))
+    shutil.copytree(good / "formats" / name, case / "data")
+    files = sorted(path for path in (case / "data").rglob("*") if path.is_file())
+    path = rng.choice(files)
+    path.write_bytes(mutated_bytes(rng, path.read_bytes()))
+    pattern = {"json": "data/*.json", "parquet": "data/*.parquet", "webdataset": "data/*.tar", "energon": "data"}[name]
+    entry = DatasetConfig(files=Pattern(f"{case}/{pattern}"), images=good / "images")
+
+    def read() -> None:
+        for record in Dataset("d", entry):
+            for k in range(len(record.items)):
+                item = record.item(k)
+                load_picture(item.content, item.where)
+
+    return _refused(read)
 
 
 # -------------------------------------------------------------------------------------------------- pictures
@@ -398,6 +425,7 @@ TARGETS = {
         Target("tools", good_input.run, _run_tools),
         Target("configurations", good_input.model, _run_configurations),
         Target("annotations", good_input.model, _run_annotations),
+        Target("sources", good_input.sources, _run_sources),
         Target("pictures", good_input.model, _run_pictures),
         Target("models", good_input.model, _run_models),
         Target("imports", good_input.model, _run_imports),

@@ -27,8 +27,10 @@ from megatron_hetero.data.item_fields import PLURALS
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
 from megatron_hetero.data.validation import FORMS, FURTHER
 
-CACHE_BYTES = 1 << 30
-"""Decompressed bytes of row groups in memory, of all data sets. One row group is there whatever its size."""
+CACHE_BYTES, TEXT_BYTES = 1 << 30, 1 << 25
+"""Decompressed bytes of row groups in memory, of all data sets: of items, and of texts, which are read again soon. One
+row group is there whatever its size.
+"""
 MOST_GROUP_BYTES = 1 << 32
 """Limit of the decompressed bytes of a row group, in columns that are used."""
 MOST_GROUP_ROWS = 1 << 24
@@ -171,7 +173,7 @@ class ParquetFiles:
 
     def _texts(self, group: _Group, ahead: bool = False) -> Any:
         """The `_Texts` of a row group; None if they are to be loaded ahead, and there is no room."""
-        return _CACHE.get(group.key, "", lambda: group.size(group.text_leaves), partial(_load_texts, group), ahead)
+        return _TEXT_CACHE.get(group.key, "", lambda: group.size(group.text_leaves), partial(_load_texts, group), ahead)
 
     def _whole(self, group: _Group, column: _Column, ahead: bool = False) -> Table:
         """The table of a column with items; None as for texts."""
@@ -654,4 +656,4 @@ class _Cache:
                     total -= self._entries.pop(old).size
 
 
-_CACHE = _Cache(CACHE_BYTES)
+_CACHE, _TEXT_CACHE = _Cache(CACHE_BYTES), _Cache(TEXT_BYTES)
