@@ -305,7 +305,7 @@ class Indexer:
 
     def _checked(self, places: Index, tasks: Sequence[tuple[int, range]]) -> Iterator[Checked]:
         """What is found in each task's records, numbers of a file: in processes if there are many."""
-        count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(places) // RECORDS_OF_A_PROCESS)
+        count = min(_processors(), MOST_PROCESSES, len(places) // RECORDS_OF_A_PROCESS)
         if count < 2:
             for file, numbers in tasks:
                 yield self.check_records(places.files[file], places.columns(file), numbers)
@@ -343,6 +343,11 @@ class Indexer:
                     headers.extend(figure for pair in of_items for figure in pair)
                     ends.append(len(headers) // 2)
         return Checked(digest.digest(), bad, problems, _array(ends), _array(headers))
+
+
+def _processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class StoredChecker:

@@ -68,7 +68,7 @@ class TarFiles:
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
         """Have the system read these samples, if the file is on this machine."""
-        if is_url(file.name) or not len(numbers):
+        if is_url(file.name) or not len(numbers) or not hasattr(os, "posix_fadvise"):
             return
         with contextlib.suppress(OSError), file.open() as opened:
             for start, stop in _ranges(columns, numbers).tolist():

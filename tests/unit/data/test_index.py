@@ -142,7 +142,7 @@ def test_processes_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(index, "CHUNK", 256)
     alone = annotated("d", path, tmp_path)
     monkeypatch.setattr(index, "RECORDS_OF_A_PROCESS", 1000)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(index, "_processors", lambda: 2)
     used = list[int]()
     real = index.Processes.__init__
     monkeypatch.setattr(index.Processes, "__init__", lambda self, *args: used.append(args[1]) or real(self, *args))
