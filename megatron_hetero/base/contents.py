@@ -33,7 +33,7 @@ class Content(Protocol):
 
     @property
     def label(self) -> str:
-        """Its name within its data set, wherever that is."""
+        """A name within the data set, which does not tell where that is."""
         ...
 
     def open(self) -> BinaryIO:
@@ -61,7 +61,7 @@ class StoredFile:
 
     @property
     def label(self) -> str:
-        """Its name."""
+        """The path or URL."""
         return self.name
 
     def __str__(self) -> str:
@@ -91,9 +91,8 @@ class StoredFile:
         if is_url(self.name):
             with store(self.name) as (system, path):
                 return system.cat_file(path, start=start, end=start + size) if size else b""
-        handle = _handle(
-            self
-        )  # It closes its file when nobody refers to it: another thread may drop it from the cache.
+        # Referred to until it has been read: another thread may drop it from the cache, which then closes its file.
+        handle = _handle(self)
         return os.pread(handle.descriptor, size, start)
 
 
@@ -159,7 +158,7 @@ class Part:
         return _whole(self, self.file.read(self.start, self.size), self.size)
 
     def version(self) -> Version:
-        """That of the file, and the place in it. Raises `OSError`."""
+        """The file's version, and the place in it. Raises `OSError`."""
         return *self.file.version(), self.start, self.size
 
 
@@ -215,5 +214,5 @@ class InMemory:
         return io.BytesIO(self.data)
 
     def version(self) -> Version:
-        """That of their source."""
+        """The version of their source."""
         return self.read_as

@@ -25,6 +25,7 @@ from megatron_hetero.config.sections import SampledDataset
 from megatron_hetero.data.mixture import reading_of
 from megatron_hetero.data.processor import Processor, open_processor
 from megatron_hetero.data.records import Dataset
+from megatron_hetero.data.sources.formats import finished
 from megatron_hetero.data.validation import ItemField
 from megatron_hetero.models.items.types import Header
 from megatron_hetero.schedule.drawing import new_figure, require_plot, write_plot
@@ -102,12 +103,8 @@ class DatasetStatistics:
             for field, rows, header in sample.items:
                 totals[field] = totals.get(field, 0) + rows
                 headers.setdefault(field, array("q")).extend(header)
-        items = {field: Items(totals[field], _integers(headers[field]).reshape(-1, 2)) for field in totals}
-        return cls(data, _integers(tokens), supervised, items, unreadable, problem)
-
-
-def _integers(column: array[int]) -> np.ndarray:
-    return np.frombuffer(column, np.int64) if column else np.zeros(0, np.int64)
+        items = {field: Items(totals[field], finished(headers[field]).reshape(-1, 2)) for field in totals}
+        return cls(data, finished(tokens), supervised, items, unreadable, problem)
 
 
 def measured(config: Config, processor: Processor, count: int) -> list[DatasetStatistics]:
@@ -253,7 +250,7 @@ def _cells_of_items(each: DatasetStatistics) -> list[str]:
 
 
 def _median_and_largest(values: np.ndarray) -> tuple[int, int]:
-    """Where they are."""
+    """The places of the median and of the largest value."""
     order = np.argsort(values, kind="stable")
     return int(order[(len(order) - 1) // 2]), int(order[-1])
 

@@ -155,7 +155,7 @@ def _windows(blocks: np.ndarray) -> Iterator[int]:
 
 
 def reading_of(config: Config, processor: Processor, *, strict: bool = True) -> Reading:
-    """How a run reads its data sets."""
+    """The way in which a run reads its data sets. `strict`: see `Reading`."""
     data = config.data
     return Reading(processor.fields, data.index_folder, processor.readers if data.scan else None, strict)
 

@@ -150,7 +150,7 @@ class Dataset(Sequence[Record]):
 
     @property
     def path(self) -> str:
-        """Its file, or the pattern of its files."""
+        """The data set's file, or the pattern of its files."""
         return str(self.entry.annotations or self.entry.files)
 
     @property

@@ -6,7 +6,7 @@ import io
 import json
 import sqlite3
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,24 @@ def write_parquet(path: Path, records: Sequence[dict[str, Any]], images: Path) -
     parquet.write_table(pa.table(rows, schema=schema), path, row_group_size=SHARD // 2)
 
 
+def write_members(path: Path, members: Mapping[str, bytes]) -> None:
+    """A tar file of these members, in a folder that is made if necessary."""
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
 def write_tar(path: Path, records: Sequence[dict[str, Any]], images: Path, first: int) -> None:
     """Samples `first` and on: a JSON member, and the pictures in their order."""
-    with tarfile.open(path, "w") as tar:
-        for number, record in enumerate(records, first):
-            members = {"json": json.dumps({"conversations": record["conversations"]}).encode()}
-            members |= {f"{k}{Path(n).suffix}": (images / n).read_bytes() for k, n in enumerate(names_of(record))}
-            for name, data in members.items():
-                info = tarfile.TarInfo(f"{number:06}.{name}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+    members: dict[str, bytes] = {}
+    for number, record in enumerate(records, first):
+        members[f"{number:06}.json"] = json.dumps({"conversations": record["conversations"]}).encode()
+        for k, name in enumerate(names_of(record)):
+            members[f"{number:06}.{k}{Path(name).suffix}"] = (images / name).read_bytes()
+    write_members(path, members)
 
 
 def write_energon_index(folder: Path, shards: Sequence[str]) -> None:

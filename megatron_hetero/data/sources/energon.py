@@ -27,9 +27,10 @@ from megatron_hetero.base.files import open_regular, read_text
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import kind
 from megatron_hetero.data.sources.formats import Columns, Opened, Place
+from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.patterns import files_of
-from megatron_hetero.data.sources.tar_headers import Member, require_tar, tar_members
-from megatron_hetero.data.sources.tar_records import MOST_TEXT_BYTES, decoded_json, form_of
+from megatron_hetero.data.sources.tar_headers import BLOCK, Member, require_tar, tar_members
+from megatron_hetero.data.sources.tar_records import decoded_json, form_of
 from megatron_hetero.data.sources.tars import TarFiles, collect
 from megatron_hetero.data.validation import FORMS
 
@@ -48,7 +49,6 @@ _OPTIONAL = ("imgs", "videos")
 _PICKLED = ("jpgs", "mp4s", "videos", "pickle", "pkl", "pyd")
 _KEYS = re.compile(r"[^\[\]]+")
 _PATH = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
-_SPAN = 512
 _PARTS = """
     SELECT s.sample_key, p.part_name, p.content_byte_offset, p.content_byte_size
     FROM sample_parts p JOIN samples s ON s.tar_file_id = p.tar_file_id AND s.sample_index = p.sample_index
@@ -265,7 +265,7 @@ def _index(path: Path) -> Path | None:
 
 def _indexed(index: Path, file: StoredFile, whole: int, number: int) -> Iterator[Member]:
     """Yield the parts in a tar file of `whole` bytes, as the index has them. Raises `UserError`."""
-    require_tar(file, file.read(0, _SPAN))
+    require_tar(file, file.read(0, BLOCK))
     end = 0
     with _database(index) as database:
         for row in database.execute(_PARTS, (number,)):
@@ -274,9 +274,9 @@ def _indexed(index: Path, file: StoredFile, whole: int, number: int) -> Iterator
                 raise UserError.at(index, found=", ".join(map(kind, row)), expected=expected, fix=_PREPARE)
             key, part, start, size = row
             # Each has a header of its own before it.
-            if start % _SPAN or start < end + _SPAN or not 0 <= size <= whole - start:
+            if start % BLOCK or start < end + BLOCK or not 0 <= size <= whole - start:
                 raise _wrong_index(f"{file}: {quoted(key)} part {quoted(part)}")
-            end = start + -(-size // _SPAN) * _SPAN
+            end = start + -(-size // BLOCK) * BLOCK
             yield Member(key.encode(), part.encode(), start, size)
 
 

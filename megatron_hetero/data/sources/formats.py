@@ -83,6 +83,12 @@ def texts(columns: Columns, name: str) -> bytearray:
     return column
 
 
+def finished(column: array[int] | bytearray | None) -> np.ndarray:
+    """The column as an array, int64 or uint8 [entries]; empty if there is none."""
+    kind = np.uint8 if isinstance(column, bytearray) else np.int64
+    return np.frombuffer(column, kind) if column else np.zeros(0, kind)
+
+
 def changed(where: str) -> UserError:
     """The error for a file that does not have what its index says."""
     return UserError.at(

@@ -33,7 +33,7 @@ from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.lock import Lock
 from megatron_hetero.base.terminal import Progress
 from megatron_hetero.base.worker_process import Processes
-from megatron_hetero.data.sources.formats import Arrays, Columns, Format, Place
+from megatron_hetero.data.sources.formats import Arrays, Columns, Format, Place, finished
 
 VERSION = 1
 """Of indexes. Another one computes them anew."""
@@ -109,8 +109,12 @@ class Index:
 
     def bad_records(self) -> np.ndarray:
         """The numbers of bad records, int64."""
-        found = [self.columns(file)["bad"] + start for file, start in enumerate(self.starts[:-1])]
-        return np.concatenate([np.zeros(0, np.int64), *found])
+        return self._numbered("bad")
+
+    def _numbered(self, name: str) -> np.ndarray:
+        """A column of numbers of records in their files, numbered over all files, int64."""
+        numbers, starts = self._columns[name]
+        return numbers + np.repeat(self.starts[:-1], np.diff(starts))
 
     def headers(self, file: int, number: int) -> list[tuple[int, int]] | None:
         """What is stored of the items of a record; None if nothing is."""
@@ -125,9 +129,7 @@ class Index:
 
     def blocks(self) -> Blocks:
         """All blocks, in order."""
-        (starts, _), (sizes, _) = self._columns["blocks"], self._columns["block_sizes"]
-        shifts = np.repeat(self.starts[:-1], np.diff(self._columns["blocks"][1]))
-        return Blocks(np.append(starts + shifts, len(self)), np.asarray(sizes))
+        return Blocks(np.append(self._numbered("blocks"), len(self)), np.asarray(self._columns["block_sizes"][0]))
 
 
 class _Scanned(NamedTuple):
@@ -285,7 +287,7 @@ class Indexer:
                 pool.shutdown(cancel_futures=True)
         starts = np.cumsum([0, *(each.records for each in scanned)], dtype=np.int64)
         names = dict.fromkeys(name for each in scanned for name in each.columns)
-        columns = {name: _joined([_array(each.columns.get(name)) for each in scanned]) for name in names}
+        columns = {name: _joined([finished(each.columns.get(name)) for each in scanned]) for name in names}
         return Index(files, starts, "", False, (), columns)
 
     def _scan(self, file: StoredFile, progress: Progress, stop: threading.Event) -> _Scanned:
@@ -342,7 +344,7 @@ class Indexer:
                 if self.scan:
                     headers.extend(figure for pair in of_items for figure in pair)
                     ends.append(len(headers) // 2)
-        return Checked(digest.digest(), bad, problems, _array(ends), _array(headers))
+        return Checked(digest.digest(), bad, problems, finished(ends), finished(headers))
 
 
 def _processors() -> int:
@@ -394,21 +396,17 @@ def _with_findings(places: Index, files: Sequence[int], found: Sequence[Checked]
         by_file[file].append(checked)
     columns = {"bad": _joined([np.array([n for each in own for n in each.bad], np.int64) for own in by_file])}
     if scanned:
-        columns["headers"] = _joined([_chained([each.headers for each in own]) for own in by_file])
+        columns["headers"] = _joined([_of_one_type([each.headers for each in own]) for own in by_file])
         ends = [np.cumsum([0, *(len(each.headers) // 2 for each in own)]) for own in by_file]
         columns["item_ends"] = _joined(
             [
-                _chained([each.ends + end for each, end in zip(own, of_file, strict=False)])
+                _of_one_type([each.ends + end for each, end in zip(own, of_file, strict=False)])
                 for own, of_file in zip(by_file, ends, strict=True)
             ]
         )
     digest = hashlib.sha256(b"".join(each.digest for each in found)).hexdigest()
     problems = tuple(text for each in found for text in each.problems)[:MOST_PROBLEMS]
     return replace(places, digest=digest, scanned=scanned, problems=problems, _columns={**places._columns, **columns})
-
-
-def _chained(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _joined(of_files: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -421,12 +419,6 @@ def _of_one_type(of_files: Sequence[np.ndarray]) -> np.ndarray:
     if not filled:
         return np.zeros(0, np.int64)
     return filled[0] if len(filled) == 1 else np.concatenate(filled)
-
-
-def _array(column: array[int] | bytearray | None) -> np.ndarray:
-    if column is None:
-        return np.zeros(0, np.int64)
-    return np.frombuffer(column, np.uint8 if isinstance(column, bytearray) else np.int64)
 
 
 # ----------------------------------------------------------------------------------------------------- the file

@@ -15,13 +15,11 @@ import numpy as np
 from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
+from megatron_hetero.data.sources.json_text import BOM, MOST_TEXT_BYTES, decode_json, lone_surrogate, not_utf8
 
-MOST_RECORD_BYTES = 8 * 2**20
-"""Limit of a JSONL line, and of a record in a list."""
 MOST_DECODED_BYTES = 2**28
 """Size of a list up to which Python's own decoder is asked what is wrong with it."""
 
-_BOM = b"\xef\xbb\xbf"
 _FORMATS = "a JSON list of records, or JSONL with one record on each line"
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _BETWEEN = re.compile(rb"[\s,]*")
@@ -55,11 +53,12 @@ class JsonFiles:
             raw = file.read(start, size)
             where = f"{file.name}:{line}" if line else f"{file.name} record {number + 1}"
             try:
-                yield Found(msgspec.json.decode(raw), where)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                value = decode_json(raw)
+            except (ValueError, RecursionError) as error:
                 if len(raw) < size:
                     raise changed(where) from None
-                yield Found(_decoded(file, raw, start, line, where), where)
+                value = _fault(error, file, start, line, where)
+            yield Found(value, where)
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
         """Nothing: records are small, and items are in other files."""
@@ -68,7 +67,7 @@ class JsonFiles:
 def _first_character(file: BinaryIO) -> bytes:
     """The first character that is not blank; empty for a blank file."""
     while block := file.read(4096):
-        if stripped := block.removeprefix(_BOM).lstrip():
+        if stripped := block.removeprefix(BOM).lstrip():
             return stripped[:1]
     return b""
 
@@ -77,11 +76,11 @@ def _scan_lines(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int
     starts, sizes, lines = (integers(columns, name) for name in ("starts", "sizes", "lines"))
     end = 0
     # One byte more than a record may have: the rest of such a line is never read.
-    for line, raw in enumerate(iter(lambda: opened.readline(MOST_RECORD_BYTES + 1), b""), start=1):
+    for line, raw in enumerate(iter(lambda: opened.readline(MOST_TEXT_BYTES + 1), b""), start=1):
         start, end = end, end + len(raw)
-        if len(raw) > MOST_RECORD_BYTES:
+        if len(raw) > MOST_TEXT_BYTES:
             raise _too_long(f"{file}:{line}", "a line")
-        stripped = raw.removeprefix(_BOM)
+        stripped = raw.removeprefix(BOM)
         size = len(stripped.rstrip())
         if not size:
             continue
@@ -96,7 +95,7 @@ def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int)
     opened.seek(0)
     # Elements refer to the file's own pages.
     data: Any = opened.read() if is_url(file.name) else mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
-    at = len(_BOM) if data[: len(_BOM)] == _BOM else 0
+    at = len(BOM) if data[: len(BOM)] == BOM else 0
     view = memoryview(data)
     try:
         elements = map(len, map(memoryview, _LIST.decode(view[at:])))
@@ -107,7 +106,7 @@ def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int)
     at += _opening(view, at)
     for number, size in enumerate(elements):
         at = _after(view, at)
-        if size > MOST_RECORD_BYTES:
+        if size > MOST_TEXT_BYTES:
             raise _too_long(f"{file} record {number + 1}", "a record")
         starts.append(at)
         sizes.append(size)
@@ -117,9 +116,12 @@ def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int)
 
 def _decoded_sizes(file: StoredFile, raw: bytes) -> list[int]:
     """Bytes of each element of a list, by Python's own decoder. Raises `UserError` for what is no list."""
-    whole = _decoded(file, raw, 0, 1, str(file))
-    if isinstance(whole, UserError) and "surrogate" not in str(whole):
-        raise whole
+    try:
+        decode_json(raw)
+    except UnicodeEncodeError:
+        pass  # An error of its record alone.
+    except (ValueError, RecursionError) as error:
+        raise _fault(error, file, 0, 1, str(file)) from None
     text, sizes, decoder = raw.decode(), list[int](), json.JSONDecoder()
     at = text.index("[") + 1
     while (start := _SPACE.match(text, at)) and text[start.end()] != "]":
@@ -136,7 +138,7 @@ def _opening(view: memoryview, at: int) -> int:
 
 
 def _after(view: memoryview, at: int) -> int:
-    """Where the next element starts."""
+    """The place at which the next element starts."""
     found = _BETWEEN.match(view, at)
     return at if found is None else found.end()
 
@@ -154,7 +156,7 @@ def _lines(view: memoryview, end: int) -> int:
 def _too_long(where: str, what: str) -> UserError:
     return UserError.at(
         where,
-        found=f"{what} of more than {MOST_RECORD_BYTES} bytes",
+        found=f"{what} of more than {MOST_TEXT_BYTES} bytes",
         expected=_FORMATS,
         because="no model takes more text",
         fix="split or remove the record; if the file is damaged, copy it again",
@@ -164,7 +166,7 @@ def _too_long(where: str, what: str) -> UserError:
 def _broken_list(file: StoredFile, view: memoryview, start: int, error: Exception) -> UserError:
     found = _BYTE.search(str(error))
     at = len(view) if found is None else start + int(found[1])
-    line_start = at - len(bytes(view[max(0, at - MOST_RECORD_BYTES) : at]).rpartition(b"\n")[2])
+    line_start = at - len(bytes(view[max(0, at - MOST_TEXT_BYTES) : at]).rpartition(b"\n")[2])
     problem = _BYTE.sub("", str(error)).removeprefix("JSON is malformed: ")
     return _broken(f"{file}:{1 + _lines(view, at)}", at - line_start + 1, problem)
 
@@ -178,30 +180,15 @@ def _broken(place: str, column: int, problem: object) -> UserError:
     )
 
 
-def _decoded(file: StoredFile, raw: bytes, start: int, line: int, where: str) -> Any:
-    """The value of a record's text, which begins at `start` and on `line` (0: in a list), or the error for it. Python's
-    own decoder also takes `NaN`, and names the place of a fault.
-    """
-    try:
-        value = json.loads(raw.decode("utf-8"))
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        line = (line or _line_at(file, start)) + error.object.count(b"\n", 0, error.start)
-        return UserError.at(
-            f"{file}:{line}",
-            found=f"byte 0x{error.object[error.start]:02x}, which is not UTF-8",
-            expected="UTF-8 text",
-            fix="unpack a compressed file, or convert the text, for example with iconv -t utf-8",
-        )
-    except UnicodeEncodeError as error:
-        return UserError.at(
-            where,
-            problem=f"lone surrogate (\\u{ord(error.object[error.start]):04x})",
-            because="UTF-8 cannot encode it",
-            fix="correct the escape sequence",
-        )
-    except (ValueError, RecursionError) as error:  # Nesting too deep, or a number of too many digits, has no place.
-        is_placed = isinstance(error, json.JSONDecodeError)
-        at, column, problem = (error.lineno, error.colno, error.msg) if is_placed else (1, 1, error)
-        return _broken(f"{file}:{(line or _line_at(file, start)) - 1 + at}", column, problem)
-    return value
+def _fault(error: Exception, file: StoredFile, start: int, line: int, where: str) -> UserError:
+    """What is wrong with a record's text, which begins at `start` and on `line` (0: in a list)."""
+    if isinstance(error, UnicodeEncodeError):
+        return lone_surrogate(error, where)
+    line = line or _line_at(file, start)
+    if isinstance(error, UnicodeDecodeError):
+        line += error.object.count(b"\n", 0, error.start)
+        fix = "unpack a compressed file, or convert the text, for example with iconv -t utf-8"
+        return not_utf8(error, f"{file}:{line}", fix)
+    if isinstance(error, json.JSONDecodeError):
+        return _broken(f"{file}:{line - 1 + error.lineno}", error.colno, error.msg)
+    return _broken(f"{file}:{line}", 1, error)  # Nesting too deep, or a number of too many digits, has no place.

@@ -7,7 +7,7 @@ entries. Keys may contain dots: the longest that is there counts.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_hetero.base.errors import UserError, quoted
@@ -16,6 +16,16 @@ from megatron_hetero.data.validation import FORMS, FURTHER, ItemField
 
 _QUESTIONS = ("question", "answer")
 _KEYS = re.compile(r"[^.\[\]]+")
+
+
+def keys_of(path: str) -> tuple[str, ...]:
+    """The keys of a path; none if it has no name in it."""
+    return tuple(_KEYS.findall(path))
+
+
+def known_fields(items: Iterable[str]) -> tuple[str, ...]:
+    """Fields that a record may have, among them `items` of any encoder."""
+    return tuple(dict.fromkeys([*items, *PLURALS, *PLURALS.values(), *FORMS, *FURTHER]))
 
 
 class FieldMap(NamedTuple):
@@ -30,20 +40,15 @@ class FieldMap(NamedTuple):
         Raises:
             UserError: an unknown field, or no path.
         """
-        known = list(dict.fromkeys([*(item.name for item in items), *PLURALS, *PLURALS.values(), *FORMS, *FURTHER]))
+        known = known_fields(item.name for item in items)
         for name, path in fields.items():
             if name not in known:
                 found, expected = quoted(name), f"one of {', '.join(known)}"
                 raise UserError.at(setting, found=found, expected=expected, fix="map fields to these")
-            if not _KEYS.search(path):
+            if not keys_of(path):
                 found, expected = quoted(path), "the name of a column, part or key"
                 raise UserError.at(f"{setting}.{name}", found=found, expected=expected, fix="correct it")
-        return cls(tuple((name, tuple(_KEYS.findall(path))) for name, path in fields.items()))
-
-    @property
-    def roots(self) -> tuple[str, ...]:
-        """The first key of each path."""
-        return tuple(dict.fromkeys(path[0] for _, path in self.paths))
+        return cls(tuple((name, keys_of(path)) for name, path in fields.items()))
 
     def apply(self, value: Any, where: str) -> Any:
         """The record with our fields. Raises `UserError` for a text that is not there."""

@@ -23,9 +23,9 @@ import numpy as np
 
 from megatron_hetero.base.contents import InMemory, StoredFile, Version
 from megatron_hetero.base.errors import UserError, in_short, listed
-from megatron_hetero.data.item_fields import PLURALS
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
-from megatron_hetero.data.validation import FORMS, FURTHER
+from megatron_hetero.data.sources.mapping import keys_of, known_fields
+from megatron_hetero.data.validation import FORMS
 
 CACHE_BYTES, TEXT_BYTES = 1 << 30, 1 << 25
 """Decompressed bytes of row groups in memory, of all data sets: of items, and of texts, which are read again soon. One
@@ -41,7 +41,6 @@ BATCH_ROWS = 1 << 10
 """Rows that are converted to Python's objects at a time."""
 BATCH_BYTES = 1 << 30
 """Bytes that are decompressed at a time: offsets in Arrow's arrays have 32 bits."""
-_KNOWN = (*FORMS, *PLURALS, *PLURALS.values(), *FURTHER)
 _COPY = "copy the file again, or write it anew"
 
 # pyarrow is not typed.
@@ -111,8 +110,8 @@ class ParquetFiles:
         """
         _require_pyarrow()
         self._arguments = dict(fields), tuple(items)
-        paths = tuple((name, tuple(re.findall(r"[^.\[\]]+", path))) for name, path in fields.items())
-        self._wanted = _Wanted(paths, frozenset((*_KNOWN, *items)).difference(fields))
+        paths = tuple((name, keys_of(path)) for name, path in fields.items())
+        self._wanted = _Wanted(paths, frozenset(known_fields(items)).difference(fields))
         self._background = ThreadPoolExecutor(1, "read ahead")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import posixpath
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.data.item_fields import FRAME_SUFFIXES, PLURALS, is_content
+from megatron_hetero.data.sources.json_text import BOM, MOST_TEXT_BYTES, decode_json, lone_surrogate, not_utf8
 from megatron_hetero.data.validation import FORMS
 
-MOST_TEXT_BYTES = 8 * 2**20
-"""Limit of a part that is text or JSON."""
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".mpg", ".mpeg", ".m4v")
 """A part with such a suffix is a video."""
 _ITEMS = {"video": VIDEO_SUFFIXES, "image": (*FRAME_SUFFIXES, ".gif")}
 _CAPTIONS = ("txt", "text", "caption")
 TEXTS = (*_CAPTIONS, "cls", "json")
 """Suffixes of parts that are text."""
-_BOM = b"\xef\xbb\xbf"
+_CONVERT = "convert the text, or rename the part"
 
 
 def decoded(value: Content | bytes | int, part: str, where: str) -> Any:
@@ -37,35 +32,22 @@ def decoded(value: Content | bytes | int, part: str, where: str) -> Any:
     if part.endswith("json"):
         return decoded_json(value, where)
     try:
-        return value.removeprefix(_BOM).decode("utf-8")
+        return value.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _not_utf8(error, where) from None
+        raise not_utf8(error, where, _CONVERT) from None
 
 
 def decoded_json(raw: bytes, where: str) -> Any:
     """The value of a JSON text. Raises `UserError`."""
-    raw = raw.removeprefix(_BOM)
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return msgspec.json.decode(raw)
-    # Python's own decoder also takes `NaN`, and names the place of a fault.
     try:
-        value = json.loads(raw.decode("utf-8"))
-        json.dumps(value, ensure_ascii=False).encode()
+        return decode_json(raw.removeprefix(BOM))
     except UnicodeDecodeError as error:
-        raise _not_utf8(error, where) from None
+        raise not_utf8(error, where, _CONVERT) from None
     except UnicodeEncodeError as error:
-        surrogate = f"lone surrogate (\\u{ord(error.object[error.start]):04x})"
-        fix = "correct the escape sequence"
-        raise UserError.at(where, problem=surrogate, because="UTF-8 cannot encode it", fix=fix) from None
+        raise lone_surrogate(error, where) from None
     except (ValueError, RecursionError) as error:
         found = f"broken JSON ({error})"
         raise UserError.at(where, found=found, expected="one JSON value", fix="correct or remove the sample") from None
-    return value
-
-
-def _not_utf8(error: UnicodeDecodeError, where: str) -> UserError:
-    found = f"byte 0x{error.object[error.start]:02x}, which is not UTF-8"
-    return UserError.at(where, found=found, expected="UTF-8 text", fix="convert the text, or rename the part")
 
 
 def with_defaults(parts: dict[str, Any], where: str, mapped: bool) -> dict[str, Any]:

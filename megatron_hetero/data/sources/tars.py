@@ -14,8 +14,9 @@ import numpy as np
 from megatron_hetero.base.contents import Part, StoredFile, is_url
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers, texts
+from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, is_header_of, tar_members
-from megatron_hetero.data.sources.tar_records import MOST_TEXT_BYTES, TEXTS, decoded, with_defaults
+from megatron_hetero.data.sources.tar_records import TEXTS, decoded, with_defaults
 
 MOST_PARTS = 4096
 """Limit of the parts of a sample."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,25 +15,17 @@ from pyarrow import parquet
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.mixture import Mixture
-from tests.support.formats import write_energon_index
+from tests.support.formats import write_energon_index, write_members
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "data"
 TURNS = [{"from": "human", "value": "<image>Why?"}, {"from": "gpt", "value": "So."}]
+RECORD = json.dumps({"conversations": TURNS}).encode()
 
 
 def picture() -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (56, 56)).save(file, "png")
     return file.getvalue()
-
-
-def write_tar(path: Path, members: Mapping[str, bytes]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
 
 
 def llava(folder: Path) -> None:
@@ -59,13 +50,13 @@ def of_parquet(folder: Path) -> None:
 def webdataset(folder: Path) -> None:
     (folder / "captions").mkdir()
     for k in range(100):
-        write_tar(folder / f"captions/{k:05}.tar", {"0.jpg": picture(), "0.txt": b"So."})
-    write_tar(folder / "web/shard-0.tar", {"0.jpg": picture(), "0.json": json.dumps({"conversations": TURNS}).encode()})
+        write_members(folder / f"captions/{k:05}.tar", {"0.jpg": picture(), "0.txt": b"So."})
+    write_members(folder / "web/shard-0.tar", {"0.jpg": picture(), "0.json": RECORD})
 
 
 def energon(folder: Path) -> None:
-    write_tar(folder / "pages/0.tar", {"0.jpg": picture(), "0.json": json.dumps({"conversations": TURNS}).encode()})
-    write_tar(folder / "tables/0.tar", {"0.png": picture(), "0.json": json.dumps({"conversations": TURNS}).encode()})
+    write_members(folder / "pages/0.tar", {"0.jpg": picture(), "0.json": RECORD})
+    write_members(folder / "tables/0.tar", {"0.png": picture(), "0.json": RECORD})
     for name in ("pages", "tables"):
         write_energon_index(folder / name, ["0.tar"])
 
