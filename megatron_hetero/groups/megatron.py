@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_hetero.base.environment import prepare_environment
 from megatron_hetero.groups.platform import Platform, answer_for_cuda
-from megatron_hetero.layout.axes import AXES, MAIN, View, axes_of
+from megatron_hetero.layout.axes import AXES, EXPERTS, MAIN, View, axes_of
 from megatron_hetero.layout.communicators import GRADIENT_AXES, REPLICA_AXES
 
 
@@ -223,10 +223,6 @@ class ModuleGroups(ProcessGroupCollection):
     along: Callable[..., dist.ProcessGroup] = field(init=False)
 
 
-EXPERTS = "experts"
-"""The view that says how Megatron's layers of experts are split; without it they are split like dense layers."""
-
-
 def module_groups(
     group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None, views: Iterable[View] = ()
 ) -> ModuleGroups:
@@ -236,7 +232,7 @@ def module_groups(
     # There is one instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is
     # needed.
     samples = group(*GRADIENT_AXES)
-    experts = next((view for view in views if view.name == EXPERTS), MAIN)
+    experts = next((view for view in views if view == EXPERTS), MAIN)
     groups: Any = ModuleGroups(
         along=group,
         tp=group("tp"),

@@ -4,9 +4,7 @@ The main view's degrees multiply to all ranks of a layout. A further view folds 
 more: its degrees multiply to them too, whatever the main view's are, so that some layers can be split otherwise than
 the rest. Each parameter belongs to one view, which determines which ranks have its parts and which sum its gradients.
 
-Families declare further views in `ModuleShape.views`. An example, which divides experts over neighbouring ranks:
-
-    View("experts", (Axis("ep", "experts"), Axis("edp", "samples")))
+Families declare further views in `ModuleShape.views`, such as `EXPERTS`.
 """
 
 from __future__ import annotations
@@ -84,6 +82,10 @@ class View:
 MAIN = View("main", TABLE)
 """The view that every layout has."""
 axes_of = MAIN.axes_of
+EXPERTS = View("experts", (Axis("ep", "experts"), Axis("edp", "samples")))
+"""The view of layers with experts, which are divided over neighbouring ranks of a stage, whatever these are in the main
+view (DeepSpeed and Megatron-Core call it folding).
+"""
 
 
 class Fold(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_hetero.layout.axes import Axis, View
+from megatron_hetero.layout.axes import EXPERTS, Axis, View
 
-EXPERTS = View("experts", (Axis("ep", "experts"), Axis("edp", "samples")))
+__all__ = ["BLOCKS", "EXPERTS"]
 BLOCKS = View("blocks", (Axis("wp", "weights"), Axis("xp", "experts"), Axis("xdp", "samples")))
