@@ -232,6 +232,7 @@ def module_groups(
     # There is one instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is
     # needed.
     samples = group(*GRADIENT_AXES)
+    # Without that view, experts are split like dense layers.
     experts = next((view for view in views if view == EXPERTS), MAIN)
     groups: Any = ModuleGroups(
         along=group,
