@@ -15,6 +15,7 @@ from megatron_hetero.base.errors import TEXT, UserError
 from megatron_hetero.config.fields import wrong
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config, require_modules
+from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
@@ -111,6 +112,7 @@ class JobSpec:
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
         shapes = ModelShapes.of(folders, model.encoder_folders)
         require_modules(config, shapes.modules)
+        _require_experts(config, shapes)
         frozen = Frozen.of(shapes, model.freeze, model.train)
         if parts := [part for part in model.parts if part in frozen.parts and part not in model.freeze]:
             # Settings of parts that patterns freeze are checked as if `freeze` named the parts.
@@ -253,6 +255,13 @@ class JobSpec:
             raise wrong(setting, found, f"{fitting} or less, {micro_batches} micro-batches", because, fix)
 
     @property
+    def balance(self) -> float:
+        """Weight of the loss that balances experts: its coefficient times experts per sparse layer squared."""
+        architecture, experts = self.shapes.text.architecture, self.shapes.text.parts.get("experts", 0)
+        sparse = sum(EXPERTS.name in layer.views for layer in architecture.layers)
+        return self.config.model.router_aux_loss_coef * experts / sparse**2 if sparse else 0.0
+
+    @property
     def graph(self) -> Graph:
         """The graph of modules."""
         return Graph(tuple(self.edges), self.shapes.text.hidden, self.dtype, self.transport, self.edges)
@@ -280,6 +289,13 @@ def _checked_schedule(
     schedule = build_schedule(dict(layouts), micro_batches, settings, text=TEXT, forward_only=forward_only, edges=edges)
     check_schedule(schedule)
     return schedule
+
+
+def _require_experts(config: Config, shapes: ModelShapes) -> None:
+    """Check that settings of experts are for a model that has some. Raises `UserError`."""
+    coefficient = config.model.router_aux_loss_coef
+    if coefficient and "experts" not in shapes.text.parts:
+        raise wrong("model.router_aux_loss_coef", coefficient, "0", "the text module has no experts", "remove it")
 
 
 def _require_equal_copies(config: Config, shapes: ModelShapes, layouts: Mapping[str, Layout]) -> None:

@@ -110,6 +110,12 @@ class ModelConfig(Section):
     sequence_parallel: Mapping[str, bool] = option(
         {}, "Megatron sequence parallelism: split activations along the sequence over tp.", "true"
     )
+    router_aux_loss_coef: float = option(
+        0.0,
+        "Coefficient of the loss that balances experts, as in transformers for each sample, weighted by supervised "
+        "tokens.",
+        at_least=0,
+    )
     backend: Literal["auto", "torch", "te"] = option(
         "auto",
         "Layers: PyTorch, Transformer Engine, or auto (Transformer Engine if installed, without model.compile "

@@ -20,9 +20,10 @@ from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.models.items.types import padded_patches
 from megatron_hetero.models.language import VocabularyShard, head_loss
 from megatron_hetero.models.layers.attention import AttentionParams
+from megatron_hetero.models.layers.balance import Balance, BalancedSamples, rows_of
 from megatron_hetero.models.layers.offload import ActivationOffload
 from megatron_hetero.models.layers.parts import Site
-from megatron_hetero.schedule.contract import Gathered
+from megatron_hetero.schedule.contract import LOSS, METRICS, Gathered, StageOutput
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class TextInput:
         rows_at: by output of the encoders, int64 [rows], the places of this rank's rows in its shard of hidden states.
         attention: samples of the pack.
         hits: bool [t] or None, filled by the last stage: whether the likeliest token is the target.
+        balanced: samples of the pack, if the loss balances experts.
     """
 
     tokens: Tensor
@@ -64,6 +66,7 @@ class TextInput:
     rows_at: Mapping[str, Tensor]
     attention: AttentionParams
     hits: Tensor | None = None
+    balanced: BalancedSamples | None = None
 
 
 Between = Callable[[Tensor], Tensor]
@@ -85,7 +88,7 @@ class ModuleStage(torch.nn.Module):
         super().__init__()
         self.stage = stage = stage or PipelineStage.whole(len(architecture.layers))
         self.offload, self.config, self.groups = offload, site.config, site.groups
-        self.shards = site.tp if site.splits_activations else 1
+        self.shards, self.itemsize = site.tp if site.splits_activations else 1, site.dtype.itemsize
         own = [end for end in architecture.ends_of(stage) if not architecture.holds_copy(end, stage)]
         if architecture.entry in own:
             self.add_module(architecture.entry.name, architecture.entry.part.build(site, 0))
@@ -102,14 +105,21 @@ class ModuleStage(torch.nn.Module):
         """Return the parts of this stage whose weights are gathered separately, in the order in which they run."""
         return tuple(Gathered(layer) for layer in self.layers)
 
-    def _run(self, hidden: Tensor, table_2nD: Tensor, params: AttentionParams, after: Mapping[int, Between]) -> Tensor:
+    def _run(
+        self,
+        hidden: Tensor,
+        table_2nD: Tensor,
+        params: AttentionParams,
+        after: Mapping[int, Between],
+        balance: Balance | None = None,
+    ) -> Tensor:
         """Run the layers of this stage, and its final norm if it has one, on `hidden` [S, 1, hidden]. `after`:
         functions to call after layers, by their numbers in the whole module.
         """
         with self._saving(table_2nD):
             for layer in self.layers:
                 each: Any = layer
-                hidden = each(hidden, table_2nD, params)
+                hidden = each(hidden, table_2nD, params, balance)
                 if each.number in after:
                     hidden = after[each.number](hidden)
             for norm in self._final_norm:
@@ -236,9 +246,12 @@ class TextModel(ModuleStage):
             # Autograd gets zeros where the gradient has been added to `main_grad`.
             self._head_weight.zero_out_wgrad = True
 
-    def forward(self, batch: TextInput, hidden: Tensor, rows: Tensor | Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(
+        self, batch: TextInput, hidden: Tensor, rows: Tensor | Mapping[str, Tensor] | None = None
+    ) -> StageOutput:
         """Run this stage on a micro-batch. The last stage returns the sum of the losses of the shard's supervised
-        tokens, fp32 [], equal on all tp ranks; the others return the next stage's `hidden`.
+        tokens, fp32 [], equal on all tp ranks; the others return the next stage's `hidden`. If the loss balances
+        experts, the last stage returns it under `LOSS`, and what balance adds among `METRICS`, as `balance_loss`.
 
         Args:
             batch: this rank's tokens.
@@ -250,14 +263,30 @@ class TextModel(ModuleStage):
         if self.stage.is_first:
             assert ROWS in by_output, "the first stage takes rows, at least an empty tensor"
             hidden = self.enter(batch, hidden, by_output.pop(ROWS))
-        hidden = self.run_layers(batch, hidden, by_output)
-        return self.loss(batch, hidden) if self.stage.is_last else hidden
+        balance = None if batch.balanced is None else Balance(batch.balanced, self._experts)
+        if balance is not None and not self.stage.is_first:
+            hidden = balance.arrive(hidden)
+        hidden = self.run_layers(batch, hidden, by_output, balance)
+        if not self.stage.is_last:
+            return hidden if balance is None else balance.leave(hidden)
+        loss = self.loss(batch, hidden)
+        if balance is None:
+            return loss
+        added = balance.loss(self.groups)
+        return {LOSS: loss + added, METRICS: {"balance_loss": added}}
+
+    @property
+    def _experts(self) -> int:
+        return self.shape.parts["experts"]
 
     def hidden_shape(self, batch: TextInput) -> tuple[int, int, int]:
         """Return the shape of hidden states between stages: [S, 1, hidden], or [S / tp, 1, hidden] with
-        sequence-parallel activations.
+        sequence-parallel activations, with more rows if the loss balances experts (`Balance.leave`).
         """
-        return len(batch.tokens) // self.shards, 1, self.shape.hidden
+        rows, width = len(batch.tokens) // self.shards, self.shape.hidden
+        if batch.balanced is not None:
+            rows += rows_of(len(batch.balanced.factors), self._experts, width, self.itemsize)
+        return rows, 1, width
 
     def units(self) -> tuple[Gathered, ...]:
         """See `ModuleStage.units`; the embedding is the first."""
@@ -285,12 +314,14 @@ class TextModel(ModuleStage):
         """
         return embedded.squeeze(1).index_copy(0, batch.rows_at[ROWS], rows).unsqueeze(1)
 
-    def run_layers(self, batch: TextInput, hidden: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+    def run_layers(
+        self, batch: TextInput, hidden: Tensor, added: Mapping[str, Tensor], balance: Balance | None = None
+    ) -> Tensor:
         """Run the layers of this stage, and the final norm on the last one. `added`: rows to add after layers of this
-        stage, by output, each [rows of this rank, hidden].
+        stage, by output, each [rows of this rank, hidden]. `balance`: statistics of sparse layers, which grow.
         """
         after = {self._entry(name): _adding(rows, batch.rows_at[name]) for name, rows in added.items()}
-        return self._run(hidden, self.shape.rotary.table(batch.positions), batch.attention, after)
+        return self._run(hidden, self.shape.rotary.table(batch.positions), batch.attention, after, balance)
 
     def _entry(self, output: str) -> int:
         layer = self.shape.entry_layer(output)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.layers.attention import AttentionParams
+from megatron_hetero.models.layers.balance import BalancedSamples
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderInput, TextInput
@@ -47,10 +49,14 @@ PADDING_TOKEN = 0
 
 
 def to_device(
-    batch: MicroBatch, platform: Platform, dtype: torch.dtype, outputs: Mapping[str, Collection[str]]
+    batch: MicroBatch,
+    platform: Platform,
+    dtype: torch.dtype,
+    outputs: Mapping[str, Collection[str]],
+    balance: float = 0.0,
 ) -> DeviceMicroBatch:
     """Move a micro-batch to the device; patches arrive in `dtype`. `outputs`: by encoder, the outputs whose rows enter
-    the text module.
+    the text module. `balance`: weight of the loss that balances experts, see `JobSpec.balance`.
     """
     own, inputs = batch.share, {}
     for name, shares in own.encoders.items():
@@ -58,7 +64,8 @@ def to_device(
         parts = [_encoder_input(*part, platform) for part in zip(shares, patches, strict=True)]
         inputs[name] = parts[0] if len(parts) == 1 else InParts(parts)
     if own.text is not None and batch.pack is not None:
-        inputs[TEXT] = _text_input(batch.pack, own.text, platform, outputs)
+        balanced = _balanced(batch.pack, own.text, platform, balance) if balance else None
+        inputs[TEXT] = replace(_text_input(batch.pack, own.text, platform, outputs), balanced=balanced)
     boundaries = {edge: load_plan(part, platform.device) for edge, part in own.boundaries.items()}
     return DeviceMicroBatch(inputs, boundaries, own.calls)
 
@@ -92,6 +99,15 @@ def _text_input(
             cp_lengths=share.cp_lengths,
         ),
     )
+
+
+def _balanced(pack: PackedBatch, share: TokenShare, platform: Platform, weight: float) -> BalancedSamples:
+    """Return the samples of a pack for the loss that balances experts."""
+    starts, lengths = pack.cu_seqlens[1:], np.diff(pack.cu_seqlens)
+    supervised = np.searchsorted(starts, np.flatnonzero(pack.labels != IGNORED), side="right")
+    factors = weight * np.bincount(supervised, minlength=len(lengths)) / lengths.astype(np.float64) ** 2
+    of_tokens = np.searchsorted(starts, share.tokens, side="right")
+    return BalancedSamples(_move(of_tokens, platform), _move(factors.astype(np.float32), platform))
 
 
 def _places(share: TokenShare, outputs: Mapping[str, Collection[str]]) -> dict[str, np.ndarray]:
@@ -189,7 +205,9 @@ class StepTrainer:
         self.optimizer.zero_grad()
         dtype, outputs = self.job.dtype, self.job.outputs
         schedule = self.job.schedule_of(len(batch.micro_batches))
-        result = self.runner.run(schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs))
+        balance, micro_batches = self.job.balance, batch.micro_batches
+        load = partial(to_device, platform=self.platform, dtype=dtype, outputs=outputs, balance=balance)
+        result = self.runner.run(schedule, lambda m: load(micro_batches[m]))
         with self.watched(SUMS):
             return self.optimizer.reduce(result.loss, loss_counts_here=self.counts_loss).read()
 

@@ -3,14 +3,14 @@
 A new kind of attention or of MLP is a subclass of `AttentionPart` or `MLPPart` whose torch module computes
 
     attention   (hidden [S, 1, hidden], table [2, n, D], params) -> (out [S, 1, hidden], bias to add)
-    MLP         (hidden [S, 1, hidden]) -> the same
+    MLP         (hidden [S, 1, hidden], `LayerCall`) -> the same
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,11 @@ from megatron_hetero.groups.megatron import tensor_parallel
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.models.layers.compiled import NormWeights, added_and_normed, normed, run
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.parts import AttentionPart, MLPPart, Operations, Site, Tokens, named
+from megatron_hetero.models.layers.parts import AttentionPart, LayerCall, MLPPart, Operations, Site, Tokens, named
 from megatron_hetero.models.layers.recompute import recompute
+
+if TYPE_CHECKING:
+    from megatron_hetero.models.layers.balance import Balance
 
 
 @dataclass(frozen=True)
@@ -80,20 +83,21 @@ class LayerModule(torch.nn.Module):
         self.pre_mlp_layernorm: Any = layer.norms[1].build(site, number)
         self.mlp: Any = layer.mlp.build(site, number)
 
-    def forward(self, hidden: Tensor, table_2nD: Tensor, plan: Any) -> Tensor:
+    def forward(self, hidden: Tensor, table_2nD: Tensor, plan: Any, balance: Balance | None = None) -> Tensor:
         """Compute `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split over tp) to the same.
 
         Recomputation is inside the layer, so that a wrapper gathers its weights once for both passes.
         """
+        call = LayerCall(table_2nD.shape[1], balance)
         if not (self.whole and self.training):
-            return self._once(table_2nD, plan, hidden)
+            return self._once(table_2nD, plan, call, hidden)
         if not hidden.requires_grad and any(p.requires_grad for p in self.parameters()):
             # Behind frozen layers: without a gradient of its input the layer would compute none.
             hidden = hidden.detach().requires_grad_(torch.is_grad_enabled())
-        again: Any = tensor_parallel.checkpoint(partial(self._once, table_2nD, plan), False, hidden)
+        again: Any = tensor_parallel.checkpoint(partial(self._once, table_2nD, plan, call), False, hidden)
         return again
 
-    def _once(self, table_2nD: Tensor, plan: Any, hidden: Tensor) -> Tensor:
+    def _once(self, table_2nD: Tensor, plan: Any, call: LayerCall, hidden: Tensor) -> Tensor:
         part = self.self_attention(self._normed(self.input_layernorm, hidden), table_2nD, plan)
         if self.compiled and not self.selective:
             norm = NormWeights.of(self.pre_mlp_layernorm)
@@ -101,7 +105,7 @@ class LayerModule(torch.nn.Module):
         else:
             hidden = _added(part, hidden)
             for_mlp = self._normed(self.pre_mlp_layernorm, hidden)
-        return _added(self.mlp(for_mlp), hidden)
+        return _added(self.mlp(for_mlp, call), hidden)
 
     def _normed(self, norm: Any, hidden: Tensor) -> Tensor:
         function = (lambda x: run(normed, x, *NormWeights.of(norm))) if self.compiled else norm

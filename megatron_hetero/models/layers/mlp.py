@@ -30,7 +30,7 @@ from megatron_hetero.hf.weight_map import (
 )
 from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.overlapped import Overlapping, first_in_parts, parts_of, second_in_parts
-from megatron_hetero.models.layers.parts import MLPPart, Operations, Site, Tokens, kinds
+from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, kinds
 from megatron_hetero.models.layers.recompute import not_saving, recompute
 
 
@@ -130,7 +130,7 @@ class MLPModule(Overlapping):
         """Return the two linear layers."""
         return self.linear_fc1, self.linear_fc2
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002 (of sparse MLPs)
         """Compute `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split) to the same and a bias to
         add.
         """

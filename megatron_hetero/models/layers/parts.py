@@ -12,7 +12,7 @@ utilisation (MFU, arXiv 2204.02311, appendix B) means the same in every layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,7 @@ from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
 # Imported where modules are built, as it takes seconds.
 if TYPE_CHECKING:
     from megatron_hetero.groups.megatron import ModuleGroups, TransformerConfig
+    from megatron_hetero.models.layers.balance import Balance
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,21 @@ class Site:
         for parameter in module.parameters():
             parameter.sequence_parallel = self.splits_activations if split is None else split  # pyright: ignore[reportAttributeAccessIssue]
         return module
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of a layer, for its MLP.
+
+    Attributes:
+        tokens: tokens of the shard without padding, which its tp ranks have parts or copies of.
+        balance: statistics for a loss that balances experts, if there is one.
+        memo: what a recomputation of the layer takes from its first forward pass, by name.
+    """
+
+    tokens: int
+    balance: Balance | None = None
+    memo: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Part:

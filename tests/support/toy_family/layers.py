@@ -21,7 +21,7 @@ from megatron_hetero.hf.weight_map import (
     whole,
 )
 from megatron_hetero.layout.axes import Axis, View
-from megatron_hetero.models.layers.parts import MLPPart, Operations, Site, Tokens
+from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens
 
 SLOTS = View("slots", (Axis("xp", "experts"), Axis("xdp", "samples")))
 """Slots are divided over neighbouring ranks, whatever those are in the main view."""
@@ -64,7 +64,7 @@ class _Pairs(torch.nn.Module):
         self.right = site.column_linear(part.hidden, ffn, bias=False)
         self.out = site.row_linear(ffn, part.hidden, bias=False)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, None]:
         return self.out(self.left(hidden)[0] * self.right(hidden)[0])[0], None
 
 
@@ -109,7 +109,7 @@ class _Slots(torch.nn.Module):
         site.mark(self)
         self.own = _OwnSlots(part, part.slots // self.group.size(), options)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, None]:
         tokens, part = hidden.squeeze(1), self.part
         scores = torch.softmax(tokens @ self.router.t(), dim=-1)
         most = len(tokens)

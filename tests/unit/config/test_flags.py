@@ -12,7 +12,7 @@ FIELDS = """
 model.hf_path model.hf_path_vision model.fresh_projector model.dtype model.encoders.NAME.hf_path
 model.encoders.NAME.token model.encoders.NAME.min_pixels model.encoders.NAME.max_pixels
 model.freeze model.train model.recompute.MODULE model.chunk.MODULE model.tp_overlap.MODULE
-model.sequence_parallel.MODULE model.backend model.compile model.patches_per_call.MODULE
+model.sequence_parallel.MODULE model.router_aux_loss_coef model.backend model.compile model.patches_per_call.MODULE
 data.registry.NAME.annotations data.registry.NAME.files data.registry.NAME.format data.registry.NAME.split
 data.registry.NAME.fields.FIELD data.index data.scan data.registry.NAME.images
 data.datasets data.shuffle data.max_seq_length data.too_long

@@ -21,7 +21,7 @@ from megatron_hetero.models.layers.ends import Head, Merger, PatchEmbedding, Tok
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.parts import FORWARD, Operations, Passes, Site, Tokens
+from megatron_hetero.models.layers.parts import FORWARD, LayerCall, Operations, Passes, Site, Tokens
 from megatron_hetero.models.stages import ModuleStage
 
 NORM = Norm(8, 1e-6)
@@ -170,7 +170,7 @@ class _Doubling(torch.nn.Module):
         super().__init__()
         self.gain = torch.nn.Parameter(torch.full((1,), 2.0))
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, None]:
         return hidden * self.gain, None
 
 

@@ -1,0 +1,303 @@
+"""Sparse MLPs: a router chooses some experts for each token. A value and its torch module.
+
+    hidden -> router -> softmax -> the k likeliest, which share their probability -> dispatch -> experts -> back, summed
+
+Experts are divided over the ranks of the view `EXPERTS` in blocks, each with its whole matrices, which one grouped
+product multiplies. Where tp ranks have copies of the hidden states each routes its own part of the tokens; padding is
+never routed. A weight is multiplied into an expert's hidden activations, before its last matrix, so that the results of
+pairs need not be saved; and of what goes into experts only the rows that arrived are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_hetero.groups.megatron import tensor_parallel
+from megatron_hetero.hf.weight_map import ALIGNMENT, MAIN, Share, TensorShapes, TensorSlice, WeightMap, whole
+from megatron_hetero.layout.axes import EXPERTS
+from megatron_hetero.models.layers.compiled import activated, run
+from megatron_hetero.models.layers.dispatch import Dispatch, block, take
+from megatron_hetero.models.layers.dispatch import add_up as added_up
+from megatron_hetero.models.layers.linear import product
+from megatron_hetero.models.layers.mlp import MLP, swiglu
+from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, named
+from megatron_hetero.models.layers.recompute import not_saving, recompute
+
+
+@dataclass(frozen=True)
+class ExpertMLP(MLPPart):
+    """A router and experts, as a part of a layer. `ffn`: width of an expert; `top_k`: experts of a token; `stored`:
+    prefix of the stored tensors. `shared`: an MLP for all tokens beside them, times the sigmoid of a gate.
+    """
+
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    stored: str
+    shared: MLP | None = None
+    views = (MAIN, EXPERTS.name)
+
+    @property
+    def padded(self) -> int:
+        """Width of an expert with padding, for aligned products."""
+        return -(-self.ffn // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths that are split over tp."""
+        return () if self.shared is None else self.shared.widths
+
+    @property
+    def first_product(self) -> int:
+        """Operations per token of the experts' first matrices."""
+        return 2 * self.top_k * 2 * self.hidden * self.ffn + (0 if self.shared is None else self.shared.first_product)
+
+    def tensors(self) -> TensorShapes:
+        """Return the router's weight, and the matrices of each expert."""
+        wide = (self.ffn, self.hidden)
+        kinds = {"gate_proj": wide, "up_proj": wide, "down_proj": wide[::-1]}
+        result = {f"{self.stored}gate.weight": (self.experts, self.hidden)}
+        for number in range(self.experts):
+            result |= {self._name(number, kind): shape for kind, shape in kinds.items()}
+        if self.shared is not None:
+            result |= {**self.shared.tensors(), f"{self.stored}shared_expert_gate.weight": (1, self.hidden)}
+        return result
+
+    def _name(self, expert: int, kind: str) -> str:
+        return f"{self.stored}experts.{expert}.{kind}.weight"
+
+    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+        """Return the router and what all tokens use, or the matrices of this share's experts: gate above up, and down,
+        one expert below the other.
+        """
+        if view == EXPERTS.name:
+            return named("experts", self._of_experts(stored, range(*block(self.experts, *share))))
+        if view != MAIN:
+            return {}
+        result: dict[str, Any] = {"router": whole(f"{stored}{self.stored}gate.weight", self.experts)}
+        if self.shared is not None:
+            result["shared_gate"] = whole(f"{stored}{self.stored}shared_expert_gate.weight", 1)
+            result |= named("shared", self.shared.weight_map(stored, share, view))
+        return result
+
+    def _of_experts(self, stored: str, own: Sequence[int]) -> WeightMap:
+        first, second, wide, padding = [], [], self.padded, self.padded - self.ffn
+        for place, expert in enumerate(own):
+            for half, kind in enumerate(("gate_proj", "up_proj")):
+                at = (2 * place + half) * wide
+                first.append(TensorSlice(stored + self._name(expert, kind), (0, self.ffn), at, padding=padding))
+            down, at = stored + self._name(expert, "down_proj"), place * self.hidden
+            second.append(TensorSlice(down, (0, self.hidden), at, columns=(0, self.ffn), padding=padding))
+        return {"first": tuple(first), "second": tuple(second)}
+
+    def operations(self, tokens: Tokens) -> Operations:
+        """Count products with the router's weight and with those of the chosen experts."""
+        of_token = 2 * (self.experts + self.top_k * 3 * self.ffn) * self.hidden
+        found = Operations(tokens.total * of_token)
+        if self.shared is None:
+            return found
+        return Operations(found.linear + self.shared.operations(tokens).linear + 2 * tokens.total * self.hidden)
+
+    def build(self, site: Site, number: int) -> torch.nn.Module:
+        """Build the torch module."""
+        return ExpertMLPModule(self, site, number)
+
+
+class _Routed(NamedTuple):
+    """Where tokens go, and the weights fp32 [tokens, k] of their experts."""
+
+    dispatch: Dispatch
+    weights: Tensor
+
+
+class ExpertMLPModule(torch.nn.Module):
+    """Torch module of an `ExpertMLP`.
+
+    `loads` counts the tokens of each expert that this rank has routed while training, int64 [experts]; None before the
+    first. `imbalance`: see `Sizes.expected`.
+    """
+
+    imbalance = 1.0
+    # On the device of what comes, as modules may be built on PyTorch's device `meta`.
+    loads: Tensor | None = None
+    _ends: Tensor | None = None
+
+    def __init__(self, part: ExpertMLP, site: Site, number: int):
+        super().__init__()
+        self.part, self.tp = part, site.groups.tp
+        self.group = site.groups.along(*EXPERTS.part_axes)
+        self.splits = site.splits_activations
+        self.own = block(part.experts, self.group.rank(), self.group.size())
+        options: Any = {"dtype": site.dtype, "device": site.platform.device}
+        self.router = torch.nn.Parameter(torch.empty(part.experts, part.hidden, **options))
+        site.mark(self, split=site.tp > 1)
+        if part.shared is not None:
+            self.shared: Any = part.shared.build(site, number)
+            self.shared_gate = torch.nn.Parameter(torch.empty(1, part.hidden, **options))
+            self.shared_gate.sequence_parallel = site.splits_activations  # pyright: ignore[reportAttributeAccessIssue]
+        self.experts = _Experts(part, self.own[1] - self.own[0], site, options)
+
+    def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
+        """Compute `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split) to the same."""
+        out = self._routed(hidden, call)
+        if self.part.shared is not None:
+            shared, _ = self.shared(hidden, call)
+            out = out + shared * F.linear(hidden, self.shared_gate).sigmoid()
+        return out, None
+
+    def _routed(self, hidden: Tensor, call: LayerCall) -> Tensor:
+        if self.splits or self.tp.size() == 1:
+            return self._of_own(hidden, call)
+        padding = -len(hidden) % self.tp.size()
+        own = tensor_parallel.scatter_to_sequence_parallel_region(F.pad(hidden, (0, 0, 0, 0, 0, padding)), self.tp)
+        out = self._of_own(own, call)
+        out = tensor_parallel.gather_from_sequence_parallel_region(
+            out, tensor_parallel_output_grad=False, group=self.tp
+        )
+        return out[: len(hidden)]
+
+    def _of_own(self, hidden: Tensor, call: LayerCall) -> Tensor:
+        """Compute this rank's part of the tokens, of which padding comes out as zero."""
+        first = len(hidden) * self.tp.rank()
+        tokens = hidden[: max(0, min(call.tokens - first, len(hidden)))].squeeze(1)
+        dispatch, weights = self._route(tokens, call, first)
+        rows, weights = dispatch.send(tokens), dispatch.send(weights)
+        pairs = recompute(lambda x: take(x, dispatch.pairs), rows)
+        weights = weights.flatten().index_select(0, dispatch.choice)
+        out = dispatch.bring_back(added_up(self.experts(pairs, weights, dispatch.ends), dispatch.pairs))
+        padding = len(hidden) - len(out)
+        return F.pad(out.unsqueeze(1), (0, 0, 0, 0, 0, padding)) if padding else out.unsqueeze(1)
+
+    def _route(self, tokens: Tensor, call: LayerCall, first: int) -> _Routed:
+        """Choose experts for `tokens` [tokens, hidden], the first of which is the shard's token `first`; when a layer
+        is recomputed, those that were chosen the first time.
+        """
+        logits = F.linear(tokens, self.router)
+        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        dispatch: Dispatch | None = call.memo.get("dispatch")
+        if dispatch is None:
+            chosen = probabilities.detach().topk(self.part.top_k, dim=-1).indices
+            dispatch = call.memo["dispatch"] = self._dispatch(chosen)
+            if self.training:
+                self._count(chosen)
+            if call.balance is not None:
+                call.balance.count(call.balance.of(first, len(tokens)), chosen, probabilities)
+        if call.balance is not None:
+            probabilities = call.balance.balanced(call.balance.of(first, len(tokens)), probabilities)
+        weights = probabilities.gather(1, dispatch.chosen)
+        return _Routed(dispatch, (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype))
+
+    def _dispatch(self, chosen: Tensor) -> Dispatch:
+        if self._ends is None:
+            experts, ranks = self.part.experts, self.group.size()
+            ends = [block(experts, rank, ranks)[1] for rank in range(ranks)]
+            self._ends = torch.tensor(ends, device=chosen.device)
+        return Dispatch.of(chosen, self.own, self._ends, self.group, self.imbalance)
+
+    def _count(self, chosen: Tensor) -> None:
+        if self.loads is None:
+            self.loads = chosen.new_zeros(self.part.experts)
+        self.loads.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+
+
+class _Experts(torch.nn.Module):
+    """The experts of this rank: a module of its own, since ZeRO 2 and 3 share the weights of a view by modules."""
+
+    def __init__(self, part: ExpertMLP, experts: int, site: Site, options: dict[str, Any]):
+        super().__init__()
+        self.experts, self.recompute, self.compiled = experts, site.recompute, site.compile_layers
+        self.first = torch.nn.Parameter(torch.empty(experts * 2 * part.padded, part.hidden, **options))
+        self.second = torch.nn.Parameter(torch.empty(experts * part.hidden, part.padded, **options))
+
+    def forward(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """Compute pairs `x` [pairs, hidden], which `ends` divides, times their `weights` [pairs], to the same."""
+        first, second = (matrix.view(self.experts, -1, matrix.shape[1]) for matrix in (self.first, self.second))
+        if not self.recompute.chunks(len(x)):
+            with not_saving(x):
+                wide = grouped_linear(x, first, ends)
+            inner = recompute(self._inner, wide, weights)
+            with not_saving(inner):
+                return grouped_linear(inner, second, ends)
+        outs, start = [], 0
+        for piece, own in zip(x.split(self.recompute.chunk), weights.split(self.recompute.chunk), strict=True):
+            inside = (ends - start).clamp(0, len(piece))
+            inner = recompute(lambda x, w, e=inside: self._inner(grouped_linear(x, first, e), w), piece, own)
+            with not_saving(inner):
+                outs.append(grouped_linear(inner, second, inside))
+            start += len(piece)
+        return torch.cat(outs)
+
+    def _inner(self, wide: Tensor, weights: Tensor) -> Tensor:
+        """Compute gate and up [pairs, 2 ffn] to [pairs, ffn], times `weights` [pairs]."""
+        inner = run(activated, wide, F.silu, True) if self.compiled else swiglu(wide)
+        return inner * weights[:, None]
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows `x` [rows, in] by the matrix of their group in `weight` [groups, out, in]: [rows, out]. `ends` int32
+    [groups]: where the rows of each group end, the last at the last row.
+    """
+    return _GroupedLinear.apply(x, weight, ends)  # pyright: ignore[reportReturnType]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
+        return _products(x, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_x = _products(grad, weight, ends) if ctx.needs_input_grad[0] else None
+        of_weight = _outer_products(grad, x, ends, weight) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, None
+
+
+def _products(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows `x` [rows, in] by `matrices` [groups, in, out]: [rows, out]."""
+    if x.is_meta:
+        return x.new_empty(len(x), matrices.shape[2])
+    if _is_grouped(x, *matrices.shape[1:]):
+        return F.grouped_mm(x, matrices, offs=ends)
+    out, start = x.new_empty(len(x), matrices.shape[2]), 0
+    for stop, matrix in zip(ends.tolist(), matrices, strict=True):
+        if stop > start:
+            out[start:stop] = product(x[start:stop], matrix)
+        start = stop
+    return out
+
+
+def _outer_products(grad: Tensor, x: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of `weight` [groups, out, in] from rows `grad` [rows, out] and `x` [rows, in]."""
+    if x.is_meta:
+        return torch.empty_like(weight)
+    if _is_grouped(x, grad.shape[1], x.shape[1]):
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    out, start = torch.zeros_like(weight), 0
+    for stop, matrix in zip(ends.tolist(), out, strict=True):
+        if stop > start:
+            matrix.copy_(product(grad[start:stop].t(), x[start:stop]))
+        start = stop
+    return out
+
+
+def _is_grouped(x: Tensor, *widths: int) -> bool:
+    """Whether PyTorch multiplies groups of rows in one kernel: rows are aligned to 16 bytes, of a dtype for which there
+    is one (on a GPU bfloat16, from compute capability 8.0 on).
+    """
+    if any(width * x.element_size() % 16 for width in widths):
+        return False
+    if x.is_cuda:
+        return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return x.dtype in (torch.float32, torch.bfloat16)
