@@ -242,8 +242,8 @@ class _Experts(torch.nn.Module):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows `x` [rows, in] by the matrix of their group in `weight` [groups, out, in]: [rows, out]. `ends` int32
-    [groups]: where the rows of each group end, the last at the last row.
+    """Multiply rows `x` [rows, in] by the matrix of their group in `weight` [groups, out, in]: [rows, out]. `ends`:
+    int32 [groups], where the rows of each group end, the last at the last row.
     """
     return _GroupedLinear.apply(x, weight, ends)  # pyright: ignore[reportReturnType]
 

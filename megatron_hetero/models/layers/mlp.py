@@ -130,7 +130,7 @@ class MLPModule(Overlapping):
         """Return the two linear layers."""
         return self.linear_fc1, self.linear_fc2
 
-    def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002 (of sparse MLPs)
+    def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
         """Compute `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split) to the same and a bias to
         add.
         """
