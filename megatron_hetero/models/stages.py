@@ -275,6 +275,11 @@ class TextModel(ModuleStage):
         added = balance.loss(self.groups)
         return {LOSS: loss + added, METRICS: {"balance_loss": added}}
 
+    def take_loads(self) -> dict[int, Tensor]:
+        """Return for each sparse layer of this stage, by its number, `ExpertMLPModule.take_loads`."""
+        layers: list[Any] = list(self.layers)
+        return {each.number: each.mlp.take_loads() for each in layers if hasattr(each.mlp, "take_loads")}
+
     @property
     def _experts(self) -> int:
         return self.shape.parts["experts"]

@@ -33,7 +33,7 @@ from megatron_hetero.models.layers.balance import BalancedSamples
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderInput, TextInput
-from megatron_hetero.schedule.contract import InParts
+from megatron_hetero.schedule.contract import InParts, StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.algorithms import learning_rate
 from megatron_hetero.step.gradients import GradientSummary, clip_factor
@@ -41,6 +41,7 @@ from megatron_hetero.step.interpreter import DeviceMicroBatch, Interpreter
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.runner import SUMS, Runner
+from megatron_hetero.train.expert_load import sparse_layers, take_loads
 from megatron_hetero.train.measures import StepProfiler, utilisation
 from megatron_hetero.train.metrics import StepMetrics
 
@@ -188,7 +189,8 @@ class StepTrainer:
         return replace(metrics, step_time_s=seconds, data_time_s=waited, mfu=used)
 
     def _train(self, step: int, batch: StepBatch, stop: object) -> StepMetrics:
-        summary = self.gradients(batch)
+        result = self._run(batch)
+        summary = self._summed(result)
         self._refuse_faults(step, summary)
         # Whoever has read the summary has waited for all that was measured.
         laps = self.watch.read()
@@ -196,18 +198,23 @@ class StepTrainer:
         factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
         with self.watched(f"the update of step {step}"):
             # Before weights are gathered: the host would wait for these, and the next step's kernels for the host.
-            metrics = self._metrics(step, batch, laps, stop, summary.loss_sum / batch.supervised, norm)
+            metrics = self._metrics(step, batch, laps, stop, summary.loss_sum / batch.supervised, norm, result)
             self._update(step, factor)
         return metrics
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Run forward and backward of all micro-batches, then sum over ranks; gradients are not scaled by 1/N yet."""
+        return self._summed(self._run(batch))
+
+    def _run(self, batch: StepBatch) -> StepResult:
         self.optimizer.zero_grad()
         dtype, outputs = self.job.dtype, self.job.outputs
         schedule = self.job.schedule_of(len(batch.micro_batches))
         balance, micro_batches = self.job.balance, batch.micro_batches
         load = partial(to_device, platform=self.platform, dtype=dtype, outputs=outputs, balance=balance)
-        result = self.runner.run(schedule, lambda m: load(micro_batches[m]))
+        return self.runner.run(schedule, lambda m: load(micro_batches[m]))
+
+    def _summed(self, result: StepResult) -> GradientSummary:
         with self.watched(SUMS):
             return self.optimizer.reduce(result.loss, loss_counts_here=self.counts_loss).read()
 
@@ -260,17 +267,21 @@ class StepTrainer:
         stop: object,
         loss: float = math.nan,
         norm: float = math.nan,
+        result: StepResult | None = None,
     ) -> StepMetrics:
         """Return the metrics of a step but for its time. All ranks exchange their numbers, once, before they update;
-        the host waits for it. `laps`: this rank's seconds of each run of its modules.
+        the host waits for it. `laps`: this rank's seconds of each run of its modules. `result`: its sums.
         """
+        layers = sparse_layers(self.shapes.text.architecture)
         schedule = self.job.schedule_of(len(batch.micro_batches))
         runs = {name: self._runs(schedule, name) for name in self.shapes.encoders}
         own = [float(self.platform.peak_memory_bytes()), float(bool(stop)), *self._padding(batch)]
+        own += [self._balance_loss(result), *take_loads(self.modules, self.topology, layers)]
         for name, count in runs.items():
             seconds = laps.get(name, [])
             own += [*seconds, *[0.0] * (count - len(seconds))]
-        (memory, stopping, padding, tokens, patch_padding, patches, *seconds) = self.all_gather(own).T.tolist()
+        (memory, stopping, padding, tokens, patch_padding, patches, balance, *seconds) = self.all_gather(own).T.tolist()
+        loads = {number: max(seconds.pop(0)) for number in layers}
         rounds = []
         for name, count in runs.items():
             rounds += [[of_run[rank] for rank in self.topology.layouts[name].ranks] for of_run in seconds[:count]]
@@ -296,8 +307,16 @@ class StepTrainer:
                 "text_idle_share_predicted": idle_share(*batch.text_loads),
                 "text_padding_share": _share(sum(padding), sum(tokens)),
                 **self._filled(batch),
+                **({"expert_load": max(loads.values())} if loads else {}),
+                **{f"expert_load_{number}": load for number, load in loads.items()},
+                **({"balance_loss": sum(balance) / batch.supervised} if self.job.balance and result else {}),
             },
         )
+
+    def _balance_loss(self, result: StepResult | None) -> float:
+        """Return this rank's addend to the loss that balances experts, before the division by supervised tokens."""
+        found = {} if result is None else result.metrics.get(TEXT, {})
+        return float(found["balance_loss"]) if "balance_loss" in found and self.counts_loss else 0.0
 
     def _padding(self, batch: StepBatch) -> list[float]:
         """Return this rank's tokens of padding and of samples, and patches of padding and of items, in a step."""

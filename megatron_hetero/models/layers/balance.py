@@ -94,7 +94,8 @@ class Balance:
 
     def rows_beside(self, hidden: Tensor) -> int:
         """Return how many rows of `hidden` [S, 1, hidden] the statistics take."""
-        return rows_of(*self.choices.shape, hidden.shape[-1], hidden.element_size())
+        samples, experts = self.choices.shape
+        return rows_of(samples, experts, hidden.shape[-1], hidden.element_size())
 
     def leave(self, hidden: Tensor) -> Tensor:
         """Return `hidden` [S, 1, hidden] with the statistics behind it."""

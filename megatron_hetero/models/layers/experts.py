@@ -121,13 +121,12 @@ class _Routed(NamedTuple):
 class ExpertMLPModule(torch.nn.Module):
     """Torch module of an `ExpertMLP`.
 
-    `loads` counts the tokens of each expert that this rank has routed while training, int64 [experts]; None before the
-    first. `imbalance`: see `Sizes.expected`.
+    `imbalance`: see `Sizes.expected`.
     """
 
     imbalance = 1.0
     # On the device of what comes, as modules may be built on PyTorch's device `meta`.
-    loads: Tensor | None = None
+    _loads: Tensor | None = None
     _ends: Tensor | None = None
 
     def __init__(self, part: ExpertMLP, site: Site, number: int):
@@ -152,6 +151,13 @@ class ExpertMLPModule(torch.nn.Module):
             shared, _ = self.shared(hidden, call)
             out = out + shared * F.linear(hidden, self.shared_gate).sigmoid()
         return out, None
+
+    def take_loads(self) -> Tensor:
+        """Return the tokens of each expert that this rank has routed while training since the last call, int64
+        [experts].
+        """
+        found, self._loads = self._loads, None
+        return torch.zeros(self.part.experts, dtype=torch.int64, device=self.router.device) if found is None else found
 
     def _routed(self, hidden: Tensor, call: LayerCall) -> Tensor:
         if self.splits or self.tp.size() == 1:
@@ -203,9 +209,9 @@ class ExpertMLPModule(torch.nn.Module):
         return Dispatch.of(chosen, self.own, self._ends, self.group, self.imbalance)
 
     def _count(self, chosen: Tensor) -> None:
-        if self.loads is None:
-            self.loads = chosen.new_zeros(self.part.experts)
-        self.loads.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        if self._loads is None:
+            self._loads = chosen.new_zeros(self.part.experts)
+        self._loads.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
 
 
 class _Experts(torch.nn.Module):

@@ -120,7 +120,7 @@ def differences(row: Row) -> dict[str, float]:
     own = topology.rank // layout.tp
     count = TOKENS[own]
     real = [everything[i, : TOKENS[i]] for i in range(layout.size // layout.tp)]
-    given = torch.cat(real).requires_grad_()
+    given: Any = torch.cat(real).requires_grad_()
     expected = reference(given[None])[0]
     cotangent = torch.cat([weights[i, : TOKENS[i]] for i in range(len(real))])
     expected.backward(cotangent)
@@ -129,7 +129,7 @@ def differences(row: Row) -> dict[str, float]:
 
     padded = max(1, -(-count // layout.tp)) * layout.tp
     hidden = torch.nn.functional.pad(real[own], (0, 0, 0, padded - count), value=9.0).unsqueeze(1)
-    leaf = hidden.clone().requires_grad_()
+    leaf: Any = hidden.clone().requires_grad_()
     parts = (lambda x: x.chunk(layout.tp)[at.tp]) if row.split else (lambda x: x)
     out, bias = module(parts(leaf), LayerCall(count))
     assert bias is None
@@ -141,7 +141,8 @@ def differences(row: Row) -> dict[str, float]:
     found = {"out": _apart(out[:count, 0], out_there), "input": _apart(leaf.grad[:count, 0], grad_there)}
 
     gradients = stored_of({name: p.grad for name, p in reference.named_parameters()}, row)
-    for name, parameter in module.named_parameters():
+    parameters: dict[str, Any] = dict(module.named_parameters())
+    for name, parameter in parameters.items():
         view = EXPERTS if name.startswith("experts.") else MAIN
         gradient = parameter.grad.clone()
         for axis in (*view.sum_axes, *(["tp"] if getattr(parameter, "sequence_parallel", False) else [])):
@@ -149,8 +150,9 @@ def differences(row: Row) -> dict[str, float]:
         wanted = torch.zeros_like(gradient)
         load_slices(wanted, maps[name], [gradients[each.name][each.source] for each in maps[name]])
         found[name] = _apart(gradient, wanted)
-    assert isinstance(module, ExpertMLPModule) and module.loads is not None
-    loads = module.loads.clone()
+    assert isinstance(module, ExpertMLPModule)
+    loads = module.take_loads()
+    assert not module.take_loads().any()
     dist.all_reduce(loads, group=topology.group("text", "tp"))
     dist.all_reduce(loads, group=topology.group("text", "sp", "cp", "dp"))
     chosen = reference.gate(given)[2]
