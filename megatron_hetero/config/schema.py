@@ -44,7 +44,9 @@ class Config(Section):
 
     model: ModelConfig
     parallel: Mapping[str, str] = option(
-        {}, "Layout of a module, such as `sp:8` or `tp:4,dp:2@0-7`.", "dp over all ranks"
+        {},
+        "Layout of a module, such as `sp:8` or `tp:4,dp:2@0-7`; `ep` divides experts: `tp:4,dp:2,ep:8`.",
+        "dp over all ranks",
     )
     parallel_layers: Mapping[str, tuple[int, ...]] = option(
         {}, "Layers per pipeline stage of a module, in order, such as `10 18`.", "even"

@@ -22,7 +22,7 @@ from megatron_hetero.config.fields import children, item_type
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import NODE
 from megatron_hetero.estimate.estimate import Estimate
-from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.layout import Layout, closest_layout
 
 Settings = Mapping[str, object]
 """Values by dotted name, such as `{"model.recompute.text": "full"}`; None for the default."""
@@ -247,7 +247,9 @@ def _over_more_ranks(estimate: Estimate, name: str, axis: str, longer: float) ->
     """Double one degree in place of dp, as often as possible; tp stays within a node."""
     layout, unseen = estimate.job.layouts[name], 1.0
     while layout.dp % 2 == 0 and (axis != "tp" or 2 * layout.tp <= NODE):
-        layout = replace(layout, **{"dp": layout.dp // 2, axis: 2 * layout.degrees[axis]})
+        wanted = layout.stated | {axis: 2 * layout.degrees[axis]}
+        # Experts are divided less often where a stage has too few ranks left.
+        layout = closest_layout(wanted, layout.ranks, None, layout.views)
         unseen *= longer
         yield Change({f"parallel.{name}": layout.short(estimate.world_size)}, unseen)
 

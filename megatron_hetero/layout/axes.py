@@ -19,10 +19,13 @@ Split = Literal["weights", "tokens", "samples", "layers", "experts"]
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis by its name in layouts. Ranks that differ only in it have different parts of what it `splits`."""
+    """An axis by its name in layouts. Ranks that differ only in it have different parts of what it `splits`. `follows`:
+    the axis of the main view whose degree an axis of a further view takes if a layout's text omits it; otherwise 1.
+    """
 
     name: str
     splits: Split
+    follows: str = ""
 
 
 TABLE = (
@@ -65,7 +68,7 @@ class View:
 
     @property
     def stated(self) -> tuple[str, ...]:
-        """The other axes, which are 1 unless a layout's text gives them."""
+        """The other axes, which have a default of their own in a layout's text."""
         return tuple(name for name in self.names if name != self.rest)
 
     @property
@@ -82,10 +85,17 @@ class View:
 MAIN = View("main", TABLE)
 """The view that every layout has."""
 axes_of = MAIN.axes_of
-EXPERTS = View("experts", (Axis("ep", "experts"), Axis("edp", "samples")))
+EXPERTS = View("experts", (Axis("ep", "experts", follows="tp"), Axis("edp", "samples")))
 """The view of layers with experts, which are divided over neighbouring ranks of a stage, whatever these are in the main
-view (DeepSpeed and Megatron-Core call it folding).
+view (DeepSpeed and Megatron-Core call it folding). By default they are split as often as weights are.
 """
+SPLIT_EXPERTS = "etp"
+"""Other libraries' axis along which each expert's matrices are split."""
+WHOLE_EXPERTS = (
+    "experts are small: products with parts of their matrices would be thin, and tp ranks would repeat the exchange of "
+    "tokens; ep divides whole experts"
+)
+"""Why there is no such axis."""
 
 
 class Fold(NamedTuple):
@@ -124,6 +134,13 @@ class LayoutProblem(Exception):
     def __init__(self, found: str, expected: str, why: str, axis: str = "") -> None:
         super().__init__(found)
         self.found, self.expected, self.why, self.axis = found, expected, why, axis
+
+
+def why_unknown(axis: str, known: Iterable[str]) -> str:
+    """Return why an axis is not among the `known` ones of a module, if there is more to say than that."""
+    if axis not in (*EXPERTS.names, SPLIT_EXPERTS):
+        return ""
+    return WHOLE_EXPERTS if {*EXPERTS.names} <= {*known} else "the module has no experts"
 
 
 # A layout suits a module where

@@ -4,12 +4,13 @@
     HyperCommGrid (Megatron-Core)   the first one does
     parallel_state (Megatron-Core)  knows the sizes, and the groups of this rank
 
-A layout has one order, `tp` fastest, then `sp`, `cp`, `dp` and `pp`. Dimensions of size 1 may be anywhere.
+A layout has one order, `tp` fastest, then `sp`, `cp`, `dp` and `pp`, and another one for layers with experts, `ep`,
+`edp` and `pp`, for which meshes and grids come in pairs. Dimensions of size 1 may be anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -17,31 +18,30 @@ from typing import Any
 import numpy as np
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.layout.axes import AXES
+from megatron_hetero.layout.axes import EXPERTS, MAIN, SPLIT_EXPERTS, WHOLE_EXPERTS, View
+from megatron_hetero.layout.grammar import format_ranks
 
-Arranged = tuple[dict[str, int], tuple[int, ...]]
-"""The degree of each axis, and the ranks in the order of a layout."""
+Arranged = tuple[dict[str, int], tuple[int, ...], tuple[View, ...]]
+"""The degree of each axis, the ranks in the order of a layout, and its further views."""
 
-_ORDER = "layouts number ranks along tp, sp, cp, dp and pp, the first fastest"
+FROM_MESH = "Layout.from_mesh"
 
-
-def of_mesh(mesh: Any, axes: Mapping[str, str]) -> Arranged:
-    """Degrees and ranks of a `DeviceMesh`. Raises `UserError` if it has no names, other names, or is a slice."""
-    what, names, ranks = "Layout.from_mesh", mesh.mesh_dim_names, mesh.mesh
-    if names is None:
-        fix = "give it `mesh_dim_names`"
-        raise UserError.at(what, found="a mesh without names", expected="named dimensions", fix=fix)
-    if getattr(mesh, "_root_mesh", None) is not None:
-        because = "ranks hold different slices, and a layout is the same on all of them"
-        raise UserError.at(what, found="a slice", expected="a mesh", because=because, fix="pass the whole")
-    return _arranged(what, _dims(what, names, list(ranks.shape), axes), ranks.flatten().tolist())
+_Dims = tuple[Sequence[str], Sequence[int], Sequence[int]]
+"""Names and sizes of dimensions, the last fastest, and the ranks along them."""
 
 
-def of_hyper_grid(grid: Any, axes: Mapping[str, str]) -> Arranged:
-    """Degrees and ranks of a `HyperCommGrid`. Raises `UserError` if it has other names."""
-    what, first = "Layout.from_grid", int(grid.rank_offset)
-    dims = _dims(what, grid.dim_names, [int(size) for size in grid.shape], axes)[::-1]
-    return _arranged(what, dims, range(first, first + prod(size for _, size in dims)))
+def of_mesh(mesh: Any, axes: Mapping[str, str], experts: Any = None) -> Arranged:
+    """Degrees and ranks of a `DeviceMesh`, and of another one for `experts`. Raises `UserError` if one has no names,
+    other names, or is a slice.
+    """
+    return _of_pair(FROM_MESH, _mesh_dims, mesh, experts, axes)
+
+
+def of_hyper_grid(grid: Any, axes: Mapping[str, str], experts: Any = None) -> Arranged:
+    """Degrees and ranks of a `HyperCommGrid`, and of another one for `experts`. Raises `UserError` if one has other
+    names.
+    """
+    return _of_pair("Layout.from_grid", _grid_dims, grid, experts, axes)
 
 
 def of_mpu(state: Any, dist: Any) -> Arranged:
@@ -52,52 +52,113 @@ def of_mpu(state: Any, dist: Any) -> Arranged:
     if not state.model_parallel_is_initialized():
         fix = "call `parallel_state.initialize_model_parallel` first"
         raise UserError.at(where, found="no parallel state", expected="an initialised one", fix=fix)
-    if (experts := state.get_expert_model_parallel_world_size()) > 1:
-        because = "layouts have no axis of experts"
-        found, fix = f"expert parallelism over {experts} ranks", "use 1"
-        raise UserError.at(where, found=found, expected="none", because=because, fix=fix)
     groups = {
         "tp": state.get_tensor_model_parallel_group(),
         "cp": state.get_context_parallel_group(),
         "dp": state.get_data_parallel_group(),
         "pp": state.get_pipeline_model_parallel_group(),
     }
-    mine = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
-    stride = 1
-    for axis, ranks in mine.items():
-        if any(b - a != stride for a, b in pairwise(ranks)):
-            found = f"ranks {ranks} along {axis}"
-            fix = 'initialise it with order="tp-cp-ep-dp-pp", which is its default'
-            raise UserError.at(where, found=found, expected=f"{stride} between them", because=_ORDER, fix=fix)
-        stride *= len(ranks)
-    return {axis: len(ranks) for axis, ranks in mine.items()}, tuple(range(stride))
+    degrees = _strided(where, groups, dist)
+    ranks = tuple(range(prod(degrees.values())))
+    ep, etp = state.get_expert_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
+    if ep == 1 and etp == degrees["tp"]:  # the defaults, also of models without experts
+        return degrees, ranks, ()
+    if etp > 1:
+        found, fix = f"experts that are split over {etp} ranks", "initialise it with expert_tensor_parallel_size=1"
+        raise UserError.at(where, found=found, expected="whole experts", because=WHOLE_EXPERTS, fix=fix)
+    experts = {"ep": state.get_expert_model_parallel_group(), "edp": state.get_expert_data_parallel_group()}
+    return _strided(where, experts | {"pp": groups["pp"]}, dist) | degrees, ranks, (EXPERTS,)
 
 
-def _arranged(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> Arranged:
-    """Degrees, and `ranks` reordered from `dims`, the last fastest, to the order of a layout. Raises `UserError` if
-    they do not ascend in it.
+def _strided(where: str, groups: Mapping[str, Any], dist: Any) -> dict[str, int]:
+    """The degree of each axis, from this rank's groups. Raises `UserError` unless the first axis varies fastest, and so
+    on.
     """
-    order = sorted(range(len(dims)), key=lambda i: (-AXES.index(dims[i][0]), i))
-    listed = np.reshape(ranks, [size for _, size in dims]).transpose(order).flatten().tolist()
+    stride, degrees = 1, dict[str, int]()
+    for axis, group in groups.items():
+        ranks = dist.get_process_group_ranks(group)
+        if any(b - a != stride for a, b in pairwise(ranks)):
+            found, expected, because = f"ranks {ranks} along {axis}", f"{stride} between them", _order(groups)
+            fix = 'initialise it with order="tp-cp-ep-dp-pp", which is its default'
+            raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
+        degrees[axis] = len(ranks)
+        stride *= len(ranks)
+    return degrees
+
+
+def _mesh_dims(mesh: Any) -> _Dims:
+    names, ranks, root = mesh.mesh_dim_names, mesh.mesh, getattr(mesh, "_root_mesh", None)
+    if names is None:
+        fix = "give it `mesh_dim_names`"
+        raise UserError.at(FROM_MESH, found="a mesh without names", expected="named dimensions", fix=fix)
+    if root is not None and root.size() != mesh.size():
+        because = "ranks hold different slices, and a layout is the same on all of them"
+        raise UserError.at(FROM_MESH, found="a slice", expected="a mesh", because=because, fix="pass the whole")
+    return names, list(ranks.shape), ranks.flatten().tolist()
+
+
+def _grid_dims(grid: Any) -> _Dims:
+    first, sizes = int(grid.rank_offset), [int(size) for size in grid.shape]
+    return list(grid.dim_names)[::-1], sizes[::-1], range(first, first + prod(sizes))
+
+
+def _of_pair(what: str, dims_of: Callable[[Any], _Dims], main: Any, experts: Any, axes: Mapping[str, str]) -> Arranged:
+    """Degrees and ranks of a mesh or grid, and of another one for `experts`. Raises `UserError`."""
+    degrees, ranks = _arranged(what, MAIN, dims_of(main), axes)
+    if experts is None:
+        return degrees, ranks, ()
+    what = f"{what} (experts)"
+    folded, same = _arranged(what, EXPERTS, dims_of(experts), axes)
+    if (same, folded["pp"]) != (ranks, degrees["pp"]):
+        found, expected = (
+            f"pp:{pp} over ranks {format_ranks(over)}" for pp, over in ((folded["pp"], same), (degrees["pp"], ranks))
+        )
+        because = "experts are divided over the ranks of each pipeline stage, which other layers have too"
+        raise UserError.at(what, found=found, expected=expected, because=because, fix="build it over the same ranks")
+    return folded | degrees, ranks, (EXPERTS,)
+
+
+def _arranged(what: str, view: View, dims: _Dims, axes: Mapping[str, str]) -> tuple[dict[str, int], tuple[int, ...]]:
+    """Degrees, and the ranks reordered from `dims` to the order of a view. Raises `UserError` if they do not ascend in
+    it.
+    """
+    known = tuple(dict.fromkeys((*view.names, "pp")))
+    named, ranks = _named(what, view, known, dims, axes), dims[2]
+    order = sorted(range(len(named)), key=lambda i: (-known.index(named[i][0]), i))
+    listed = np.reshape(ranks, [size for _, size in named]).transpose(order).flatten().tolist()
     if any(b <= a for a, b in pairwise(listed)):
-        found = f"ranks {list(ranks)} along {', '.join(f'{axis}:{size}' for axis, size in dims)}, the last fastest"
-        expected = f"ascending ranks along {', '.join(dims[i][0] for i in order)}"
+        found = f"ranks {list(ranks)} along {', '.join(f'{axis}:{size}' for axis, size in named)}, the last fastest"
+        expected, because = f"ascending ranks along {', '.join(named[i][0] for i in order)}", _order(known)
         fix = "put the dimensions in that order, or state the layout as text"
-        raise UserError.at(what, found=found, expected=expected, because=_ORDER, fix=fix)
-    degrees = dict.fromkeys(AXES, 1)
-    for axis, size in dims:
+        raise UserError.at(what, found=found, expected=expected, because=because, fix=fix)
+    degrees = dict.fromkeys(known, 1)
+    for axis, size in named:
         degrees[axis] *= size
     return degrees, tuple(listed)
 
 
-def _dims(what: str, names: Sequence[str], sizes: Sequence[int], axes: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Axis and size of each dimension, without dimensions of size 1 that are no axis."""
+def _named(what: str, view: View, known: Sequence[str], dims: _Dims, axes: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Axis and size of each dimension, without dimensions of size 1 that are no axis. `dp` is the axis of samples of
+    any view. Raises `UserError`.
+    """
     found: list[tuple[str, int]] = []
-    for name, size in zip(names, sizes, strict=True):
+    for name, size in zip(*dims[:2], strict=True):
         axis = axes.get(name, name)
-        if axis in AXES:
+        axis = view.rest if axis == MAIN.rest else axis
+        if axis in known:
             found.append((axis, size))
         elif size > 1:
-            expected, fix = f"one of {', '.join(AXES)}", f"say which it is: axes={{{name!r}: ...}}"
-            raise UserError.at(what, found=f"dimension `{name}` of size {size}", expected=expected, fix=fix)
+            expected, because = f"one of {', '.join(known)}", ""
+            fix = f"say which it is: axes={{{name!r}: ...}}"
+            if axis in (SPLIT_EXPERTS, "tp"):
+                because, fix = WHOLE_EXPERTS, "use `ep` instead"
+            elif axis in EXPERTS.names:
+                fix = "pass the dimensions of experts, over the same ranks, as `experts=`"
+            dimension = f"dimension `{name}` of size {size}"
+            raise UserError.at(what, found=dimension, expected=expected, because=because, fix=fix)
     return found
+
+
+def _order(axes: Iterable[str]) -> str:
+    *first, last = axes
+    return f"layouts number ranks along {', '.join(first)} and {last}, the first fastest"

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-from megatron_hetero.layout.axes import AXES, LayoutProblem
+from megatron_hetero.layout.axes import AXES, LayoutProblem, why_unknown
 
 MOST_PLANNED = 20_000
 """Ranks of the largest world that is estimated or suggested."""
@@ -62,13 +62,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean `{close[0]}`?)" if close else ""
 
 
+def unknown_axis(axis: str, known: Sequence[str]) -> LayoutProblem:
+    """The fault of an axis that is not one of the `known` ones."""
+    why = why_unknown(axis, known)
+    found = f"axis `{axis}`{'' if why else did_you_mean(axis, known)}"
+    return LayoutProblem(found, f"one of {', '.join(known)}", why or "the module has no other axes", axis)
+
+
 def _read_degree(item: str, axes: Sequence[str]) -> tuple[str, int]:
     axis, colon, degree = item.partition(":")
     if not colon:
         raise LayoutProblem(f"`{item}`", "axis:degree, such as tp:4", "a layout is a list of axes with their degrees")
     if axis not in axes:
-        found = f"axis `{axis}`{did_you_mean(axis, axes)}"
-        raise LayoutProblem(found, f"one of {', '.join(axes)}", "the module has no other axes", axis)
+        raise unknown_axis(axis, axes)
     if not re.fullmatch(r"[0-9]{1,7}", degree) or int(degree) < 1:
         why = "a degree is a number of ranks"
         raise LayoutProblem(f"degree `{degree}` for {axis}", "an integer of 1 or more", why, axis)

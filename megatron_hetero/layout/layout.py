@@ -7,8 +7,9 @@ The grammar is in `megatron_hetero.layout.grammar`. Examples:
     dp:2,tp:4@0-3,8-11   two replicas of four tensor-parallel ranks on two sets of ranks
     tp:4,dp:2,ep:8       in a module with a view of experts: they are divided over the same eight ranks
 
-Without ``@`` a layout covers the whole world. ``dp`` defaults to what the other degrees leave of the ranks. Ranks
-ascend, because process groups number their members in ascending order.
+Without ``@`` a layout covers the whole world. ``dp`` defaults to what the other degrees leave of the ranks, ``ep`` to
+``tp``, or to the next lower divisor of a stage's ranks if there are fewer experts. Ranks ascend, because process groups
+number their members in ascending order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megatron_hetero.layout.axes import (
     problem_of,
 )
 from megatron_hetero.layout.foreign import of_hyper_grid, of_mesh, of_mpu
-from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean, format_ranks, read
+from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean, format_ranks, read, unknown_axis
 
 __all__ = ["AXES", "Coordinate", "Layout", "ModuleShape"]
 
@@ -130,7 +131,7 @@ class Layout:
             world_size: number of ranks in the world; may be None if `text` gives its ranks.
             module: name of the module for errors.
             flags: whether errors name the module's flag (``--MODULE-parallel``) rather than an argument.
-            shape: shape that layouts suggested in errors suit.
+            shape: shape of the module, which layouts suggested in errors suit.
             views: further views of the module, whose axes `text` may give; by default those of its `shape`.
 
         Raises:
@@ -141,7 +142,7 @@ class Layout:
         axes, degrees, ranks = axis_names(views), dict[str, int](), None
         try:
             degrees, ranks = read(text, axes)
-            return _fitted(degrees, ranks, world_size, views)
+            return _fitted(degrees, ranks, world_size, shape, views)
         except LayoutProblem as problem:
             readable: list[tuple[str, str]] = re.findall("([a-z]+):([1-9][0-9]{0,6})", text)
             wanted = {axis: int(degree) for axis, degree in readable if axis in axes}
@@ -213,8 +214,9 @@ class Layout:
         known = axis_names(self.views)
         for axis in axes:
             if axis not in known:
-                found = f"axis `{axis}`{did_you_mean(axis, known)}"
-                raise UserError.at("layout", found=found, expected=f"one of {', '.join(known)}", fix="use these")
+                problem = unknown_axis(axis, known)
+                because, fix = problem.why, "use these"
+                raise UserError.at("layout", found=problem.found, expected=problem.expected, because=because, fix=fix)
         for view in self.every_view:
             if {*axes} <= {*view.names, "pp"}:
                 return view
@@ -222,29 +224,34 @@ class Layout:
         raise UserError.at("layout", found=found, expected="axes of one view", fix=fix)
 
     @classmethod
-    def from_mesh(cls, mesh: Any, *, axes: Mapping[str, str] | None = None) -> Layout:
+    def from_mesh(cls, mesh: Any, *, axes: Mapping[str, str] | None = None, experts: Any = None) -> Layout:
         """The layout of a whole `DeviceMesh` of PyTorch, with dimensions named as axes.
 
         Args:
             mesh: a whole mesh, not a slice.
             axes: axes of dimensions with other names, such as ``{"dp_replicate": "dp", "dp_shard": "dp"}``.
+            experts: another mesh of the same ranks, with the dimensions `ep`, `edp` (or `dp`) and `pp`, for layers with
+                experts.
 
         Raises:
             UserError: a dimension is no axis, or a layout cannot express the order of the ranks.
         """
-        return cls.of(*of_mesh(mesh, axes or {}))
+        return cls.of(*of_mesh(mesh, axes or {}, experts))
 
     @classmethod
-    def from_grid(cls, grid: Any, *, axes: Mapping[str, str] | None = None) -> Layout:
-        """The layout of a `HyperCommGrid` of Megatron-Core. `axes` and `UserError` as for `from_mesh`."""
-        return cls.of(*of_hyper_grid(grid, axes or {}))
+    def from_grid(cls, grid: Any, *, axes: Mapping[str, str] | None = None, experts: Any = None) -> Layout:
+        """The layout of a `HyperCommGrid` of Megatron-Core, and another one for `experts`. `axes` and `UserError` as
+        for `from_mesh`.
+        """
+        return cls.of(*of_hyper_grid(grid, axes or {}, experts))
 
     @classmethod
     def from_mpu(cls) -> Layout:
-        """The layout of all ranks that Megatron-Core's `parallel_state` was initialised with.
+        """The layout of all ranks that Megatron-Core's `parallel_state` was initialised with. It has a view of experts
+        if their sizes were given.
 
         Raises:
-            UserError: it is not initialised, has expert parallelism, or a layout cannot express its order of ranks.
+            UserError: it is not initialised, splits each expert, or a layout cannot express its order of ranks.
         """
         # Imported here, because this module is otherwise pure.
         import torch.distributed as dist
@@ -254,10 +261,12 @@ class Layout:
 
     @property
     def degrees_text(self) -> str:
-        """The degrees above one, such as ``tp:4,dp:2``, or else ``dp:1``."""
-        main, further = list(self.degrees.items()), list(self.stated.items())[len(AXES) :]
-        above = [f"{axis}:{n}" for axis, n in main if n != 1] or ["dp:1"]
-        return ",".join([*above, *(f"{axis}:{n}" for axis, n in further if n != 1)])
+        """The degrees above one, such as ``tp:4,dp:2``, or else ``dp:1``, and all whose default may be above one."""
+        degrees = self.stated
+        main = [f"{axis}:{degrees[axis]}" for axis in AXES if degrees[axis] != 1] or ["dp:1"]
+        further = (axis for view in self.views for axis in view.axes if axis.name in degrees)
+        shown = (axis.name for axis in further if max(degrees[axis.name], degrees.get(axis.follows, 1)) != 1)
+        return ",".join([*main, *(f"{axis}:{degrees[axis]}" for axis in shown)])
 
     @property
     def ranks_text(self) -> str:
@@ -373,16 +382,18 @@ def advice(module: str, layout: Layout, world_size: int | None, *, flags: bool) 
 def closest_layout(
     wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None, views: Sequence[View]
 ) -> Layout:
-    """The legal layout over `ranks` with, axis by axis, the largest degrees up to the `wanted` ones, which are 1 unless
-    given. `dp` and the axis of samples of each further view take the ranks that are left.
+    """The legal layout over `ranks` with, axis by axis, the largest degrees up to the `wanted` ones, which unless given
+    are those of the axes that they follow, or else 1. `dp` and the axis of samples of each further view take the ranks
+    that are left.
     """
     best = dict.fromkeys(AXES, 1)
     for view in (MAIN, *views):
         left = len(ranks) // best["pp"]
-        for axis in view.stated:
-            options = (best | {axis: degree} for degree in divisors(left) if degree <= wanted.get(axis, 1))
+        for axis in (axis for axis in view.axes if axis.name != view.rest):
+            most = wanted.get(axis.name, best.get(axis.follows, 1))
+            options = (best | {axis.name: degree} for degree in divisors(left) if degree <= most)
             best = [degrees for degrees in options if shape is None or problem_of(shape, degrees) is None][-1]
-            left //= best[axis]
+            left //= best[axis.name]
         if view is MAIN:
             best["dp"] = left
     return Layout.of(best, ranks, views)
@@ -398,18 +409,26 @@ def _more_ranks(
 ) -> str:
     """Return the advice to start as many ranks as a layout needs, if the world has fewer and the layout is legal."""
     wanted = _main_ranks(degrees) if ranks is None else ranks[-1] + 1
-    if world_size is None or not world_size < wanted <= MOST_PLANNED or _misfit(degrees, ranks or range(wanted), views):
+    if world_size is None or not world_size < wanted <= MOST_PLANNED:
         return ""
-    if shape is not None and problem_of(shape, {**dict.fromkeys(AXES, 1), **degrees}):
+    try:
+        layout = _fitted(degrees, ranks, wanted, shape, views)
+    except LayoutProblem:
+        return ""
+    if shape is not None and problem_of(shape, layout.stated):
         return ""
     how = f" with {LAUNCHER} or torchrun (in a plan: --world-size {wanted})" if flags else ""
     return f", or start {wanted} ranks{how}"
 
 
 def _fitted(
-    degrees: dict[str, int], ranks: tuple[int, ...] | None, world_size: int | None, views: Sequence[View]
+    degrees: Mapping[str, int],
+    ranks: tuple[int, ...] | None,
+    world_size: int | None,
+    shape: ModuleShape | None,
+    views: Sequence[View],
 ) -> Layout:
-    """The layout of these degrees, with the axis of samples of each view inferred if it is missing.
+    """The layout of these degrees, with those inferred that are missing.
 
     Raises:
         LayoutProblem: degrees and ranks do not fit each other or the world.
@@ -424,7 +443,22 @@ def _fitted(
         raise LayoutProblem(f"ranks {outside}", f"ranks from 0 to {world_size - 1}", why)
     if problem := _misfit(degrees, ranks, views):
         raise problem
-    return Layout.of({"dp": len(ranks) // _main_ranks(degrees)} | degrees, ranks, views)
+    degrees = {"dp": len(ranks) // _main_ranks(degrees), **degrees}
+    for view in views:
+        degrees |= _followers(view, degrees, len(ranks) // degrees.get("pp", 1), shape.parts if shape else {})
+    return Layout.of(degrees, ranks, views)
+
+
+def _followers(view: View, degrees: Mapping[str, int], stage: int, parts: Mapping[Split, int]) -> dict[str, int]:
+    """Degrees of the axes of a view that are missing and follow another one: its degree, but at most the number of
+    parts, and a divisor of the ranks of a `stage`. If the axis of samples is given, what the others leave.
+    """
+    found = {axis: degrees[axis] for axis in view.names if axis in degrees}
+    for axis in (axis for axis in view.axes if axis.follows and axis.name not in degrees):
+        left = stage // prod(found.values())
+        most = min(degrees.get(axis.follows, 1), parts.get(axis.splits, left))
+        found[axis.name] = left if view.rest in found else max(n for n in divisors(left) if n <= most)
+    return found
 
 
 def _main_ranks(degrees: Mapping[str, int]) -> int:
@@ -446,9 +480,11 @@ def _misfit(degrees: Mapping[str, int], ranks: Sequence[int], views: Sequence[Vi
     stage = size // degrees.get("pp", 1)
     for view in views:
         own = {axis: degrees[axis] for axis in view.names if axis in degrees}
-        if stage % prod(own.values()) or (view.rest in own and prod(own.values()) != stage):
+        # An axis that follows another one takes what is left.
+        is_all = view.rest in own and all(axis.name in own for axis in view.axes if axis.follows)
+        if stage % prod(own.values()) or (is_all and prod(own.values()) != stage):
             given = ",".join(f"{axis}:{n}" for axis, n in own.items())
-            expected = f"degrees that multiply to {stage}" if view.rest in own else f"a divisor of {stage}"
+            expected = f"degrees that multiply to {stage}" if is_all else f"a divisor of {stage}"
             why = f"{', '.join(view.names)} number the {stage} ranks of a pipeline stage once more"
             return LayoutProblem(f"{given} on {stage} ranks", expected, why, next(iter(own)))
     return None

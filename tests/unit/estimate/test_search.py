@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -30,6 +30,8 @@ from megatron_hetero.estimate.search import (
     smaller_micro_batches,
     with_settings,
 )
+from megatron_hetero.layout.axes import EXPERTS
+from megatron_hetero.layout.layout import Layout
 from tests.support.matrix import thinned
 from tests.unit.estimate.conftest import MakePlan
 
@@ -218,6 +220,11 @@ def test_ranks_of_a_text_replica_stay_in_a_node(make_plan: MakePlan) -> None:
     plan = make_plan(16, "sp:16", "tp:4,dp:4", "--train.global_batch_size 16")
     found = [change.settings["parallel.text"] for change in changes.text_over_more_ranks(plan)]
     assert found == ["tp:8,dp:2", "tp:4,dp:2,pp:2", "tp:4,pp:4", "tp:4,cp:2,dp:2", "tp:4,cp:4"]
+    # Experts are divided over the ranks of a stage at most.
+    layouts = {**plan.job.layouts, "text": Layout.parse("tp:4,ep:16", 16, views=[EXPERTS])}
+    folded = replace(plan, job=replace(plan.job, layouts=layouts))
+    found = [str(change.settings["parallel.text"]).partition(",ep:") for change in changes.text_over_more_ranks(folded)]
+    assert [ep for *_, ep in found] == ["16", "8", "4", "16", "16"]
 
 
 def test_large_images_are_split_over_ranks(make_plan: MakePlan) -> None:

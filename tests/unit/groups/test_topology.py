@@ -121,7 +121,14 @@ def test_groups_of_further_views_reduce_to_known_values(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "shared"),
-    [("tp:2,dp:2,ep:2", True), ("tp:2,dp:2,ep:4", False), ("tp:2,dp:2", False), ("dp:4", True), ("dp:4,ep:2", False)],
+    [
+        ("tp:2,dp:2,ep:2", True),
+        ("tp:2,dp:2,ep:4", False),
+        ("tp:2,dp:2,ep:1", False),
+        ("tp:2,dp:2", True),
+        ("dp:4", True),
+        ("dp:4,ep:2", False),
+    ],
 )
 @on_ranks(4)
 def test_sums_of_two_views_share_a_communicator_where_the_same_ranks_sum(text: str, shared: bool) -> None:

@@ -248,7 +248,7 @@ PAIRS, APART = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7))
         # As `tp`: both groups are there already.
         ("tp:4,dp:2,ep:4", {"text tp, text ep": TP, "text sp,cp,dp, text edp": DP}),
         # All experts on all ranks: they are summed over `tp` too.
-        ("tp:4,dp:2", {"text tp": TP, "text sp,cp,dp": DP, "text edp": ALL}),
+        ("tp:4,dp:2,ep:1", {"text tp": TP, "text sp,cp,dp": DP, "text edp": ALL}),
         ("dp:8", {"text sp,cp,dp, text edp": ALL}),
     ],
 )

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
@@ -40,7 +41,11 @@ def test_grids(shape: list[int], names: list[str], offset: int, expected: str, m
             ["dp", "tp"],
             r"along tp:2, dp:2, the last fastest, expected ascending ranks along dp, tp, because",
         ),
-        ([2, 2], ["tp", "ep"], r"found dimension `ep` of size 2, expected one of tp, sp, cp, dp, pp"),
+        (
+            [2, 2],
+            ["tp", "ep"],
+            r"found dimension `ep` of size 2, expected one of tp, sp, cp, dp, pp\. Pass .* as `experts=`",
+        ),
     ],
 )
 def test_grids_that_no_layout_expresses(
@@ -49,6 +54,66 @@ def test_grids_that_no_layout_expresses(
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(UserError, match=message):
         Layout.from_grid(HyperCommGrid(shape, names))
+
+
+def experts_of(shape: list[int], *names: str, offset: int = 0) -> Layout:
+    """The layout of a grid of tp:2,dp:2,pp:2 from rank 0 on, and this one for experts."""
+    main = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+    experts = HyperCommGrid(shape, list(names), rank_offset=offset)
+    return Layout.from_grid(main, axes={"expt_dp": "edp", "expt_tp": "etp"}, experts=experts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "expected"),
+    [
+        ([4, 1, 2], ["ep", "edp", "pp"], "tp:2,dp:2,pp:2,ep:4@0-7"),
+        ([1, 2, 2, 2], ["expt_tp", "ep", "expt_dp", "pp"], "tp:2,dp:2,pp:2,ep:2@0-7"),
+        ([4, 2], ["dp", "pp"], "tp:2,dp:2,pp:2,ep:1@0-7"),
+    ],
+)
+def test_a_second_grid_for_experts(
+    shape: list[int], names: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    layout = experts_of(shape, *names)
+    assert str(layout) == expected and layout == Layout.parse(expected, views=[EXPERTS])
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "offset", "message"),
+    [
+        ([4, 2], ["ep", "pp"], 8, "found pp:2 over ranks 8-15, expected pp:2 over ranks 0-7, .* over the same ranks"),
+        ([2, 4], ["ep", "pp"], 0, "found pp:4 over ranks 0-7, expected pp:2 over ranks 0-7"),
+        ([2, 2], ["ep", "pp"], 0, "found pp:2 over ranks 0-3, expected pp:2 over ranks 0-7"),
+        ([2, 2, 2], ["edp", "ep", "pp"], 0, "expected ascending .* along pp, edp, ep, because .* along ep, edp and pp"),
+        ([2, 2, 2], ["expt_tp", "ep", "pp"], 0, "`expt_tp` of size 2, expected one of ep, edp, pp, .* Use `ep` instea"),
+        ([2, 2, 2], ["tp", "ep", "pp"], 0, "found dimension `tp` of size 2, .* tp ranks would repeat the exchange"),
+    ],
+)
+def test_grids_for_experts_that_do_not_fit(
+    shape: list[int], names: list[str], offset: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(UserError, match=r"Layout\.from_grid \(experts\): .*" + message):
+        experts_of(shape, *names, offset=offset)
+
+
+@on_ranks(8)
+def test_a_second_mesh_for_experts() -> None:
+    """Both are made from one mesh of the world, as torchtitan does."""
+    names = {"dp_replicate": "dp", "fsdp": "dp", "efsdp": "edp"}
+    world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    dims = ("pp", "dp_replicate", "fsdp", "cp", "tp"), ("pp", "dp_replicate", "efsdp", "ep", "etp")
+    # Older releases of PyTorch have no `_unflatten`.
+    made = getattr(world, "_unflatten", lambda _, sizes, names: init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    main, experts = made(0, (1, 2, 1, 2, 2), dims[0]), made(0, (1, 2, 1, 4, 1), dims[1])
+    layout = Layout.from_mesh(main, axes=names, experts=experts)
+    assert str(layout) == "tp:2,cp:2,dp:2,ep:4@0-7" and layout == Layout.parse(str(layout), views=[EXPERTS])
+    with pytest.raises(UserError, match=r"Layout\.from_mesh: found a slice, expected a mesh"):
+        Layout.from_mesh(main, axes=names, experts=experts["ep"])
+    topology = Topology.build({"text": layout}, platform())
+    meshes = topology.mesh("text"), topology.mesh("text", EXPERTS.name)
+    assert Layout.from_mesh(meshes[0], experts=meshes[1]) == layout
 
 
 @on_ranks(8)

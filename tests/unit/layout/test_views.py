@@ -7,12 +7,12 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.axes import AXES, MAIN, Axis, Fold, View
-from megatron_hetero.layout.layout import Coordinate, Layout, ModuleShape
+from megatron_hetero.layout.layout import Coordinate, Layout, ModuleShape, closest_layout
 from megatron_hetero.layout.modules import resolve, validate
 from tests.support.views import BLOCKS, EXPERTS
 
@@ -67,6 +67,14 @@ def test_the_table_in_the_source() -> None:
         ("edp:8", (1,), "dp:8"),
         ("pp:2,ep:4", (4,), "dp:4,pp:2,ep:4"),
         ("ep:1", (1,), "dp:8"),
+        # Without `ep`, experts are split as weights are, or as `edp` says.
+        ("tp:4", (4,), "tp:4,dp:2,ep:4"),
+        ("tp:2,pp:2", (2,), "tp:2,dp:2,pp:2,ep:2"),
+        ("sp:4", (1,), "sp:4,dp:2"),
+        ("tp:4,ep:1", (1,), "tp:4,dp:2,ep:1"),
+        ("tp:4,edp:1", (8,), "tp:4,dp:2,ep:8"),
+        ("tp:4,edp:8", (1,), "tp:4,dp:2,ep:1"),
+        ("pp:4,edp:1", (2,), "dp:2,pp:4,ep:2"),
     ],
 )
 def test_degrees_of_views_are_written_beside_the_others(text: str, folds: tuple[int, ...], short: str) -> None:
@@ -74,6 +82,30 @@ def test_degrees_of_views_are_written_beside_the_others(text: str, folds: tuple[
     assert layout.folds == (Fold(EXPERTS, folds),) and layout.short(8) == short
     assert prod(layout.degrees.values()) == layout.size == 8 and "ep" not in layout.degrees
     assert layout.ways("experts", view=EXPERTS) * layout.ways("samples", view=EXPERTS) == layout.stage_size
+
+
+@pytest.mark.parametrize(
+    ("text", "experts", "ep"),
+    [("tp:8", 6, 4), ("tp:4", 6, 4), ("tp:4,dp:2", 3, 2), ("tp:8", 1, 1), ("tp:3@0-11", 128, 3), ("tp:6@0-11", 5, 4)],
+)
+def test_a_default_of_no_more_parts_than_there_are(text: str, experts: int, ep: int) -> None:
+    shape = replace(TEXT, attention_heads=24, parts={"experts": experts})
+    texts, shapes = {"text": text, "rest": "dp:12"}, {"text": shape, "rest": replace(VISION, name="rest")}
+    layout = resolve(texts if "@" in text else {"text": f"{text}@0-7"}, shapes, 12)["text"]
+    assert layout.stated["ep"] == ep and f"ep:{ep}" in str(layout)
+    assert Layout.parse(str(layout), views=[EXPERTS]) == layout == Layout.parse(str(layout), shape=shape)
+
+
+@unhurried
+@given(st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
+def test_the_default_of_a_split_of_experts(tp: int, dp: int, pp: int, experts: int) -> None:
+    """The largest legal one of no more than `tp` parts, which a suggestion keeps."""
+    shape = replace(TEXT, attention_heads=12, parts={"experts": experts})
+    degrees = {"tp": tp, "dp": dp, "pp": pp}
+    layout = Layout.parse(",".join(f"{axis}:{n}" for axis, n in degrees.items()), tp * dp * pp, shape=shape)
+    assert layout.stated["ep"] == max(n for n in divisors(tp * dp) if n <= min(tp, experts))
+    assert closest_layout(degrees, layout.ranks, shape, [EXPERTS]) == layout
+    assert Layout.parse(str(layout), views=[EXPERTS]) == layout == Layout.parse(str(layout), shape=shape)
 
 
 @unhurried
@@ -130,10 +162,11 @@ def test_groups_part_the_ranks(layout: Layout, data: st.DataObject) -> None:
 def test_without_degrees_a_stage_is_one_sum(layout: Layout) -> None:
     folds = tuple(Fold(view, (1,) * len(view.stated)) for view in layout.views)
     layout = replace(layout, folds=folds)
+    assert Layout.parse(str(layout), views=layout.views) == layout
     for view in layout.views:
         assert layout.groups(*view.sum_axes) == tuple(layout.stage(at).ranks for at in range(layout.pp))
         assert layout.groups(*view.part_axes) == tuple((rank,) for rank in layout.ranks)
-    assert all(axis not in str(layout) for axis in ("ep", "wp", "xp"))
+    assert all(axis not in str(layout) for axis in ("wp", "xp")) and ("ep:1" in str(layout)) == (layout.tp > 1)
 
 
 def test_the_main_view_is_untouched_by_others() -> None:
@@ -155,6 +188,10 @@ FAULTY = [
     ("ep:0", "degree `0` for ep"),
     ("tp:3,ep:2", "degrees that multiply to 3 on 8 ranks (0-7)"),
     ("ep:16", "a divisor of 8"),
+    ("edp:3", "edp:3 on 8 ranks, expected a divisor of 8"),
+    ("edp:1", "6 experts and ep:8, expected ep of at most 6"),
+    ("tp:4,pp:2,edp:8", "edp:8 on 4 ranks, expected a divisor of 4"),
+    ("tp:4,etp:4", "found axis `etp`, expected one of tp, sp, cp, dp, pp, ep, edp, because experts are small"),
 ]
 
 
@@ -170,6 +207,9 @@ def test_faulty_text_is_an_error_whose_suggestion_passes(text: str, part: str) -
 
 @unhurried
 @given(st.text(alphabet="tpedp:,:@-0123456789", max_size=20), st.integers(1, 64))
+@example("tp:16,edp:1", 8)
+@example("tp:4,pp:4,ep:3", 8)
+@example("tp:4,ep:7", 7)
 def test_any_text_parses_or_suggests_what_does(text: str, world: int) -> None:
     texts = {"text": text, "vision": f"dp:{world}"}
     for _ in range(3):
@@ -181,6 +221,8 @@ def test_any_text_parses_or_suggests_what_does(text: str, world: int) -> None:
             found = re.search(r"[Tt]ry `--text-parallel (\S+)`", str(error))
             assert found, error
             texts["text"] = found[1]
+            if more := re.search(r"or start (\d+) ranks", str(error)):
+                resolve({"text": text}, SHAPES, int(more[1]))
     raise AssertionError("the suggestions do not lead anywhere")
 
 
@@ -196,8 +238,16 @@ def test_any_text_parses_or_suggests_what_does(text: str, world: int) -> None:
             {"vision": "sp:4,ep:2"},
             ["vision layout `sp:4,ep:2` (--vision-parallel, axis ep): found axis `ep`",
              "expected one of tp, sp, cp, dp, pp",
-             "because the module has no other axes", "--vision-parallel sp:4,dp:2"],
+             "because the module has no experts", "--vision-parallel sp:4,dp:2"],
         ),
+        ({"vision": "edp:2"}, ["found axis `edp`, expected one of", "the module has no experts", "-parallel dp:8"]),
+        ({"vision": "tp:2,etp:2"}, ["found axis `etp`, expected", "the module has no experts", "tp:2,dp:4"]),
+        (
+            {"text": "tp:4,etp:2"},
+            ["found axis `etp`, expected one of tp, sp, cp, dp, pp, ep, edp", "tp ranks would repeat the exchange",
+             "--text-parallel tp:4,dp:2,ep:4"],
+        ),
+        ({"text": "tp:32"}, ["divisor of 8", "Try `--text-parallel tp:8,ep:4`, or start 32 ranks"]),
     ],
 )  # fmt: skip
 def test_unfit_degrees_are_errors(texts: dict[str, str], parts: list[str]) -> None:
@@ -215,6 +265,8 @@ def test_layouts_of_the_wrong_views_are_errors() -> None:
         Layout.parse("ep:8", 8, views=[EXPERTS]).groups("tp", "ep")
     with pytest.raises(UserError, match=r"axis `eep` \(did you mean `ep`\?\), expected one of tp, sp, cp, dp, pp, ep"):
         Layout.parse("ep:8", 8, views=[EXPERTS]).groups("eep")
+    with pytest.raises(UserError, match="found axis `ep`, expected one of .*, because the module has no experts"):
+        vision.groups("ep")
     with pytest.raises(
         UserError, match=r"no view `expert` \(did you mean `experts`\?\), expected one of main, experts"
     ):

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.groups.megatron import prepare
+from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.step.megatron_training import megatron_schedule, prepare_megatron
 from tests.support.pool import platform
@@ -106,6 +107,39 @@ def test_parallel_state_stays_as_it_was() -> None:
         parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tensor_model_parallel_size": 2}, "tp:2,dp:4@0-7"),
+        ({"expert_model_parallel_size": 4}, "dp:8,ep:4@0-7"),
+        ({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8}, "tp:4,dp:2,ep:8@0-7"),
+        ({"context_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
+         "cp:4,pp:2,ep:2@0-7"),
+        # Its default would split each expert over tp.
+        ({"tensor_model_parallel_size": 2}, "tp:2,dp:4,ep:1@0-7"),
+    ],
+)  # fmt: skip
+@on_ranks(8, timeout_s=40)
+def test_layouts_of_parallel_state_with_experts(sizes: dict[str, Any], expected: str) -> None:
+    parallel_state.destroy_model_parallel()
+    folded = "ep" in expected
+    try:
+        parallel_state.initialize_model_parallel(**sizes, expert_tensor_parallel_size=1 if folded else None)
+        layout = Layout.from_mpu()
+        assert str(layout) == expected and layout == Layout.parse(expected, views=[EXPERTS] if folded else [])
+        groups: list[tuple[str, Any]] = [
+            ("tp", parallel_state.get_tensor_model_parallel_group()),
+            ("dp", parallel_state.get_data_parallel_group()),
+        ]
+        if folded:
+            groups += [("ep", parallel_state.get_expert_model_parallel_group())]
+            groups += [("edp", parallel_state.get_expert_data_parallel_group())]
+        for axis, group in groups:
+            assert tuple(dist.get_process_group_ranks(group)) == layout.group_of(dist.get_rank(), axis)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 @on_ranks(4, timeout_s=40)
 def test_layouts_of_parallel_state_that_cannot_be_expressed() -> None:
     parallel_state.destroy_model_parallel()
@@ -114,6 +148,16 @@ def test_layouts_of_parallel_state_that_cannot_be_expressed() -> None:
     try:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp")
         with pytest.raises(UserError, match=r"Layout\.from_mpu: found ranks .* along dp, expected 1 between them"):
+            Layout.from_mpu()
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, expert_model_parallel_size=2)
+        with pytest.raises(UserError, match=r"experts that are split over 2 .* with expert_tensor_parallel_size=1\."):
+            Layout.from_mpu()
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=2, expert_tensor_parallel_size=1, order="tp-cp-dp-ep-pp"
+        )
+        with pytest.raises(UserError, match=r"found ranks .* along ep, expected 1 .* along ep, edp and pp, the first"):
             Layout.from_mpu()
     finally:
         parallel_state.destroy_model_parallel()
