@@ -183,8 +183,8 @@ def model_writer(
 ) -> Iterator[Callable[[str, Tensor], None]]:
     """Write a `transformers` folder: yields a function that takes each of the model's `stored_shapes` by name, with its
     tensor on the CPU. Further encoders are written to folders in it, which `model.encoders.NAME.hf_path` takes. If
-    tensors come in the order of `stored_shapes`, at most one shard, of `limit` bytes, is in memory; of fused tensors one
-    shard more, and those of one layer.
+    tensors come in the order of `stored_shapes`, at most one shard, of `limit` bytes, is in memory; of fused tensors
+    another one, and those of one layer.
 
     `dtype`: one for all, or by the same names. `companions`: see `companions_of`. `transposed`: whether fused tensors
     are, see `StoredWeights.transposed`. `target` appears when it is complete. Raises `UserError` if it cannot be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,14 @@ class Qwen3VLMoe(Qwen3VL):
 
     model_type, title = "qwen3_vl_moe", "Qwen3-VL-MoE"
     language_models = ("qwen3_moe",)
-    built = dict(
-        Qwen3VL.built,
-        norm_topk_prob=Only(
+    built: Mapping[str, Only] = {
+        **Qwen3VL.built,
+        "norm_topk_prob": Only(
             (True,),
             because="the weights of a token's experts sum to 1 (transformers ignores the key in this family)",
             fix="use a model that was trained that way, such as the published ones",
         ),
-    )
+    }
 
     def check_values(self, path: Path, values: dict[str, Json]) -> None:
         super().check_values(path, values)
