@@ -16,8 +16,10 @@ from megatron_hetero.models.registry import FAMILIES
 if TYPE_CHECKING:
     from transformers import Qwen2Tokenizer
 
-SYSTEM_PROMPTS = {"qwen2_5_vl": "You are a helpful assistant.", "qwen3_vl": ""}
+SYSTEM_PROMPTS = {"qwen2_5_vl": "You are a helpful assistant.", "qwen3_vl": "", "qwen3_vl_moe": ""}
 """System prompt of conversations without one, for each family that has a demo; may be empty."""
+QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
+"""Families with the encoder and the processors of Qwen3-VL."""
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _SYSTEM_TURN = """\
 {%- if loop.first and message['role'] != 'system' -%}
@@ -148,11 +150,14 @@ def model_config(model_type: str, sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -
         "eos_token_id": ids[TURN_END],
         "pad_token_id": ids[END_OF_TEXT],
     }
-    if model_type == "qwen3_vl":
+    if model_type in QWEN3:
         # One for each layer of the language model, three at most, as in published models.
         deeper = list(range(min(3, sizes.vision_layers - 1, sizes.text_layers)))
         vision |= {"patch_size": 16, "num_position_embeddings": 16**2, "deepstack_visual_indexes": deeper}
         text["head_dim"] = head
+        if model_type == "qwen3_vl_moe":
+            # As many parameters per token as without experts.
+            text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 4 * sizes.text_hidden // 3}
     else:
         # Full attention in every second layer, the last one included.
         full = list(range(sizes.vision_layers - 1, -1, -2))[::-1]
@@ -163,12 +168,12 @@ def model_config(model_type: str, sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -
 
 
 def write_processor(folder: Path, model_type: str) -> None:
-    """Write the settings of the processors into `folder`, with the classes that published folders name. qwen3_vl has
+    """Write the settings of the processors into `folder`, with the classes that published folders name. Qwen3-VL has
     patches of 16 pixels, values from -1 to 1 and a video processor, whose file `AutoProcessor` requires.
     """
     from transformers import Qwen2VLImageProcessorPil
 
-    if model_type == "qwen3_vl":
+    if model_type in QWEN3:
         halves = [0.5, 0.5, 0.5]
         alike: dict[str, Any] = {"patch_size": 16, "image_mean": halves, "image_std": halves}
         # Published: 64 to 16,384 tokens of 32 x 32 pixels. The demo's pictures are smaller.

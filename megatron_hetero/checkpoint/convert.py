@@ -149,7 +149,7 @@ def export_checkpoint(
     total, done = sum(sizes.values()), 0
     data = checkpoint.record.config.get("data") or {}
     companions = companions_of(sources.companions, export_changes(folders, data))
-    with model_writer(target, shapes, targets, companions, limit) as put:
+    with model_writer(target, shapes, targets, companions, limit, checkpoint.record.experts_transposed) as put:
         for name, shape in stored.items():
             values = checkpoint.weight(name, shape, dtypes[name])
             if not imported and (values.dtype, targets[name]) == (torch.float32, torch.bfloat16):
@@ -270,7 +270,7 @@ def import_folders(
         size = matrix(shape)
         values = torch.empty(size, dtype=dtypes[name], device="meta")
         entries.append(Entry(f"{WEIGHTS}/{name}", size, (0,) * len(size), values, bind(load, name, size)))
-    partial = partial_of(target)
+    partial, record = partial_of(target), _record(sources, seed, weights[TEXT].transposed)
     try:
         if not target.parent.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -279,7 +279,7 @@ def import_folders(
                 shutil.rmtree(partial, ignore_errors=True)  # left by a killed import
                 partial.mkdir()
                 records = write_entries(partial, entries, None)
-                publish(partial, records | {RECORD: write_synced(partial / RECORD, _record(sources, seed).to_json())})
+                publish(partial, records | {RECORD: write_synced(partial / RECORD, record.to_json())})
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
@@ -301,14 +301,14 @@ def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
             weights.require_copy(copy, original, slices)
 
 
-def _record(sources: ModelSources, seed: int) -> RunRecord:
+def _record(sources: ModelSources, seed: int, transposed: bool) -> RunRecord:
     config = {
         "model": {**sources.as_config(), "freeze": []},
         "train": {"seed": seed},
         "optimizer": {"name": "none"},
     }
     origin = str(sources.model.absolute())
-    return RunRecord(0, 0, {}, (), config, imported_from=origin, model_files=hashes(sources))
+    return RunRecord(0, 0, {}, (), config, origin, hashes(sources), transposed)
 
 
 def require_free(target: Path) -> None:

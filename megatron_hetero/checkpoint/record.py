@@ -203,6 +203,9 @@ class RunRecord:
     `imported_from`: the folder of imported weights, if no run has trained them. Any run may then start from them, and
     the configuration has only the settings that define the model.
 
+    `experts_transposed`: whether the language model's folder has the tensors of its experts transposed, and so every
+    export: the folder's weights may be gone by then.
+
     `model_files`: hashes of the model's files other than weights. Checkpoints of earlier versions have none.
     """
 
@@ -213,6 +216,7 @@ class RunRecord:
     config: Mapping[str, Any]
     imported_from: str | None = None
     model_files: Hashes = field(default_factory=dict)
+    experts_transposed: bool = False
 
     def to_json(self) -> str:
         """Return the text of the file."""

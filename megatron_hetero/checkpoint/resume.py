@@ -217,9 +217,10 @@ def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resum
     return replace(resumed, notes=(*of_locks, *notes, *resumed.notes), lock=locks[0] if locks else None)
 
 
-def shared_record(config: Config, state: TrainState, mixture: Mixture) -> RunRecord | None:
+def shared_record(config: Config, state: TrainState, mixture: Mixture, transposed: bool) -> RunRecord | None:
     """Return the record of this run before its first step, on every rank; None if it neither reads nor writes
-    checkpoints. Raises `UserError` if annotations, or the model's files other than weights, cannot be read.
+    checkpoints. `transposed`: whether experts are, in the model's folder. Raises `UserError` if annotations, or the
+    model's files other than weights, cannot be read.
     """
     if config.checkpoint.dir is None and config.checkpoint.resume in ("auto", "never"):
         return None
@@ -234,6 +235,7 @@ def shared_record(config: Config, state: TrainState, mixture: Mixture) -> RunRec
             datasets=tuple(DatasetRecord(str(share), len(data), data.digest) for data, share in mixture.parts),
             config=settings,
             model_files=hashes(ModelSources.recorded(settings)),
+            experts_transposed=transposed,
         )
 
     return on_first(topology.files, record, state.working)

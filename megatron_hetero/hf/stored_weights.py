@@ -6,38 +6,54 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, listed
+from megatron_hetero.hf.fused import Cut, Fused
 from megatron_hetero.hf.model_files import INDEX, all_finite, weight_files
 from megatron_hetero.hf.weight_map import TensorSlice
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
+class _Place(NamedTuple):
+    """The file of a tensor, its name there, and of a part of a fused tensor where it is in that."""
+
+    path: Path
+    stored: str
+    cut: Cut | None = None
+
+
 @dataclass
 class StoredWeights:
-    """Tensors of a folder, read on demand. `shapes`: by canonical name; `fresh`: tensors that replace the folder's."""
+    """Tensors of a folder, read on demand. `shapes`: by canonical name, of parts of fused tensors one by one; `fused`:
+    those that the folder may have, by canonical name; `fresh`: tensors that replace the folder's.
+    """
 
     folder: Path
+    fused: Mapping[str, Fused] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     fresh: Mapping[str, Tensor] = field(default_factory=dict)
     _types: dict[str, str] = field(default_factory=dict)
-    _where: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    _where: dict[str, _Place] = field(default_factory=dict)
     _open: dict[Path, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: Path, canonical: Callable[[str], str] = lambda name: name) -> StoredWeights:
+    def open(
+        cls, folder: Path, canonical: Callable[[str], str] = lambda name: name, fused: Mapping[str, Fused] | None = None
+    ) -> StoredWeights:
         """Open every file of weights. `canonical` maps stored names to canonical ones. Raises `UserError` for a
-        missing, truncated or unreadable file, and for a name stored twice.
+        missing, truncated or unreadable file, for a name stored twice, and if the order of a fused tensor's dims is
+        unknown.
         """
-        weights = cls(folder)
+        weights = cls(folder, fused or {})
         for path in weight_files(folder):
             weights._add(path, canonical)
+        weights._require_known_order()
         return weights
 
     @property
@@ -52,38 +68,80 @@ class StoredWeights:
         with _intact(path, "a file that is truncated or not safetensors"):
             handle = self._open[path] = safe_open(path, framework="pt", device="cpu")
         for stored in handle.keys():  # noqa: SIM118 (handles are no mappings)
-            name = canonical(stored)
-            if name in self._where:
-                raise UserError.at(
-                    path,
-                    found=f"{name} a second time",
-                    expected="each tensor once",
-                    fix="remove stale files from the folder",
-                )
-            tensor = handle.get_slice(stored)
-            self._where[name] = (path, stored)
-            self.shapes[name], self._types[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+            name, tensor = canonical(stored), handle.get_slice(stored)
+            for part, shape, cut in self._parts(name, tuple(tensor.get_shape())):
+                if part in self._where:
+                    raise UserError.at(
+                        path,
+                        found=f"{part} a second time",
+                        expected="each tensor once",
+                        fix="remove stale files from the folder",
+                    )
+                self._where[part] = _Place(path, stored, cut)
+                self.shapes[part], self._types[part] = shape, tensor.get_dtype()
+
+    def _parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], Cut | None]]:
+        """Yield the tensors that one of the folder consists of: itself, unless it is a fused one."""
+        fused = self.fused.get(name)
+        transposed = None if fused is None else fused.is_transposed(shape)
+        if fused is None or transposed is None:
+            yield name, shape, None
+            return
+        for part, cut in fused.cuts(transposed):
+            yield part, (cut.rows[1] - cut.rows[0], fused.columns), cut
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the folder has fused tensors transposed."""
+        return any(place.cut is not None and place.cut.transposed for place in self._where.values())
+
+    def _require_known_order(self) -> None:
+        """Check that no fused tensor could be transposed or not. Raises `UserError`."""
+        square = [name for name, fused in self.fused.items() if fused.shape(True) == fused.shape(False)]
+        if square and self.transposed:
+            raise UserError.at(
+                self.folder,
+                found=f"transposed tensors beside such with as many rows as columns: {listed(square)}",
+                expected="tensors whose shapes tell whether they are transposed",
+                because="transformers takes these as not transposed, so that its model would be another",
+                fix="store all tensors of experts as transformers 5 does: experts, outputs, inputs",
+            )
+
+    @property
+    def _in_folder(self) -> dict[str, str]:
+        """Parts of fused tensors that the folder does not have one by one, with the names of the fused tensors."""
+        alone = {name for name, place in self._where.items() if place.cut is None}
+        return {
+            part: name
+            for name, fused in self.fused.items()
+            if alone.isdisjoint(fused.parts)
+            for part in fused.parts
+        }  # fmt: skip
 
     def require(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
         """Check that the folder has exactly the `expected` tensors, in their shapes and in a supported dtype. Raises
         `UserError` listing all faults.
         """
-        missing = expected.keys() - self.shapes.keys()
-        extra = self.shapes.keys() - expected.keys() - optional
-        wrong = {n for n, shape in expected.items() if n in self.shapes and self.shapes[n] != shape}
+        in_folder, unfit = self._in_folder, self.fused.keys() & self.shapes.keys()
+        missing = {in_folder.get(name, name) for name in expected.keys() - self.shapes.keys()} - unfit
+        extra = self.shapes.keys() - expected.keys() - optional - unfit
+        wrong = {
+            f"{name} is {self.shapes[name]}, not {shape}"
+            for name, shape in expected.items()
+            if self.shapes.get(name, shape) != shape
+        } | {f"{n} is {self.shapes[n]}, not {self.fused[n].shape(False)} or {self.fused[n].shape(True)}" for n in unfit}
         faults = [f"{len(missing)} missing: {listed(missing)}"] if missing else []
         faults += [f"{len(extra)} unexpected: {listed(extra)}"] if extra else []
-        faults += [
-            f"{len(wrong)} of another shape: "
-            + listed({f"{n} is {self.shapes[n]}, not {expected[n]}" for n in wrong})
-        ] if wrong else []  # fmt: skip
+        faults += [f"{len(wrong)} of another shape: {listed(wrong)}"] if wrong else []
         if faults:
             raise UserError.at(
                 self.folder,
                 problem=f"weights do not match config.json ({'; '.join(faults)})",
                 fix="use config.json and weights of the same model",
             )
-        strange = {f"{name} is {kind}" for name in expected if (kind := self._types[name]) not in _STORED}
+        strange = {
+            f"{in_folder.get(name, name)} is {kind}" for name in expected if (kind := self._types[name]) not in _STORED
+        }
         if strange:
             raise UserError.at(
                 self.folder,
@@ -101,12 +159,12 @@ class StoredWeights:
         """A whole tensor as stored."""
         if name in self.fresh:
             return self.fresh[name]
-        path, stored = self._where[name]
+        path, stored, cut = self._where[name]
         # A handle of its own: what a handle has mapped is this process's memory until it is closed.
         with _intact(path, f"an unreadable tensor {stored}"), safe_open(path, framework="pt", device="cpu") as handle:
-            values = handle.get_tensor(stored)
+            values = handle.get_tensor(stored) if cut is None else cut.turned(handle.get_slice(stored)[cut.source()])
         self._require_finite(name, values)
-        return values
+        return values.contiguous()
 
     def require_copy(self, copy: str, original: str, slices: Iterable[TensorSlice]) -> None:
         """Check that a tied weight stored twice, as `copy` and `original`, is the same in these `slices` of the latter.
@@ -131,17 +189,18 @@ class StoredWeights:
             drawn = self.fresh[tensor_slice.name]
             drawn = drawn.flatten(1) if drawn.dim() > 2 else drawn
             return drawn[tensor_slice.source if tensor_slice.columns else tensor_slice.source[0]]
-        columns = () if tensor_slice.columns is None else (slice(*tensor_slice.columns),)
-        path, stored = self._where[tensor_slice.name]
+        path, stored, cut = self._where[tensor_slice.name]
+        source = tensor_slice.source if cut is None else cut.source(tensor_slice.rows, tensor_slice.columns)
         with _intact(path, f"an unreadable tensor {stored}"):
-            values = self._open[path].get_slice(stored)[(slice(*tensor_slice.rows), *columns)]
+            values = self._open[path].get_slice(stored)[source]
+        values = values if cut is None else cut.turned(values)
         self._require_finite(tensor_slice.name, values)
         return values.flatten(1) if values.dim() > 2 else values
 
     def _require_finite(self, name: str, values: Tensor) -> None:
         if all_finite(values):
             return
-        path, stored = self._where[name]
+        path, stored, _ = self._where[name]
         raise UserError.at(
             f"{path}: tensor {stored}",
             found="values that are NaN or infinite",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from megatron_hetero.base.errors import ROWS
-from megatron_hetero.base.files import Only
+from megatron_hetero.base.files import Json, Only, check
 from megatron_hetero.layout.axes import Split, View
 from megatron_hetero.models.items.types import Block, ItemShape, ItemType
 
@@ -122,6 +122,10 @@ class Family:
 
         return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]
 
+    def check_values(self, path: Path, values: dict[str, Json]) -> None:
+        """Check the values of a `config.json` of the family, before transformers reads it. Raises `UserError`."""
+        check(path, values, self.built)
+
     def check_encoder(self, folder: Path, config: Any) -> None:
         """Check that the encoder of `folder` is supported. Raises `UserError`."""
 
@@ -175,6 +179,12 @@ class Family:
         `canonical_name`.
         """
         return name
+
+    def fused_name(self, name: str, /) -> tuple[str, int] | None:
+        """Return the tensor of which tensor `name` is a part in some folders (see `Fused`), and its index there; None
+        if it is stored by itself in all.
+        """
+        return None
 
 
 _OF_THE_FOLDER = ("architectures", "model_type", "transformers_version")

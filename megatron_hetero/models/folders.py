@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hetero.base.errors import UserError, in_short
-from megatron_hetero.base.files import check, read_object, shown
+from megatron_hetero.base.files import read_object, shown
 from megatron_hetero.base.outputs import advice_to_export
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.registry import FAMILIES, family_of, titles
@@ -95,7 +95,7 @@ def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_
         expected = " or ".join(map(repr, model_types))
         raise UserError.at(path, found=f"model_type {shown(found)}", expected=expected, because=because, fix=fix)
     family = family_of(found)
-    check(path, raw, family.built)
+    family.check_values(path, raw)
     with sound(path):
         return family.config_class(found).from_pretrained(folder, local_files_only=True)
 

@@ -30,6 +30,7 @@ from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.linear import add_product, gradient_of_weight, product, scaled_gradient
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
+from megatron_hetero.models.layers.parts import MLPPart
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 
 MOST_LOGITS = 1 << 28
@@ -60,8 +61,10 @@ class LanguageModelShape(TextShape):
     max_positions: int
 
     @classmethod
-    def of(cls, config: Any, head_dim: int, sections: Sequence[int]) -> Self:
-        """Read a whole model's configuration. `sections`: the default of `mrope_section`."""
+    def of(cls, config: Any, head_dim: int, sections: Sequence[int], **further: Any) -> Self:
+        """Read a whole model's configuration. `sections`: the default of `mrope_section`; `further`: fields of a
+        subclass.
+        """
         text, rope = config.text_config, config.text_config.rope_parameters
         return cls(
             layers=text.num_hidden_layers,
@@ -76,6 +79,7 @@ class LanguageModelShape(TextShape):
             mrope_section=tuple(rope.get("mrope_section", sections)),
             norm_eps=text.rms_norm_eps,
             max_positions=text.max_position_embeddings,
+            **further,
         )
 
     @property
@@ -93,6 +97,10 @@ class LanguageModelShape(TextShape):
         """Embedding, layers, final norm and head."""
         return _architecture(self)
 
+    def mlp(self, number: int) -> MLPPart:
+        """The MLP of the layer with that number."""
+        return MLP(self.hidden, self.ffn, stored=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+
 
 @lru_cache
 def _architecture(t: LanguageModelShape) -> Architecture:
@@ -108,12 +116,11 @@ def _architecture(t: LanguageModelShape) -> Architecture:
         head_norm=Norm(t.head_dim, t.norm_eps) if t.head_norms else None,
         norm_names=("self_attn.q_norm", "self_attn.k_norm"),
     )
-    mlp = MLP(t.hidden, t.ffn, stored=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
-    layer = Layer(attention, mlp, (norm, norm), ("input_layernorm", "post_attention_layernorm"))
+    norm_names = "input_layernorm", "post_attention_layernorm"
     table, head = "model.embed_tokens.", Head(t.vocab, t.hidden)
     return Architecture(
         entry=End("embedding", TokenEmbedding(t.vocab, t.hidden), table, "first"),
-        layers=(layer,) * t.layers,
+        layers=tuple(Layer(attention, t.mlp(number), (norm, norm), norm_names) for number in range(t.layers)),
         ends=(
             End("final_layernorm", norm, "model.norm.", "last"),
             End("output_layer", head, table, "last", copies="embedding", copy="lm_head.")

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import TEXT, VISION, parts_of
+from megatron_hetero.hf.fused import Fused, fused_tensors, fusing
 from megatron_hetero.hf.model_files import (
     ENCODERS,
     NO_CHANGES,
@@ -77,6 +78,11 @@ def tensors_of(module: str, shapes: ModelShapes) -> TensorShapes:
     return {prefix + name: size for name, size in shapes[module].architecture.tensors.items()}
 
 
+def fused_of(module: str, shapes: ModelShapes) -> dict[str, Fused]:
+    """Return the tensors of folders that several tensors of one module are parts of, by name."""
+    return fused_tensors(tensors_of(module, shapes), family_of(shapes[module].family).fused_name)
+
+
 def projector_shapes(encoder: str, shapes: ModelShapes) -> TensorShapes:
     """Return the tensors of an encoder's projector."""
     prefix = prefix_of(encoder, shapes)
@@ -116,7 +122,8 @@ def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tens
 def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
     """Open and check the stored weights of `vision` and `text`. `seed`: of a fresh projector. Raises `UserError`."""
     anew = frozenset(projector_shapes(VISION, shapes) if folders.fresh_projector else ())
-    text = StoredWeights.open(folders.text, family_of(shapes.text.family).canonical_name)
+    canonical, fused = family_of(shapes.text.family).canonical_name, fused_of(TEXT, shapes)
+    text = StoredWeights.open(folders.text, canonical, fused)
     own, copies = tensors_of(TEXT, shapes), frozenset(shapes.text.architecture.stored_twice)
     if folders.vision == folders.text:
         vision = text
@@ -172,23 +179,40 @@ def model_writer(
     dtype: Dtypes,
     companions: Mapping[str, Companions],
     limit: int = SHARD_BYTES,
+    transposed: bool = False,
 ) -> Iterator[Callable[[str, Tensor], None]]:
     """Write a `transformers` folder: yields a function that takes each of the model's `stored_shapes` by name, with its
     tensor on the CPU. Further encoders are written to folders in it, which `model.encoders.NAME.hf_path` takes. If
-    tensors come in the order of `stored_shapes`, at most one shard, of `limit` bytes, is in memory.
+    tensors come in the order of `stored_shapes`, at most one shard, of `limit` bytes, is in memory; of fused tensors
+    another one, and those of one layer.
 
-    `dtype`: one for all, or by the same names. `companions`: see `companions_of`. `target` appears when it is complete.
-    Raises `UserError` if it cannot be written.
+    `dtype`: one for all, or by the same names. `companions`: see `companions_of`. `transposed`: whether fused tensors
+    are, see `StoredWeights.transposed`. `target` appears when it is complete. Raises `UserError` if it cannot be
+    written.
     """
     puts = dict[str, Callable[[Tensor], None]]()
     with ExitStack() as stack:
 
         def add_folder(place: Path, *modules: str) -> FolderWriter:
-            names = {name: there for module in modules for name, there in _published_names(module, shapes).items()}
-            sizes = {names[name]: size for module in modules for name, size in tensors_of(module, shapes).items()}
-            dtypes = dtype if isinstance(dtype, torch.dtype) else {there: dtype[name] for name, there in names.items()}
+            tensors, names, fused = dict[str, tuple[int, ...]](), dict[str, str](), dict[str, Fused]()
+            for module in modules:
+                tensors |= tensors_of(module, shapes)
+                names |= _published_names(module, shapes)
+                fused |= fused_of(module, shapes)
+            parts = {part for found in fused.values() for part in found.parts}
+            alone = [name for name in tensors if name not in parts]
+            of_parts = dict.fromkeys(tensors, dtype) if isinstance(dtype, torch.dtype) else dtype
+            # Fused tensors last: a run exports experts behind all other tensors of a stage.
+            sizes = {names[name]: tensors[name] for name in alone}
+            sizes |= {names[name]: found.shape(transposed) for name, found in fused.items()}
+            dtypes = {names[name]: of_parts[name] for name in alone}
+            for name, found in fused.items():
+                dtypes[names[name]] = reduce(torch.promote_types, {of_parts[part] for part in found.parts})
             writer = stack.enter_context(folder_writer(place, sizes, dtypes, companions[modules[0]], limit))
-            puts.update({name: partial(writer.put, there) for name, there in names.items()})
+            puts.update({name: partial(writer.put, names[name]) for name in alone})
+            for name, found in fused.items():
+                there = names[name]
+                puts.update(fusing(found, transposed, dtypes[there], partial(writer.put, there)))
             return writer
 
         partial_folder = add_folder(target, VISION, TEXT).partial
@@ -199,7 +223,10 @@ def model_writer(
 
 
 def _published_names(module: str, shapes: ModelShapes) -> dict[str, str]:
-    """Return the names of a module's tensors in its folder, by their names here."""
+    """Return the names of a module's tensors in its folder, by their names here; of fused tensors too."""
     shape, prefix = shapes[module], prefix_of(module, shapes)
     publish, namespace = family_of(shape.family).published_name, shape.architecture.namespace
-    return {name: publish(namespace + name.removeprefix(prefix)) for name in tensors_of(module, shapes)}
+    return {
+        name: publish(namespace + name.removeprefix(prefix))
+        for name in (*tensors_of(module, shapes), *fused_of(module, shapes))
+    }

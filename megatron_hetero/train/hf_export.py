@@ -42,11 +42,13 @@ def export_model(
     target: Path,
     companions: Mapping[str, Companions],
     dtype: torch.dtype,
+    *,
+    transposed: bool = False,
     working: Working = contextlib.nullcontext,
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Collective; each rank passes its own
-    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `working`: a context for writes that
-    others wait for.
+    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `transposed`: see `model_writer`.
+    `working`: a context for writes that others wait for.
 
     Raises `SharedError` if the folder cannot be written; nothing of it is left then, and the export can be retried
     elsewhere.
@@ -57,7 +59,7 @@ def export_model(
     def write() -> None:
         try:
             with contextlib.ExitStack() as writing:
-                put = writing.enter_context(model_writer(target, shapes, dtype, companions))
+                put = writing.enter_context(model_writer(target, shapes, dtype, companions, transposed=transposed))
                 for name, tensor in assemble(parts, stored_shapes(shapes)):
                     with working():
                         put(name, tensor)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 
-from megatron_hetero.base.errors import VISION, UserError, os_errors_as, reason
+from megatron_hetero.base.errors import TEXT, VISION, UserError, os_errors_as, reason
 from megatron_hetero.base.files import open_regular
 from megatron_hetero.checkpoint.record import ModelSources, hashes
 from megatron_hetero.config.schema import Config, flat_settings, to_yaml
@@ -56,6 +56,11 @@ class Inputs:
     mixture: Mixture
     held_out: Mapping[str, Mixture]
     companions: Mapping[str, Companions]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether fused tensors are transposed in the language model's folder, and so in exports."""
+        return self.weights[TEXT].transposed
 
     @classmethod
     def open(cls, job: JobSpec) -> Inputs:

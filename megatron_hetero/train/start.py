@@ -61,7 +61,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
         print(notice, flush=True)
     state = TrainState(steps.optimizer, topology, steps.shapes, working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
-        record = shared_record(config, state, inputs.mixture)
+        record = shared_record(config, state, inputs.mixture, inputs.transposed)
         resumed = resume(config, state, record)
         _require_trained_projector(job, resumed)
         writer = _open_writer(config, topology, resumed)

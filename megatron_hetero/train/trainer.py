@@ -57,6 +57,7 @@ class Trainer(StepTrainer):
         with watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
             export_model(
                 *(self.modules, self.shapes, self.topology, target, self.inputs.companions, self.job.dtype),
+                transposed=self.inputs.transposed,
                 working=watchdog.working,
             )
 

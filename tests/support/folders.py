@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
-from examples.demo.model import SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
+from examples.demo.model import QWEN3, SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
 from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
 from megatron_hetero.models.families.qwen3_vl.family import QWEN3_VL
+from tests.support.oracle import one_by_one
 
 CORPUS = [
     "What is in the picture? A red disc on the left.",
@@ -28,10 +34,19 @@ CORPUS = [
 WORDS = "red green blue disc square left right above two pictures describe what is it in the".split()
 
 
+KINDS: dict[str, tuple[Any, Any]] = {
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
+}
+"""Classes of configurations and models, by family."""
+
+
 @dataclass(frozen=True)
 class ModelChoice:
     """What differs between the random models of the tests. `window` and `full_layers` mean something to `qwen2_5_vl`
-    alone; `text_hidden` (0: what the heads are together), `deepstack` and `table_side` to `qwen3_vl`.
+    alone; `text_hidden` (0: what the heads are together), `deepstack` and `table_side` to `qwen3_vl` and
+    `qwen3_vl_moe`; `experts` and what follows to the latter.
     """
 
     heads: int = 4
@@ -51,6 +66,11 @@ class ModelChoice:
     text_hidden: int = 0
     deepstack: tuple[int, ...] = (0, 1)
     table_side: int = 6
+    experts: int = 6
+    top_k: int = 2
+    expert_ffn: int = 20
+    sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
 
     @property
     def hidden(self) -> int:
@@ -60,11 +80,9 @@ class ModelChoice:
 
 def write_model(folder: Path, choice: ModelChoice) -> Path:
     """A model with random weights everywhere: biases, norms, embeddings; a vocabulary that tp does not divide."""
-    newer = choice.family == "qwen3_vl"
     tokenizer = train_tokenizer(CORPUS, 300, chat_template(SYSTEM_PROMPTS[choice.family]))
     config = model_config(choice, tokenizer)
-    kind: Any = Qwen3VLForConditionalGeneration if newer else Qwen2_5_VLForConditionalGeneration
-    save_random(folder, kind, config, tokenizer, choice.seed)
+    save_random(folder, KINDS[choice.family][1], config, tokenizer, choice.seed)
     write_processor(folder, choice.family)
     return folder
 
@@ -79,7 +97,7 @@ def save_random(folder: Path, kind: Any, config: Any, tokenizer: Any, seed: int)
     tokenizer.save_pretrained(folder)
 
 
-def model_config(choice: ModelChoice, tokenizer: Any) -> Qwen2_5_VLConfig | Qwen3VLConfig:
+def model_config(choice: ModelChoice, tokenizer: Any) -> Any:
     """The configuration of a model with this tokenizer."""
     token_id: Any = tokenizer.convert_tokens_to_ids
     vision: dict[str, Any] = {
@@ -101,13 +119,21 @@ def model_config(choice: ModelChoice, tokenizer: Any) -> Qwen2_5_VLConfig | Qwen
         "pad_token_id": token_id("<|endoftext|>"),
     }
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-    if choice.family == "qwen3_vl":
+    if choice.family in QWEN3:
         vision |= {
             "patch_size": 16,
             "num_position_embeddings": choice.table_side**2,
             "deepstack_visual_indexes": list(choice.deepstack),
         }
         text |= {"head_dim": choice.head_dim, "rope_parameters": rope | QWEN3_VL.rope_settings(choice.head_dim)}
+        if choice.family == "qwen3_vl_moe":
+            text |= {
+                "num_experts": choice.experts,
+                "num_experts_per_tok": choice.top_k,
+                "moe_intermediate_size": choice.expert_ffn,
+                "decoder_sparse_step": choice.sparse_step,
+                "mlp_only_layers": list(choice.mlp_only_layers),
+            }
     else:
         vision |= {
             "patch_size": 14,
@@ -115,8 +141,7 @@ def model_config(choice: ModelChoice, tokenizer: Any) -> Qwen2_5_VLConfig | Qwen
             "fullatt_block_indexes": [layer for layer in choice.full_layers if layer < choice.vision_layers],
         }
         text["rope_parameters"] = rope | QWEN2_5_VL.rope_settings(choice.head_dim)
-    kind = Qwen3VLConfig if choice.family == "qwen3_vl" else Qwen2_5_VLConfig
-    return kind(
+    return KINDS[choice.family][0](
         vision_config=vision,
         text_config=text,
         image_token_id=token_id("<|image_pad|>"),
@@ -127,14 +152,55 @@ def model_config(choice: ModelChoice, tokenizer: Any) -> Qwen2_5_VLConfig | Qwen
     )
 
 
+def rewrite(folder: Path, edit: Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]) -> Path:
+    """Replace each tensor in the one file of a folder by those that `edit` returns."""
+    path = folder / "model.safetensors"
+    tensors = {new: t.contiguous() for n, old in load_file(path).items() for new, t in edit(n, old).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def write_transposed(source: Path, folder: Path) -> Path:
+    """Copy a `qwen3_vl_moe` as it is published: the tensors of experts transposed, and older keys."""
+    shutil.copytree(source, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] |= {"num_experts": config["text_config"].pop("num_local_experts"), "norm_topk_prob": True}
+    path.write_text(json.dumps(config))
+    return rewrite(folder, lambda name, t: {name: t.mT if ".experts." in name else t})
+
+
+def write_language_model(source: Path, folder: Path) -> Path:
+    """Copy the language model of a `qwen3_vl_moe` as the `qwen3_moe` that it is alone, with tensors for each expert."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*preprocessor_config.json"))
+    path = folder / "config.json"
+    text = json.loads(path.read_text())["text_config"]
+    rope = {"rope_type": "default", "rope_theta": text["rope_parameters"]["rope_theta"]}
+    text |= {"model_type": "qwen3_moe", "norm_topk_prob": True, "rope_parameters": rope}
+    path.write_text(json.dumps(text | {"architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False}))
+    nested = "model.language_model."
+
+    def alone(name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        if name.startswith("model.visual."):
+            return {}
+        return one_by_one(name.replace(nested, "model."), tensor)
+
+    return rewrite(folder, alone)
+
+
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
-    """Weights such that every parameter matters and activations stay of order one."""
-    for parameter in model.parameters():
+    """Weights such that every parameter matters, activations stay of order one, and routers prefer some experts by far
+    more than rounding.
+    """
+    for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.normal_(std=0.2)
-            continue
-        parameter.normal_(std=(1.0 / parameter[0].numel()) ** 0.5)
+        elif name.endswith(".mlp.gate.weight"):
+            parameter.normal_(std=0.5)
+        else:  # Of three dims: all experts of a layer.
+            inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
+            parameter.normal_(std=(1.0 / inputs) ** 0.5)
     for name, parameter in model.named_parameters():
         if "norm" in name or "ln_q" in name:
             parameter.add_(1.0)

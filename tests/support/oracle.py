@@ -88,15 +88,20 @@ class Oracle:
             loss, count = self._sample(self.records[number % len(self.records)])
             loss.backward()
             total, supervised = total + loss.detach(), supervised + count
-        gradients = {}
+        gradients = dict[str, Tensor]()
         for name, parameter in self.model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[stored_name(name)] = grad / supervised
+            gradients |= one_by_one(stored_name(name), grad / supervised)
         return float(total / supervised), gradients
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by stored name."""
-        return {stored_name(n): p.detach().clone() for n, p in self.model.named_parameters()}
+        parameters = self.model.named_parameters()
+        return {
+            name: values.clone()
+            for parameter, whole in parameters
+            for name, values in one_by_one(stored_name(parameter), whole.detach()).items()
+        }
 
     def _sample(self, record: dict) -> tuple[Tensor, int]:
         ids, logits = self._logits(record)
@@ -221,3 +226,21 @@ def stored_name(name: str) -> str:
     if name.startswith("detail."):
         return name.replace("detail.", "detail.visual.", 1)
     return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+
+
+def one_by_one(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The matrices of all experts in a tensor of a layer, as a folder with one tensor for each names them; any other
+    tensor as it is.
+    """
+    kinds = next((kinds for end, kinds in _OF_EXPERTS.items() if name.endswith(f".mlp.experts.{end}")), None)
+    if kinds is None:
+        return {name: tensor}
+    place = name.rpartition(".")[0]
+    return {
+        f"{place}.{number}.{kind}.weight": matrix
+        for number, stacked in enumerate(tensor)
+        for kind, matrix in zip(kinds, stacked.chunk(len(kinds)), strict=True)
+    }
+
+
+_OF_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

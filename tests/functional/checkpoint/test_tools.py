@@ -43,7 +43,8 @@ from tests.functional.checkpoint.conftest import Untouched
 from tests.functional.checkpoint.runs import flags, seal
 from tests.functional.checkpoint.test_across_layouts import same
 from tests.functional.train.test_two_folders import write_language_model
-from tests.support.folders import ModelChoice, write_model
+from tests.support.folders import ModelChoice, write_model, write_transposed
+from tests.support.folders import write_language_model as write_alone
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.runs import build_logged
@@ -235,6 +236,26 @@ def test_a_head_that_is_stored_twice_is_kept_once(folders: Path, tmp_path: Path,
     save_file(tensors, source / SINGLE)
     assert imported(source, tmp_path / "two") == 1
     assert "found a lm_head.weight that differs from model.embed_tokens.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["as published", "as transformers writes it", "a language model alone"])
+def test_experts_keep_the_form_of_a_folder_whose_weights_are_gone(form: str, tmp_path: Path) -> None:
+    choice = ModelChoice(family="qwen3_vl_moe", text_hidden=48, head_dim=16, mlp_only_layers=(0,))
+    whole = write_model(tmp_path / "whole", choice)
+    source, flags = whole, []
+    if form == "as published":
+        source = write_transposed(whole, tmp_path / "source")
+    elif form != "as transformers writes it":
+        source, flags = write_alone(whole, tmp_path / "source"), ["--vision", str(whole)]
+    kept = shutil.copytree(source if not flags else whole, tmp_path / "kept")
+    assert imported(source, tmp_path / "checkpoint", *flags) == 0
+    assert RunRecord.read(tmp_path / "checkpoint").experts_transposed == (form == "as published")
+    (source / SINGLE).unlink()
+    assert exported(tmp_path / "checkpoint", tmp_path / "back", "--shard-gb", "1e-4") == 0
+    assert same_bits(weights_of(kept), weights_of(tmp_path / "back"))
+    again = tmp_path / "again"
+    assert imported(tmp_path / "back", again) == 0
+    same(tmp_path / "checkpoint", again, but="")
 
 
 # ---------------------------------------------------------------------------------------- a run begins from it

@@ -120,7 +120,7 @@ def test_shapes_are_those_of_the_folder(folders: Path) -> None:
     ("text_config.hidden_act", "gelu", "found text_config.hidden_act = 'gelu'"),
     ("text_config.attention_dropout", 0.1, "found 0.1, expected 0 or null"),
     ("text_config.num_key_value_heads", 3, "num_attention_heads % num_key_value_heads = 1"),
-    ("model_type", "qwen3_vl_moe", "found model_type 'qwen3_vl_moe', expected 'qwen2_5_vl' or 'qwen3_vl'"),
+    ("model_type", "qwen4_vl", "found model_type 'qwen4_vl', expected 'qwen2_5_vl' or 'qwen3_vl' or 'qwen3_vl_moe'"),
 ])  # fmt: skip
 def test_refused(key: str, value: object, message: str, folders: Path, tmp_path: Path) -> None:
     folder = copied(folders, "own", tmp_path, (key, value))

@@ -1,0 +1,106 @@
+"""Tensors of folders that are several matrices of the model: those of all experts of a layer.
+
+A fused tensor has three dims: matrices with the same index of dim 0 are stacked, the rows of one below those of the
+other. Some folders have it transposed, with its last two dims exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_hetero.hf.weight_map import Interval, TensorShapes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a matrix is in a fused tensor: at `index` of dim 0, and there in `rows`, if not transposed."""
+
+    index: int
+    rows: Interval
+    transposed: bool
+
+    def source(self, rows: Interval | None = None, columns: Interval | None = None) -> tuple[int, slice, slice]:
+        """The index in the fused tensor of these rows and columns of the matrix, by default of all."""
+        start, stop = rows or (0, self.rows[1] - self.rows[0])
+        of_rows = slice(self.rows[0] + start, self.rows[0] + stop)
+        of_columns = slice(None) if columns is None else slice(*columns)
+        return (self.index, of_columns, of_rows) if self.transposed else (self.index, of_rows, of_columns)
+
+    def turned(self, values: Tensor) -> Tensor:
+        """Turn values of the fused tensor to those of the matrix, or back."""
+        return values.t() if self.transposed else values
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A fused tensor. `names`: of the stacked matrices at each index of dim 0, which have so many `rows`, and `columns`
+    each.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    rows: tuple[int, ...]
+    columns: int
+
+    @property
+    def parts(self) -> Iterator[str]:
+        """Names of all matrices."""
+        return (name for stacked in self.names for name in stacked)
+
+    def shape(self, transposed: bool) -> tuple[int, int, int]:
+        """The shape of the tensor."""
+        rows = sum(self.rows)
+        return (len(self.names), self.columns, rows) if transposed else (len(self.names), rows, self.columns)
+
+    def is_transposed(self, shape: tuple[int, ...]) -> bool | None:
+        """Whether a tensor of this shape is transposed; None if it is another tensor. As transformers does, one with as
+        many rows as columns is taken as not transposed.
+        """
+        return next((each for each in (False, True) if self.shape(each) == shape), None)
+
+    def cuts(self, transposed: bool) -> Iterator[tuple[str, Cut]]:
+        """Yield all matrices by name."""
+        for index, stacked in enumerate(self.names):
+            for name, rows in zip(stacked, pairwise(accumulate(self.rows, initial=0)), strict=True):
+                yield name, Cut(index, rows, transposed)
+
+
+def fused_tensors(tensors: TensorShapes, fused_name: Callable[[str], tuple[str, int] | None]) -> dict[str, Fused]:
+    """Return the fused tensors that consist of these `tensors`, by name. Matrices are stacked in the order of
+    `tensors`. `fused_name`: see `Family.fused_name`.
+    """
+    stacked: dict[str, dict[int, list[str]]] = {}
+    for name in tensors:
+        if (found := fused_name(name)) is not None:
+            stacked.setdefault(found[0], {}).setdefault(found[1], []).append(name)
+    return {name: _fused([stacks[i] for i in sorted(stacks)], tensors) for name, stacks in stacked.items()}
+
+
+def _fused(stacks: Iterable[Iterable[str]], tensors: TensorShapes) -> Fused:
+    names = tuple(map(tuple, stacks))
+    return Fused(names, tuple(tensors[name][0] for name in names[0]), tensors[names[0][0]][1])
+
+
+def fusing(
+    fused: Fused, transposed: bool, dtype: torch.dtype, put: Callable[[Tensor], None]
+) -> dict[str, Callable[[Tensor], None]]:
+    """Return for each matrix of a fused tensor a function that takes it, once. When all are there, `put` gets the
+    tensor.
+    """
+    cuts, whole = dict(fused.cuts(transposed)), list[Tensor]()
+    missing = set(cuts)
+
+    def take(name: str, matrix: Tensor) -> None:
+        if not whole:
+            whole.append(torch.empty(fused.shape(transposed), dtype=dtype))
+        whole[0][cuts[name].source()] = cuts[name].turned(matrix)
+        missing.remove(name)
+        if not missing:
+            put(whole.pop())
+
+    return {name: partial(take, name) for name in cuts}

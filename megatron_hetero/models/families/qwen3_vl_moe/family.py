@@ -1,0 +1,98 @@
+"""Qwen3-VL-MoE, Qwen3-VL with experts, and which of its configurations are supported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.files import RESTORE, Json, Only, shown
+from megatron_hetero.models.families.common import positive, require
+from megatron_hetero.models.families.qwen3_vl.family import DEFAULT_SECTIONS, Qwen3VL
+
+# Shapes import torch, which takes a second.
+if TYPE_CHECKING:
+    from megatron_hetero.models.families.qwen3_vl_moe.shapes import TextShape
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class Qwen3VLMoe(Qwen3VL):
+    """The family `qwen3_vl_moe`, with language models `qwen3_moe`. Its encoder is Qwen3-VL's."""
+
+    model_type, title = "qwen3_vl_moe", "Qwen3-VL-MoE"
+    language_models = ("qwen3_moe",)
+    built: Mapping[str, Only] = {
+        **Qwen3VL.built,
+        "norm_topk_prob": Only(
+            (True,),
+            because="the weights of a token's experts sum to 1 (transformers ignores the key in this family)",
+            fix="use a model that was trained that way, such as the published ones",
+        ),
+    }
+
+    def check_values(self, path: Path, values: dict[str, Json]) -> None:
+        super().check_values(path, values)
+        for at, own in (("", values), ("text_config.", values.get("text_config"))):
+            numbers = [own.get(key) for key in ("num_experts", "num_local_experts")] if isinstance(own, dict) else []
+            if None not in numbers and len(set(map(shown, numbers))) > 1:
+                raise UserError.at(
+                    f"{path}: {at}num_experts",
+                    found=f"{shown(numbers[0])} beside num_local_experts = {shown(numbers[1])}",
+                    expected="the same number, or one of the keys",
+                    because="both name the number of experts",
+                    fix=RESTORE,
+                )
+
+    def check_text(self, folder: Path, config: Any) -> None:
+        super().check_text(folder, config)
+        text = config.text_config
+        require(folder, self.title, (
+            *positive("text_config", text, "num_experts", "moe_intermediate_size", "num_experts_per_tok"),
+            *positive("text_config", text, "decoder_sparse_step"),
+            ("text_config.num_experts_per_tok beyond num_experts",
+             max(0, text.num_experts_per_tok - text.num_experts), 0),
+            ("text_config.mlp_only_layers that the model does not have",
+             [x for x in text.mlp_only_layers if not 0 <= x < text.num_hidden_layers], []),
+            # A language model alone without the key does not normalise.
+            ("text_config.norm_topk_prob", getattr(text, "norm_topk_prob", True), True),
+        ))  # fmt: skip
+        if not any(_sparse(text)):
+            raise UserError.at(
+                folder / "config.json",
+                found="no layer with experts (decoder_sparse_step and mlp_only_layers of text_config)",
+                expected="at least one",
+                because="a model without them is of another family",
+                fix="correct these keys, or convert the model to Qwen3-VL",
+            )
+
+    def text_shape(self, config: Any) -> TextShape:
+        from megatron_hetero.models.families.qwen3_vl_moe.shapes import TextShape
+
+        text = config.text_config
+        return TextShape.of(
+            config,
+            text.head_dim,
+            DEFAULT_SECTIONS,
+            experts=text.num_experts,
+            experts_per_token=text.num_experts_per_tok,
+            expert_ffn=text.moe_intermediate_size,
+            sparse=_sparse(text),
+        )
+
+    def fused_name(self, name: str, /) -> tuple[str, int] | None:
+        if (found := _EXPERT.fullmatch(name)) is None:
+            return None
+        experts, number, kind = found.groups()
+        return f"{experts}.{'down' if kind == 'down' else 'gate_up'}_proj", int(number)
+
+
+def _sparse(text: Any) -> tuple[bool, ...]:
+    """Whether each layer has experts."""
+    dense, step = set(text.mlp_only_layers), text.decoder_sparse_step
+    return tuple((number + 1) % step == 0 and number not in dense for number in range(text.num_hidden_layers))
+
+
+QWEN3_VL_MOE = Qwen3VLMoe()
