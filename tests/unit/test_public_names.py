@@ -98,10 +98,11 @@ def test_code_in_the_guide_calls_names_of_the_guide_only() -> None:
     nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     of_others = set(
-        "CosineAnnealingLR GPTModel Siglip forward_backward fully_shard len partial range "
+        "CosineAnnealingLR DistributedDataParallel DistributedDataParallelConfig GPTModel Siglip TransformerConfig "
+        "finalize_model_grads forward_backward fully_shard get_gpt_layer_local_spec len partial range "
         "scatter_to_sequence_parallel_region zip".split()
     )
-    own = {"boundary", "encoder", "decoder", "run", "text_loss", "vision"}
+    own = {"boundary", "encoder", "decoder", "run", "stage_of", "text_loss", "vision"}
     assert called - {name for _, name in NAMES.values()} == own | of_others
 
 

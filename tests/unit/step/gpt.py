@@ -75,19 +75,28 @@ def whole(rank: int, *, tied: bool = False, seed: int = 0, **options: Any) -> GP
     return built
 
 
-def name_in_whole(name: str, stage: int, layers_per_stage: int, tied: bool) -> str:
+def name_in_whole(name: str, stage: int, layers_per_stage: int, tied: bool, first_expert: int = 0) -> str:
     """Of a parameter of a stage."""
     if tied and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) + stage * layers_per_stage)
+    if "local_experts" in parts:
+        at = parts.index("local_experts") + 1
+        parts[at] = str(int(parts[at]) + first_expert)
     return ".".join(parts)
+
+
+def is_of_expert(parameter: Any) -> bool:
+    """Whether it is of an expert of some of the ranks that have a part of the dense layers."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def shard(tensor: Tensor, parameter: Any, groups: ProcessGroupCollection) -> Tensor:
     """What this rank holds of a tensor of the whole model."""
-    if not getattr(parameter, "tensor_model_parallel", False):
+    # Megatron marks parts of experts like those of dense layers, although each rank has experts whole.
+    if not getattr(parameter, "tensor_model_parallel", False) or is_of_expert(parameter):
         return tensor
     return tensor.chunk(groups.tp.size(), parameter.partition_dim)[groups.tp.rank()]
 
@@ -96,7 +105,10 @@ def counterparts(part: GPTModel, reference: GPTModel, tied: bool = False) -> dic
     """By name, this rank's parameters and those of the whole model."""
     groups, of_whole = part.pg_collection, dict(reference.named_parameters())
     stage = groups.pp.rank() + (part.vp_stage or 0) * groups.pp.size()
-    names = {name: name_in_whole(name, stage, len(part.decoder.layers), tied) for name, _ in part.named_parameters()}
+    first = groups.ep.rank() * (part.config.num_moe_experts or 0) // groups.ep.size()
+    names = {
+        name: name_in_whole(name, stage, len(part.decoder.layers), tied, first) for name, _ in part.named_parameters()
+    }
     return {name: (p, of_whole[names[name]]) for name, p in part.named_parameters()}
 
 
