@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.parity import runs
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.oracle import Oracle, TwoTowers, stored_name
+from tests.support.oracle import Oracle, TwoTowers
 from tests.support.pool import Pool
 
 GLOBAL_BATCH = 8
@@ -28,6 +27,7 @@ BASE = ModelChoice()
 QWEN3 = replace(
     BASE, family="qwen3_vl", text_layers=4, vision_layers=4, deepstack=(0, 1, 2), head_dim=16, text_hidden=48, seed=10
 )
+MOE = replace(QWEN3, family="qwen3_vl_moe", seed=31)
 MODELS = {
     "untied": BASE,
     "tied": replace(BASE, tied=True, seed=1),
@@ -45,6 +45,12 @@ MODELS = {
     "qwen3-deep": replace(QWEN3, text_layers=6, vision_layers=6, deepstack=(1, 3, 4), seed=14),
     "qwen3-two-encoders": replace(QWEN3, seed=15),
     "qwen3-two-qwen3-encoders": replace(QWEN3, seed=16),
+    "moe": MOE,
+    "moe-tied": replace(MOE, tied=True, seed=21),
+    "moe-one": replace(MOE, experts=5, top_k=1, seed=22),
+    "moe-eight": replace(MOE, experts=16, top_k=8, expert_ffn=9, seed=23),
+    "moe-mixed": replace(MOE, sparse_step=2, mlp_only_layers=(1,), text_layers=5, seed=24),
+    "moe-four": replace(MOE, experts=4, top_k=2, seed=25),
     "twelve-heads": replace(BASE, heads=12, kv_heads=4, head_dim=8, vision_heads=12, vision_head_dim=4, seed=3),
 }
 
@@ -71,6 +77,11 @@ class Case:
     pictures: tuple[int, ...] = (1, 2, 0, 1)
 
     @property
+    def balance(self) -> float:
+        """Coefficient of the loss that balances experts."""
+        return float(self.flags[self.flags.index(BALANCE) + 1]) if BALANCE in self.flags else 0.0
+
+    @property
     def batch(self) -> int:
         """Samples of a step; fewer where each is a micro-batch of its own."""
         alone = self.micro == 1 and "dp" not in self.text
@@ -83,6 +94,7 @@ class Case:
         return f"{encoders}|{self.text} {self.model} micro {self.micro}{extra}"
 
 
+BALANCE = "--model.router_aux_loss_coef"
 RECOMPUTE = ("--model.recompute.vision", "full", "--model.recompute.text", "full")
 FRUGAL = (
     *("--model.recompute.vision", "selective", "--model.recompute.text", "selective"),
@@ -131,6 +143,11 @@ class Expected:
     before: dict[str, torch.Tensor]
     runs: Runs
 
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        """The model's folder, and the data."""
+        return self.folder / "model", self.folder / "data.jsonl"
+
 
 Ask = Callable[[Case], Expected]
 
@@ -144,7 +161,10 @@ def ask_oracle(folder: Path, case: Case) -> Expected:
         write_model(folder / "detail", detail)
     details = (0,) if detail is None else (1, 0, 0, 2)
     data = write_data(folder, 3 * batch, seed=choice.seed, pictures=case.pictures, turns=2, details=details)
-    load = partial((Oracle if detail is None else TwoTowers).load, folder / "model", data)
+
+    def load() -> Oracle:
+        return replace((Oracle if detail is None else TwoTowers).load(folder / "model", data), balance=case.balance)
+
     oracle = load()
     loss, gradients = oracle.step(range(batch))
     before = oracle.weights()
@@ -155,9 +175,7 @@ def train_alone(oracle: Oracle, name: str, batch: int) -> Trained:
     optimizer = OPTIMIZERS[name](oracle.model.parameters())
     losses, norms = [], []
     for step in range(3):
-        loss, gradients = oracle.step(range(step * batch, (step + 1) * batch))
-        for parameter_name, parameter in oracle.model.named_parameters():
-            parameter.grad = gradients[stored_name(parameter_name)]
+        loss, _ = oracle.step(range(step * batch, (step + 1) * batch))
         norms.append(float(torch.nn.utils.clip_grad_norm_(oracle.model.parameters(), 1.0)))
         optimizer.step()
         losses.append(loss)

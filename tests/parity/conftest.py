@@ -13,7 +13,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Ask:
     found: dict[tuple[object, ...], Expected] = {}
 
     def get(case: Case) -> Expected:
-        key = case.model, case.batch, case.pictures
+        key = case.model, case.batch, case.pictures, case.balance
         if key not in found:
             found[key] = ask_oracle(tmp_path_factory.mktemp(case.model), case)
         return found[key]

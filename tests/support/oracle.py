@@ -31,12 +31,14 @@ class Oracle:
     images: Any
     records: list[dict]
     folder: Path
+    balance: float = 0.0
+    """Coefficient of the loss that balances experts."""
 
     @classmethod
     def load(cls, model: Path, data: Path) -> Oracle:
         """Load everything in fp32."""
         return cls(
-            AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32),
+            AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, experts_implementation="eager"),
             AutoTokenizer.from_pretrained(model),
             Qwen2VLImageProcessorPil.from_pretrained(model),
             [json.loads(line) for line in data.read_text().splitlines()],
@@ -81,7 +83,7 @@ class Oracle:
         return list(zip((change == 1).nonzero()[:, 0].tolist(), (change == -1).nonzero()[:, 0].tolist(), strict=True))
 
     def step(self, numbers: range) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients (by stored name) of the global batch of these samples."""
+        """Loss and gradients (by stored name) of the global batch of these samples; parameters have the latter."""
         self.model.zero_grad()
         total, supervised = torch.zeros(()), 0
         for number in numbers:
@@ -91,7 +93,8 @@ class Oracle:
         gradients = dict[str, Tensor]()
         for name, parameter in self.model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients |= one_by_one(stored_name(name), grad / supervised)
+            parameter.grad = grad / supervised
+            gradients |= one_by_one(stored_name(name), parameter.grad)
         return float(total / supervised), gradients
 
     def weights(self) -> dict[str, Tensor]:
@@ -104,20 +107,21 @@ class Oracle:
         }
 
     def _sample(self, record: dict) -> tuple[Tensor, int]:
-        ids, logits = self._logits(record)
+        ids, logits, *added = self._logits(record)
         targets = self._labels(ids)[1:]
         loss = torch.nn.functional.cross_entropy(logits[:-1].float(), targets, ignore_index=-100, reduction="sum")
-        return loss, int((targets != -100).sum())
+        supervised = int((targets != -100).sum())
+        return loss + sum(supervised * each for each in added), supervised
 
-    def _logits(self, record: dict) -> tuple[Tensor, Tensor]:
-        """The tokens of a record [n], and the logits [n, vocabulary]."""
+    def _logits(self, record: dict) -> tuple[Tensor, ...]:
+        """The tokens of a record [n], and the logits [n, vocabulary]; with `balance` what it adds to a token's loss."""
         vision = self._images(record, "image", self.images)
         ids = self._tokens(self._render(record), {"<|image_pad|>": vision.get("image_grid_thw", [])})
         types = (ids == self.model.config.image_token_id).int()
-        output = self.model(
-            input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], mm_token_type_ids=types[None], **vision
-        )
-        return ids, output.logits[0]
+        more = {"output_router_logits": True} if self.balance else {}
+        mask = torch.ones_like(ids)[None]
+        output = self.model(input_ids=ids[None], attention_mask=mask, mm_token_type_ids=types[None], **vision, **more)
+        return ids, output.logits[0], *([self.balance * output.aux_loss] if self.balance else [])
 
     def _images(self, record: dict, field: str, processor: Any) -> dict[str, Tensor]:
         """Patches and grids of the images of a field; nothing where there are none."""
