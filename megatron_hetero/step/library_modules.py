@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from megatron_hetero.groups.collective import Facts, require_alike, unlike
 from megatron_hetero.groups.fsdp import fsdp_groups, has_reduced
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import TensorSlice
-from megatron_hetero.layout.axes import AXES
+from megatron_hetero.layout.axes import EXPERTS, MAIN, View
 from megatron_hetero.layout.communicators import ENDS, GRADIENT_AXES
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
@@ -32,8 +33,8 @@ Chunks = Any  # What `fully_shard` returns is no `nn.Module` to type checkers.
 
 
 def trained_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tuple[TrainedModule, ...]:
-    """The modules of this rank, in the order of the topology. Raises `UserError` if the topology has others, or if a
-    wrapper reduces in an unknown way.
+    """The modules of this rank, in the order of the topology, once for each view that parameters belong to. Raises
+    `UserError` if the topology has others, or if a wrapper reduces in an unknown way.
     """
     given = {name: _chunks(module) for name, module in modules.items()}
     given = {name: chunks for name, chunks in given.items() if chunks}
@@ -49,7 +50,7 @@ def trained_modules(topology: Topology, modules: Mapping[str, Chunks | None]) ->
         )
     for chunks in given.values():
         reshard(chunks)
-    found = tuple(_trained_module(topology, name, given[name]) for name in expected)
+    found = tuple(view for name in expected for view in _trained_views(topology, name, given[name]))
     owner: dict[int, str] = {}
     for module in found:
         for name, parameter in module.trained.items():
@@ -66,11 +67,12 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
     """
     gathered: list[tuple[str, list[Facts], list[int]]] = []
     for module in modules:
+        view = module.view
         along = {
-            GRADIENT_AXES: [f"{_sums(module, n)}, {tuple(p.shape)} {p.dtype}" for n, p in module.trained.items()],
-            ("tp",): [_sums(module, name) for name in module.over_tp],
+            view.sum_axes: [f"{_sums(module, n)}, {tuple(p.shape)} {p.dtype}" for n, p in module.trained.items()],
+            view.part_axes: [_sums(module, name) for name in module.over_tp],
         }
-        if _has_ends(module.topology, module.name):
+        if view == MAIN and _has_ends(module.topology, module.name):
             trains = "trained" if module.tied in module.trained else "frozen"
             along[ENDS] = [f"{trains} copy of a parameter of the other end" if module.tied else "none of the other end"]
         for axes, facts in along.items():
@@ -134,12 +136,42 @@ def _wrappers(chunks: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     return tuple(p for p in parts if isinstance(p, (DistributedDataParallel, FSDPModule)) or is_megatrons_ddp(p))
 
 
-def _trained_module(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> TrainedModule:
+def _trained_views(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> list[TrainedModule]:
+    """A module in each view that parameters of this rank belong to, and in the main view. The first one that trains
+    has the wrappers of Megatron, which reduce all gradients at once.
+    """
     layout = topology.layouts[name]
-    _require_main_view(name, layout)
+    _require_known_views(name, layout)
     stages = tuple(layout.coordinate(topology.rank).pp + i * layout.pp for i in range(len(chunks)))
-    here = _Module(topology, name)
-    found = _parameters(here, dict(zip(stages, chunks, strict=True)))
+    here = _Module(topology, name, MAIN)
+    found, ddps = (
+        _parameters(here, dict(zip(stages, chunks, strict=True))),
+        tuple(filter(is_megatrons_ddp, _wrappers(chunks))),
+    )
+    of_views: dict[View, dict[str, _Parameter]] = {MAIN: {}}
+    for each, of in found.items():
+        of_views.setdefault(_view_of(layout, of), {})[each] = of
+    modules = list[TrainedModule]()
+    for view, own in of_views.items():
+        module = _trained_module(_Module(topology, name, view), stages, chunks, own, ddps)
+        ddps = () if module.trained else ddps
+        modules.append(module)
+    return modules
+
+
+def _view_of(layout: Layout, of: _Parameter) -> View:
+    """The view of a parameter: Megatron marks those of experts that not all data-parallel ranks have."""
+    return EXPERTS if EXPERTS in layout.views and not getattr(of.parameter, "allreduce", True) else MAIN
+
+
+def _trained_module(
+    here: _Module,
+    stages: tuple[int, ...],
+    chunks: tuple[nn.Module, ...],
+    found: Mapping[str, _Parameter],
+    ddps: tuple[Any, ...],
+) -> TrainedModule:
+    topology, name, layout, view = here.topology, here.name, here.layout, here.view
     parameters = {each: of.parameter for each, of in found.items()}
     trained = {each: of for each, of in found.items() if of.parameter.requires_grad}
     in_main_grad = frozenset(each for each, of in trained.items() if of.around.megatrons_ddp is not None)
@@ -154,25 +186,29 @@ def _trained_module(topology: Topology, name: str, chunks: tuple[nn.Module, ...]
         )
     sharing = Wrapped(
         parameters=parameters,
-        group=topology.group(name, *GRADIENT_AXES),
+        group=topology.group(name, *view.sum_axes),
         owned={each: (0, local(of.parameter).numel()) for each, of in trained.items()},
         sharded=False,
         sums_shares=False,
         device=topology.platform.device,
         remaining={each: here.remaining(of) for each, of in trained.items()},
         in_main_grad=in_main_grad,
-        ddps=tuple(filter(is_megatrons_ddp, _wrappers(chunks))),
+        ddps=ddps,
         prefers_all_reduce=topology.platform.prefers_all_reduce,
     )
     over_tp: dict[str, OverTp] = {
-        each: how for each, of in trained.items() if layout.tp > 1 and (how := _over_tp(of)) is not None
+        each: how
+        for each, of in trained.items()
+        if view == MAIN and layout.tp > 1 and (how := _over_tp(of)) is not None
     }
-    maps = tuple({each: here.slices(each, of, rank) for each, of in found.items()} for rank in range(layout.tp))
+    holders = prod(here.degrees[axis] for axis in view.part_axes)
+    maps = tuple({each: here.slices(each, of, rank) for each, of in found.items()} for rank in range(holders))
     tied = _tied(topology, name, parameters)
     counts_elsewhere = tied is not None and getattr(parameters[tied], "shared", False)
     return TrainedModule(
         *(name, topology, stages, chunks, maps, sharing, over_tp, tied),
         tied_copy=tied if counts_elsewhere else None,
+        view=view,
     )
 
 
@@ -267,50 +303,58 @@ def _walk(part: nn.Module, outer: _Around, around: dict[int, _Around], fsdp: dic
 
 @dataclass(frozen=True)
 class _Module:
-    """A module in the topology."""
+    """A view of a module in the topology."""
 
     topology: Topology
     name: str
+    view: View
 
     @property
     def layout(self) -> Layout:
         return self.topology.layouts[self.name]
 
+    @property
+    def degrees(self) -> Mapping[str, int]:
+        return self.layout.degrees_in(self.view)
+
     def remaining(self, of: _Parameter) -> Remaining:
         """The reductions of a gradient that wrappers leave to do. Raises `UserError`."""
-        degrees, (reduced, divisor) = self.layout.degrees, self._reduced(of)
-        left = tuple(axis for axis in GRADIENT_AXES if axis not in reduced and degrees[axis] > 1)
+        degrees, every, (reduced, divisor) = self.degrees, self.view.sum_axes, self._reduced(of)
+        left = tuple(axis for axis in every if axis not in reduced and degrees[axis] > 1)
         groups = [self.topology.group(self.name, axis) for axis in left]
-        if left and all(axis in left or degrees[axis] == 1 for axis in GRADIENT_AXES):
-            groups = [self.topology.group(self.name, *GRADIENT_AXES)]  # One that communicates along all of them.
-        others, copies = GRADIENT_AXES, 1
+        if left and all(axis in left or degrees[axis] == 1 for axis in every):
+            groups = [self.topology.group(self.name, *every)]  # One that communicates along all of them.
+        others, copies = every, 1
         if is_sharded(of.parameter):
             along = self.axes_of(of)
-            others, copies = tuple(axis for axis in GRADIENT_AXES if axis not in along), _copies(of.parameter)
+            others, copies = tuple(axis for axis in every if axis not in along), _copies(of.parameter)
         return Remaining(left, tuple(groups), divisor, copies * prod(degrees[axis] for axis in others))
 
     def _reduced(self, of: _Parameter) -> tuple[tuple[str, ...], float]:
         """The axes along which a wrapper has reduced a gradient, and what it has divided it by."""
-        degrees, around = self.layout.degrees, of.around
+        around = of.around
         if around.megatrons_ddp is not None:
+            # Its mean is over the ranks of the main view, for experts too.
             sums = around.megatrons_ddp.config.calculate_per_token_loss
-            return GRADIENT_AXES, 1.0 if sums else prod(degrees[axis] for axis in GRADIENT_AXES)
+            return self.view.sum_axes, 1.0 if sums else prod(self.layout.degrees[axis] for axis in GRADIENT_AXES)
         if of.fsdp is not None:
-            axes = tuple(axis for axis in self.axes_of(of) if axis in GRADIENT_AXES)
-            return axes, of.fsdp.gradient_divide_factor or prod(degrees[axis] for axis in axes)
+            axes = tuple(axis for axis in self.axes_of(of) if axis in self.view.sum_axes)
+            return axes, of.fsdp.gradient_divide_factor or prod(self.degrees[axis] for axis in axes)
         if around.ddp is not None:
             ranks = dist.get_process_group_ranks(around.ddp.process_group)
-            return _axes_between(self, ranks, of.path, tp=False), len(ranks)
+            return _axes_between(self, ranks, of.path, parts=False), len(ranks)
         return (), 1.0
 
     def axes_of(self, of: _Parameter) -> tuple[str, ...]:
         """The axes along which the mesh of a `DTensor` is. Raises `UserError`."""
-        return _axes_between(self, of.parameter.device_mesh.mesh.flatten().tolist(), of.path, tp=True)
+        return _axes_between(self, of.parameter.device_mesh.mesh.flatten().tolist(), of.path, parts=True)
 
     def slices(self, name: str, of: _Parameter, rank: int) -> tuple[TensorSlice, ...]:
-        """The parts of the whole parameter that a rank along `tp` has, named by module and parameter."""
+        """The parts of the whole parameter that a rank of the group `holders` has, named by module and parameter."""
         parameter, tp, name = of.parameter, self.layout.tp, f"{self.name}.{name}"
         rows = parameter.shape[0] if parameter.dim() else 1
+        if self.view == EXPERTS:
+            return (TensorSlice(_of_expert(name, of, rank), (0, rows)),)
         if is_sharded(parameter) and "tp" in self.axes_of(of):
             return (TensorSlice(f"{name} of tp {rank}", (0, rows)),)  # Each rank's own.
         if tp == 1 or not getattr(parameter, "tensor_model_parallel", False):
@@ -326,10 +370,22 @@ class _Module:
         return tuple(TensorSlice(name, (start, start + own), at=part * own) for part, start in enumerate(starts))
 
 
-def _require_main_view(name: str, layout: Layout) -> None:
-    """Check that all views sum gradients over the same ranks: parameters do not name theirs. Raises `UserError`."""
+def _of_expert(name: str, of: _Parameter, rank: int) -> str:
+    """The name of an expert's parameter in the whole module: Megatron counts experts anew on each rank along `ep`."""
+    owner, marker, path = name.partition(".local_experts.")
+    if not marker:
+        return f"{name} of ep {rank}"
+    number, _, rest = path.partition(".")
+    here = of.around.config.num_moe_experts // of.around.config.expert_model_parallel_size
+    return f"{owner}{marker}{int(number) + rank * here}.{rest}"
+
+
+def _require_known_views(name: str, layout: Layout) -> None:
+    """Check that no view but that of experts sums gradients over other ranks than the main one: parameters do not name
+    others. Raises `UserError`.
+    """
     for view in layout.views:
-        if layout.groups(*view.sum_axes) != layout.groups(*GRADIENT_AXES):
+        if view != EXPERTS and layout.groups(*view.sum_axes) != layout.groups(*GRADIENT_AXES):
             raise UserError.at(
                 f"module `{name}`",
                 found=f"layout {layout}, whose view `{view.name}` sums gradients over other ranks than the main one",
@@ -340,15 +396,24 @@ def _require_main_view(name: str, layout: Layout) -> None:
 
 
 def _require_megatron_fits(here: _Module, around: Mapping[int, _Around], fsdp: Mapping[int, Any]) -> None:
-    """Check that Megatron's models have no expert parallelism, and that their parameters still have the attributes that
+    """Check that Megatron's experts are divided as in the layout, and that parameters still have the attributes that
     say how they are split, which `fully_shard` loses. Raises `UserError`.
     """
     layout, where = here.layout, f"module `{here.name}`"
-    if any((size := getattr(each.config, "expert_model_parallel_size", 1)) > 1 for each in around.values()):
-        because = "gradients of experts would be summed over the ranks of the main view"
-        fix = "set it to 1: experts are split over tp, or not at all"
-        found = f"config.expert_model_parallel_size {size}"
-        raise UserError.at(where, found=found, expected="1", because=because, fix=fix)
+    ep = layout.degrees_in(EXPERTS)["ep"] if EXPERTS in layout.views else 1
+    expected = {"expert_model_parallel_size": ep} | (
+        {"expert_tensor_parallel_size": 1} if EXPERTS in layout.views else {}
+    )
+    configs = [each.config for each in around.values() if getattr(each.config, "num_moe_experts", None)]
+    because = f"the layout {layout} says which ranks have which experts"
+    for config, (field, size) in product(configs, expected.items()):
+        if (found := getattr(config, field)) != size:
+            fix = "set it, or give the layout `ep` in the view `experts` (docs/library.md)"
+            raise UserError.at(where, found=f"config.{field} {found}", expected=str(size), because=because, fix=fix)
+    if configs and EXPERTS in layout.views and ep == 1 < layout.tp:
+        because = "Megatron marks parameters of experts only where ep is above 1"
+        fix = "leave the view out to split each expert over tp"
+        raise UserError.at(where, found=f"layout {layout} with ep:1", expected="ep:2 or more", because=because, fix=fix)
     models = dict.fromkeys(each.model for key, each in around.items() if key in fsdp)
     for model in models if layout.tp * layout.pp > 1 else ():
         parts = () if model is None else model.modules()
@@ -365,15 +430,15 @@ def _require_megatron_fits(here: _Module, around: Mapping[int, _Around], fsdp: M
             )
 
 
-def _axes_between(here: _Module, ranks: Sequence[int], name: str, *, tp: bool) -> tuple[str, ...]:
-    """The axes of `GRADIENT_AXES`, and `tp` if allowed, along which `ranks` differ in the module's layout. Raises
-    `UserError` if they are not all ranks along these.
+def _axes_between(here: _Module, ranks: Sequence[int], name: str, *, parts: bool) -> tuple[str, ...]:
+    """The axes along which gradients are summed, and those of `parts` if allowed, along which `ranks` differ in the
+    module's view. Raises `UserError` if they are not all ranks along these.
     """
-    topology, layout = here.topology, here.layout
-    mine = layout.coordinate(topology.rank)
-    places = [layout.coordinate(rank) for rank in ranks if rank in layout]
-    axes = tuple(axis for i, axis in enumerate(AXES) if any(place[i] != mine[i] for place in places))
-    along = {axis for axis in axes if axis in GRADIENT_AXES or (axis == "tp" and tp)}
+    topology, layout, view = here.topology, here.layout, here.view
+    mine = layout.indices(topology.rank, view)
+    places = [layout.indices(rank, view) for rank in ranks if rank in layout]
+    axes = tuple(axis for axis, index in mine.items() if any(place[axis] != index for place in places))
+    along = {axis for axis in axes if axis in view.sum_axes or (axis in view.part_axes and parts)}
     if sorted(ranks) != list(layout.group_of(topology.rank, *along)):
         raise UserError.at(
             f"parameter {name} of `{here.name}`",

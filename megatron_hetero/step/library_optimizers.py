@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import all_or_none, on_every, require_equal
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.layout.communicators import GRADIENT_AXES
 from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.buffers import Replicated
@@ -76,10 +75,10 @@ def build_optimizers(
     for module in own:
         _broadcast_weights(module)
     streams = topology.platform.side_streams(2) if any(getattr(c, "offload", False) for c in configs.values()) else ()
-    trained = [module for module in own if module.trained]
+    trained = [module for module in own if module.trained and not _updated_beside(module, configs[module.name])]
     built = all_or_none(topology.host, lambda: [_build_one(each, configs[each.name], streams) for each in trained])
     optimizers = {each.module.key: each for each in built}
-    every = [optimizers[module.key].module if module.trained else module for module in own]
+    every = [optimizers[module.key].module if module.key in optimizers else module for module in own]
     return JointOptimizer(topology, every, optimizers, clip, _common_defaults(topology, optimizers))
 
 
@@ -105,6 +104,11 @@ def _build_one(module: TrainedModule, config: Config, streams: Sequence[torch.cu
         if (found := ddp.ddp_config.use_distributed_optimizer) != config.use_distributed_optimizer:
             _refuse(module, f"use_distributed_optimizer {found} in DDP and not in config", "the same in both")
     return MegatronOptimizer(module, sharing.ddps, config)
+
+
+def _updated_beside(module: TrainedModule, config: Config) -> bool:
+    """Whether Megatron's optimizer of another view updates these parameters, too."""
+    return _is_megatrons(config) and bool(_wrapped(module).in_main_grad) and not _wrapped(module).ddps
 
 
 def _wrapped(module: TrainedModule) -> Wrapped:
@@ -165,13 +169,15 @@ def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModul
     common: dict[str, Any] = {"gradients": getattr(torch, algorithm.gradients), "adds_up": False}
     if not shares_weights(algorithm.zero, group.size(), bool(module.trained)):
         sharing = Replicated.of(
-            *(module.name, module.parameters, module.chunks, group),
+            *(module.key, module.parameters, module.chunks, group),
             in_one_bucket=False,
             prefers_all_reduce=platform.prefers_all_reduce,
             sharded=algorithm.kind.sharded,
             **common,
         )
         return replace(module, data_parallel=sharing)
+    if module.topology.layouts[module.name].views:
+        _refuse(module, f"zero={algorithm.zero} and a layout with further views", "zero=1")
     if len(dtypes := {str(p.dtype) for p in module.trained.values()}) > 1:
         found = f"{' and '.join(sorted(dtypes))} parameters with zero={algorithm.zero}"
         _refuse(module, found, "one dtype, which FSDP2 requires, or zero=1")
@@ -229,9 +235,9 @@ def _broadcast_weights(module: TrainedModule) -> None:
     """Give all replicas of a module the weights of the first. Replicas of a `DTensor` differ along axes that its mesh
     does not have.
     """
-    every = [p for chunk in module.chunks for p in chunk.parameters()]
+    every = list(module.parameters.values())
     copy_from_first([p.data for p in every if not is_sharded(p)], module.replicas)
-    for axis in GRADIENT_AXES:
+    for axis in module.view.sum_axes:
         group = module.topology.group(module.name, axis)
         beside = [p for p in every if is_sharded(p) and not _spans(p, group)]
         copy_from_first([local(p.detach()) for p in beside], group)

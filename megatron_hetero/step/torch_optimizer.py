@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -164,6 +165,11 @@ class MegatronOptimizer(InnerOptimizer):
     def _inner(self) -> Sequence[Any]:
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
+    def _replicas(self, inner: Any) -> dist.ProcessGroup:
+        """The ranks with the parameters of one of the optimizers: experts have one of their own."""
+        of_experts = any(group.get("is_expert_parallel") for group in inner.param_groups)
+        return self.module.topology.collection(self.module.name).expt_dp if of_experts else self.module.replicas
+
     @torch.no_grad()
     @override
     def squares(self) -> Tensor:
@@ -173,7 +179,7 @@ class MegatronOptimizer(InnerOptimizer):
         with self.module.topology.platform.megatron_scope():
             self.optimizer.prepare_grads()
         # The distributed optimizer has a share of each gradient, the others have all of it on all replicas.
-        counting = [o for o in self._inner if o.config.use_distributed_optimizer or self.module.replicas.rank() == 0]
+        counting = [o for o in self._inner if o.config.use_distributed_optimizer or self._replicas(o).rank() == 0]
         found = [g for o in counting for g in gradients_for_norm(o) if g.numel()]
         return sum_of_squares([(gradient, 1.0) for gradient in found], self.module.topology.platform.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_hetero import Graph, Layout, MicroBatchInputs, Runner, Stage, build, prepare_megatron, total_loss
+from megatron_hetero import (
+    AdamW,
+    Graph,
+    Layout,
+    MicroBatchInputs,
+    Runner,
+    Stage,
+    build,
+    build_optimizers,
+    prepare_megatron,
+    total_loss,
+)
 from megatron_hetero.layout.axes import EXPERTS
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
@@ -42,10 +54,11 @@ LAYOUTS = [
     "tp:2,pp:2,ep:2",
 ]
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
-CASES: list[tuple[str, dict[str, Any]]] = [
-    *((text, {"moe_router_load_balancing_type": "none"}) for text in LAYOUTS),
-    ("dp:4,ep:2", BALANCED),
-    ("pp:2,dp:2,ep:2", BALANCED),
+ALGORITHMS = ["plain", "megatron", "zero1", "adamw"]
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    *((text, each, {"moe_router_load_balancing_type": "none"}) for text in LAYOUTS for each in ALGORITHMS),
+    ("dp:4,ep:2", "adamw", BALANCED),
+    ("pp:2,dp:2,ep:2", "plain", BALANCED),
 ]
 
 
@@ -57,28 +70,28 @@ class TextStage(nn.Module):
         self.model: Any = model
 
     def forward(self, sample: gpt.Sample, hidden: Any = None) -> Any:
+        part: Any = getattr(self.model, "module", self.model)
         if hidden is not None:
-            self.model.module.set_input_tensor(hidden)
+            part.set_input_tensor(hidden)
         found = gpt.losses_of(self.model, sample)
-        return (found * sample.counts).sum() if self.model.module.post_process else found
+        return (found * sample.counts).sum() if part.post_process else found
 
 
-@pytest.mark.parametrize("text, balance", thinned(CASES, 4))
+@pytest.mark.parametrize("text, algorithm, balance", thinned(CASES, 5))
 @on_ranks(4, timeout_s=40)
-def test_gradients_losses_and_norms_are_those_of_one_process(text: str, balance: dict) -> None:
+def test_norms_losses_and_updates_are_those_of_one_process(text: str, algorithm: str, balance: dict) -> None:
     # Here, since they warn of what they import, and in the tests' own process warnings are errors.
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     layout, rank = Layout.parse(text, 4, views=[EXPERTS]), torch.distributed.get_rank()
-    batch = gpt.samples(8)
+    batch, kinds = gpt.samples(8), {"plain": partial(torch.optim.SGD, lr=0.1), "adamw": AdamW(lr=1e-2)}
+    settings: dict[str, Any] = {"optimizer": "adam", "lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.0, "clip_grad": 0.0}
     names: dict[str, Any] = {
-        **{each.__name__: each for each in (Graph, Layout, Runner, TransformerConfig, GPTModel, finalize_model_grads)},
-        **{each.__name__: each for each in (DistributedDataParallel, DistributedDataParallelConfig)},
-        **{each.__name__: each for each in (build, get_gpt_layer_local_spec, prepare_megatron)},
+        **{each.__name__: each for each in (Graph, Layout, Runner, TransformerConfig, GPTModel)},
+        **{each.__name__: each for each in (build, build_optimizers, get_gpt_layer_local_spec, prepare_megatron)},
         "EXPERTS": EXPERTS,
         "torch": torch,
         "experts": 4,
@@ -88,34 +101,40 @@ def test_gradients_losses_and_norms_are_those_of_one_process(text: str, balance:
         "length": gpt.LENGTH,
         "tokens": sum(sample.supervised for sample in batch),
         "micro_batches": [MicroBatchInputs({"text": own}) for own in batch[layout.replica_of(rank) :: layout.dp]],
+        "algorithm": kinds.get(algorithm)
+        or OptimizerConfig(**settings, use_distributed_optimizer=algorithm == "zero1"),
     }
     reference: Any = None
 
-    def stage_of(ddp: Any) -> nn.Module:
+    def stage_of(model: Any) -> nn.Module:
         nonlocal reference
         own: dict[str, Any] = {**OPTIONS, **balance}
         reference = gpt.whole(rank, num_moe_experts=4, moe_token_dispatcher_type="allgather", **own)
-        gpt.fill(ddp.module, reference)
-        return Stage(TextStage(ddp), (gpt.LENGTH // layout.tp, 1, gpt.HIDDEN))
+        gpt.fill(model, reference)
+        wrapped = running.wrapped(model, algorithm, names["topology"])
+        return Stage(TextStage(wrapped), (gpt.LENGTH // layout.tp, 1, gpt.HIDDEN))
 
+    names["stage_of"] = stage_of
     (example,) = re.findall(r"### Experts of Megatron\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)
     assert example.count('"tp:2,dp:2,ep:4"') == 1
-    names["stage_of"] = stage_of
     exec(example.replace("tp:2,dp:2,ep:4", text), names)
 
-    # Megatron's balance loss enters as a gradient only, beside a sum of losses: so it is divided as late as theirs.
-    expected_loss = torch.stack([gpt.loss_of(reference, sample) for sample in batch]).sum()
-    expected_loss.backward()
-    expected = {name: p.grad / names["tokens"] for name, p in reference.named_parameters()}
-    assert expected["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"].any()
-    running.require_gradients(names["topology"], names["ddp"], reference, expected)
-    loss = total_loss(names["topology"], "text", names["result"])
-    assert abs(loss.item() - expected_loss.item()) < 1e-6 * expected_loss.item()
-    optimizer: Any = get_megatron_optimizer(
-        OptimizerConfig(lr=1.0, min_lr=1.0, clip_grad=0.0),
-        [names["ddp"]],
-        use_gloo_process_groups=False,
-        pg_collection=names["groups"],
-    )
-    _, norm, _ = optimizer.step()
-    assert norm == pytest.approx(nn.utils.get_total_norm(list(expected.values())).item(), rel=1e-6)
+    def expect(result: Any) -> None:
+        """Compare the loss, and compute the gradients of one process."""
+        # Megatron's balance loss enters as a gradient only, beside a sum of losses: so it is divided as late as theirs.
+        expected = torch.stack([gpt.loss_of(reference, sample) for sample in batch]).sum()
+        expected.backward()
+        assert total_loss(names["topology"], "text", result).item() == pytest.approx(expected.item(), rel=1e-5)
+        for parameter in reference.parameters():
+            parameter.grad /= names["tokens"]
+
+    expect(names["result"])
+    found = nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item()
+    assert names["norm"].item() == pytest.approx(found, rel=1e-5)
+    of_one = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    (kinds["plain"] if algorithm == "plain" else of_one)(reference.parameters()).step()
+    names["optimizer"].zero_grad()
+    reference.zero_grad()
+    expect(Runner(names["topology"], names["stages"], optimizer=names["optimizer"])(names["micro_batches"]))
+    for name, (own, theirs) in gpt.counterparts(names["model"], reference).items() if algorithm == "plain" else ():
+        assert gpt.apart(own.detach(), gpt.shard(theirs.detach(), own, names["groups"])) < 1e-5, name

@@ -511,9 +511,9 @@ def test_replicas_that_differ_are_found() -> None:
 @on_ranks(4, timeout_s=40)
 def test_views_that_sum_over_other_ranks_are_refused() -> None:
     """Experts of all ranks would become those of the first."""
-    experts = View("experts", (Axis("ep", "experts"), Axis("edp", "samples")))
+    blocks = View("blocks", (Axis("ep", "experts"), Axis("edp", "samples")))
     for text, fits in [("dp:4,ep:2", False), ("tp:2,dp:2", False), ("tp:2,dp:2,ep:2", True), ("dp:4", True)]:
-        topology = Topology.build({"text": Layout.parse(text, 4, views=[experts])}, running.platform(), megatron=[])
+        topology = Topology.build({"text": Layout.parse(text, 4, views=[blocks])}, running.platform(), megatron=[])
         model, sgd = nn.Linear(2, 2), partial(torch.optim.SGD, lr=1.0)
         if fits:
             build_optimizers(topology, {"text": model}, sgd)
@@ -523,7 +523,7 @@ def test_views_that_sum_over_other_ranks_are_refused() -> None:
             partial(finish_gradients, topology, {"text": model}, 1),
         ):
             with pytest.raises(
-                UserError, match=f"found layout {text}@0-3, whose view `experts` sums gradients over other"
+                UserError, match=f"found layout {text}@0-3, whose view `blocks` sums gradients over other"
             ):
                 refused()
 
