@@ -162,12 +162,10 @@ class ExpertMLPModule(torch.nn.Module):
     def _routed(self, hidden: Tensor, call: LayerCall) -> Tensor:
         if self.splits or self.tp.size() == 1:
             return self._of_own(hidden, call)
-        padding = -len(hidden) % self.tp.size()
-        own = tensor_parallel.scatter_to_sequence_parallel_region(F.pad(hidden, (0, 0, 0, 0, 0, padding)), self.tp)
-        out = self._of_own(own, call)
-        out = tensor_parallel.gather_from_sequence_parallel_region(
-            out, tensor_parallel_output_grad=False, group=self.tp
-        )
+        padded = F.pad(hidden, (0, 0, 0, 0, 0, -len(hidden) % self.tp.size()))
+        own = tensor_parallel.scatter_to_sequence_parallel_region(padded, group=self.tp)
+        gather = tensor_parallel.gather_from_sequence_parallel_region
+        out = gather(self._of_own(own, call), tensor_parallel_output_grad=False, group=self.tp)
         return out[: len(hidden)]
 
     def _of_own(self, hidden: Tensor, call: LayerCall) -> Tensor:
