@@ -190,7 +190,7 @@ class ExpertMLPModule(torch.nn.Module):
         if dispatch is None:
             chosen = probabilities.detach().topk(self.part.top_k, dim=-1).indices
             dispatch = call.memo["dispatch"] = self._dispatch(chosen)
-            if self.training:
+            if call.trains:
                 self._count(chosen)
             if call.balance is not None:
                 call.balance.count(call.balance.of(first, len(tokens)), chosen, probabilities)
@@ -233,7 +233,8 @@ class _Experts(torch.nn.Module):
         outs, start = [], 0
         for piece, own in zip(x.split(self.recompute.chunk), weights.split(self.recompute.chunk), strict=True):
             inside = (ends - start).clamp(0, len(piece))
-            inner = recompute(lambda x, w, e=inside: self._inner(grouped_linear(x, first, e), w), piece, own)
+            with not_saving(x):
+                inner = recompute(lambda x, w, e=inside: self._inner(grouped_linear(x, first, e), w), piece, own)
             with not_saving(inner):
                 outs.append(grouped_linear(inner, second, inside))
             start += len(piece)
