@@ -48,7 +48,7 @@ _SAMPLES, _SAMPLE_BYTES = 8, 4096
 class Inputs:
     """The inputs of a rank: weights by module, data, and on the first rank, which exports, the files exported with the
     model, whose folders may be gone at the end. Held-out data sets too, so that their errors are reported before
-    training.
+    training. `transposed`: see `StoredWeights.transposed`, of the language model.
     """
 
     weights: Mapping[str, StoredWeights]
@@ -56,26 +56,22 @@ class Inputs:
     mixture: Mixture
     held_out: Mapping[str, Mixture]
     companions: Mapping[str, Companions]
-
-    @property
-    def transposed(self) -> bool:
-        """Whether fused tensors are transposed in the language model's folder, and so in exports."""
-        return self.weights[TEXT].transposed
+    transposed: bool
 
     @classmethod
     def open(cls, job: JobSpec) -> Inputs:
         """Open and check them. Raises `UserError`."""
         config, encoders, seed = job.config, job.config.model.encoder_folders, job.config.train.seed
         weights = open_modules(job.folders, job.shapes, seed) | open_encoders(encoders, job.shapes)
-        processor = open_processor(config)
+        transposed, processor = weights[TEXT].transposed, open_processor(config)
         mixture, held_out = open_mixture(config, processor), open_held_out(config, processor)
         if dist.get_rank() != FIRST:
-            return cls(weights, processor, mixture, held_out, {})
+            return cls(weights, processor, mixture, held_out, {}, transposed)
         if config.export.hf_dir is not None:
             require_writable(config.export.hf_dir)
         changes = export_changes(job.folders, asdict(config.data))
         companions = companions_of({VISION: config.model.hf_path, **encoders}, changes)
-        return cls(weights, processor, mixture, held_out, companions)
+        return cls(weights, processor, mixture, held_out, companions, transposed)
 
 
 def open_inputs(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[JobSpec, Inputs]:

@@ -162,12 +162,10 @@ class ExpertMLPModule(torch.nn.Module):
     def _routed(self, hidden: Tensor, call: LayerCall) -> Tensor:
         if self.splits or self.tp.size() == 1:
             return self._of_own(hidden, call)
-        padding = -len(hidden) % self.tp.size()
-        own = tensor_parallel.scatter_to_sequence_parallel_region(F.pad(hidden, (0, 0, 0, 0, 0, padding)), self.tp)
-        out = self._of_own(own, call)
-        out = tensor_parallel.gather_from_sequence_parallel_region(
-            out, tensor_parallel_output_grad=False, group=self.tp
-        )
+        padded = F.pad(hidden, (0, 0, 0, 0, 0, -len(hidden) % self.tp.size()))
+        own = tensor_parallel.scatter_to_sequence_parallel_region(padded, group=self.tp)
+        gather = tensor_parallel.gather_from_sequence_parallel_region
+        out = gather(self._of_own(own, call), tensor_parallel_output_grad=False, group=self.tp)
         return out[: len(hidden)]
 
     def _of_own(self, hidden: Tensor, call: LayerCall) -> Tensor:
@@ -192,7 +190,7 @@ class ExpertMLPModule(torch.nn.Module):
         if dispatch is None:
             chosen = probabilities.detach().topk(self.part.top_k, dim=-1).indices
             dispatch = call.memo["dispatch"] = self._dispatch(chosen)
-            if self.training:
+            if call.trains:
                 self._count(chosen)
             if call.balance is not None:
                 call.balance.count(call.balance.of(first, len(tokens)), chosen, probabilities)
@@ -235,7 +233,8 @@ class _Experts(torch.nn.Module):
         outs, start = [], 0
         for piece, own in zip(x.split(self.recompute.chunk), weights.split(self.recompute.chunk), strict=True):
             inside = (ends - start).clamp(0, len(piece))
-            inner = recompute(lambda x, w, e=inside: self._inner(grouped_linear(x, first, e), w), piece, own)
+            with not_saving(x):
+                inner = recompute(lambda x, w, e=inside: self._inner(grouped_linear(x, first, e), w), piece, own)
             with not_saving(inner):
                 outs.append(grouped_linear(inner, second, inside))
             start += len(piece)

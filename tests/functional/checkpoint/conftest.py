@@ -12,7 +12,7 @@ import pytest
 
 from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.runs import flags
-from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.folders import ModelChoice, write_data, write_model, write_transposed
 from tests.support.pool import Pool
 
 
@@ -38,6 +38,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     newer = replace(small, family="qwen3_vl", vision_layers=4, text_layers=4, deepstack=(0, 1, 2), head_dim=16, seed=2)
     write_model(root / "qwen3", replace(newer, text_hidden=small.hidden))
     write_model(root / "qwen3-tied", replace(newer, text_hidden=small.hidden, tied=True))
+    write_model(root / "moe", replace(newer, family="qwen3_vl_moe", text_hidden=small.hidden, deepstack=(0, 1)))
+    write_transposed(root / "moe", root / "moe-published")
     write_model(root / "towers/qwen3", replace(newer, text_hidden=small.hidden))
     write_model(root / "towers/plain", small)
     write_model(root / "towers/detail", replace(small, vision_heads=2, vision_head_dim=12, vision_ffn=44, seed=1))

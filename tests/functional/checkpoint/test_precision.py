@@ -81,6 +81,7 @@ LAYOUTS = [
     ("deep", "dp:2", "pp:2", 2),
     ("deep", "dp:2@0-1", "tp:2@2-3", 4),
     ("qwen3-tied", "tp:2,dp:2", "pp:2,dp:2", 4),
+    ("moe", "dp:2", "dp:2,ep:2", 2),
 ]
 SPLIT = of("split")
 SETTINGS = {

@@ -136,7 +136,11 @@ SPLIT = "--parallel_layers.text 1 3"
     ("dp:2", "tp:2", "plain", DETAIL),
     ("pp:2", "pp:2", "qwen3", SPLIT),
     ("sp:2", "pp:2", "qwen3-tied", f"{SPLIT} {DETAIL}"),
-], 5), ids=["bfloat16", "tied", "two folders", "further encoder", "qwen3", "qwen3, encoder of qwen2.5"])  # fmt: skip
+    ("sp:2", "dp:2,ep:2", "moe", "--zero.text 3"),
+    ("dp:2", "tp:2,ep:1", "moe", "--model.dtype bfloat16"),
+    ("sp:2", "pp:2", "moe-published", SPLIT),
+    ("dp:2", "tp:2,ep:2", "moe-published", "--model.dtype bfloat16"),
+], 3))  # fmt: skip
 def test_an_export_has_the_bytes_of_the_runs_own(
     vision: str, text: str, model: str, more: str, more_folders: Path, tmp_path: Path, pools: Pools, capsys: Capture
 ) -> None:

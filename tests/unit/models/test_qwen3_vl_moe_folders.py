@@ -75,7 +75,8 @@ def opened(folders: Path, form: str) -> tuple[ModelShapes, dict[str, StoredWeigh
 
 def canonical(folder: Path) -> dict[str, Tensor]:
     """All weights of a model by canonical name, as transformers loads it."""
-    model, info = Qwen3VLMoeForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    kind: Any = Qwen3VLMoeForConditionalGeneration
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     parts = [one_by_one(stored_name(n), t) for n, t in model.state_dict().items()]
     return {name: tensor for found in parts for name, tensor in found.items()}
@@ -136,7 +137,8 @@ def test_every_form_has_the_same_tensors(form: str, folders: Path) -> None:
 
 def test_on_text_a_joined_model_is_the_language_model(folders: Path) -> None:
     """What transformers makes of the folder of experts one by one, and of the joined configuration."""
-    alone, info = Qwen3MoeForCausalLM.from_pretrained(folders / "alone", output_loading_info=True)
+    kind: Any = Qwen3MoeForCausalLM
+    alone, info = kind.from_pretrained(folders / "alone", output_loading_info=True)
     assert not any(info.values()), info
     found = sources(folders, "alone")
     assert found.text_alone
@@ -227,7 +229,8 @@ def test_values_that_are_no_numbers_are_found_by_who_reads_them(form: str, folde
 
     rewrite(Path(shutil.copytree(folders / form, tmp_path / form)), spoil)
     weights, name = opened(tmp_path, form)[1]["text"], "model.layers.0.mlp.experts.3.up_proj.weight"
-    weights.whole(name.replace("up", "gate")), weights.read(TensorSlice(name, (6, 20)))
+    weights.whole(name.replace("up", "gate"))
+    weights.read(TensorSlice(name, (6, 20)))
     weights.read(TensorSlice(name, (0, 20), columns=(8, 48)))
     message = rf"tensor {EXPERTS}gate_up_proj: found values that are NaN or infinite".replace(".", r"\.")
     for read in (lambda: weights.whole(name), lambda: weights.read(TensorSlice(name, (5, 6), columns=(7, 8)))):
