@@ -49,7 +49,7 @@ class Frozen:
             problem = f"freezes all of {', '.join(by_part)}, which leaves nothing to train"
             raise UserError.at(f"model.{setting} (--model.{setting})", problem=problem, fix="remove an entry")
         if any(map(is_pattern, (*freeze, *train))):
-            _require_whole_parameters(shapes, tensors, f"model.{setting} (--model.{setting})")
+            _require_whole_parameters(shapes, tensors, frozen_tensors(shapes, freeze))
             entry = shapes.text.architecture.entry
             looked_up = set() if shapes.text.tied else {entry.stored + name for name in entry.part.tensors()}
             shares = {part: _share({*names} - looked_up, tensors, stored) for part, names in by_part.items()}
@@ -135,23 +135,27 @@ def _any_layer(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _require_whole_parameters(shapes: ModelShapes, frozen: frozenset[str], setting: str) -> None:
-    """Check that all tensors of one parameter (q, k and v of a layer) train, or none. Raises `UserError`."""
+def _require_whole_parameters(shapes: ModelShapes, frozen: frozenset[str], by_freeze: frozenset[str]) -> None:
+    """Check that all tensors of one parameter (q, k and v of a layer; all its experts) train, or none. `by_freeze`:
+    tensors that `model.freeze` lists. Raises `UserError`.
+    """
     maps = [
         weight_map(module, shapes, Share(0, 1), view=view)
         for module in shapes.modules
         for view in shapes[module].architecture.views
     ]
     parameters = [dict.fromkeys(each.name for each in slices) for of_module in maps for slices in of_module.values()]
-    for names in parameters:
-        if 0 < len(frozen.intersection(names)) < len(names):
-            raise UserError.at(
-                setting,
-                found=f"{listed(frozen.intersection(names))} frozen without {listed(names.keys() - frozen)}",
-                expected="all of them or none",
-                because="they are one parameter in training",
-                fix="list all of them, or patterns that match all",
-            )
+    in_part = [names for names in parameters if 0 < len(frozen.intersection(names)) < len(names)]
+    for names in in_part[:1]:
+        patterns = {_any_layer(name): None for of_parameter in in_part for name in of_parameter}
+        setting = "model.freeze" if by_freeze.intersection(names) else "model.train"
+        raise UserError.at(
+            f"{setting} (--{setting})",
+            found=f"{listed(frozen.intersection(names))} frozen without {listed(names.keys() - frozen)}",
+            expected="all of them or none",
+            because="they are one parameter in training",
+            fix=f"list all of them, for all layers {' '.join(patterns)}",
+        )
 
 
 def _share(names: Iterable[str], frozen: Collection[str], stored: Mapping[str, Sequence[int]]) -> float:

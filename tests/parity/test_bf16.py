@@ -18,11 +18,14 @@ STEPS = 50
 MODELS = {
     "qwen2_5_vl": ModelChoice(vision_layers=2, text_layers=2),
     "qwen3_vl": ModelChoice(family="qwen3_vl", vision_layers=3, text_layers=4, deepstack=(0, 1), head_dim=16),
+    "qwen3_vl_moe": ModelChoice(family="qwen3_vl_moe", vision_layers=3, text_layers=2, head_dim=16),
 }
 CASES = [
     ("qwen2_5_vl", 2, "sp:2", "tp:2", ""),
     ("qwen3_vl", 2, "sp:2", "pp:2", "--parallel_layers.text 1 3"),
     ("qwen3_vl", 3, "pp:2@0-1", "tp:2@1-2", ""),
+    ("qwen3_vl_moe", 2, "dp:2", "dp:2,ep:2", ""),
+    ("qwen3_vl_moe", 2, "sp:2", "tp:2,ep:2", "--precision.text.master split --precision.text.moments 8bit"),
 ]
 Curve = Callable[..., np.ndarray]
 
@@ -66,7 +69,7 @@ def test_bf16_curves_are_close(family: str, ranks: int, vision: str, text: str, 
     assert np.abs(got - alone).mean() <= 0.01 * alone[0]
 
 
-@pytest.mark.parametrize("family", thinned(MODELS, 2))
+@pytest.mark.parametrize("family", thinned(MODELS, 3))
 def test_bf16_follows_fp32(family: str, curve: Curve) -> None:
     """A wide net for errors that all layouts share: bf16 on one rank is not far from fp32."""
     in_fp32 = curve(family, 1, "dp:1", "dp:1", "--model.dtype float32")

@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.parity.cases import (
+    BALANCE,
     FRUGAL,
     RECOMPUTE,
     RECOMPUTED,
@@ -50,6 +51,8 @@ CASES = [
     Case("dp:2", "dp:2", 2, flags=compiled("--zero.vision", "2", "--zero.text", "3", *OFFLOADED), model="qwen3"),
     Case("sp:2", "tp:2", 2, flags=compiled(*OFFLOADED), micro=2),
     Case("dp:2", "dp:2", 2, flags=compiled(), pictures=(0, 0, 3, 0)),
+    Case("sp:2", "dp:2,ep:2", 2, model="moe", flags=compiled(BALANCE, "0.05"), micro=2),
+    Case("dp:2", "tp:2,ep:2", 2, model="moe-tied", flags=compiled(*FRUGAL)),
 ]
 
 

@@ -14,8 +14,10 @@ from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.parity.cases import (
     AHEAD,
     BALANCE,
+    BUDGET,
     FRUGAL,
     GLOBAL_BATCH,
+    IN_ORDER,
     MODELS,
     NOT_AHEAD,
     OVERLAPPED,
@@ -37,6 +39,7 @@ from tests.support.pool import Pool
 ONE_BY_ONE = ("--parallel_layers.text", "1", "1", "1", "1")
 SPLIT = ("--parallel_layers.text", "1", "3")
 BALANCED = (BALANCE, "0.05")
+OFFLOADED = ("--offload.text.activations", "true")
 
 
 def zero(vision: int, text: int) -> tuple[str, ...]:
@@ -73,6 +76,10 @@ CASES = [
     Case("tp:2,dp:3", "tp:2,dp:3,ep:6", 6, model="moe", given_batch=6),
     Case("sp:4", "dp:4,ep:4", 4, model="moe", flags=BALANCED, micro=2, pictures=(0, 0, 3, 0)),
     Case("sp:4", "dp:4,ep:4", 4, model="moe", flags=BALANCED, given_batch=4, pictures=(0,)),
+    Case("dp:4", "dp:4,ep:4", 4, model="moe", flags=(*IN_ORDER, *BALANCED), micro=2),
+    Case("dp:2", "tp:2,ep:2", 2, model="moe", flags=("--model.recompute.text", "1", *BALANCED)),
+    Case("sp:2,dp:2", "dp:4,ep:4", 4, model="moe", flags=(*BUDGET, *OFFLOADED, *BALANCED)),
+    Case("dp:4", "cp:2,dp:2,ep:4", 4, model="moe-eight", flags=(*BUDGET, "--model.chunk.text", "7", *BALANCED)),
 ]
 
 
@@ -86,6 +93,7 @@ UPDATED = [
     Case("dp:4", "tp:4,ep:4", 4, model="moe", flags=(*WHOLE, *BALANCED)),
     Case("dp:4", "pp:2,dp:2,ep:2", 4, model="moe-tied", flags=(*VIRTUAL, *ONE_BY_ONE, *BALANCED)),
     Case("sp:2@0-1", "tp:2,dp:2,ep:4@2-5", 6, model="moe-mixed"),
+    Case("dp:2", "dp:2,ep:2", 2, model="moe", flags=(*OFFLOADED, "--offload.text.states", "true", *BALANCED), micro=2),
 ]
 
 

@@ -137,7 +137,8 @@ class Sizes(NamedTuple):
     def expected(cls, tokens: int, top_k: int, ranks: int, imbalance: float) -> Sizes:
         """Return the sizes under uniform routing, on a rank whose experts get `imbalance` times as much as the mean."""
         to_each = round(tokens * (1 - (1 - 1 / ranks) ** top_k))
-        return cls((to_each,) * ranks, (round(to_each * imbalance),) * ranks, round(tokens * top_k * imbalance))
+        received = min(tokens, round(to_each * imbalance))
+        return cls((to_each,) * ranks, (received,) * ranks, round(tokens * top_k * imbalance))
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,6 +29,7 @@ SAMPLES = {"many": 7, "one": 1}
 """Samples of the data sets: the first fills one batch of four and a part of the next, the second part of one."""
 DEEP = ModelChoice(vision_layers=2, text_layers=4, tied=True, seed=3)
 QWEN3 = replace(DEEP, family="qwen3_vl", vision_layers=4, head_dim=16, text_hidden=48, deepstack=(0, 1, 2))
+MOE = replace(QWEN3, family="qwen3_vl_moe", seed=31)
 
 
 KNOWN, ALTERED = (0, 1, 2), {3: 0, 5: 2}
@@ -188,6 +189,11 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 
 @pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return Material(tmp_path_factory.mktemp("moe"), two_towers=False, model=MOE)
+
+
+@pytest.fixture(scope="module")
 def qwen3_two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
     return Material(tmp_path_factory.mktemp("qwen3-two-towers"), two_towers=True, model=QWEN3)
 
@@ -226,6 +232,22 @@ def test_numbers_of_qwen3_vl_equal_transformers(
     vision: str, text: str, ranks: int, more: str, qwen3: Material, make_flags: MakeFlags, pools: Pools
 ) -> None:
     check(qwen3, pools(ranks).run(evaluated, make_flags(vision, text, qwen3.flags(more))))
+
+
+BALANCED = "--model.router_aux_loss_coef 0.5"
+
+
+@pytest.mark.parametrize("vision, text, ranks, more", thinned([
+    ("sp:4", "dp:4,ep:4", 4, BALANCED),
+    ("dp:2", "tp:2,ep:2", 2, f"{BALANCED} --train.micro_batch_size 2"),
+    ("sp:4", "pp:2,dp:2,ep:2", 4, f"{BALANCED} {SPLIT}"),
+    ("dp:2", "dp:2,ep:2", 2, f"{BALANCED} --train.tokens_per_micro_batch 256 --data.max_seq_length 256"),
+], 4))  # fmt: skip
+def test_numbers_of_experts_equal_transformers(
+    vision: str, text: str, ranks: int, more: str, moe: Material, make_flags: MakeFlags, pools: Pools
+) -> None:
+    """Without the loss that balances them, which is for training."""
+    check(moe, pools(ranks).run(evaluated, make_flags(vision, text, moe.flags(more))))
 
 
 @pytest.mark.parametrize("vision, detail, text, ranks", thinned([

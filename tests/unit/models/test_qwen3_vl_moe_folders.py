@@ -344,8 +344,13 @@ def test_frozen_experts(folders: Path) -> None:
     for pattern in ("model.layers.*.mlp.experts.*", "model.language_model.layers.*.mlp.experts.*"):
         assert Frozen.of(shapes, [pattern]).tensors == experts
     assert Frozen.of(shapes, [], ["*.mlp.gate.weight"]).trains("text")
-    with pytest.raises(UserError, match="because they are one parameter in training"):
+    message = (
+        r"experts\.3\.gate_proj.* frozen without .*because they are one parameter in training.* for all layers (.*)\."
+    )
+    with pytest.raises(UserError, match=message) as error:
         Frozen.of(shapes, ["*.experts.3.*"])
+    advised = str(error.value).rpartition("for all layers ")[2].removesuffix(".").split()
+    assert Frozen.of(shapes, ["*.experts.3.*", *advised]).tensors == experts
     with pytest.raises(UserError, match=r"did you mean `model\.layers\.\*\.mlp\.experts\.\*\.gate_proj\.weight`"):
         Frozen.of(shapes, ["*.layers.*.mlp.experts.gate_up_proj"])
 
