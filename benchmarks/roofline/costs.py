@@ -28,7 +28,7 @@ from tests.fake_cuda.device import FakeGpu
 from tests.fake_cuda.rank import BEFORE, SUMS, WEIGHTS
 
 aten = torch.ops.aten
-OF_MATRICES = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+OF_MATRICES = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm)
 ATTENTION = (aten._flash_attention_forward, aten._flash_attention_backward)
 CHOOSING = frozenset("embedding embedding_dense_backward gather index index_select".split())
 """Kernels that read as many elements as they write, wherever these are."""
@@ -186,8 +186,16 @@ def ask_of(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Ask:
     if packet in ATTENTION:
         return Ask("attention", _attention(packet, args), _moved(args, kwargs, out))
     if packet in OF_MATRICES:
-        factors = [x for x in args if isinstance(x, Tensor)]  # And not the dtype of the result.
-        flops, columns = flop_registry[packet](*factors, out_val=out), out.shape[-1]
+        columns = out.shape[-1]
+        if packet is aten._grouped_mm:  # Each row of the first factor with one matrix, or each column with one row.
+            flops = 2 * args[0].numel() * args[1].shape[-1]
+        else:
+            factors = [x for x in args if isinstance(x, Tensor)]  # And not the dtype of the result.
+            flops = flop_registry[packet](*factors, out_val=out)
+        return Ask("product", flops, _moved(args, kwargs, out), shape=(out.numel() // max(1, columns), columns))
+    if packet is aten._grouped_mm:
+        rows, other = args[0], args[1]
+        flops, columns = 2.0 * rows.shape[0] * rows.shape[1] * other.shape[-1], out.shape[-1]
         return Ask("product", flops, _moved(args, kwargs, out), shape=(out.numel() // max(1, columns), columns))
     if name in _WIRE:
         return Ask("wire", wire=_WIRE[name](args))

@@ -590,6 +590,12 @@ class EstimateConfig(Section):
     frame_side: int = option(448, "Assumed frame width and height in pixels, as encoded.", at_least=1)
     tokens: int = option(512, "Assumed tokens per sample, image tokens excluded.", at_least=1, at_most=1 << 23)
     supervised: float = option(0.5, "Assumed share of these tokens that is supervised.", above=0, at_most=1)
+    expert_imbalance: float = option(
+        1.5,
+        "Assumed tokens of the rank whose experts get most, relative to the mean of its `ep` ranks. Routing decides, "
+        "and no token is dropped: the default is a guess for routers that were trained to balance, with a margin.",
+        at_least=1,
+    )
     memory_gb: GpuName | float | None = option(
         None,
         "Memory of a GPU: its name, or GB (10^9 bytes). Ranks that need more are reported, with settings that fit.",

@@ -19,6 +19,7 @@ from megatron_hetero.base.errors import TEXT
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import ALLOWANCES, allowance_bytes
+from megatron_hetero.estimate.experts import ExpertTraffic, expert_traffic, operations_above_mean, rows_of
 from megatron_hetero.estimate.lifetimes import RankBytes, StageBytes, peak_activations, stage_bytes
 from megatron_hetero.estimate.measured import MeasuredModule
 from megatron_hetero.estimate.parameters import (
@@ -122,6 +123,12 @@ class Estimate:
     def boundaries(self) -> tuple[BoundaryTraffic, ...]:
         """Traffic along each edge."""
         return tuple(_boundary(self.assumed, edge) for edge in self.job.edges if self.shards[edge.source].used)
+
+    @cached_property
+    def experts(self) -> tuple[ExpertTraffic, ...]:
+        """Traffic of experts of the text module, by pipeline coordinate, where there is any."""
+        found = (expert_traffic(self.assumed, at) for at in range(self.job.layouts[TEXT].pp))
+        return tuple(traffic for traffic in found if traffic is not None)
 
     @cached_property
     def work(self) -> dict[DurationKey, float]:
@@ -337,21 +344,25 @@ def _durations(
 
     A backward pass costs a forward pass each for the gradients of inputs and of weights, where they are computed, and
     the forward pass of fully recomputed layers and of encoders in parts. Selective recomputation repeats no matrix
-    product and costs nothing; chunked MLPs recompute their first product.
+    product and costs nothing; chunked MLPs recompute their first product. Experts cost what they do on the rank whose
+    experts get most.
     """
     job, found = assumed.job, dict[DurationKey, float]()
     for name, stages in job.stages.items():
-        architecture, ways = job.shapes[name].architecture, job.layouts[name].ways
+        architecture, layout, ways = job.shapes[name].architecture, job.layouts[name], job.layouts[name].ways
         tokens, times = _of_replica(assumed, name)
         on_rank = times * tokens.total / ways("tokens")
         passes = job.frozen.passes(name, inputs=name == TEXT or job.frozen.trains(name))
         recompute = Recompute.of(job.config.model, name)
         for number, stage in enumerate(stages):
-            forward = times * architecture.operations(tokens, stage, FORWARD) / ways("weights", "tokens")
+            layers = architecture.layers[stage.first : stage.last]
+            more = tokens.total * operations_above_mean(layers, layout, job.config.plan.expert_imbalance)
+            forward = times * (architecture.operations(tokens, stage, FORWARD) + more) / ways("weights", "tokens")
             again = forward * recompute.whole_layers(len(stage.layers)) / len(stage.layers)
-            if passes.linear > 1 and recompute.chunks(math.ceil(on_rank)):
-                per_token = sum(layer.mlp.first_product for layer in architecture.layers[stage.first : stage.last])
-                again += on_rank * per_token / ways("weights")
+            if passes.linear > 1:
+                mlps = (layer.mlp for layer in layers)
+                chunked = (mlp for mlp in mlps if recompute.chunks(math.ceil(rows_of(mlp, on_rank, layout))))
+                again += on_rank * sum(mlp.first_product for mlp in chunked) / ways("weights")
             again += forward * (name in in_parts)
             copies = COPIED * copied.get((name, number), 0)
             saves = not job.schedule.module[name].recomputes  # else F saves nothing yet

@@ -171,7 +171,8 @@ def _layer(module: MeasuredModule, number: int, shard: SequenceShard, *, whole: 
     if whole:
         # The recomputed output lives until the backward pass has ended.
         work = max(layer.forward, layer.backward + passed)
-        layer = replace(layer, saved=passed, stays=0, again=layer.saved - passed, backward=work)
+        saved = passed + layer.memo
+        layer = replace(layer, saved=saved, stays=layer.memo, again=layer.saved - saved, backward=work)
     if not is_merged(module, number):
         return [layer]
     merger = measure(module, ModulePart("merger", number), shard)

@@ -37,10 +37,11 @@ from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.attention import AttentionParams, TorchAttention
 from megatron_hetero.models.layers.backend import TORCH
+from megatron_hetero.models.layers.experts import ExpertMLPModule
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
 from megatron_hetero.models.layers.offload import OffloadSizes
 from megatron_hetero.models.layers.overlapped import overlap_exchanges
-from megatron_hetero.models.layers.parts import Site
+from megatron_hetero.models.layers.parts import LayerCall, Site
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, EncoderModel, TextInput, TextModel
@@ -74,6 +75,7 @@ class MeasuredModule:
         compiled: whether layers are compiled.
         gpu: whether it runs on a GPU.
         folds: the further views of its layout.
+        imbalance: tokens of this rank's experts, relative to the mean.
     """
 
     name: str
@@ -90,6 +92,7 @@ class MeasuredModule:
     compiled: bool = False
     gpu: bool = True
     folds: tuple[Fold, ...] = ()
+    imbalance: float = 1.0
 
     @classmethod
     def of(cls, job: JobSpec, name: str, *, gpu: bool) -> MeasuredModule:
@@ -111,6 +114,7 @@ class MeasuredModule:
             compiled=config.compile == "layers",
             gpu=gpu,
             folds=layout.folds,
+            imbalance=job.config.plan.expert_imbalance,
         )
 
     @property
@@ -142,9 +146,11 @@ _tensor = partial(torch.empty, device=META)
 
 
 def part_of(
-    module: MeasuredModule, part: ModulePart, shard: SequenceShard
+    module: MeasuredModule, part: ModulePart, shard: SequenceShard, memo: dict[str, Any]
 ) -> tuple[Callable[[Tensor], Sequence[Tensor]], Tensor]:
-    """The function that runs a part on a rank that works on `shard` and returns its outputs, and its input."""
+    """The function that runs a part on a rank that works on `shard` and returns its outputs, and its input. `memo`:
+    gets what a layer would take for a recomputation.
+    """
     model = _built(module, part)
     if part == FIRST and module.is_text:
         return partial(_embed, model), _tensor(shard.padded, dtype=torch.int64)
@@ -154,7 +160,7 @@ def part_of(
     hidden = _tensor(shard.local, 1, module.shape.hidden, dtype=module.dtype, requires_grad=module.trains)
     if part.kind == "layer":
         table = _tensor(2, shard.tokens, module.shape.rotary.head_dim)
-        return partial(_run_layer, model, _attention(module, shard), table), hidden
+        return partial(_run_layer, model.layers[0], _attention(module, shard), table, memo), hidden
     return partial(_loss, model, shard) if module.is_text else partial(_merge, model), hidden
 
 
@@ -170,8 +176,8 @@ def _embed_patches(model: Any, shard: SequenceShard, patches: Tensor) -> list[Te
     return [model.enter(EncoderInput(patches, positions, _NO_ATTENTION, 0))]
 
 
-def _run_layer(model: Any, plan: AttentionParams, table: Tensor, hidden: Tensor) -> list[Tensor]:
-    return [model.layers[0](hidden, table, plan)]
+def _run_layer(layer: Any, plan: AttentionParams, table: Tensor, memo: dict[str, Any], hidden: Tensor) -> list[Tensor]:
+    return [layer._once(table, plan, LayerCall(table.shape[1], memo=memo), hidden)]
 
 
 def _loss(model: Any, shard: SequenceShard, hidden: Tensor) -> list[Tensor]:
@@ -222,6 +228,8 @@ def _built(module: MeasuredModule, part: ModulePart) -> Any:
     for each in model.modules():
         if isinstance(each, TorchAttention):
             each.kernel = _kernel(module)
+        elif isinstance(each, ExpertMLPModule):
+            each.imbalance = module.imbalance
     if module.parts > 1:
         overlap_exchanges(model, module.parts)
     return model
@@ -263,9 +271,10 @@ _NO_ATTENTION = AttentionParams(_segments(()), (), ())
 
 @dataclass(frozen=True)
 class PartBytes:
-    """Device memory of a part. `saved`: what autograd saves; `stays`: the tensors among it that are too small to be
-    offloaded. `passed`: its hidden output. `forward`: the most in its forward pass besides `saved`; `backward`: in its
-    backward pass besides `saved` and `again`, what that recomputes.
+    """Device memory of a part. `saved`: what lives from its forward to its backward pass; `stays`: the tensors among it
+    that are not offloaded, as they are too small or not autograd's. `passed`: its hidden output. `forward`: the most in
+    its forward pass besides `saved`; `backward`: in its backward pass besides `saved` and `again`, what that
+    recomputes. `memo`: what recomputation takes from the forward pass, see `LayerCall`.
     """
 
     saved: int
@@ -274,6 +283,7 @@ class PartBytes:
     forward: int = 0
     backward: int = 0
     again: int = 0
+    memo: int = 0
 
 
 def measure(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> PartBytes:
@@ -289,9 +299,9 @@ def measure(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> P
 
 @lru_cache(maxsize=4096)
 def _measured(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> PartBytes:
-    memory = Memory(module.gpu)
+    memory, memo = Memory(module.gpu), dict[str, Any]()
     with without_processes(META), instead_of_compiled(memory.run_compiled):
-        return memory.measure(*part_of(module, part, shard))
+        return memory.measure(*part_of(module, part, shard, memo), memo)
 
 
 class Memory(TorchDispatchMode):
@@ -330,14 +340,22 @@ class Memory(TorchDispatchMode):
         self._packed = outer
         return out
 
-    def measure(self, run: Callable[[Tensor], Sequence[Tensor]], given: Tensor) -> PartBytes:
-        """Run a part forward and backward. The first output of `run` is passed on to the next part."""
+    def measure(self, run: Callable[[Tensor], Sequence[Tensor]], given: Tensor, memo: dict[str, Any]) -> PartBytes:
+        """Run a part forward and backward. The first output of `run` is passed on to the next part; `memo`: see
+        `part_of`.
+        """
         with self, saved_tensors_hooks(self._pack, lambda saved: saved):
             outs = run(given)
-            kept = {address_of(saved) for saved in self._saved}
-            others = sum(self._sizes.get(address, 0) for address in {address_of(out) for out in outs} - kept)
+            kept, of_outs = {address_of(saved) for saved in self._saved}, {address_of(out) for out in outs}
+            remembered = {address_of(x) for x in tree_leaves(list(map(vars, memo.values()))) if isinstance(x, Tensor)}
+            of_memo = sum(self._sizes.get(address, 0) for address in remembered)
+            memo.clear()
+            others = sum(self._sizes.get(address, 0) for address in of_outs - kept)
             passed = outs[0].nbytes if outs[0].dim() == 3 else 0
             saved = [self._sizes[address] for address in kept if address in self._sizes]
+            # What functions of our own keep without autograd, and caches, which outlive the backward pass.
+            rest = self._sizes.keys() - kept - of_outs
+            beside = [(self._ends[address], self._sizes[address]) for address in rest]
             outside = sum(saved) + others - passed
             forward, self.peak = self.peak - outside, self.live
             end = _Outcome.apply(*outs) if any(out.requires_grad for out in outs) else None
@@ -348,14 +366,16 @@ class Memory(TorchDispatchMode):
             # What outlives the backward pass is a cache shared by all layers and calls.
             del end
             given.grad = None
-            forward, backward = forward - self.live, backward - self.live
+            stays = sum(size for storage, size in beside if storage() is None)
+            forward, backward = forward - self.live - stays, backward - self.live - stays
         held = given.untyped_storage().nbytes()
         if address_of(given) in kept:
             saved.append(held)
         else:
             forward += held
         least = OffloadSizes.of(self.gpu).least
-        return PartBytes(sum(saved), sum(size for size in saved if size < least), passed, forward, backward)
+        small = sum(size for size in saved if size < least)
+        return PartBytes(sum(saved) + stays, small + stays, passed, forward, backward, memo=of_memo)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         saved = tensor.detach()

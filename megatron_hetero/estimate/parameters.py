@@ -59,8 +59,9 @@ def parameters_of(
     `holders`: ranks that the view splits a parameter over. `frozen`: the stored tensors that do not train.
     """
     stored, found = stored_shapes(shapes), []
+    share = Share(0 if view == MAIN else holders - 1, holders)  # The last rank has the most experts.
     for stage in stages:
-        slices = weight_map(module, shapes, Share(0, holders), stage, view)
+        slices = weight_map(module, shapes, share, stage, view)
         for name in slices:
             elements = sum(_elements(tensor_slice, stored[tensor_slice.name]) for tensor_slice in slices[name])
             rows = sum(map(_rows, slices[name]))

@@ -9,11 +9,13 @@ from math import ceil, lcm
 import numpy as np
 
 from megatron_hetero.base.errors import TEXT
+from megatron_hetero.estimate.communicator_memory import NODE
 from megatron_hetero.estimate.estimate import KINDS, Estimate
+from megatron_hetero.estimate.experts import expert_mlps, experts_of_ranks, ranks_of_experts, with_experts_over
 from megatron_hetero.estimate.search import Attempt, find_fitting
 from megatron_hetero.hf.weight_map import split_length
 from megatron_hetero.job import micro_batch_setting
-from megatron_hetero.layout.axes import axes_of
+from megatron_hetero.layout.axes import axes_of, divisors
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.models.shapes import assumed_sample
 from megatron_hetero.schedule.program import Role
@@ -23,7 +25,7 @@ MOST_IDLE = 0.3
 MOST_PADDING = 0.01
 """Share of a width that may be padding without a report."""
 UNEVEN = 1.25
-"""Ratio to the mean that a pipeline stage may compute without a report."""
+"""Ratio to the mean that a pipeline stage may compute, or that a rank may have experts, without a report."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Problem:
 
 def problems_of(estimate: Estimate) -> tuple[Problem, ...]:
     """All problems of an estimate, the most severe kinds first."""
-    finders = (_memory, _assumption, _idle_replicas, _empty_shards, _exchanges, _waiting, _stages, _heads, _padding)
+    of_samples = (_assumption, _idle_replicas, _empty_shards, _exchanges)
+    finders = (_memory, *of_samples, _waiting, _stages, _experts, _heads, _padding)
     return tuple(problem for find in finders for problem in find(estimate))
 
 
@@ -241,6 +244,44 @@ def _stages(estimate: Estimate) -> Iterator[Problem]:
                 "stages, and the others wait for it",
                 f"give it fewer layers with --parallel_layers.{name}",
             )
+
+
+# ------------------------------------------------------------------------------------------------ experts
+
+
+def _experts(estimate: Estimate) -> Iterator[Problem]:
+    layout, mlps = estimate.job.layouts[TEXT], expert_mlps(estimate.job.shapes.text.architecture.layers)
+    if not mlps:
+        return
+    experts, ranks = mlps[0].experts, ranks_of_experts(layout)
+    fewest, most = experts_of_ranks(experts, ranks)
+    even = [n for n in divisors(layout.stage_size) if n <= experts and not _is_uneven(experts, n)]
+    inside = max(n for n in even if n <= NODE)
+
+    def flag(ranks: int) -> str:
+        return f"--{TEXT}-parallel {with_experts_over(layout, ranks).short(estimate.world_size)}"
+
+    if _is_uneven(experts, ranks):
+        yield Problem(
+            f"{experts} experts over ep:{ranks} are {fewest} to {most} for a rank, {most * ranks / experts:.2f} times "
+            "the mean, and the other ranks wait for those with most",
+            f"try {flag(max(n for n in even if n < ranks))}, or an ep that divides {experts}",
+        )
+    nodes = max(len({rank // NODE for rank in group}) for group in layout.groups("ep"))
+    if nodes > 1 and ranks > inside:
+        yield Problem(
+            f"experts of a layer are on ep:{ranks} ranks of {nodes} nodes, so that most tokens cross the network",
+            f"where memory allows, try {flag(inside)}",
+        )
+    if estimate.job.config.zero_of(TEXT) == 3 and ranks < inside:
+        yield Problem(
+            f"each pass gathers {most} experts of a layer (zero.{TEXT} 3), of which a token uses {mlps[0].top_k}",
+            f"let tokens come to the experts: try {flag(inside)}",
+        )
+
+
+def _is_uneven(experts: int, ranks: int) -> bool:
+    return experts_of_ranks(experts, ranks)[1] * ranks > UNEVEN * experts
 
 
 # ------------------------------------------------------------------------------------------------- widths

@@ -15,6 +15,7 @@ from megatron_hetero.config.flags import EstimateRequest
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import ALLOWANCES, FRAGMENTATION, NODE, kind_bytes
 from megatron_hetero.estimate.estimate import KINDS, BoundaryTraffic, Estimate
+from megatron_hetero.estimate.experts import expert_mlps, experts_of_ranks, ranks_of_experts
 from megatron_hetero.estimate.plot import draw_estimate
 from megatron_hetero.estimate.problems import problems_of, shortened
 from megatron_hetero.models.shapes import item_types
@@ -46,6 +47,8 @@ def _described(estimate: Estimate, width: int) -> Iterator[RenderableType]:
     yield from (Text(line) for line in assumptions(estimate))
     yield from ("", _modules(estimate), "")
     yield _boundaries(estimate) if estimate.boundaries else "Nothing crosses the boundaries: no images."
+    if estimate.experts:
+        yield from ("", _experts(estimate), Text(_experts_text(estimate), style="dim"))
     yield from ("", _memory(estimate))
     yield from (Text(f"{_host_text(estimate)}{_allowance_text(estimate)} {NOT_COUNTED}", style="dim"), "")
     if estimate.communicators:
@@ -142,6 +145,30 @@ def _operations(boundary: BoundaryTraffic, direction: str) -> str:
         return f"{boundary.of_step(direction, lambda traffic: traffic.pairs):,} messages in all"
     count = boundary.of_step(direction, lambda traffic: len(traffic.stages))
     return f"{count:,} collective{'s' * (count != 1)}"
+
+
+def _experts(estimate: Estimate) -> Table:
+    table = _table(
+        "Experts, in a step", "module", "split", "experts of a rank", "rows received", "of the fewest",
+        "bytes received by a rank", "all-to-alls of a rank", "waits of its host", left=2,
+    )  # fmt: skip
+    layout, traffic = estimate.job.layouts[TEXT], estimate.experts
+    ranks, sparse = ranks_of_experts(layout), expert_mlps(estimate.job.shapes.text.architecture.layers)
+    table.add_row(
+        TEXT, f"ep:{ranks}", _between(experts_of_ranks(sparse[0].experts, ranks)), _between([t.rows for t in traffic]),
+        f"{max(t.rows / t.least for t in traffic):.2f}", size_text(max(t.received for t in traffic)),
+        _between([t.exchanges for t in traffic]), _between([t.waits for t in traffic]),
+    )  # fmt: skip
+    return table
+
+
+def _experts_text(estimate: Estimate) -> str:
+    imbalance = estimate.job.config.plan.expert_imbalance
+    return (
+        "Rows are those of a layer in a micro-batch, from other ranks, and like all bytes an average; the fewest would "
+        "be one for each other rank with any of a token's experts. Memory and time are of a rank whose experts get "
+        f"{imbalance:g} times the mean (plan.expert_imbalance)."
+    )
 
 
 def _memory(estimate: Estimate) -> Table:

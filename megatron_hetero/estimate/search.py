@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import combinations, zip_longest
+from math import gcd
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from megatron_hetero.config.fields import children, item_type
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import NODE
 from megatron_hetero.estimate.estimate import Estimate
-from megatron_hetero.layout.layout import Layout, closest_layout
+from megatron_hetero.estimate.experts import expert_mlps, ranks_of_experts, with_experts_over
+from megatron_hetero.layout.axes import Fold
+from megatron_hetero.layout.layout import Layout
 
 Settings = Mapping[str, object]
 """Values by dotted name, such as `{"model.recompute.text": "full"}`; None for the default."""
@@ -73,6 +76,8 @@ EXCHANGED = {True: 1.02, False: 1.1}
 """
 
 
+DISPATCHED = 1.05
+"""Slowdown of doubling the ranks that experts are divided over: a guess for those of one node."""
 SPLIT, ROUNDED = 1.005, 1.01
 """Slowdown of split masters, and of rounded moments or gradients. Rounding costs no time, but exact settings rank
 first.
@@ -243,15 +248,30 @@ def text_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
         yield from _over_more_ranks(estimate, TEXT, axis, longer)
 
 
+def experts_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
+    """Divide experts over more ranks, with fewer copies of each."""
+    layout, mlps = estimate.job.layouts[TEXT], expert_mlps(estimate.job.shapes.text.architecture.layers)
+    ranks, unseen = ranks_of_experts(layout), 1.0
+    while mlps and layout.stage_size % (2 * ranks) == 0 and 2 * ranks <= mlps[0].experts:
+        ranks, unseen = 2 * ranks, unseen * DISPATCHED
+        yield Change({f"parallel.{TEXT}": with_experts_over(layout, ranks).short(estimate.world_size)}, unseen)
+
+
 def _over_more_ranks(estimate: Estimate, name: str, axis: str, longer: float) -> Iterator[Change]:
     """Double one degree in place of dp, as often as possible; tp stays within a node."""
     layout, unseen = estimate.job.layouts[name], 1.0
     while layout.dp % 2 == 0 and (axis != "tp" or 2 * layout.tp <= NODE):
-        wanted = layout.stated | {axis: 2 * layout.degrees[axis]}
-        # Experts are divided less often where a stage has too few ranks left.
-        layout = closest_layout(wanted, layout.ranks, None, layout.views)
+        layout = _with_degrees(layout, {"dp": layout.dp // 2, axis: 2 * layout.degrees[axis]})
         unseen *= longer
         yield Change({f"parallel.{name}": layout.short(estimate.world_size)}, unseen)
+
+
+def _with_degrees(layout: Layout, degrees: Mapping[str, int], ranks: tuple[int, ...] | None = None) -> Layout:
+    """Change degrees of the main view, and take those of further views that divide the ranks of a stage."""
+    ranks, degrees = ranks or layout.ranks, {**layout.degrees, **degrees}
+    size = len(ranks) // degrees["pp"]
+    folds = (Fold(view, tuple(gcd(degree, size) for degree in stated)) for view, stated in layout.folds)
+    return Layout(**degrees, ranks=ranks, folds=tuple(folds))
 
 
 CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
@@ -268,6 +288,7 @@ CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
     states_on_the_host,
     smaller_micro_batches,
     images_over_more_ranks,
+    experts_over_more_ranks,
     text_over_more_ranks,
 )
 """All changes that the search tries."""
@@ -413,4 +434,4 @@ def _on_more_ranks(estimate: Estimate, closest: Attempt | None, limit: int) -> A
 def _grown(layout: Layout, factor: int, axis: str) -> Layout:
     """Multiply one degree, and the ranks, by `factor`."""
     ranks = tuple(rank * factor + i for rank in layout.ranks for i in range(factor))
-    return replace(layout, **{axis: factor * layout.degrees[axis]}, ranks=ranks)
+    return _with_degrees(layout, {axis: factor * layout.degrees[axis]}, ranks)

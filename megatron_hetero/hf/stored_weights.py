@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, listed
-from megatron_hetero.hf.fused import Cut, Fused
+from megatron_hetero.hf.fused_tensors import Cut, Fused
 from megatron_hetero.hf.model_files import INDEX, all_finite, weight_files
 from megatron_hetero.hf.weight_map import TensorSlice
 

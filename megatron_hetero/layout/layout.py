@@ -25,6 +25,7 @@ from megatron_hetero.base.environment import LAUNCHER
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.layout.axes import (
     AXES,
+    EXPERTS,
     MAIN,
     Fold,
     LayoutProblem,
@@ -132,12 +133,15 @@ class Layout:
             module: name of the module for errors.
             flags: whether errors name the module's flag (``--MODULE-parallel``) rather than an argument.
             shape: shape of the module, which layouts suggested in errors suit.
-            views: further views of the module, whose axes `text` may give; by default those of its `shape`.
+            views: further views of the module, whose axes `text` may give; by default those of its `shape`, without one
+                `EXPERTS` if `text` gives its axes.
 
         Raises:
             UserError: the text is malformed, or the degrees do not fit the ranks. The message suggests a layout that
                 does.
         """
+        if views is None and shape is None:
+            views = [EXPERTS] if re.search(r"\be(d?)p\s*:", text) else []
         views = tuple(views if views is not None else shape.views if shape is not None else ())
         axes, degrees, ranks = axis_names(views), dict[str, int](), None
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import TEXT, VISION, parts_of
-from megatron_hetero.hf.fused import Fused, fused_tensors, fusing
+from megatron_hetero.hf.fused_tensors import Fused, fused_tensors, fusing
 from megatron_hetero.hf.model_files import (
     ENCODERS,
     NO_CHANGES,

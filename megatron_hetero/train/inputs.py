@@ -48,7 +48,7 @@ _SAMPLES, _SAMPLE_BYTES = 8, 4096
 class Inputs:
     """The inputs of a rank: weights by module, data, and on the first rank, which exports, the files exported with the
     model, whose folders may be gone at the end. Held-out data sets too, so that their errors are reported before
-    training. `transposed`: whether fused tensors are, in the language model's folder, and so in exports.
+    training. `transposed`: see `StoredWeights.transposed`, of the language model.
     """
 
     weights: Mapping[str, StoredWeights]
@@ -63,9 +63,8 @@ class Inputs:
         """Open and check them. Raises `UserError`."""
         config, encoders, seed = job.config, job.config.model.encoder_folders, job.config.train.seed
         weights = open_modules(job.folders, job.shapes, seed) | open_encoders(encoders, job.shapes)
-        processor = open_processor(config)
+        transposed, processor = weights[TEXT].transposed, open_processor(config)
         mixture, held_out = open_mixture(config, processor), open_held_out(config, processor)
-        transposed = weights[TEXT].transposed
         if dist.get_rank() != FIRST:
             return cls(weights, processor, mixture, held_out, {}, transposed)
         if config.export.hf_dir is not None:

@@ -3,7 +3,7 @@ real.
 
 `FakeGpu` is a context in which a program runs as it would on its rank's GPU, up to the values, and which knows what the
 device would be asked for: kernels, memory, and every place where the host waits for the device. What the host reads
-from the device is made up: ones.
+from the device is made up: ones; for the sizes of an exchange of experts, those that `Sizes.expected` has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_hetero.groups import platform
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.models import language
-from megatron_hetero.models.layers import mlp, rotary
+from megatron_hetero.models.layers import dispatch, mlp, rotary
 from megatron_hetero.step.fused import update_
 
 GPU = torch.device("cuda", 0)
@@ -102,6 +102,7 @@ class FakeGpu:
     def __enter__(self) -> Self:
         self._stack.enter_context(_cuda_calls(self))
         self._stack.enter_context(_fsdp_calls(self))
+        self._stack.enter_context(mock.patch.object(dispatch, "_sizes", _expected_sizes))
         self._stack.enter_context(self._fake)
         self._stack.enter_context(_Dispatch(self))
         return self
@@ -255,8 +256,8 @@ class _Dispatch(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in READS:
             self.gpu.waits_for(f"{packet.__name__} of a tensor on the device")
-            made_up = torch.ones((), dtype=inputs[0].dtype)
-            return (made_up.item() if packet is aten._local_scalar_dense else True,)
+            with unset_fake_temporarily():
+                return (torch.ones((), dtype=inputs[0].dtype).item() if packet is aten._local_scalar_dense else True,)
         to_host = packet is aten._to_copy and torch.device(kwargs.get("device") or GPU).type == "cpu"
         if to_host:
             self.gpu.waits_for("a copy to the host")
@@ -364,6 +365,15 @@ class _Stream:
         self._waits_for("a stream")
 
 
+_sizes = dispatch._sizes
+
+
+def _expected_sizes(owner: Tensor, to_rank: Tensor, group: Any, imbalance: float) -> Any:
+    """What routers without values send: as much to each rank, once the host has waited to read it."""
+    _sizes(owner, to_rank, group, imbalance)
+    return dispatch.Sizes.expected(*owner.shape, to_rank.shape[1], imbalance)
+
+
 @contextlib.contextmanager
 def _fsdp_calls(gpu: FakeGpu) -> Iterator[None]:
     """Inside, the books are kept of memory that FSDP2 frees and gets again."""
@@ -381,6 +391,16 @@ def _fsdp_calls(gpu: FakeGpu) -> Iterator[None]:
         mock.patch.object(_fsdp_param, "free_storage", free),
     ):
         yield
+
+
+def _expected(exchanged: Callable[..., dispatch.Sizes]) -> Callable[..., dispatch.Sizes]:
+    """As `dispatch._sizes`, with sizes under uniform routing in place of those that were read."""
+
+    def sizes(owner: Tensor, to_rank: Tensor, group: Any, imbalance: float) -> dispatch.Sizes:
+        exchanged(owner, to_rank, group, imbalance)
+        return dispatch.Sizes.expected(len(owner), owner.shape[1], to_rank.shape[1], imbalance)
+
+    return sizes
 
 
 @contextlib.contextmanager
@@ -407,6 +427,7 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
             "current_stream": lambda *_: _Stream(gpu.waits_for),
             "synchronize": lambda *_: gpu.waits_for("the whole device"),
             "get_device_name": lambda *_: NAME,
+            "get_device_capability": lambda *_: (9, 0),
             "max_memory_allocated": lambda *_: 0,
             "memory_reserved": lambda *_: 0,
             "mem_get_info": lambda *_: (80 << 30, 80 << 30),
@@ -419,6 +440,9 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
         torch: {"compile": gpu.compiled},
         platform: {"_gpus_compile": lambda: True},
         Tensor: {"record_stream": lambda *_: None},
+        # One copy, as of other tensors; theirs reads one element after the other.
+        FakeTensor: {"tolist": lambda x: x.cpu().tolist()},
+        dispatch: {"_sizes": _expected(dispatch._sizes)},
         # Its states are of a generator on the device, of which there is none. Nothing here draws anything.
         generators: {
             "_get_cuda_rng_state": lambda *_, **__: host_state(),

@@ -46,15 +46,19 @@ MODEL = ModelChoice(
 )
 MODELS = {
     MODEL.family: MODEL,
-    "qwen3_vl": replace(MODEL, family="qwen3_vl", text_hidden=48, deepstack=(0, 1, 2)),
+    "qwen3_vl": (QWEN3 := replace(MODEL, family="qwen3_vl", text_hidden=48, deepstack=(0, 1, 2))),
+    "qwen3_vl_moe": replace(QWEN3, family="qwen3_vl_moe", experts=9, seed=176),
 }
-"""By family; rows of the second enter several layers of the language model, on several stages where it has these."""
+"""By family; rows of the second and third enter several layers of the language model, on several stages where it has
+these. The third has experts, which it chooses by more than 1e-3.
+"""
 DETAIL = replace(MODEL, vision_layers=2, full_layers=(0,), seed=12)
 AXES = ("tp", "sp", "cp", "dp", "pp")
 Ranks = tuple[int, ...]
-ROWS = [(MODEL.family, 200, False), (MODEL.family, 60, True), ("qwen3_vl", 100, False)]
+ROWS = [(MODEL.family, 200, False), (MODEL.family, 60, True), ("qwen3_vl", 100, False), ("qwen3_vl_moe", 70, False)]
 """Families, how many layouts, and whether all streams of a GPU share one hardware queue."""
 SEED = int(os.environ.get("SEED", "0"))
+BALANCE, COEFFICIENT = "--model.router_aux_loss_coef", 0.05
 LOSS, NORM = 1e-5, 1e-4
 """Relative differences that are rounding."""
 
@@ -66,6 +70,11 @@ class Drawn:
     ranks: int
     layouts: dict[str, str]
     flags: tuple[str, ...]
+
+    @property
+    def balance(self) -> float:
+        """Coefficient of the loss that balances experts."""
+        return COEFFICIENT if BALANCE in self.flags else 0.0
 
     def command(self, folder: Path) -> list[str]:
         """The configuration, for the model and data in `folder`."""
@@ -88,11 +97,11 @@ SIZES = range(2, 9)
 MOST_IN_VAIN = 1000
 
 
-def draws(seed: int, ranks: int, folder: Path) -> Iterator[Drawn]:
+def draws(seed: int, ranks: int, folder: Path, experts: int = 0) -> Iterator[Drawn]:
     """Runs without end, none twice, none that the program refuses. `RuntimeError` where there are no more."""
     rng, seen, in_vain = random.Random(f"{seed} {ranks}"), set(), 0
     while in_vain < MOST_IN_VAIN:
-        drawn = _draw(rng, ranks)
+        drawn = _draw(rng, ranks, experts)
         in_vain += 1
         if str(drawn) in seen or not _is_legal(drawn, folder):
             continue
@@ -102,10 +111,10 @@ def draws(seed: int, ranks: int, folder: Path) -> Iterator[Drawn]:
     raise RuntimeError(f"found no run of {ranks} ranks besides {len(seen)} in {MOST_IN_VAIN} draws")
 
 
-def _draw(rng: random.Random, world: int) -> Drawn:
+def _draw(rng: random.Random, world: int, experts: int) -> Drawn:
     placement = rng.choice(["colocated", "disjoint", "mixed"])
     vision, text = _ranks(rng, placement, world)
-    layouts = {"vision": _layout(rng, vision), "text": _layout(rng, text)}
+    layouts = {"vision": _layout(rng, vision), "text": _layout(rng, text, experts)}
     if rng.random() < 0.25:
         layouts = {"vision": layouts["vision"], "detail": _layout(rng, rng.choice([vision, text])), **layouts}
     schedule = rng.choice(["ahead"] if placement == "disjoint" else ["waves", "waves", "recompute"])
@@ -122,6 +131,11 @@ def _draw(rng: random.Random, world: int) -> Drawn:
         if "tp" in layout and rng.random() < 0.3:
             flags += [f"--model.tp_overlap.{name}", str(rng.choice([2, 3]))]
     flags += ["--optimizer.name", rng.choice(["sgd", "adamw"])]
+    if experts and rng.random() < 0.5:
+        flags += [BALANCE, str(COEFFICIENT)]
+    for name in layouts if experts and schedule != "recompute" else ():
+        if (kind := rng.choice(["none", "full", "selective"])) != "none":
+            flags += [f"--model.recompute.{name}", kind]
     return Drawn(world, layouts, tuple(flags))
 
 
@@ -138,8 +152,10 @@ def _ranks(rng: random.Random, placement: str, world: int) -> tuple[Ranks, Ranks
     return sides if rng.random() < 0.5 else (sides[1], sides[0])
 
 
-def _layout(rng: random.Random, ranks: Ranks) -> str:
-    """Degrees over so many ranks; few axes as often as many, stages in half of the cases where they divide."""
+def _layout(rng: random.Random, ranks: Ranks, experts: int = 0) -> str:
+    """Degrees over so many ranks; few axes as often as many, stages in half of the cases where they divide. Experts are
+    over ranks of a stage, in half of the cases as many as can be.
+    """
     size = len(ranks)
     every = [degrees for degrees in product(divisors(size), repeat=len(AXES)) if prod(degrees) == size]
     staged = rng.random() < 0.5
@@ -147,6 +163,9 @@ def _layout(rng: random.Random, ranks: Ranks) -> str:
     used = rng.choice(sorted({sum(n > 1 for n in degrees) for degrees in every}))
     degrees = rng.choice([degrees for degrees in every if sum(n > 1 for n in degrees) == used])
     text = ",".join(f"{axis}:{n}" for axis, n in zip(AXES, degrees, strict=True) if n > 1) or "dp:1"
+    if experts:
+        ways = [ep for ep in divisors(size // degrees[-1]) if ep <= experts]
+        text += f",ep:{rng.choice([*ways, *ways[-1:] * len(ways)])}"
     return f"{text}@{ranks[0]}-{ranks[-1]}" if size > 1 else f"{text}@{ranks[0]}"
 
 
@@ -168,17 +187,18 @@ class Reference(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Reference]:
-    """By family and number of encoders."""
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, float], Reference]:
+    """By family, number of encoders and coefficient of the loss that balances experts."""
 
     @cache
-    def reference(family: str, encoders: int) -> Reference:
+    def reference(family: str, encoders: int, balance: float) -> Reference:
         folder, model = tmp_path_factory.mktemp(f"{family}-{encoders}"), MODELS[family]
         write_model(folder / "model", model)
         if encoders == 2:
             write_model(folder / "detail", DETAIL)
         write_data(folder, BATCH, seed=model.seed, turns=2, details=(1, 0, 0, 2) if encoders == 2 else (0,))
         oracle = (TwoTowers if encoders == 2 else Oracle).load(folder / "model", folder / "data.jsonl")
+        oracle.balance = balance
         loss, gradients = oracle.step(range(BATCH))
         return Reference(folder, loss, math.sqrt(sum(float((each.double() ** 2).sum()) for each in gradients.values())))
 
@@ -206,13 +226,15 @@ def test_drawn_layouts_end_with_the_numbers_of_one_process(
     layouts: int,
     one_connection: bool,
     ranks: int,
-    references: Callable[[str, int], Reference],
+    references: Callable[[str, int, float], Reference],
     rules_pools: Pools,
     one_connection_pools: Pools,
 ) -> None:
     pools, wrong = one_connection_pools if one_connection else rules_pools, []
-    for drawn in islice(draws(SEED, ranks, references(family, 2).folder), math.ceil(layouts / len(SIZES))):
-        folder, loss, norm = references(family, len(drawn.layouts) - 1)
+    experts = MODELS[family].experts if family == "qwen3_vl_moe" else 0
+    some = draws(SEED, ranks, references(family, 2, 0.0).folder, experts)
+    for drawn in islice(some, math.ceil(layouts / len(SIZES))):
+        folder, loss, norm = references(family, len(drawn.layouts) - 1, drawn.balance)
         try:
             found = pools(ranks).run(first_step, drawn.command(folder), timeout_s=600)[0]
         except (AssertionError, TimeoutError) as error:

@@ -187,7 +187,7 @@ class TwoTowers(Oracle):
     @torch.no_grad()
     def answers_exactly(self, record: dict) -> bool:
         """As `Oracle` has it, from one pass: `transformers` has no model of two towers that generates."""
-        ids, logits = self._logits(record)
+        ids, logits, *_ = self._logits(record)
         return all(
             torch.equal(logits[start - 1 : stop - 1].argmax(dim=-1), ids[start:stop])
             for start, stop in self._answers(ids)
@@ -196,7 +196,7 @@ class TwoTowers(Oracle):
     def _render(self, record: dict) -> str:
         return super()._render(record).replace("<detail>", "<|vision_start|><|video_pad|><|vision_end|>")
 
-    def _logits(self, record: dict) -> tuple[Tensor, Tensor]:
+    def _logits(self, record: dict) -> tuple[Tensor, ...]:
         core: Any = self.model.model
         towers = {"<|image_pad|>": (core.visual, "image", self.images),
                   "<|video_pad|>": (self.detail, "detail", self.detail_images)}  # fmt: skip
@@ -221,8 +221,16 @@ class TwoTowers(Oracle):
         positions, _ = core.get_rope_index(ids[None], is_row[None].int(), in_order, attention_mask=everything)
         more = {"deepstack_visual_embeds": [deeper[depth][is_row] for depth in sorted(deeper)]} if deeper else {}
         more |= {"visual_pos_masks": is_row[None]} if deeper else {}
+        more |= {"output_router_logits": True} if self.balance else {}
         hidden = core.language_model(inputs_embeds=embedded, position_ids=positions, attention_mask=everything, **more)
-        return ids, self.model.lm_head(hidden.last_hidden_state)[0]
+        logits = self.model.lm_head(hidden.last_hidden_state)[0]
+        if not self.balance:
+            return ids, logits
+        from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+        config = self.model.config.text_config
+        loss = load_balancing_loss_func(hidden.router_logits, config.num_experts, config.num_experts_per_tok)
+        return ids, logits, self.balance * loss
 
 
 def stored_name(name: str) -> str:

@@ -67,7 +67,7 @@ class Balance:
     def count(self, of_tokens: Tensor, chosen: Tensor, probabilities: Tensor) -> None:
         """Add a layer's choices int64 [tokens, k] and probabilities fp32 [tokens, experts]. `of_tokens`: samples."""
         places = of_tokens[:, None] * self.experts + chosen
-        self.choices.view(-1).scatter_add_(0, places.flatten(), torch.ones_like(places).flatten())
+        self.choices.view(-1).scatter_(0, places.flatten(), 1, reduce="add")
         # A product sums in one order, which `index_add_` does not on a GPU.
         numbers = torch.arange(len(self.probabilities), device=of_tokens.device)
         self.probabilities += (numbers[:, None] == of_tokens).float() @ probabilities.float()

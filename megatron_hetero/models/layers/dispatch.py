@@ -137,7 +137,8 @@ class Sizes(NamedTuple):
     def expected(cls, tokens: int, top_k: int, ranks: int, imbalance: float) -> Sizes:
         """Return the sizes under uniform routing, on a rank whose experts get `imbalance` times as much as the mean."""
         to_each = round(tokens * (1 - (1 - 1 / ranks) ** top_k))
-        return cls((to_each,) * ranks, (round(to_each * imbalance),) * ranks, round(tokens * top_k * imbalance))
+        received = min(tokens, round(to_each * imbalance))
+        return cls((to_each,) * ranks, (received,) * ranks, round(tokens * top_k * imbalance))
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,34 +162,27 @@ class Dispatch:
     ends: Tensor
 
     @classmethod
-    def of(
-        cls,
-        chosen: Tensor,
-        own: tuple[int, int],
-        ends: Tensor,
-        group: dist.ProcessGroup,
-        imbalance: float = 1.0,
-    ) -> Dispatch:
+    def of(cls, chosen: Tensor, experts: int, group: dist.ProcessGroup, imbalance: float = 1.0) -> Dispatch:
         """Return the moves for `chosen` int64 [tokens, k]. Collective if `group` has several ranks.
 
         Args:
             chosen: the experts of each token.
-            own: experts [start, stop) of this rank.
-            ends: int64 [ranks], where the experts of each rank of the group end.
-            group: ranks that have the experts.
+            experts: their number.
+            group: ranks that have them.
             imbalance: see `Sizes.expected`, for tensors without values.
         """
         ranks = group.size()
+        own = block(experts, group.rank(), ranks)
         if ranks == 1:
-            return cls(chosen, None, None, *_by_expert(chosen, own, chosen.numel()))
-        owner = torch.bucketize(chosen, ends, right=True)
+            return cls(chosen, None, None, *_by_expert(chosen, own, experts, chosen.numel()))
+        owner = (chosen * ranks + (ranks - 1)) // experts  # The inverse of `block`.
         to_rank = chosen.new_zeros(len(chosen), ranks, dtype=torch.bool).scatter_(1, owner, True)
         sizes = _sizes(owner, to_rank, group, imbalance)
         exchange = Exchange(group, sizes.sent, sizes.received)
         tokens = torch.nonzero_static(to_rank.t(), size=sum(sizes.sent))[:, 1]
         rows = Copies.of(tokens, tokens.argsort(stable=True), to_rank.sum(1))
         received = exchange.run(chosen.int().index_select(0, tokens)).long()
-        return cls(chosen, rows, exchange, *_by_expert(received, own, sizes.pairs))
+        return cls(chosen, rows, exchange, *_by_expert(received, own, experts, sizes.pairs))
 
     def send(self, x: Tensor) -> Tensor:
         """Return the rows [received, width] that come for `x` [tokens, width]."""
@@ -210,22 +204,22 @@ def _sizes(owner: Tensor, to_rank: Tensor, group: dist.ProcessGroup, imbalance: 
     tokens, ranks = to_rank.shape
     if owner.is_meta:
         return Sizes.expected(tokens, owner.shape[1], ranks, imbalance)
-    pairs = owner.new_zeros(ranks).scatter_add_(0, owner.flatten(), torch.ones_like(owner).flatten())
-    mine = torch.stack([to_rank.sum(0), pairs], dim=1)
-    theirs = torch.empty_like(mine)
+    sizes = owner.new_zeros(2, ranks, 2)
+    mine, theirs = sizes
+    torch.sum(to_rank, dim=0, out=mine[:, 0])
+    mine[:, 1].scatter_(0, owner.flatten(), 1, reduce="add")
     dist.all_to_all_single(theirs, mine, group=group)
-    sent, received = torch.stack([mine, theirs]).tolist()
+    sent, received = sizes.tolist()
     return Sizes(tuple(n for n, _ in sent), tuple(n for n, _ in received), sum(n for _, n in received))
 
 
-def _by_expert(chosen: Tensor, own: tuple[int, int], pairs: int) -> tuple[Copies, Tensor, Tensor]:
+def _by_expert(chosen: Tensor, own: tuple[int, int], experts: int, pairs: int) -> tuple[Copies, Tensor, Tensor]:
     """Return copies of rows by expert of this rank, the place of each in `chosen` [rows, k], and where the copies of
-    each expert end. `own`: experts of this rank; `pairs`: number of copies.
+    each expert end. `own`: those of all `experts` that are this rank's; `pairs`: number of copies.
     """
     start, stop = own
-    is_own = (chosen >= start) & (chosen < stop)
-    expert = torch.where(is_own, chosen - start, stop - start).flatten()
-    choice = expert.argsort(stable=True)[:pairs]
-    counts = expert.new_zeros(stop - start + 1).scatter_add_(0, expert, torch.ones_like(expert))
-    copies = Copies.of(choice // chosen.shape[1], choice.argsort(), is_own.sum(1))
-    return copies, choice, counts[:-1].cumsum(0).int()
+    expert = (chosen - start) % experts  # From 0 on its own, others behind.
+    choice = expert.flatten().argsort(stable=True)[:pairs]
+    counts = chosen.new_zeros(experts).scatter_(0, expert.flatten(), 1, reduce="add")[: stop - start]
+    copies = Copies.of(choice // chosen.shape[1], choice.argsort(), (expert < stop - start).sum(1))
+    return copies, choice, counts.cumsum(0).int()

@@ -127,14 +127,13 @@ class ExpertMLPModule(torch.nn.Module):
     imbalance = 1.0
     # On the device of what comes, as modules may be built on PyTorch's device `meta`.
     _loads: Tensor | None = None
-    _ends: Tensor | None = None
 
     def __init__(self, part: ExpertMLP, site: Site, number: int):
         super().__init__()
         self.part, self.tp = part, site.groups.tp
         self.group = site.groups.along(*EXPERTS.part_axes)
         self.splits = site.splits_activations
-        self.own = block(part.experts, self.group.rank(), self.group.size())
+        start, stop = block(part.experts, self.group.rank(), self.group.size())
         options: Any = {"dtype": site.dtype, "device": site.platform.device}
         self.router = torch.nn.Parameter(torch.empty(part.experts, part.hidden, **options))
         site.mark(self, split=site.tp > 1)
@@ -142,7 +141,7 @@ class ExpertMLPModule(torch.nn.Module):
             self.shared: Any = part.shared.build(site, number)
             self.shared_gate = torch.nn.Parameter(torch.empty(1, part.hidden, **options))
             self.shared_gate.sequence_parallel = site.splits_activations  # pyright: ignore[reportAttributeAccessIssue]
-        self.experts = _Experts(part, self.own[1] - self.own[0], site, options)
+        self.experts = _Experts(part, stop - start, site, options)
 
     def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
         """Compute `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split) to the same."""
@@ -162,18 +161,17 @@ class ExpertMLPModule(torch.nn.Module):
     def _routed(self, hidden: Tensor, call: LayerCall) -> Tensor:
         if self.splits or self.tp.size() == 1:
             return self._of_own(hidden, call)
-        padding = -len(hidden) % self.tp.size()
-        own = tensor_parallel.scatter_to_sequence_parallel_region(F.pad(hidden, (0, 0, 0, 0, 0, padding)), self.tp)
-        out = self._of_own(own, call)
-        out = tensor_parallel.gather_from_sequence_parallel_region(
-            out, tensor_parallel_output_grad=False, group=self.tp
-        )
+        padded = F.pad(hidden, (0, 0, 0, 0, 0, -len(hidden) % self.tp.size()))
+        own = tensor_parallel.scatter_to_sequence_parallel_region(padded, group=self.tp)
+        gather = tensor_parallel.gather_from_sequence_parallel_region
+        out = gather(self._of_own(own, call), tensor_parallel_output_grad=False, group=self.tp)
         return out[: len(hidden)]
 
     def _of_own(self, hidden: Tensor, call: LayerCall) -> Tensor:
         """Compute this rank's part of the tokens, of which padding comes out as zero."""
         first = len(hidden) * self.tp.rank()
-        tokens = hidden[: max(0, min(call.tokens - first, len(hidden)))].squeeze(1)
+        count = max(0, min(call.tokens - first, len(hidden)))
+        tokens = (hidden[:count] if count < len(hidden) else hidden).squeeze(1)  # A slice's gradient is a copy.
         dispatch, weights = self._route(tokens, call, first)
         rows, weights = dispatch.send(tokens), dispatch.send(weights)
         pairs = recompute(lambda x: take(x, dispatch.pairs), rows)
@@ -191,8 +189,9 @@ class ExpertMLPModule(torch.nn.Module):
         dispatch: Dispatch | None = call.memo.get("dispatch")
         if dispatch is None:
             chosen = probabilities.detach().topk(self.part.top_k, dim=-1).indices
-            dispatch = call.memo["dispatch"] = self._dispatch(chosen)
-            if self.training:
+            dispatch = Dispatch.of(chosen, self.part.experts, self.group, self.imbalance)
+            call.memo["dispatch"] = dispatch
+            if call.trains:
                 self._count(chosen)
             if call.balance is not None:
                 call.balance.count(call.balance.of(first, len(tokens)), chosen, probabilities)
@@ -201,17 +200,10 @@ class ExpertMLPModule(torch.nn.Module):
         weights = probabilities.gather(1, dispatch.chosen)
         return _Routed(dispatch, (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype))
 
-    def _dispatch(self, chosen: Tensor) -> Dispatch:
-        if self._ends is None:
-            experts, ranks = self.part.experts, self.group.size()
-            ends = [block(experts, rank, ranks)[1] for rank in range(ranks)]
-            self._ends = torch.tensor(ends, device=chosen.device)
-        return Dispatch.of(chosen, self.own, self._ends, self.group, self.imbalance)
-
     def _count(self, chosen: Tensor) -> None:
         if self._loads is None:
             self._loads = chosen.new_zeros(self.part.experts)
-        self._loads.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        self._loads.scatter_(0, chosen.flatten(), 1, reduce="add")
 
 
 class _Experts(torch.nn.Module):
@@ -235,7 +227,8 @@ class _Experts(torch.nn.Module):
         outs, start = [], 0
         for piece, own in zip(x.split(self.recompute.chunk), weights.split(self.recompute.chunk), strict=True):
             inside = (ends - start).clamp(0, len(piece))
-            inner = recompute(lambda x, w, e=inside: self._inner(grouped_linear(x, first, e), w), piece, own)
+            with not_saving(x):
+                inner = recompute(lambda x, w, e=inside: self._inner(grouped_linear(x, first, e), w), piece, own)
             with not_saving(inner):
                 outs.append(grouped_linear(inner, second, inside))
             start += len(piece)

@@ -180,11 +180,13 @@ class LayerCall:
     Attributes:
         tokens: tokens of the shard without padding, which its tp ranks have parts or copies of.
         balance: statistics for a loss that balances experts, if there is one.
+        trains: whether a backward pass follows.
         memo: what a recomputation of the layer takes from its first forward pass, by name.
     """
 
     tokens: int
     balance: Balance | None = None
+    trains: bool = True
     memo: dict[str, Any] = field(default_factory=dict[str, Any])
 
 

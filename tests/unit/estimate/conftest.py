@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import Estimate
 
 MakePlan = Callable[..., Estimate]
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +53,17 @@ def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=False,
     )  # fmt: skip
     config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shapes of a model as wide as Qwen3-VL-30B-A3B, of 4 and 6 layers, two of which are dense."""
+    folder = tmp_path_factory.mktemp("moe")
+    config = json.loads((EXAMPLES / "models/qwen3_vl_30b_a3b/config.json").read_text(encoding="utf-8"))
+    config["text_config"] |= {"num_hidden_layers": 6, "mlp_only_layers": [0, 3]}
+    config["vision_config"] |= {"depth": 4, "deepstack_visual_indexes": [0, 1, 2]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
