@@ -341,7 +341,7 @@ def test_a_tied_embedding_frozen_or_alone(
 
 def steps_of_oracle(model: Path, data: Path, steps: list[list[int]]) -> list[tuple[float, dict[str, torch.Tensor]]]:
     oracle = Oracle.load(model, data)
-    return [oracle.step(numbers) for numbers in steps]  # pyright: ignore[reportArgumentType]
+    return [oracle.step(numbers) for numbers in steps]
 
 
 PICTURES = [(0, 1), (0, 0, 2, 0), (0,)]
