@@ -229,7 +229,7 @@ class TwoTowers(Oracle):
         from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
         config = self.model.config.text_config
-        loss = load_balancing_loss_func(hidden.router_logits, config.num_experts, config.num_experts_per_tok)
+        loss: Any = load_balancing_loss_func(hidden.router_logits, config.num_experts, config.num_experts_per_tok)
         return ids, logits, self.balance * loss
 
 
