@@ -179,7 +179,8 @@ class Dispatch:
         to_rank = chosen.new_zeros(len(chosen), ranks, dtype=torch.bool).scatter_(1, owner, True)
         sizes = _sizes(owner, to_rank, group, imbalance)
         exchange = Exchange(group, sizes.sent, sizes.received)
-        tokens = torch.nonzero_static(to_rank.t(), size=sum(sizes.sent))[:, 1]
+        # Without the rest of what they are views of.
+        tokens = torch.nonzero_static(to_rank.t(), size=sum(sizes.sent))[:, 1].contiguous()
         rows = Copies.of(tokens, tokens.argsort(stable=True), to_rank.sum(1))
         received = exchange.run(chosen.int().index_select(0, tokens)).long()
         return cls(chosen, rows, exchange, *_by_expert(received, own, experts, sizes.pairs))
@@ -219,7 +220,7 @@ def _by_expert(chosen: Tensor, own: tuple[int, int], experts: int, pairs: int) -
     """
     start, stop = own
     expert = (chosen - start) % experts  # From 0 on its own, others behind.
-    choice = expert.flatten().argsort(stable=True)[:pairs]
+    choice = expert.flatten().argsort(stable=True)[:pairs].clone()
     counts = chosen.new_zeros(experts).scatter_(0, expert.flatten(), 1, reduce="add")[: stop - start]
     copies = Copies.of(choice // chosen.shape[1], choice.argsort(), (expert < stop - start).sum(1))
     return copies, choice, counts.cumsum(0).int()
