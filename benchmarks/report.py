@@ -228,7 +228,7 @@ class StepReport:
         head = f"Whole training steps, {self.ranks} ranks, global batch of 4 samples, fp32. Model: {size}."
         notes = (
             "Ours: sp, tp (vision, text) and the like. `whole`: activations not split over tp. `zero`: ZeRO 3, with tp "
-            "of the encoder alone. Ratio: median [min, max] of rounds. "
+            "of the encoder alone. `ep`: experts divided over all ranks. Ratio: median [min, max] of rounds. "
             "Memory: resident (of the allocator on a GPU), above what the process held before the model was built. "
             "All compute their products by the library that PyTorch takes."
         )
@@ -264,11 +264,14 @@ class StepReport:
             shared = [row for name, row in rows.items() if name.endswith(ZERO)]
             if shared and (fsdp := rows.get("fsdp")):
                 lines.append(_against_fsdp(case, shared, fsdp))
+            if self.size.experts and (fsdp := rows.get("fsdp")):
+                shares = "; ".join(_shares(row, fsdp) for row in ours)
+                lines.append(f"REPORT: {case}: shares of FSDP2's time, memory and bytes sent: {shares}")
         return lines
 
     def write(self, folder: Path) -> None:
         """Table, numbers and plot."""
-        write(folder, "step", self.text(), asdict(self), self._figure())
+        write(folder, "experts" if self.size.experts else "step", self.text(), asdict(self), self._figure())
 
     def _figure(self) -> Any:
         figure, axes = _axes("", "tokens / s, over ours")
@@ -294,6 +297,11 @@ def _against_fsdp(case: str, shared: Sequence[dict[str, Any]], fsdp: dict[str, A
         found.append(f"{row['system'].replace('|', ', ')} {time} of its time, {memory:.2f} of its memory")
     wanted = f"at most {LESS_TIME} of FSDP2's time in at most {LESS_MEMORY} of its memory"
     return verdict(passed, f"{case}: ZeRO 3 takes {wanted}; {'; '.join(found)}")
+
+
+def _shares(row: dict[str, Any], fsdp: dict[str, Any]) -> str:
+    memory, sent = (row[key] / fsdp[key] for key in ("peak_bytes", "bytes"))
+    return f"{row['system'].replace('|', ', ')} {Ratio.of(row['seconds'], fsdp['seconds'])}, {memory:.2f}, {sent:.2f}"
 
 
 def _traffic(rounds: list[list[Any]], ranks: list[Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch
+from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.items.pictures import PixelLimits
 from megatron_hetero.models.items.types import Piece
@@ -111,7 +112,7 @@ class Ours:
         )
         flags += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --data.workers 0 "
         flags += f"--data.max_seq_length 32768 --data.max_pixels {MAX_PIXELS} --train.iters 100000 "
-        replicas = Layout.parse(text, dist.get_world_size()).dp
+        replicas = Layout.parse(text, dist.get_world_size(), views=(EXPERTS,)).dp
         flags += f"--train.global_batch_size {SAMPLES} --train.micro_batch_size {SAMPLES // replicas} --log.dir {log} "
         flags += f"--optimizer.lr {LEARNING_RATE} --optimizer.schedule constant "
         flags += f"--vision-parallel {vision} --text-parallel {text} "
@@ -157,10 +158,10 @@ class Plain:
     """
 
     def __init__(self, platform: Platform, folder: Path, cases: int, wrap: str):
-        from transformers import Qwen2_5_VLForConditionalGeneration
+        from transformers import AutoModelForImageTextToText
 
         self.platform, self.memory = platform, Memory(platform)
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        model = AutoModelForImageTextToText.from_pretrained(
             folder / "model", dtype=torch.float32, attn_implementation="sdpa"
         )
         self.model = {"fsdp": _fully_shard, "ddp": _replicate}[wrap](LossOf(model).to(platform.device), platform)
