@@ -208,6 +208,7 @@ class StepReport:
                 "system": name,
                 "tokens_per_s": rounds[0][0].tokens / median(seconds[name]),
                 "seconds": seconds[name],
+                "cpu_seconds": [sum(r.cpu_seconds for r in ranks) for ranks in rounds],
                 "peak_bytes": max(peaks[name]),
                 "ratio": asdict(Ratio.of(seconds[name], ours)) if ours else None,
                 **_traffic(rounds, traffic[name]),
@@ -265,8 +266,9 @@ class StepReport:
             if shared and (fsdp := rows.get("fsdp")):
                 lines.append(_against_fsdp(case, shared, fsdp))
             if self.size.experts and (fsdp := rows.get("fsdp")):
-                shares = "; ".join(_shares(row, fsdp) for row in ours)
-                lines.append(f"REPORT: {case}: shares of FSDP2's time, memory and bytes sent: {shares}")
+                shares = "; ".join(_shares(row, fsdp) for name, row in rows.items() if name != "fsdp")
+                what = "time, processors' time, memory and bytes sent"
+                lines.append(f"REPORT: {case}: shares of FSDP2's {what}: {shares}")
         return lines
 
     def write(self, folder: Path) -> None:
@@ -300,8 +302,9 @@ def _against_fsdp(case: str, shared: Sequence[dict[str, Any]], fsdp: dict[str, A
 
 
 def _shares(row: dict[str, Any], fsdp: dict[str, Any]) -> str:
-    memory, sent = (row[key] / fsdp[key] for key in ("peak_bytes", "bytes"))
-    return f"{row['system'].replace('|', ', ')} {Ratio.of(row['seconds'], fsdp['seconds'])}, {memory:.2f}, {sent:.2f}"
+    times = (str(Ratio.of(row[key], fsdp[key])) for key in ("seconds", "cpu_seconds"))
+    rest = (f"{row[key] / fsdp[key]:.2f}" for key in ("peak_bytes", "bytes"))
+    return f"{row['system'].replace('|', ', ')} {', '.join([*times, *rest])}"
 
 
 def _traffic(rounds: list[list[Any]], ranks: list[Any]) -> dict[str, Any]:

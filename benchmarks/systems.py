@@ -39,10 +39,11 @@ MAX_PIXELS = 4_000_000
 
 @dataclass(frozen=True)
 class StepResult:
-    """One rank's step: seconds of all of it and of the vision module's two passes (None where they are not told apart),
-    the loss of the global batch, and its tokens."""
+    """One rank's step: seconds of all of it, of the processor's time, and of the vision module's two passes (None where
+    they are not told apart), the loss of the global batch, and its tokens."""
 
     seconds: float
+    cpu_seconds: float
     vision_seconds: float | None
     loss: float
     tokens: int
@@ -125,11 +126,11 @@ class Ours:
     def step(self, case: int) -> StepResult:
         """Train once on a case."""
         dist.barrier()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         metrics = self.run.train_step(1, self.batches[case])
         self.run.optimizer.wait_for_weights()  # Other steps follow none but after a barrier.
-        seconds = time.perf_counter() - start
-        return StepResult(seconds, self.watch.last.get("vision", 0.0), metrics.loss, metrics.tokens)
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+        return StepResult(seconds, busy, self.watch.last.get("vision", 0.0), metrics.loss, metrics.tokens)
 
     def peak_bytes(self, case: int) -> int:
         """Train once on a case; the peak memory of that."""
@@ -174,11 +175,11 @@ class Plain:
     def step(self, case: int) -> StepResult:
         """Train once on a case."""
         dist.barrier()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         loss = self._train(case)
         self.platform.synchronize()
-        seconds = time.perf_counter() - start
-        return StepResult(seconds, None, loss, self.batches[case]["tokens"])
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+        return StepResult(seconds, busy, None, loss, self.batches[case]["tokens"])
 
     def peak_bytes(self, case: int) -> int:
         """Train once on a case; the peak memory of that."""
