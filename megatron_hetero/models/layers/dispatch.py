@@ -91,7 +91,7 @@ class _AddedUp(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class RowExchange:
     """An all-to-all over `group`: rows that this rank sends to each, and receives from each."""
 
     group: dist.ProcessGroup
@@ -99,9 +99,9 @@ class Exchange:
     received: tuple[int, ...]
 
     @property
-    def back(self) -> Exchange:
+    def back(self) -> RowExchange:
         """The exchange in the other direction."""
-        return Exchange(self.group, self.received, self.sent)
+        return RowExchange(self.group, self.received, self.sent)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the received rows [received, width] for `x` [sent, width]."""
@@ -116,7 +116,7 @@ class Exchange:
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.run(x)
 
@@ -156,7 +156,7 @@ class Dispatch:
 
     chosen: Tensor
     rows: Copies | None
-    exchange: Exchange | None
+    exchange: RowExchange | None
     pairs: Copies
     choice: Tensor
     ends: Tensor
@@ -178,7 +178,7 @@ class Dispatch:
         owner = (chosen * ranks + (ranks - 1)) // experts  # The inverse of `block`.
         to_rank = chosen.new_zeros(len(chosen), ranks, dtype=torch.bool).scatter_(1, owner, True)
         sizes = _sizes(owner, to_rank, group, imbalance)
-        exchange = Exchange(group, sizes.sent, sizes.received)
+        exchange = RowExchange(group, sizes.sent, sizes.received)
         # Without the rest of what they are views of.
         tokens = torch.nonzero_static(to_rank.t(), size=sum(sizes.sent))[:, 1].contiguous()
         rows = Copies.of(tokens, tokens.argsort(stable=True), to_rank.sum(1))
@@ -199,7 +199,7 @@ class Dispatch:
 
 
 def _sizes(owner: Tensor, to_rank: Tensor, group: dist.ProcessGroup, imbalance: float) -> Sizes:
-    """Exchange sizes, and wait for them. `owner` int64 [tokens, k] and `to_rank` bool [tokens, ranks]: the ranks of the
+    """RowExchange sizes, and wait for them. `owner` int64 [tokens, k] and `to_rank` bool [tokens, ranks]: the ranks of the
     experts of each token.
     """
     tokens, ranks = to_rank.shape

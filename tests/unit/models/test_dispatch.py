@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.models.layers.dispatch import Dispatch, Exchange, add_up, block, take
+from megatron_hetero.models.layers.dispatch import Dispatch, RowExchange, add_up, block, take
 from tests.support.ranks import on_ranks
 
 WIDTH, RANKS = 11, 4
@@ -30,9 +30,9 @@ class Received:
     """Rows of `WIDTH` that a rank gets from others, of each exchange."""
 
     def __init__(self) -> None:
-        self.rows, self._run = list[int](), Exchange.run
+        self.rows, self._run = list[int](), RowExchange.run
 
-    def __call__(self, exchange: Exchange, x: Tensor) -> Tensor:
+    def __call__(self, exchange: RowExchange, x: Tensor) -> Tensor:
         out = self._run(exchange, x)
         if x.shape[1:] == (WIDTH,):
             self.rows.append(len(out) - exchange.received[exchange.group.rank()])
@@ -56,7 +56,7 @@ def _compare(chosen: list[Tensor], given: list[Tensor], rank: int, blocks: list[
     """Let expert e multiply by e + 1, all in whole numbers."""
     start, stop = blocks[rank]
     x, received = given[rank].clone().requires_grad_(), Received()
-    with mock.patch.object(Exchange, "run", lambda exchange, x: received(exchange, x)):
+    with mock.patch.object(RowExchange, "run", lambda exchange, x: received(exchange, x)):
         dispatch = Dispatch.of(chosen[rank], blocks[-1][1], dist.group.WORLD)  # pyright: ignore[reportArgumentType]
         rows = dispatch.send(x)
         pairs = take(rows, dispatch.pairs)
