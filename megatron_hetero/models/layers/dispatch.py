@@ -199,7 +199,7 @@ class Dispatch:
 
 
 def _sizes(owner: Tensor, to_rank: Tensor, group: dist.ProcessGroup, imbalance: float) -> Sizes:
-    """RowExchange sizes, and wait for them. `owner` int64 [tokens, k] and `to_rank` bool [tokens, ranks]: the ranks of the
+    """Exchange sizes, and wait for them. `owner` int64 [tokens, k] and `to_rank` bool [tokens, ranks]: the ranks of the
     experts of each token.
     """
     tokens, ranks = to_rank.shape
