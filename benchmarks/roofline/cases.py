@@ -98,10 +98,19 @@ LAYOUTS = {
         ZERO3,
     ),
     "32b": (Layouts("sp|tp", "sp:8", "tp:8", 1), Layouts("uniform tp", "tp:8", "tp:8", 1), ZERO3),
+    "30b_a3b": (
+        Layouts("sp|tp", "sp:8", "dp:8,ep:8", 8),
+        Layouts("sp|tp", "dp:8", "dp:8,ep:8", 8),
+        Layouts("uniform tp", "tp:4,dp:2", "tp:4,dp:2,ep:8", 2),
+        ZERO3,
+    ),
 }
 """7B has 28 heads: no `tp` of 8."""
-STATES = {"7b": "", "32b": SMALL}
-"""32B has room on eight GPUs with split masters, and moments and gradients in bfloat16."""
+TITLES = {"7b": "Qwen2.5-VL-7B", "32b": "Qwen2.5-VL-32B", "30b_a3b": "Qwen3-VL-30B-A3B"}
+STATES = {"7b": "", "32b": SMALL, "30b_a3b": SMALL}
+"""The larger ones have room on eight GPUs with split masters, and moments and gradients in bfloat16."""
+QWEN3 = frozenset({"30b_a3b"})
+"""Models whose patches have 16 pixels in place of 14."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +139,12 @@ class Step:
         """One micro-batch, on the first rank."""
         samples = f"--train.global_batch_size {self.layouts.replicas * self.samples}"
         samples += f" --train.micro_batch_size {self.samples}"
-        sizes = f"--plan.image_side {self.picture.side} --plan.tokens {self.picture.tokens}"
+        side = self.picture.side // 14 * (16 if self.model in QWEN3 else 14)
+        sizes = f"--plan.image_side {side} --plan.tokens {self.picture.tokens}"
         again = " ".join(f"--model.recompute.{module} full" for module in self.recomputed)
         more = f"{sizes} {samples} {LIMITS} {STATES[self.model]} {self.layouts.more} {again}"
-        return Case(self.model, self.layouts.vision, self.layouts.text, WORLD, 0, more)
+        family = "qwen3_vl" if self.model in QWEN3 else Case.family
+        return Case(self.model, self.layouts.vision, self.layouts.text, WORLD, 0, more, family)
 
     @cached_property
     def planned_bytes(self) -> int:
@@ -155,7 +166,9 @@ class Step:
 
 
 def overlapped(model: str, picture: Picture) -> list[Layouts]:
-    """More layouts of the longest packs, where products take longer than launches."""
+    """More layouts of the longest packs, where products take longer than launches. Experts exchange nothing over tp."""
+    if model == "30b_a3b":
+        return []
     return [each.overlapped for each in LAYOUTS[model] if each is not ZERO3 and picture is PICTURES[0]]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.report import table
-from benchmarks.roofline.cases import PICTURES, TEXT_TOKENS, WORLD, Picture, Step
+from benchmarks.roofline.cases import PICTURES, TEXT_TOKENS, TITLES, WORLD, Picture, Step
 from benchmarks.roofline.costs import Ask
 from benchmarks.roofline.devices import (
     ASSUMED,
@@ -48,7 +48,7 @@ def text_of(found: Sequence[Found], gpu: Gpu, measured: Sequence[Measured] = ())
     ]
     for model in models:
         of_model = [each for each in found if each[0].model == model]
-        parts.append(f"## Qwen2.5-VL-{model.upper()}")
+        parts.append(f"## {TITLES[model]}")
         parts += ["### What each assumption is worth", worth(of_model)]
         parts += [_of_picture(picture, of_model) for picture in PICTURES]
         parts += ["### `sp|tp` over the best of the others", _ratios(of_model)]

@@ -102,6 +102,7 @@ class FakeGpu:
     def __enter__(self) -> Self:
         self._stack.enter_context(_cuda_calls(self))
         self._stack.enter_context(_fsdp_calls(self))
+        self._stack.enter_context(mock.patch.object(dispatch, "_sizes", _expected_sizes))
         self._stack.enter_context(self._fake)
         self._stack.enter_context(_Dispatch(self))
         return self
@@ -255,8 +256,8 @@ class _Dispatch(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in READS:
             self.gpu.waits_for(f"{packet.__name__} of a tensor on the device")
-            made_up = torch.ones((), dtype=inputs[0].dtype)
-            return (made_up.item() if packet is aten._local_scalar_dense else True,)
+            with unset_fake_temporarily():
+                return (torch.ones((), dtype=inputs[0].dtype).item() if packet is aten._local_scalar_dense else True,)
         to_host = packet is aten._to_copy and torch.device(kwargs.get("device") or GPU).type == "cpu"
         if to_host:
             self.gpu.waits_for("a copy to the host")
@@ -362,6 +363,15 @@ class _Stream:
 
     def synchronize(self) -> None:
         self._waits_for("a stream")
+
+
+_sizes = dispatch._sizes
+
+
+def _expected_sizes(owner: Tensor, to_rank: Tensor, group: Any, imbalance: float) -> Any:
+    """What routers without values send: as much to each rank, once the host has waited to read it."""
+    _sizes(owner, to_rank, group, imbalance)
+    return dispatch.Sizes.expected(*owner.shape, to_rank.shape[1], imbalance)
 
 
 @contextlib.contextmanager

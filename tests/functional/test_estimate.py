@@ -10,13 +10,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.measuring.trial import assumed_step
 from megatron_hetero.boundary.loaded import BufferPool
@@ -26,7 +27,9 @@ from megatron_hetero.estimate.parameters import parameters_of
 from megatron_hetero.groups.fsdp import fsdp_groups
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.watchdog import Stopwatch
+from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.models.layers import offload as activations
+from megatron_hetero.models.layers.dispatch import Dispatch
 from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.step.buffers import Replicated
@@ -71,6 +74,7 @@ OFFLOAD = "--offload.vision.activations true --offload.text.activations true"
 SPLIT = "--parallel_layers.text 1 3"
 PARTS = "--model.patches_per_call.vision 40"
 SMALL = "--precision.{0}.master {1} --precision.{0}.moments {2} --precision.{0}.gradients {3}"
+EVEN, MOE = "--plan.expert_imbalance 1", "qwen3_vl_moe"
 HALVES = "--precision.vision.master split --precision.vision.gradients bfloat16"
 CASES = [
     Case("dp:1", "dp:1", 1),
@@ -166,8 +170,18 @@ CASES = [
     Case("dp:1@0", "pp:2@1-2", 3, f"{PARTS} --plan.images 4 {OFFLOAD}"),
     Case("dp:2", "pp:2", 2, f"{PARTS} --plan.images 4 --model.freeze vision projector"),
     Case("pp:2", "dp:2", 2, f"{PARTS} --plan.images 4 --model.freeze vision"),
+    # Tokens go to all experts, so that each rank gets as many.
+    Case("dp:2", "dp:2,ep:2", 2, EVEN, family=MOE),
+    Case("dp:2", "tp:2,ep:2", 2, f"{BF16} {EVEN}", family=MOE),
+    Case("dp:2", "tp:2", 2, f"{EVEN} {WHOLE} {SELECTIVE}", family=MOE),
+    Case("dp:2", "cp:2,ep:2", 2, f"{BF16} {EVEN} {RECOMPUTE}", family=MOE),
+    Case("dp:4", "pp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} --model.recompute.text 1 {OFFLOAD}", family=MOE),
+    Case("dp:2", "dp:2,ep:2", 2, f"{BF16} {EVEN} {SELECTIVE} --model.chunk.text 16", family=MOE),
+    Case("dp:4", "tp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} {ZERO3}", family=MOE),
+    Case("dp:4", "tp:2,dp:2", 4, f"{EVEN} --zero.text 2", family=MOE),
 ]
 COMPILED = [
+    Case("dp:2", "dp:2,ep:2", 2, f"{EVEN} --model.compile layers", family=MOE),
     Case("sp:2", "tp:2", 2, f"{BF16} --model.compile layers"),
     Case("dp:2", "dp:2", 2, "--model.compile layers", family="qwen3_vl"),
     Case("sp:2", "tp:2", 2, f"--model.compile layers {SELECTIVE}", family="qwen3_vl"),
@@ -177,10 +191,10 @@ COMPILED = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Models of each family with an untied and with a tied head, and data that only has to exist."""
-    kinds = product(("qwen2_5_vl", "qwen3_vl"), (False, True))
+    kinds = product(("qwen2_5_vl", "qwen3_vl", MOE), (False, True))
     found: Folders = {kind: tmp_path_factory.mktemp("plan") for kind in kinds}
     for (family, tied), folder in found.items():
-        write_model(folder / "model", replace(DEEP, tied=tied, family=family, deepstack=(0, 1, 2)))
+        write_model(folder / "model", replace(DEEP, tied=tied, family=family, deepstack=(0, 1, 2), top_k=6))
         write_model(folder / "detail", replace(DEEP, vision_layers=2, vision_heads=2, vision_ffn=44, full_layers=(0,)))
         write_data(folder, 8)
     return found
@@ -225,16 +239,19 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     states, on_host = (sum(_optimizer_bytes(o, on_host=host) for o in optimizers) for host in (False, True))
     assert expected["optimizer"] == pytest.approx(states, rel=0.05)
     assert estimate.host_states[rank] == pytest.approx(on_host, rel=0.05)
+    on_host = sum(_offloaded_bytes(module) for module in run.modules if module.view == MAIN)
     layouts = estimate.job.layouts
     stays = [each.stays for (name, at), each in estimate.parameters.items() if rank in layouts[name].stage(at).ranks]
     assert max(stays, default=0) <= live.most_gathered <= expected["workspace"]
     assert expected["activations"] == pytest.approx(live.peak, rel=0.05)
-    assert estimate.host_activations[rank] == pytest.approx(sum(map(_offloaded_bytes, run.modules)), rel=0.05)
+    assert estimate.host_activations[rank] == pytest.approx(on_host, rel=0.05)
     # A buffer for no rows takes a byte.
     assert -8 <= expected["boundary"] - sum(pool.peak for pool in pools) <= 0.03 * sum(expected.values())
     for module in run.modules:
         stages = [chunk.stage for chunk in module.chunks]
-        found = parameters_of(module.name, run.shapes, module.holders.size(), stages, run.job.frozen.tensors)
+        found = parameters_of(
+            module.name, run.shapes, module.holders.size(), stages, run.job.frozen.tensors, module.view.name
+        )
         assert [p.name for p in found] == list(module.parameters)
         assert sum(p.elements for p in found) == sum(p.numel() for p in module.parameters.values())
     for boundary in estimate.boundaries:
@@ -328,8 +345,8 @@ class _SavedTensor:
 
 
 class _LiveActivations:
-    """Tracks the peak bytes on this rank of what autograd saves, without parameters, and of the interpreter's hidden
-    states and rows. Each storage counts once.
+    """Tracks the peak bytes on this rank of what autograd saves, without parameters, of where tokens go to experts, and
+    of the interpreter's hidden states and rows. Each storage counts once.
     """
 
     def __init__(self, run: Trainer):
@@ -337,19 +354,23 @@ class _LiveActivations:
         self.copies = WeakSet[activations.SavedStorage]()
         kept = [m.data_parallel.weights(name) for m in run.modules for name in m.parameters]
         self.parameters = {t.untyped_storage().data_ptr() for t in kept}
-        parts = [part for m in run.modules for chunk in m.chunks for part in chunk.modules()]
+        parts = [part for m in run.modules if m.view == MAIN for chunk in m.chunks for part in chunk.modules()]
         self.shared = [each for part in parts for group in fsdp_groups(part) for each in group.fsdp_params]
         self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         self.copying = mock.patch.object(activations, "SavedStorage", partial(_CountedCopy, self))
+        self.moves = list[ref[Tensor]]()
+        self.dispatching = mock.patch.object(Dispatch, "of", partial(self._dispatch, Dispatch.of))
         run.interpreter.watch = _Sampler(run.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
         run.interpreter.run = partial(self._execute, run)
 
     def __enter__(self) -> Self:
         self.hooks.__enter__()
         self.copying.start()
+        self.dispatching.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.dispatching.stop()
         self.copying.stop()
         self.hooks.__exit__(*error)
 
@@ -366,8 +387,19 @@ class _LiveActivations:
         )
         return self.execution.run()
 
+    def _dispatch(self, of: Callable[..., Dispatch], *args: Any) -> Dispatch:
+        found = of(*args)
+        self.moves += [ref(x) for x in tree_leaves(vars(found)) if isinstance(x, Tensor)]
+        return found
+
+    def _gathered(self) -> Iterator[Tensor]:
+        """Weights that ZeRO 2 and 3 have gathered."""
+        return (t for each in self.shared if hasattr(each, "_unsharded_param") for t in each.all_gather_outputs)
+
     def _pack(self, tensor: Tensor) -> Any:
         is_weight = any(isinstance(t, torch.nn.Parameter) for t in (tensor, tensor._base))
+        # Experts save views of them.
+        is_weight |= any(t.untyped_storage() is tensor.untyped_storage() for t in self._gathered())
         if is_weight or tensor.untyped_storage().data_ptr() in self.parameters or not tensor.untyped_storage().nbytes():
             return _Plain(tensor)
         kept = _SavedTensor(tensor, self.saved)
@@ -376,14 +408,14 @@ class _LiveActivations:
 
     def sample(self) -> None:
         """Record what is live now."""
-        gathered = (t for each in self.shared if hasattr(each, "_unsharded_param") for t in each.all_gather_outputs)
-        self.most_gathered = max(self.most_gathered, sum(t.untyped_storage().nbytes() for t in gathered))
+        self.most_gathered = max(self.most_gathered, sum(t.untyped_storage().nbytes() for t in self._gathered()))
         offloaded = [copy.device for copy in self.copies if copy.device is not None]
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*offloaded, *self._held())}
         extra = sum(size for address, size in held.items() if address not in self.saved)
         self.peak = max(self.peak, extra + sum(size for _, size in self.saved.values()))
 
     def _held(self) -> Iterator[Tensor]:
+        yield from (moved for each in self.moves if (moved := each()) is not None)
         execution = self.execution
         if execution is None:
             return

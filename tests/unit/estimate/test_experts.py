@@ -30,9 +30,10 @@ def make_moe(moe_folder: Path) -> MakeMoe:
 
     def make(world: int, text: str, more: str = "") -> Estimate:
         vision = "" if "--vision-parallel" in more else f"--vision-parallel dp:{world}"
+        of_text = "" if "--text-parallel" in more else f"--text-parallel {text}"
         flags = (
             f"--model.hf_path {moe_folder} --data.registry.d.annotations none.json --data.datasets d "
-            f"--train.global_batch_size {world} {vision} --text-parallel {text} {more}"
+            f"--train.global_batch_size {world} {vision} {of_text} {more}"
         )
         return Estimate.of(load_config(flags.split()), world)
 
@@ -68,8 +69,10 @@ def test_the_rank_with_most_experts_is_planned(make_moe: MakeMoe) -> None:
     assert even - most == 4 * EXPERT * (64 - 22)
 
 
-@pytest.mark.parametrize("text", ["dp:8,ep:8", "dp:8,ep:2", "tp:4,dp:2,ep:8", "sp:2,cp:2,dp:2,ep:4"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "text, compiled",
+    [("dp:8,ep:8", False), ("tp:4,dp:2,ep:8", False), ("tp:4,dp:2,ep:8", True), ("sp:2,cp:2,dp:2,ep:4", True)],
+)
 def test_layers_with_experts_are_measured_in_every_way(text: str, compiled: bool, make_moe: MakeMoe) -> None:
     plan = make_moe(8, text)
     ways = {
@@ -197,14 +200,9 @@ def test_experts_over_more_ranks_need_less(make_moe: MakeMoe) -> None:
     assert list(experts_over_more_ranks(make_moe(8, "tp:2,dp:4,ep:8"))) == []
 
 
-def test_what_is_suggested_of_models_with_experts_is_planned(make_moe: MakeMoe) -> None:
+def test_what_is_suggested_for_models_with_experts_is_planned(make_moe: MakeMoe) -> None:
     plan = make_moe(8, "dp:8")
-    for share in (0.9, 0.6, 0.4):
-        limit = round(share * plan.totals.max())
-        found = find_fitting(plan, limit)
-        for attempt in (*found.attempts, *filter(None, [found.closest, found.larger])):
-            layout = attempt.estimate.job.layouts["text"].degrees_text
-            again = make_moe(
-                attempt.estimate.world_size, layout, attempt.flags.replace("--text-parallel " + layout, "")
-            )
-            assert again.totals.max() <= attempt.needed or found.larger
+    found = find_fitting(plan, round(0.8 * plan.totals.max()))
+    assert any("ep:" in attempt.flags for attempt in found.attempts)
+    for attempt in found.attempts:
+        assert make_moe(8, "dp:8", attempt.flags).totals.max() == attempt.needed <= 0.8 * plan.totals.max()
