@@ -230,7 +230,7 @@ class TwoTowers(Oracle):
 
         config = self.model.config.text_config
         loss = load_balancing_loss_func(hidden.router_logits, config.num_experts, config.num_experts_per_tok)
-        return ids, logits, self.balance * loss
+        return ids, logits, torch.as_tensor(self.balance * loss)
 
 
 def stored_name(name: str) -> str:
