@@ -229,8 +229,8 @@ class TwoTowers(Oracle):
         from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
         config = self.model.config.text_config
-        loss: Any = load_balancing_loss_func(hidden.router_logits, config.num_experts, config.num_experts_per_tok)
-        return ids, logits, self.balance * loss
+        loss = load_balancing_loss_func(hidden.router_logits, config.num_experts, config.num_experts_per_tok)
+        return ids, logits, torch.as_tensor(self.balance * loss)
 
 
 def stored_name(name: str) -> str:
