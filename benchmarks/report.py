@@ -208,6 +208,7 @@ class StepReport:
                 "system": name,
                 "tokens_per_s": rounds[0][0].tokens / median(seconds[name]),
                 "seconds": seconds[name],
+                "cpu_seconds": [sum(r.cpu_seconds for r in ranks) for ranks in rounds],
                 "peak_bytes": max(peaks[name]),
                 "ratio": asdict(Ratio.of(seconds[name], ours)) if ours else None,
                 **_traffic(rounds, traffic[name]),
@@ -228,7 +229,7 @@ class StepReport:
         head = f"Whole training steps, {self.ranks} ranks, global batch of 4 samples, fp32. Model: {size}."
         notes = (
             "Ours: sp, tp (vision, text) and the like. `whole`: activations not split over tp. `zero`: ZeRO 3, with tp "
-            "of the encoder alone. Ratio: median [min, max] of rounds. "
+            "of the encoder alone. `ep`: experts divided over all ranks. Ratio: median [min, max] of rounds. "
             "Memory: resident (of the allocator on a GPU), above what the process held before the model was built. "
             "All compute their products by the library that PyTorch takes."
         )
@@ -264,11 +265,15 @@ class StepReport:
             shared = [row for name, row in rows.items() if name.endswith(ZERO)]
             if shared and (fsdp := rows.get("fsdp")):
                 lines.append(_against_fsdp(case, shared, fsdp))
+            if self.size.experts and (fsdp := rows.get("fsdp")):
+                shares = "; ".join(_shares(row, fsdp) for name, row in rows.items() if name != "fsdp")
+                what = "time, processors' time, memory and bytes sent"
+                lines.append(f"REPORT: {case}: shares of FSDP2's {what}: {shares}")
         return lines
 
     def write(self, folder: Path) -> None:
         """Table, numbers and plot."""
-        write(folder, "step", self.text(), asdict(self), self._figure())
+        write(folder, "experts" if self.size.experts else "step", self.text(), asdict(self), self._figure())
 
     def _figure(self) -> Any:
         figure, axes = _axes("", "tokens / s, over ours")
@@ -294,6 +299,12 @@ def _against_fsdp(case: str, shared: Sequence[dict[str, Any]], fsdp: dict[str, A
         found.append(f"{row['system'].replace('|', ', ')} {time} of its time, {memory:.2f} of its memory")
     wanted = f"at most {LESS_TIME} of FSDP2's time in at most {LESS_MEMORY} of its memory"
     return verdict(passed, f"{case}: ZeRO 3 takes {wanted}; {'; '.join(found)}")
+
+
+def _shares(row: dict[str, Any], fsdp: dict[str, Any]) -> str:
+    times = (str(Ratio.of(row[key], fsdp[key])) for key in ("seconds", "cpu_seconds"))
+    rest = (f"{row[key] / fsdp[key]:.2f}" for key in ("peak_bytes", "bytes"))
+    return f"{row['system'].replace('|', ', ')} {', '.join([*times, *rest])}"
 
 
 def _traffic(rounds: list[list[Any]], ranks: list[Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import argparse
 import os
 import tempfile
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.crew import Crew
 from benchmarks.material import Case, write_material
-from benchmarks.measuring.material import ModelSize
+from benchmarks.measuring.material import ANSWER, ModelSize
 from benchmarks.report import EncoderReport, StepReport
 from megatron_hetero.models.items.pictures import ImageSize
 
@@ -40,9 +41,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--encoder-only", action="store_true", help="time the vision encoder over a sweep of widths")
     parser.add_argument("--patches", type=_numbers, default=[1024, 4096, 16384], help="patches per step")
     parser.add_argument("--images", type=_numbers, default=[4, 1], help="images per step that these are spread over")
+    parser.add_argument("--words", type=_numbers, default=[ANSWER], help="words of an answer")
     parser.add_argument("--rounds", type=int, default=5, help="times that every system runs")
     parser.add_argument(
-        "--systems", type=lambda t: t.split(","), default=list(_SYSTEMS), help=f"of {', '.join(_SYSTEMS)}"
+        "--systems", type=lambda t: t.split(","), help=f"of {', '.join([*_SYSTEMS, *_SPARSE])}, as fits the model"
     )
     parser.add_argument(
         "--hidden", type=_numbers, default=[64, 128, 256, 512, 1280], help="widths of the encoder's sweep"
@@ -78,18 +80,30 @@ _SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Name to class of `benchmarks.systems` and what it is made with. `whole`: activations are not split over tp. `zero`:
 ZeRO 3, of the encoder or of both modules.
 """
+_SPARSE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sp|dp ep": ("Ours", ("sp:{n}", "dp:{n},ep:{n}")),
+    "sp|tp2 dp ep": ("Ours", ("sp:{n}", "tp:2,dp:{half},ep:{n}")),
+    "sp|tp ep": ("Ours", ("sp:{n}", "tp:{n},ep:{n}")),
+    "dp|dp ep": ("Ours", ("dp:{n}", "dp:{n},ep:{n}")),
+    "sp|dp ep1 zero": ("Ours", ("sp:{n}", "dp:{n},ep:1", *_ZERO)),
+    "fsdp": _SYSTEMS["fsdp"],
+    "ddp": _SYSTEMS["ddp"],
+}
+"""Likewise, for models with experts; `ep`: these are divided over all ranks."""
 
 
 def _whole_steps(options: argparse.Namespace, folder: Path) -> StepReport:
     import benchmarks.systems
 
-    cases = [Case(patches, images) for images in options.images for patches in options.patches]
+    wanted = product(options.images, options.patches, options.words)
+    cases = [Case(patches, images, words) for images, patches, words in wanted]
     size = ModelSize(**{f.name: getattr(options, f.name) for f in fields(ModelSize)})
     write_material(folder, size, cases)
     crews: dict[str, Crew] = {}
-    for number, name in enumerate(options.systems):
-        kind, values = _SYSTEMS[name]
-        values = tuple(value.format(n=options.ranks) for value in values)
+    systems = _SPARSE if size.experts else _SYSTEMS
+    for number, name in enumerate(options.systems or systems):
+        kind, values = systems[name]
+        values = tuple(value.format(n=options.ranks, half=options.ranks // 2) for value in values)
         build = getattr(benchmarks.systems, kind)
         crews[name] = Crew(options.ranks, folder / f"store-{number}", build, folder, len(cases), *values)
     report = StepReport(size, options.ranks)

@@ -25,6 +25,7 @@ from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch
+from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.items.pictures import PixelLimits
 from megatron_hetero.models.items.types import Piece
@@ -38,10 +39,11 @@ MAX_PIXELS = 4_000_000
 
 @dataclass(frozen=True)
 class StepResult:
-    """One rank's step: seconds of all of it and of the vision module's two passes (None where they are not told apart),
-    the loss of the global batch, and its tokens."""
+    """One rank's step: seconds of all of it, of the processor's time, and of the vision module's two passes (None where
+    they are not told apart), the loss of the global batch, and its tokens."""
 
     seconds: float
+    cpu_seconds: float
     vision_seconds: float | None
     loss: float
     tokens: int
@@ -111,7 +113,7 @@ class Ours:
         )
         flags += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --data.workers 0 "
         flags += f"--data.max_seq_length 32768 --data.max_pixels {MAX_PIXELS} --train.iters 100000 "
-        replicas = Layout.parse(text, dist.get_world_size()).dp
+        replicas = Layout.parse(text, dist.get_world_size(), views=(EXPERTS,)).dp
         flags += f"--train.global_batch_size {SAMPLES} --train.micro_batch_size {SAMPLES // replicas} --log.dir {log} "
         flags += f"--optimizer.lr {LEARNING_RATE} --optimizer.schedule constant "
         flags += f"--vision-parallel {vision} --text-parallel {text} "
@@ -124,11 +126,11 @@ class Ours:
     def step(self, case: int) -> StepResult:
         """Train once on a case."""
         dist.barrier()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         metrics = self.run.train_step(1, self.batches[case])
         self.run.optimizer.wait_for_weights()  # Other steps follow none but after a barrier.
-        seconds = time.perf_counter() - start
-        return StepResult(seconds, self.watch.last.get("vision", 0.0), metrics.loss, metrics.tokens)
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+        return StepResult(seconds, busy, self.watch.last.get("vision", 0.0), metrics.loss, metrics.tokens)
 
     def peak_bytes(self, case: int) -> int:
         """Train once on a case; the peak memory of that."""
@@ -157,10 +159,10 @@ class Plain:
     """
 
     def __init__(self, platform: Platform, folder: Path, cases: int, wrap: str):
-        from transformers import Qwen2_5_VLForConditionalGeneration
+        from transformers import AutoModelForImageTextToText
 
         self.platform, self.memory = platform, Memory(platform)
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        model = AutoModelForImageTextToText.from_pretrained(
             folder / "model", dtype=torch.float32, attn_implementation="sdpa"
         )
         self.model = {"fsdp": _fully_shard, "ddp": _replicate}[wrap](LossOf(model).to(platform.device), platform)
@@ -173,11 +175,11 @@ class Plain:
     def step(self, case: int) -> StepResult:
         """Train once on a case."""
         dist.barrier()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         loss = self._train(case)
         self.platform.synchronize()
-        seconds = time.perf_counter() - start
-        return StepResult(seconds, None, loss, self.batches[case]["tokens"])
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+        return StepResult(seconds, busy, None, loss, self.batches[case]["tokens"])
 
     def peak_bytes(self, case: int) -> int:
         """Train once on a case; the peak memory of that."""

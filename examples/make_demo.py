@@ -45,8 +45,8 @@ FAMILIES = tuple(SYSTEM_PROMPTS)
 # With half of the pictures, the same steps fit the training pictures but generalize less.
 CONFIG = """\
 # The demo's run. Paths are relative to this file.
-model: {{hf_path: model, dtype: float32}}
-parallel: {{vision: 'sp:2', text: 'tp:2'}}
+model: {{hf_path: model, dtype: float32{balance}}}
+parallel: {{vision: 'sp:2', text: '{text}'}}
 data:
   registry:
     demo-train: {{annotations: data/train.jsonl, images: data/images}}
@@ -54,7 +54,7 @@ data:
   datasets: [demo-train]
   shuffle: true
   max_seq_length: 256
-{video}train: {{iters: 450, global_batch_size: 32, micro_batch_size: 32, seed: {seed}}}
+{video}train: {{iters: 450, global_batch_size: 32, micro_batch_size: {samples}, seed: {seed}}}
 optimizer:
   name: adamw
   lr: 0.002
@@ -68,6 +68,9 @@ optimizer:
 log: {{dir: log}}
 export: {{hf_dir: trained}}
 """
+SETTINGS = {"balance": "", "text": "tp:2", "samples": 32}
+# Experts are split over ranks that have all other weights.
+EXPERT_SETTINGS = {"balance": ", router_aux_loss_coef: 0.001", "text": "dp:2,ep:2", "samples": 16}
 VIDEO_CONFIG = f"  video: {{fps: {RATE}, min_frames: 2}}\n"
 
 
@@ -144,7 +147,9 @@ def _write_parts(folder: Path, options: DemoOptions) -> None:
     corpus = [text for sample in train for text in (sample.question, sample.answer)]
     write_model(folder / "model", options.model, corpus, options.shape, options.seed)
     video = VIDEO_CONFIG if options.data == "video" else ""
-    (folder / "config.yaml").write_text(CONFIG.format(seed=options.seed, video=video), encoding="utf-8")
+    settings = EXPERT_SETTINGS if options.model == "qwen3_vl_moe" else SETTINGS
+    config = CONFIG.format(seed=options.seed, video=video, **settings)
+    (folder / "config.yaml").write_text(config, encoding="utf-8")
     marker = {"format": FORMAT} | asdict(options)
     (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
 

@@ -63,7 +63,7 @@ class EncoderConfig(Section):
 class ModelConfig(Section):
     """Section `model`."""
 
-    hf_path: Path = required("Qwen2.5-VL or Qwen3-VL folder in `transformers` format to start training from.")
+    hf_path: Path = required("Qwen2.5-VL, Qwen3-VL or Qwen3-VL-MoE folder, in `transformers` format, to start from.")
     hf_path_vision: Path | None = option(
         None,
         "Folder of the same family to take the vision encoder from; `model.hf_path` may then be a language model.",

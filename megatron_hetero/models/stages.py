@@ -20,7 +20,7 @@ from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.models.items.types import padded_patches
 from megatron_hetero.models.language import VocabularyShard, head_loss
 from megatron_hetero.models.layers.attention import AttentionParams
-from megatron_hetero.models.layers.balance import Balance, BalancedSamples, rows_of
+from megatron_hetero.models.layers.balance_loss import Balance, BalancedSamples, rows_of
 from megatron_hetero.models.layers.offload import ActivationOffload
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.schedule.contract import LOSS, METRICS, Gathered, StageOutput

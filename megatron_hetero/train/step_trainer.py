@@ -29,7 +29,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.layers.attention import AttentionParams
-from megatron_hetero.models.layers.balance import BalancedSamples
+from megatron_hetero.models.layers.balance_loss import BalancedSamples
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderInput, TextInput

@@ -399,7 +399,7 @@ class _LiveActivations:
     def _pack(self, tensor: Tensor) -> Any:
         is_weight = any(isinstance(t, torch.nn.Parameter) for t in (tensor, tensor._base))
         # Experts save views of them.
-        is_weight |= any(t.untyped_storage() is tensor.untyped_storage() for t in self._gathered())
+        is_weight |= tensor.untyped_storage().data_ptr() in {t.untyped_storage().data_ptr() for t in self._gathered()}
         if is_weight or tensor.untyped_storage().data_ptr() in self.parameters or not tensor.untyped_storage().nbytes():
             return _Plain(tensor)
         kept = _SavedTensor(tensor, self.saved)

@@ -82,7 +82,7 @@ class Oracle:
         change = answered.diff()
         return list(zip((change == 1).nonzero()[:, 0].tolist(), (change == -1).nonzero()[:, 0].tolist(), strict=True))
 
-    def step(self, numbers: range) -> tuple[float, dict[str, Tensor]]:
+    def step(self, numbers: Sequence[int]) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients (by stored name) of the global batch of these samples; parameters have the latter."""
         self.model.zero_grad()
         total, supervised = torch.zeros(()), 0

@@ -91,7 +91,7 @@ class _AddedUp(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class RowExchange:
     """An all-to-all over `group`: rows that this rank sends to each, and receives from each."""
 
     group: dist.ProcessGroup
@@ -99,9 +99,9 @@ class Exchange:
     received: tuple[int, ...]
 
     @property
-    def back(self) -> Exchange:
+    def back(self) -> RowExchange:
         """The exchange in the other direction."""
-        return Exchange(self.group, self.received, self.sent)
+        return RowExchange(self.group, self.received, self.sent)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the received rows [received, width] for `x` [sent, width]."""
@@ -116,7 +116,7 @@ class Exchange:
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.run(x)
 
@@ -156,7 +156,7 @@ class Dispatch:
 
     chosen: Tensor
     rows: Copies | None
-    exchange: Exchange | None
+    exchange: RowExchange | None
     pairs: Copies
     choice: Tensor
     ends: Tensor
@@ -178,8 +178,9 @@ class Dispatch:
         owner = (chosen * ranks + (ranks - 1)) // experts  # The inverse of `block`.
         to_rank = chosen.new_zeros(len(chosen), ranks, dtype=torch.bool).scatter_(1, owner, True)
         sizes = _sizes(owner, to_rank, group, imbalance)
-        exchange = Exchange(group, sizes.sent, sizes.received)
-        tokens = torch.nonzero_static(to_rank.t(), size=sum(sizes.sent))[:, 1]
+        exchange = RowExchange(group, sizes.sent, sizes.received)
+        # Without the rest of what they are views of.
+        tokens = torch.nonzero_static(to_rank.t(), size=sum(sizes.sent))[:, 1].contiguous()
         rows = Copies.of(tokens, tokens.argsort(stable=True), to_rank.sum(1))
         received = exchange.run(chosen.int().index_select(0, tokens)).long()
         return cls(chosen, rows, exchange, *_by_expert(received, own, experts, sizes.pairs))
@@ -219,7 +220,7 @@ def _by_expert(chosen: Tensor, own: tuple[int, int], experts: int, pairs: int) -
     """
     start, stop = own
     expert = (chosen - start) % experts  # From 0 on its own, others behind.
-    choice = expert.flatten().argsort(stable=True)[:pairs]
+    choice = expert.flatten().argsort(stable=True)[:pairs].clone()
     counts = chosen.new_zeros(experts).scatter_(0, expert.flatten(), 1, reduce="add")[: stop - start]
     copies = Copies.of(choice // chosen.shape[1], choice.argsort(), (expert < stop - start).sum(1))
     return copies, choice, counts.cumsum(0).int()

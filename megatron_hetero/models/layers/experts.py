@@ -112,7 +112,7 @@ class ExpertMLP(MLPPart):
 
 
 class _Routed(NamedTuple):
-    """Where tokens go, and the weights fp32 [tokens, k] of their experts."""
+    """Moves of tokens, and the weights [tokens, k] of their experts."""
 
     dispatch: Dispatch
     weights: Tensor

@@ -23,7 +23,7 @@ from megatron_hetero.models.layers.parts import AttentionPart, LayerCall, MLPPar
 from megatron_hetero.models.layers.recompute import recompute
 
 if TYPE_CHECKING:
-    from megatron_hetero.models.layers.balance import Balance
+    from megatron_hetero.models.layers.balance_loss import Balance
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
 # Imported where modules are built, as it takes seconds.
 if TYPE_CHECKING:
     from megatron_hetero.groups.megatron import ModuleGroups, TransformerConfig
-    from megatron_hetero.models.layers.balance import Balance
+    from megatron_hetero.models.layers.balance_loss import Balance
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.layers.dispatch import Dispatch, Exchange, block
+from megatron_hetero.models.layers.dispatch import Dispatch, RowExchange, block
 from megatron_hetero.train.held_out import HeldOutEvaluation
 from tests.functional.train.test_gradients import EMPTY, assert_equal_gradients, write_long
 from tests.support import runs as jobs
@@ -134,19 +134,19 @@ class Moved(NamedTuple):
 def moved(flags: list[str]) -> Moved:
     """Compute the gradients of a step."""
     run, found = build(flags), Moved([], [])
-    of, exchanged = Dispatch.of, Exchange.run
+    of, exchanged = Dispatch.of, RowExchange.run
 
     def note(chosen: Tensor, *more: Any) -> Dispatch:
         found.chosen.append(chosen)
         return of(chosen, *more)
 
-    def count(exchange: Exchange, x: Tensor) -> Tensor:
+    def count(exchange: RowExchange, x: Tensor) -> Tensor:
         out = exchanged(exchange, x)
         if x.shape[1:] == (CHOICE.hidden,):
             found.rows.append(len(out) - exchange.received[exchange.group.rank()])
         return out
 
-    with mock.patch.object(Dispatch, "of", note), mock.patch.object(Exchange, "run", count):
+    with mock.patch.object(Dispatch, "of", note), mock.patch.object(RowExchange, "run", count):
         _, batch, _ = next(iter(run.batches()))
         run.gradients(batch)
     return found

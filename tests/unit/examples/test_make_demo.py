@@ -93,11 +93,14 @@ def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_demo_of_either_family_can_be_trained(family: str, tmp_path: Path):
+def test_a_demo_of_each_family_can_be_trained(family: str, tmp_path: Path):
     assert main([str(tmp_path), "--model", family, "--train-pictures", "4", "--heldout-questions", "4"]) == 0
     assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == family
     config = load_config(["--config", str(tmp_path / "config.yaml")])
     job = JobSpec.of(config, 2)
+    experts = family == "qwen3_vl_moe"
+    assert str(job.layouts["text"]) == ("dp:2,ep:2@0-1" if experts else "tp:2@0-1")
+    assert (job.balance > 0) == experts
     more = ["--config", str(tmp_path / "config.yaml"), "--vision-parallel", "sp:4", "--text-parallel", "tp:4"]
     assert JobSpec.of(load_config(more), 4).layouts["text"].tp == 4
     assert job.shapes.text.family == family

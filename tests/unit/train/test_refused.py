@@ -44,6 +44,11 @@ def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: 
     ("--model.recompute.visoin full", "vision"),
     ("--model.tp_overlap.visoin 2", "vision"),
     ("--model.tp_overlap.text 2", "exchanges no tokens"),
+    ("--text-parallel dp:4,ep:2", "axis ep.* the module has no experts. Try `--text-parallel dp:4`"),
+    ("--text-parallel dp:4,etp:2", "axis etp.* the module has no experts. Try `--text-parallel dp:4`"),
+    ("--vision-parallel dp:4,ep:2", "axis ep.* the module has no experts. Try `--vision-parallel dp:4`"),
+    ("--model.router_aux_loss_coef 0.1", "router_aux_loss_coef.* the text module has no experts. Remove it"),
+    ("--model.router_aux_loss_coef -0.1", "router_aux_loss_coef.* expected ≥ 0"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused_before_any_group_is_made(flags: str, message: str, make_flags: MakeFlags) -> None:
     with pytest.raises(UserError, match=message):

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from megatron_hetero.groups.local_group import LocalGroup
-from megatron_hetero.models.layers.balance import Balance, BalancedSamples, rows_of
+from megatron_hetero.models.layers.balance_loss import Balance, BalancedSamples, rows_of
 
 EXPERTS, TOP_K, LAYERS, LENGTHS, SUPERVISED = 6, 2, 3, (5, 1, 8), (3, 0, 4)
 COEFFICIENT = 0.3
