@@ -2,7 +2,7 @@
 # make test          lint, types, unit tests, functional tests
 # make matrix        the rows of long matrices that `make test` leaves out
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
-# make nccl-rules    360 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
+# make nccl-rules    430 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
 # make recorded      small runs of every kind, compared to the bit with tests/recorded/recorded.json; three minutes
 # make properties    the property tests with other examples than those of `make test`
 # make fuzz          bad input of all kinds for 20 minutes: taken, or refused with a sentence

@@ -193,10 +193,6 @@ def ask_of(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Ask:
             factors = [x for x in args if isinstance(x, Tensor)]  # And not the dtype of the result.
             flops = flop_registry[packet](*factors, out_val=out)
         return Ask("product", flops, _moved(args, kwargs, out), shape=(out.numel() // max(1, columns), columns))
-    if packet is aten._grouped_mm:
-        rows, other = args[0], args[1]
-        flops, columns = 2.0 * rows.shape[0] * rows.shape[1] * other.shape[-1], out.shape[-1]
-        return Ask("product", flops, _moved(args, kwargs, out), shape=(out.numel() // max(1, columns), columns))
     if name in _WIRE:
         return Ask("wire", wire=_WIRE[name](args))
     if name in CHOOSING:

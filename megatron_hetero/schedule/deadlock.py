@@ -3,7 +3,8 @@
 NCCL gives a communicator one stream on each of its ranks, first in, first out, for its collectives and, if created
 eagerly, for its unbatched point-to-point too. The host of a rank issues its actions and never blocks.
 
-  * *Work* (a `run`) is on the compute stream. All ranks of a stage compute it together, since it may communicate.
+  * *Work* (a `run`) is on the compute stream. All ranks of a stage, of all replicas, compute it together, since it may
+    communicate: experts exchange tokens over replicas, in step with the computation.
   * An *operation* is on the stream of its communicator. A batch of point-to-point is one operation.
   * A *stream wait* (in `wait` and `finish`) makes the compute stream wait for the end of an operation.
 

@@ -95,7 +95,11 @@ LONG_SAMPLE = "--plan.image_side 3584 --plan.tokens 114688 --data.max_seq_length
 """A picture of 65,536 patches, and 131,072 tokens in all."""
 SMALL_PICTURES = "--schedule.waves 4 --train.global_batch_size 8 --plan.image_side 224 --plan.tokens 256"
 """Of 256 patches, four micro-batches in one call."""
+EVEN = "--plan.expert_imbalance 1"
+BALANCED = f"{EVEN} --model.router_aux_loss_coef 0.001 --train.global_batch_size 4 --parallel_layers.text 3 5"
 few = partial(Case, shallow=True)
+sparse = partial(few, "30b_a3b", family="qwen3_vl")
+"""Qwen3-VL-MoE; a folder with experts is that of the family `qwen3_vl_moe`, but for its name."""
 CASES = (
     few("7b", "sp:8", "tp:4,dp:2", 8),
     few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} --model.recompute.vision full --train.global_batch_size 4"),
@@ -121,6 +125,10 @@ CASES = (
     Case("7b", "sp:8", "dp:8", 8, 3, "--zero.vision 3 --zero.text 3 --train.global_batch_size 8"),
     few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} {OFFLOADED}"),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, SMALL_PICTURES),
+    sparse("sp:8", "tp:4,dp:2,ep:8", 8, 0, f"{EVEN} {RECOMPUTED} --train.global_batch_size 4"),
+    sparse("sp:8", "tp:1,dp:8,ep:8", 8, 3, f"{EVEN} --train.global_batch_size 8"),
+    sparse("sp:8", "tp:4,dp:2,ep:1", 8, 0, f"{EVEN} {RECOMPUTED} --train.global_batch_size 4"),
+    sparse("sp:4,dp:2", "tp:2,pp:2,dp:2,ep:4", 8, 7, f"{BALANCED} {SELECTIVE} --schedule.waves 2"),
 )
-LONG = tuple(case for number, case in enumerate(CASES) if not case.shallow or number in (0, 1, 2, 7, 19))
-"""For `make matrix`: whole models take minutes; what five shallow ones have, others have beside something else."""
+LONG = tuple(case for number, case in enumerate(CASES) if not case.shallow or number in (0, 1, 2, 7, 19, 25, 27))
+"""For `make matrix`: whole models take minutes; what seven shallow ones have, others have beside something else."""

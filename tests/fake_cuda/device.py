@@ -102,7 +102,6 @@ class FakeGpu:
     def __enter__(self) -> Self:
         self._stack.enter_context(_cuda_calls(self))
         self._stack.enter_context(_fsdp_calls(self))
-        self._stack.enter_context(mock.patch.object(dispatch, "_sizes", _expected_sizes))
         self._stack.enter_context(self._fake)
         self._stack.enter_context(_Dispatch(self))
         return self
@@ -365,15 +364,6 @@ class _Stream:
         self._waits_for("a stream")
 
 
-_sizes = dispatch._sizes
-
-
-def _expected_sizes(owner: Tensor, to_rank: Tensor, group: Any, imbalance: float) -> Any:
-    """What routers without values send: as much to each rank, once the host has waited to read it."""
-    _sizes(owner, to_rank, group, imbalance)
-    return dispatch.Sizes.expected(*owner.shape, to_rank.shape[1], imbalance)
-
-
 @contextlib.contextmanager
 def _fsdp_calls(gpu: FakeGpu) -> Iterator[None]:
     """Inside, the books are kept of memory that FSDP2 frees and gets again."""
@@ -438,6 +428,7 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
             "manual_seed": lambda *_: None,
         },
         torch: {"compile": gpu.compiled},
+        torch.accelerator: {"current_stream": lambda *_: _Stream(gpu.waits_for)},
         platform: {"_gpus_compile": lambda: True},
         Tensor: {"record_stream": lambda *_: None},
         # One copy, as of other tensors; theirs reads one element after the other.

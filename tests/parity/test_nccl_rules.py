@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.parity import runs
-from tests.parity.cases import Ask, Case, flags_of, gradients_equal, norm_of, three_steps_equal
+from tests.parity.cases import BALANCE, RECOMPUTE, Ask, Case, flags_of, gradients_equal, norm_of, three_steps_equal
 from tests.parity.test_parity import CASES
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
@@ -106,6 +106,19 @@ IN_PARTS = [
 
 @pytest.mark.parametrize("case", thinned(IN_PARTS, 2), ids=str)
 def test_several_calls(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+    gradients_equal(case, expected(case), rules_pools(case.ranks))
+
+
+BALANCED = (BALANCE, "0.05")
+WITH_EXPERTS = [
+    Case("sp:4", "dp:4,ep:4", 4, "moe", flags=("--schedule.waves", "2", *RECOMPUTE, *BALANCED)),
+    Case("sp:4", "pp:2,dp:2,ep:2", 4, "moe", flags=(*SPLIT, *BALANCED)),
+    Case("dp:1@0", "tp:2,dp:2,ep:4@1-4", 5, "moe", flags=("--zero.text", "3", "--schedule.run_ahead", "1")),
+]
+
+
+@pytest.mark.parametrize("case", WITH_EXPERTS, ids=str)
+def test_exchanges_over_replicas(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 

@@ -298,6 +298,19 @@ def test_a_single_queue_refuses_more() -> None:
     assert re.search(r"rank 0 \(vision.0\): `text>vision.B\d+` on communicator `text>vision` begins after", said)
 
 
+def test_replicas_of_a_stage_run_in_one_order() -> None:
+    """Since layers may exchange tokens over replicas. Those of one role do by construction; rank 0 has an encoder, and
+    rank 1 has all rows before it runs and sends gradients when it has run.
+    """
+    schedule = build_schedule(layouts(vision="dp:1@0", text="dp:2@0-1"), 2, ScheduleSettings(waves=2))
+    come, go = ([a for a in schedule.actions_of(1) if a.op != "run" and a.kind == kind] for kind in "FB")
+    for order, ends in (("F0 B0 F1 B1", True), ("F1 F0 B0 B1", False)):
+        runs = [Action.parse(f"text.0.{work}") for work in order.split()]
+        cycle = find_cycle(with_actions(schedule, 1, [*come, *runs, *go]), single_queue=False)
+        assert (cycle is None) == ends
+        assert all(each.role.actions[each.at].module == "text" for each in cycle or ())
+
+
 def test_ranks_of_one_stage_with_different_peers() -> None:
     """The peers of ranks 0 and 1 are 2, which holds an encoder, and 3. Rank 2 waits for F1 before it runs F0, for which
     rank 3 waits before it posts F1. That would be a cycle if rank 2 needed what rank 3 does with F1.
