@@ -23,7 +23,7 @@ from megatron_hetero.groups.megatron import tensor_parallel
 from megatron_hetero.hf.weight_map import ALIGNMENT, MAIN, Share, TensorShapes, TensorSlice, WeightMap, whole
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.models.layers.compiled import activated, run
-from megatron_hetero.models.layers.dispatch import Dispatch, block, take
+from megatron_hetero.models.layers.dispatch import Copies, Dispatch, block, take
 from megatron_hetero.models.layers.dispatch import add_up as added_up
 from megatron_hetero.models.layers.linear import product
 from megatron_hetero.models.layers.mlp import MLP, swiglu
@@ -174,9 +174,8 @@ class ExpertMLPModule(torch.nn.Module):
         tokens = (hidden[:count] if count < len(hidden) else hidden).squeeze(1)  # A slice's gradient is a copy.
         dispatch, weights = self._route(tokens, call, first)
         rows, weights = dispatch.send(tokens), dispatch.send(weights)
-        pairs = recompute(lambda x: take(x, dispatch.pairs), rows)
         weights = weights.flatten().index_select(0, dispatch.choice)
-        out = dispatch.bring_back(added_up(self.experts(pairs, weights, dispatch.ends), dispatch.pairs))
+        out = dispatch.bring_back(added_up(self.experts(rows, weights, dispatch.pairs, dispatch.ends), dispatch.pairs))
         padding = len(hidden) - len(out)
         return F.pad(out.unsqueeze(1), (0, 0, 0, 0, 0, padding)) if padding else out.unsqueeze(1)
 
@@ -215,8 +214,12 @@ class _Experts(torch.nn.Module):
         self.first = torch.nn.Parameter(torch.empty(experts * 2 * part.padded, part.hidden, **options))
         self.second = torch.nn.Parameter(torch.empty(experts * part.hidden, part.padded, **options))
 
-    def forward(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """Compute pairs `x` [pairs, hidden], which `ends` divides, times their `weights` [pairs], to the same."""
+    def forward(self, rows: Tensor, weights: Tensor, pairs: Copies, ends: Tensor) -> Tensor:
+        """Compute `pairs` of `rows` [rows, hidden], which `ends` divides, times their `weights` [pairs], to [pairs,
+        hidden].
+        """
+        # Here, since `not_saving` does not know tensors that FSDP2 has passed on.
+        x = recompute(lambda rows: take(rows, pairs), rows)
         first, second = (matrix.view(self.experts, -1, matrix.shape[1]) for matrix in (self.first, self.second))
         if not self.recompute.chunks(len(x)):
             with not_saving(x):
