@@ -41,7 +41,7 @@ def main() -> None:
         shares = () if options.measured is None else read(options.measured, gpu)
     except ValueError as error:
         sys.exit(f"--measured: {error}")
-    every = steps(gpu.usable, options.model or LAYOUTS)
+    every = steps(gpu.usable, options.model or LAYOUTS, options.side or ())
     counted = _counted([step.case for step in every], gpu)
     found, measured = list[Found](), list[Measured]()
     for step, counts in zip(every, counted, strict=True):
@@ -63,6 +63,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
     parser.add_argument("--gpu", choices=list(GPUS), default="h100", help="whose numbers are taken")
     parser.add_argument("--model", action="append", choices=list(LAYOUTS), help="all where left out")
+    parser.add_argument("--side", action="append", type=int, help="pixels of pictures' sides; all where left out")
     parser.add_argument(
         "--measured",
         type=Path,

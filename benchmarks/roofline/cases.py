@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -172,11 +172,13 @@ def overlapped(model: str, picture: Picture) -> list[Layouts]:
     return [each.overlapped for each in LAYOUTS[model] if each is not ZERO3 and picture is PICTURES[0]]
 
 
-def steps(usable: float, models: Iterable[str] = LAYOUTS) -> list[Step]:
-    """All of `models`; modules are recomputed where they would not fit into so many bytes otherwise."""
+def steps(usable: float, models: Iterable[str] = LAYOUTS, sides: Collection[int] = ()) -> list[Step]:
+    """All of `models`, with pictures of these `sides` (none: of all); modules are recomputed where they would not fit
+    into so many bytes otherwise.
+    """
     found = []
     for model in models:
-        for picture in PICTURES:
+        for picture in (picture for picture in PICTURES if not sides or picture.side in sides):
             for each in [*LAYOUTS[model], *overlapped(model, picture)]:
                 tried = [Step(model, each, picture, modules) for modules in RECOMPUTED]
                 found.append(next((s for s in tried if s.planned_bytes <= (1 - LEFT) * usable), tried[-1]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.report import table
-from benchmarks.roofline.cases import PICTURES, TEXT_TOKENS, TITLES, WORLD, Picture, Step
+from benchmarks.roofline.cases import TEXT_TOKENS, TITLES, WORLD, Picture, Step
 from benchmarks.roofline.costs import Ask
 from benchmarks.roofline.devices import (
     ASSUMED,
@@ -50,7 +50,7 @@ def text_of(found: Sequence[Found], gpu: Gpu, measured: Sequence[Measured] = ())
         of_model = [each for each in found if each[0].model == model]
         parts.append(f"## {TITLES[model]}")
         parts += ["### What each assumption is worth", worth(of_model)]
-        parts += [_of_picture(picture, of_model) for picture in PICTURES]
+        parts += [_of_picture(picture, of_model) for picture in _pictures(of_model)]
         parts += ["### `sp|tp` over the best of the others", _ratios(of_model)]
     return "\n\n".join(parts)
 
@@ -137,6 +137,10 @@ def _rate(gpu: Gpu, message: float) -> str:
     return f"{message / Ask('wire', wire=message).seconds(gpu, WORST) / 1e9:.0f}"
 
 
+def _pictures(found: Sequence[Found]) -> list[Picture]:
+    return list(dict.fromkeys(step.picture for step, *_ in found))
+
+
 def _of_picture(picture: Picture, found: Sequence[Found]) -> str:
     rows = [_row(*each) for each in found if each[0].picture == picture]
     return f"### {picture}\n\n{table(COLUMNS, rows)}"
@@ -144,7 +148,7 @@ def _of_picture(picture: Picture, found: Sequence[Found]) -> str:
 
 def worth(found: Sequence[Found]) -> str:
     """A table of the MFU of a micro-batch, and of a step, of the longest packs by what is assumed."""
-    steps = [each for each in found if each[0].picture is PICTURES[0]]
+    steps = [each for each in found if each[0].picture == _pictures(found)[0]]
     rows = []
     for name in ASSUMED:
         cells = [f"{every[name].mfu_of_micro_batch:.1%} / {every[name].mfu_of_step:.1%}" for _, every, _ in steps]
@@ -183,7 +187,7 @@ def _row(step: Step, every: Mapping[str, Prediction], peak: float) -> str:
 
 def _ratios(found: Sequence[Found]) -> str:
     rows = []
-    for picture in PICTURES:
+    for picture in _pictures(found):
         best = _best({kind: [every[BEST] for s, every, _ in found if (s.picture, s.layouts.kind) == (picture, kind)]
                       for kind in ("sp|tp", "uniform tp", "ZeRO-3")})  # fmt: skip
         published = dict(picture.published)
