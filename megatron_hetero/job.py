@@ -257,8 +257,8 @@ class JobSpec:
     @property
     def balance(self) -> float:
         """Weight of the loss that balances experts: its coefficient times experts per sparse layer squared."""
-        architecture, experts = self.shapes.text.architecture, self.shapes.text.parts.get("experts", 0)
-        sparse = sum(EXPERTS.name in layer.views for layer in architecture.layers)
+        text = self.shapes.text
+        experts, sparse = text.parts.get("experts", 0), len(text.architecture.layers_in(EXPERTS.name))
         return self.config.model.router_aux_loss_coef * experts / sparse**2 if sparse else 0.0
 
     @property

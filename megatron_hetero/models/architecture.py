@@ -73,6 +73,10 @@ class Architecture:
         parts = [*self.layers, *(end.part for end in (self.entry, *self.ends))]
         return tuple(dict.fromkeys(view for part in parts for view in part.views))
 
+    def layers_in(self, view: str) -> tuple[int, ...]:
+        """Return the numbers of the layers that have parameters of a view."""
+        return tuple(number for number, layer in enumerate(self.layers) if view in layer.views)
+
     @property
     def heads(self) -> int:
         """Greatest common divisor of the layers' query heads, which tp·sp has to divide."""

@@ -9,29 +9,16 @@ import torch.distributed as dist
 
 from megatron_hetero.base.errors import TEXT
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.layout.axes import EXPERTS, MAIN
-from megatron_hetero.models.architecture import Architecture
+from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.step.module import TrainedModule
-
-
-def sparse_layers(text: Architecture) -> tuple[int, ...]:
-    """Return the numbers of the layers that have experts."""
-    return tuple(number for number, layer in enumerate(text.layers) if EXPERTS.name in layer.views)
-
-
-def take_own_loads(modules: Iterable[TrainedModule]) -> dict[int, torch.Tensor]:
-    """Return for each sparse layer on this rank the tokens of each expert that the rank has routed since the last call,
-    int64 [experts].
-    """
-    chunks = next((module.chunks for module in modules if module.name == TEXT), ())
-    return {number: load for chunk in chunks for number, load in chunk.take_loads().items()}
 
 
 def take_loads(modules: Iterable[TrainedModule], topology: Topology, layers: Sequence[int]) -> list[float]:
     """Return for each of `layers` the tokens of its busiest expert relative to the mean of all its experts, since the
     last call; 0 for layers that are not on this rank, or without tokens. Collective over each stage of the text module.
     """
-    loads = take_own_loads(modules)
+    chunks = next((module.chunks for module in modules if module.name == TEXT), ())
+    loads = {number: load for chunk in chunks for number, load in chunk.take_loads().items()}
     if not loads:
         return [0.0] * len(layers)
     total = torch.stack(list(loads.values()))

@@ -20,7 +20,6 @@ from megatron_hetero.data.loader import StepBatch, StepLoader
 from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.schedule.contract import DeviceMicroBatch
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.train.expert_load import take_own_loads
 from megatron_hetero.train.metrics import EvaluationMetrics
 from megatron_hetero.train.step_trainer import to_device
 from megatron_hetero.train.trainer import Trainer
@@ -109,9 +108,7 @@ class HeldOutEvaluation:
         with self.run.watched(f"the sums over ranks of the evaluation of {name} after step {step}"):
             total = float(self.run.all_gather([mine if self.run.counts_loss else 0.0]).sum())
             right, asked = exact_match(self.run.all_reduce(np.concatenate(counts, axis=1)))
-        # Discarded: these times, and loads of experts, are not part of the next step.
-        self.run.watch.read()
-        take_own_loads(self.run.modules)
+        self.run.watch.read()  # Discarded: these times are not part of the next step.
         return EvaluationMetrics(
             step=step,
             dataset=name,

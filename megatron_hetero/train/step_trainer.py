@@ -28,6 +28,7 @@ from megatron_hetero.groups.platform import Platform, on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.job import JobSpec
+from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.balance_loss import BalancedSamples
 from megatron_hetero.models.layers.segments import PackedSegments
@@ -41,7 +42,7 @@ from megatron_hetero.step.interpreter import DeviceMicroBatch, Interpreter
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.runner import SUMS, Runner
-from megatron_hetero.train.expert_load import sparse_layers, take_loads
+from megatron_hetero.train.expert_load import take_loads
 from megatron_hetero.train.measures import StepProfiler, utilisation
 from megatron_hetero.train.metrics import StepMetrics
 
@@ -272,7 +273,7 @@ class StepTrainer:
         """Return the metrics of a step but for its time. All ranks exchange their numbers, once, before they update;
         the host waits for it. `laps`: this rank's seconds of each run of its modules. `result`: its sums.
         """
-        layers = sparse_layers(self.shapes.text.architecture)
+        layers = self.shapes.text.architecture.layers_in(EXPERTS.name)
         schedule = self.job.schedule_of(len(batch.micro_batches))
         runs = {name: self._runs(schedule, name) for name in self.shapes.encoders}
         own = [float(self.platform.peak_memory_bytes()), float(bool(stop)), *self._padding(batch)]

@@ -102,6 +102,7 @@ FRUGAL = (
 )
 RECOMPUTED = ("--schedule.kind", "recompute")
 UNEVEN = ("--parallel_layers.text", "1", "3", "--parallel_layers.vision", "3", "1")
+SPLIT, ONE_BY_ONE = ("--parallel_layers.text", "1", "3"), ("--parallel_layers.text", "1", "1", "1", "1")
 VIRTUAL = ("--schedule.virtual_stages", "2")
 NOT_AHEAD = ("--schedule.run_ahead", "0")
 BUDGET = ("--train.tokens_per_micro_batch", "256", "--data.max_seq_length", "256")
@@ -110,6 +111,11 @@ WAVES = [ScheduleSettings(waves=waves) for waves in (1, 2, GLOBAL_BATCH)]
 AHEAD = [ScheduleSettings(run_ahead=ahead) for ahead in (0, 1, 3)]
 OVERLAPPED = ("--model.tp_overlap.vision", "2", "--model.tp_overlap.text", "3")
 WHOLE = ("--model.sequence_parallel.vision", "false", "--model.sequence_parallel.text", "false")
+
+
+def zero(vision: int, text: int, *flags: str) -> tuple[str, ...]:
+    """ZeRO stages of both modules, and what else is set."""
+    return ("--zero.vision", str(vision), "--zero.text", str(text), *flags)
 
 
 @dataclass

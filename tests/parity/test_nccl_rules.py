@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.parity import runs
-from tests.parity.cases import BALANCE, RECOMPUTE, Ask, Case, flags_of, gradients_equal, norm_of, three_steps_equal
+from tests.parity.cases import (
+    BALANCE,
+    RECOMPUTE,
+    SPLIT,
+    Ask,
+    Case,
+    flags_of,
+    gradients_equal,
+    norm_of,
+    three_steps_equal,
+)
 from tests.parity.test_parity import CASES
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
@@ -40,7 +50,6 @@ def rows() -> Iterator[tuple[str, Case]]:
                     )
 
 
-SPLIT = ("--parallel_layers.text", "1", "3")
 QWEN3 = {
     "colocated": (SHARING, ("sp:2", "pp:2", 2), ("pp:2,dp:2", "pp:4", 4), ("dp:2", "pp:2", 2, "pp:2")),
     "mixed": (SHARING, ("pp:2@0-1", "pp:2@1-2", 3), ("sp:2@1-2", "pp:2@1-2", 3, "dp:1@0")),

@@ -15,9 +15,11 @@ from tests.parity.cases import (
     AHEAD,
     FRUGAL,
     NOT_AHEAD,
+    ONE_BY_ONE,
     OVERLAPPED,
     RECOMPUTE,
     RECOMPUTED,
+    SPLIT,
     VIRTUAL,
     WAVES,
     WHOLE,
@@ -30,8 +32,6 @@ from tests.parity.cases import (
 from tests.support.matrix import long, thinned
 from tests.support.pool import Pool
 
-ONE_BY_ONE = ("--parallel_layers.text", "1", "1", "1", "1")
-SPLIT = ("--parallel_layers.text", "1", "3")
 CASES = [
     Case("dp:1", "dp:1", 1, model="qwen3", micro=2),
     Case("dp:1", "dp:1", 1, model="qwen3-tied", flags=RECOMPUTE),

@@ -20,9 +20,11 @@ from tests.parity.cases import (
     IN_ORDER,
     MODELS,
     NOT_AHEAD,
+    ONE_BY_ONE,
     OVERLAPPED,
     RECOMPUTE,
     RECOMPUTED,
+    SPLIT,
     VIRTUAL,
     WAVES,
     WHOLE,
@@ -31,20 +33,14 @@ from tests.parity.cases import (
     gradients_equal,
     schedules_agree,
     three_steps_equal,
+    zero,
 )
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool
 
-ONE_BY_ONE = ("--parallel_layers.text", "1", "1", "1", "1")
-SPLIT = ("--parallel_layers.text", "1", "3")
 BALANCED = (BALANCE, "0.05")
 OFFLOADED = ("--offload.text.activations", "true")
-
-
-def zero(vision: int, text: int) -> tuple[str, ...]:
-    """The stages of both modules."""
-    return ("--zero.vision", str(vision), "--zero.text", str(text))
 
 
 CASES = [

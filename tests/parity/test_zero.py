@@ -20,15 +20,10 @@ from tests.parity.cases import (
     Case,
     gradients_equal,
     three_steps_equal,
+    zero,
 )
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
-
-
-def zero(vision: int, text: int, *flags: str) -> tuple[str, ...]:
-    """The stages of both modules, and what else is set."""
-    return ("--zero.vision", str(vision), "--zero.text", str(text), *flags)
-
 
 OFFLOADED = ("--offload.vision.activations", "true", "--offload.text.activations", "true")
 WAVES_OF_TWO = ("--schedule.waves", "2")

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_hetero.groups.megatron import tensor_parallel
-from megatron_hetero.hf.weight_map import ALIGNMENT, MAIN, Share, TensorShapes, TensorSlice, WeightMap, whole
+from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, TensorSlice, WeightMap, split_length, whole
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.dispatch import Copies, Dispatch, block, take
@@ -48,7 +48,7 @@ class ExpertMLP(MLPPart):
     @property
     def padded(self) -> int:
         """Width of an expert with padding, for aligned products."""
-        return -(-self.ffn // ALIGNMENT) * ALIGNMENT
+        return split_length(self.ffn, 1)
 
     @property
     def widths(self) -> tuple[int, ...]:
