@@ -17,14 +17,17 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megatron_hetero.base.environment import (
@@ -59,6 +62,9 @@ FINAL = "final"
 _MOST_SILENT_S = 15.0
 """Longest silent wait for others."""
 _SLOWEST_POLL_S = 0.25
+_SLOWEST_REPORT_S = 2.0
+_LINGERING_S = 1.0
+_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
 _PR_SET_PDEATHSIG = 1
 _DROPPED_S = 0.2
 _LOST_PEER = (
@@ -95,13 +101,24 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     import torch.distributed as dist
 
     from megatron_hetero.groups.platform import Platform
+    from megatron_hetero.groups.watchdog import Peers
 
     timeout = group_timeout(timeout_s)
     platform = replace(Platform.detect(local_rank()), timeout=timeout)
     store = dist.HashStore() if alone else meet(start_s)
     platform.init_process_group(store=store, rank=rank(), world_size=world_size(), timeout=timeout)
-    yield platform
+    peers = Peers.of_world()
+    try:
+        yield platform
+    except BaseException as error:
+        if peers is not None:
+            how = f" by {type(error).__name__}{_place(reversed([*traceback.walk_tb(error.__traceback__)]))}"
+            with contextlib.suppress(Exception):  # The store may be gone, or on a host that has stopped.
+                in_background(partial(peers.fail, how), "the end").result(_SLOWEST_REPORT_S)
+        raise
     # Only after success: a group that lost a member may hang when it is torn down, and `guarded` leaves without it.
+    if peers is not None:  # Not yet by a collective: those of a rank that has not come would pair with it.
+        peers.leave(f" `process_group`{main_place()}", timeout.total_seconds())
     dist.barrier()
     dist.destroy_process_group()
     # gloo's threads drop the tensors of the last collectives: amid the end of the interpreter they would abort it.
@@ -226,16 +243,15 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         raise
     except UserError as error:
-        # An error of one rank is usually an error of all: the others leave the first one time to report it.
-        if rank() > 0:
-            _wait_for_torchrun(2.0)
-        leave(f"error: {error}", 1, final=True)
+        leave(f"error: {error}" if _is_first(str(error), 2.0 * (rank() > 0)) else "", 1, final=True)
     except BaseException as error:
         if not is_lost_peer(error):
-            leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
-        _wait_for_torchrun(10.0)
+            lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+            first = _is_first(f"{type(error)} {lines}", 2.0 * (rank() > 0))
+            leave(f"rank {rank()} failed:\n{traceback.format_exc()}" if first else "", 1)
+        first = _is_first("lost rank", 10.0)
         short = "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
-        leave(f"rank {rank()} lost another rank, whose error is the cause: {short}", 1)
+        leave(f"rank {rank()} lost another rank, whose error is the cause: {short}" if first else "", 1)
 
 
 def hide_stack_traces() -> None:
@@ -262,9 +278,22 @@ def ended(work: Callable[[], str | None]) -> int:
     return 0
 
 
-def _wait_for_torchrun(patience_s: float) -> None:
-    """Wait for torchrun to end this rank, which it does once the rank that is the cause has reported it and left."""
-    time.sleep(patience_s + 0.5 * (rank() % 16))
+def _is_first(error: str, patience_s: float) -> bool:
+    """Whether this rank is to report an error, which is usually one of all ranks. It leaves an earlier one
+    `patience_s` to do so, and torchrun to end the others. Without torchrun, the store knows what has been reported.
+    """
+    end = time.monotonic() + (patience_s := patience_s + 0.5 * (rank() % 16))
+    with contextlib.suppress(Exception):  # There is no store yet, or no more.
+        from megatron_hetero.groups.watchdog import Peers
+
+        if (peers := Peers.of_world()) is not None:
+            first = in_background(partial(peers.is_first, error, patience_s), "report")
+            found = first.result(patience_s + _SLOWEST_REPORT_S)
+            if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                time.sleep(_LINGERING_S)  # The store ends with this rank.
+            return found
+    time.sleep(max(0.0, end - time.monotonic()))
+    return True
 
 
 def _end_with_torchrun() -> None:
@@ -327,6 +356,20 @@ def _write_error_file(message: str, final: bool) -> None:
         extra = {"py_callstack": callstack, "timestamp": now, FINAL: final}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+
+
+def main_place() -> str:
+    """The line of the user's program at which the main thread is."""
+    return _place(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))
+
+
+def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The first line of the user's program in a stack."""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith(_INSTALLED) and "site-packages" not in file:
+            return f", at {Path(file).name}:{line}"
+    return ""
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:

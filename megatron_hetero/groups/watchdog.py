@@ -7,29 +7,29 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
-import os
 import sys
-import sysconfig
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_hetero.base.environment import write_trace
-from megatron_hetero.groups.launch import in_background, leave
+from megatron_hetero.groups.launch import in_background, leave, main_place
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.layout.grammar import format_ranks
+from megatron_hetero.layout.grammar import named_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Mark = Callable[[], bool]
 """Whether all work that was issued to a device before the mark has ended. Does not block; called by one thread at a
 time, and not again after it has returned True.
@@ -42,8 +42,8 @@ EXIT_TIMEOUT_S = 30.0
 """Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
 _PREFIX = "watchdog"
 _UNWATCHED = "nothing that is watched"
+_LEFT = "left"
 _MOST_LINES = 32
-_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
 _PAUSE_S = 2.0
 """The most seconds between requests of a rank that waits; all have three times as long to answer what they wait in."""
 
@@ -134,7 +134,35 @@ class Peers:
 
     def answer(self, doing: str) -> None:
         """Report what this rank waits in."""
-        self._store.set(f"{_PREFIX}/{self._rank} waits", doing)
+        key = f"{_PREFIX}/{self._rank} waits"
+        if not (doing.startswith(_UNWATCHED) and self._store.check([key])):  # Another watchdog may know better.
+            self._store.set(key, doing)
+
+    def fail(self, how: str) -> None:
+        """Report that this rank ends by an error."""
+        self._store.set(f"{_PREFIX}/{self._rank} left", f"{_LEFT}{how}")
+        self._store.set(f"{_PREFIX}/failed", "")
+
+    def leave(self, how: str, timeout_s: float) -> None:
+        """Report that this rank has come to its end, and wait for the others, which may work for any time. Raises
+        `ConnectionError` if one of them fails, or not all come within `timeout_s`.
+        """
+        self._store.set(f"{_PREFIX}/{self._rank} left", f"{_LEFT}{how}")
+        if self._store.add(f"{_PREFIX}/left", 1) == self._ranks:
+            self._store.set(f"{_PREFIX}/all left", "")
+        began, waited = time.monotonic(), 0.0
+        while not self._store.check([f"{_PREFIX}/all left"]):
+            if waited > timeout_s or self.given_up() or self._store.check([f"{_PREFIX}/failed"]):
+                raise ConnectionError(f"Connection closed by peer: not all ranks came to their end in {waited:.0f} s")
+            time.sleep(min(_PAUSE_S / 2, 0.01 + waited / 10))
+            waited = time.monotonic() - began
+
+    def is_first(self, error: str, patience_s: float) -> bool:
+        """Whether this rank is the first to report an error, for which it waits up to `patience_s`."""
+        end, key = time.monotonic() + patience_s, f"{_PREFIX}/reported {zlib.crc32(error.encode())}"
+        while time.monotonic() < end and not self._store.check([key]):
+            time.sleep(min(0.2, patience_s))
+        return self._store.add(key, 1) == 1
 
     def roll_call(self, seconds: float, doing: str) -> dict[int, str | None] | None:
         """Give up `doing`, and wait up to `seconds` for the others to answer what they wait in: None for those that do
@@ -146,19 +174,24 @@ class Peers:
         keys, end = [f"{_PREFIX}/{rank} waits" for rank in range(self._ranks)], time.monotonic() + seconds
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(min(0.2, seconds / 10))
-        return {n: self._store.get(key).decode() if self._store.check([key]) else None for n, key in enumerate(keys)}
+        return {rank: self._said(rank) for rank in range(self._ranks)}
+
+    def _said(self, rank: int) -> str | None:
+        keys = f"{_PREFIX}/{rank} left", f"{_PREFIX}/{rank} waits"
+        return next((self._store.get(key).decode() for key in keys if self._store.check([key])), None)
 
 
 class _Activity(NamedTuple):
-    """What the rank does. `patient`: it may last while any rank works."""
+    """What the rank does, for `limit_s` seconds at most. `patient`: it may last while any rank works."""
 
     described: Callable[[], str]
     began: float
     patient: bool
+    limit_s: float
 
 
 class Watchdog:
-    """Ends the process if one action takes longer than `timeout_s`, and names the action. 0: never.
+    """Ends the process if an action takes longer than `timeout_s`, and names it. 0: never.
 
     Otherwise a rank whose peers are gone, or wait for something else, would wait silently until the process group times
     out.
@@ -181,16 +214,14 @@ class Watchdog:
         peers: Peers | None = None,
         setting: str = "timeout_s",
     ):
-        self.timeout_s, self.rank, self._setting = timeout_s, rank, setting
-        self._clock = clock if timeout_s > 0 else None
+        self.timeout_s, self.rank, self._setting = timeout_s or math.inf, rank, setting
+        self._shortest_s, self._clock = self.timeout_s, clock
         self._on_exit, self._peers = on_exit, peers
         self._current: _Activity | None = None
         # Actions whose work has been issued to the device. One thread appends, another pops from the front.
         self._issued: deque[tuple[_Activity, Mark]] = deque()
         self._device_idle_since = self._heard = self._resumed = time.monotonic()
         self._lock, self._at_work, self._worked = threading.Lock(), 0, -math.inf
-        if timeout_s <= 0:
-            return
         # In threads of their own: the guard would be late if the device or the store is slow to answer.
         _repeat("schedule-watchdog", self, Watchdog._guard)
         if clock is not None:
@@ -204,18 +235,25 @@ class Watchdog:
         rank = dist.get_rank()
         return cls(timeout_s, rank, clock_of(platform.device), partial(_traced, rank), Peers.of_world(), setting)
 
-    def doing(self, described: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
-        """Watch an action. `described` returns its description if it takes too long."""
-        return self._watch(described, patient=False)
+    def doing(
+        self, described: Callable[[], str], timeout_s: float | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Watch an action. `described` returns its description if it takes too long. `timeout_s`: by default that of
+        the action around it, or of the watchdog.
+        """
+        return self._watch(described, patient=False, timeout_s=timeout_s)
 
     def waiting(self, described: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
         """Watch a wait for other ranks, which may last as long as any rank is `working`."""
         return self._watch(described, patient=True)
 
     @contextlib.contextmanager
-    def _watch(self, described: Callable[[], str], patient: bool) -> Iterator[None]:
+    def _watch(self, described: Callable[[], str], patient: bool, timeout_s: float | None = None) -> Iterator[None]:
         outer = self._current
-        self._current = own = _Activity(described, time.monotonic(), patient)
+        limit_s = outer.limit_s if outer else self.timeout_s
+        limit_s = limit_s if timeout_s is None else timeout_s or math.inf
+        self._current = own = _Activity(described, time.monotonic(), patient, limit_s)
+        self._shortest_s = min(self._shortest_s, limit_s)
         try:
             yield
         finally:
@@ -224,7 +262,7 @@ class Watchdog:
             self._current = outer and outer._replace(began=self._resumed)
         # If the queue is full, the time of the action counts towards the next one that fits.
         clock = self._clock
-        if clock is not None and not patient and len(self._issued) < MAX_ISSUED:
+        if clock is not None and own.limit_s < math.inf and not patient and len(self._issued) < MAX_ISSUED:
             self._issued.append((own, clock()))
 
     @contextlib.contextmanager
@@ -239,29 +277,29 @@ class Watchdog:
                 self._at_work -= 1
                 self._worked = time.monotonic()
 
-    def oldest(self) -> tuple[Callable[[], str], float] | None:
-        """The first action that has not ended, and the time since which nothing before it delays it; None if idle."""
+    def oldest(self) -> _Activity | None:
+        """The first action that has not ended, with the time since which nothing before it delays it; None if idle."""
         current = self._current
         with contextlib.suppress(IndexError):
             first, _ = self._issued[0]
             # In this order: the other thread pops the first only after it has set the time.
-            return first.described, max(first.began, self._device_idle_since)
+            return first._replace(began=max(first.began, self._device_idle_since))
         if current is None:
             return None
         heard = self._heard if current.patient else current.began
-        return current.described, max(current.began, self._device_idle_since, heard)
+        return current._replace(began=max(current.began, self._device_idle_since, heard))
 
     def _doing(self) -> str:
         """What this rank does, in a watched action or outside of any."""
         oldest = self.oldest()
-        return f"{_UNWATCHED if oldest is None else oldest[0]().rstrip(',')}{_place()}"
+        return f"{_UNWATCHED if oldest is None else oldest.described().rstrip(',')}{main_place()}"
 
     def _guard(self) -> float:
         """Check whether an action takes too long. Returns the seconds until the next check."""
         oldest = self.oldest()
-        if oldest is not None and time.monotonic() - oldest[1] > self.timeout_s:
-            self._give_up(*oldest)
-        return min(1.0, self.timeout_s / 4)
+        if oldest is not None and time.monotonic() - oldest.began > oldest.limit_s:
+            self._give_up(oldest)
+        return min(1.0, self._shortest_s / 4)
 
     def _follow_device(self) -> float | None:
         """Pop the actions that the device has finished, as long as it can be queried."""
@@ -273,12 +311,12 @@ class Watchdog:
             self._clock = None
             self._issued.clear()
             return None
-        return min(0.2, self.timeout_s / 20)
+        return min(0.2, self._shortest_s / 20)
 
     def _follow_peers(self) -> float | None:
         """Answer a rank that has given up, and exchange reports of work, as long as the store answers."""
-        now, current, oldest, pause = time.monotonic(), self._current, self.oldest(), self.timeout_s / 16
-        waits = now - (oldest[1] if oldest else self._resumed) > 2 * pause
+        now, current, oldest, pause = time.monotonic(), self._current, self.oldest(), self._shortest_s / 16
+        waits = now - (oldest.began if oldest else self._resumed) > 2 * pause
         # Work that comes in short pieces may be over at each call.
         works = self._at_work > 0 or now - self._worked < 2 * pause
         assert self._peers is not None, "this is called with peers only"
@@ -288,18 +326,18 @@ class Watchdog:
             patient = waits and current is not None and current.patient
             if (works or patient) and self._peers.any_works(works):
                 self._heard = now
-            return min(_PAUSE_S, pause) if waits else pause
+            return min(_PAUSE_S, pause)
         return None
 
-    def _give_up(self, described: Callable[[], str], since: float) -> None:
-        waited, what, answers = time.monotonic() - since, described(), self._roll_call()
+    def _give_up(self, action: _Activity) -> None:
+        waited, what, answers = time.monotonic() - action.began, action.described(), self._roll_call()
         # A terminal may have gone, and `on_exit` may block in a driver with the GIL held.
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True)
         with contextlib.suppress(OSError):
             if answers is not None:
                 print(
                     f"rank {self.rank}: found {what} unfinished after {waited:.0f} s, expected it within "
-                    f"{self._setting} = {self.timeout_s:g}, because {_suspected(answers)}. Look for the first error of "
+                    f"{self._setting} = {action.limit_s:g}, because {_suspected(answers)}. Look for the first error of "
                     f"another rank, or raise {self._setting}{_listed(answers)}",
                     file=sys.stderr,
                     flush=True,
@@ -320,7 +358,7 @@ class Watchdog:
 
     @property
     def _roll_call_s(self) -> float:
-        return min(3 * _PAUSE_S, self.timeout_s / 2)
+        return min(3 * _PAUSE_S, self._shortest_s / 2)
 
 
 def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | None]) -> None:
@@ -342,10 +380,12 @@ def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | N
 def _suspected(answers: Mapping[int, str | None]) -> str:
     if not answers:
         return "a rank that it waits for is gone or does something else"
+    if left := [rank for rank, doing in answers.items() if (doing or "").startswith(_LEFT)]:
+        return f"{named_ranks(left)} {_LEFT}"
     if absent := [rank for rank, doing in answers.items() if doing is None]:
-        return f"{_named(absent)} did not report to wait too, and may be stopped, gone or busy"
+        return f"{named_ranks(absent)} did not report to wait too, and may be stopped, gone or busy"
     if elsewhere := [rank for rank, doing in answers.items() if (doing or "").startswith(_UNWATCHED)]:
-        return f"{_named(elsewhere)} did not come"
+        return f"{named_ranks(elsewhere)} did not come"
     return "all ranks wait for each other"
 
 
@@ -355,23 +395,25 @@ def _listed(answers: Mapping[int, str | None]) -> str:
     for rank, doing in answers.items():
         if doing is not None:
             ranks.setdefault(doing, []).append(rank)
-    lines = [f"\n  {_named(own)}: {doing}" for doing, own in ranks.items()]
+    lines = [f"\n  {named_ranks(own)}: {doing}" for doing, own in ranks.items()]
     return "".join(lines[:_MOST_LINES]) + ("\n  ..." if len(lines) > _MOST_LINES else "")
 
 
-def _named(ranks: Collection[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+def watched(call: Callable[P, T], *, patient: bool = False) -> Callable[P, T]:
+    """Have the watchdog of a topology watch a call of all ranks. The topology, or what has it, is an argument;
+    `timeout_s` may be another, or an attribute of `self`.
+    """
 
+    @wraps(call)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        given: list[Any] = [getattr(each, "topology", each) for each in (*args, *kwargs.values())]
+        watchdog = next(each.watchdog for each in given if hasattr(each, "watchdog"))
+        timeout_s: Any = kwargs.get("timeout_s", getattr(args[0], "timeout_s", None) if args else None)
+        described = f"`{call.__qualname__}`, with all other ranks,"
+        with watchdog._watch(lambda: described, patient, timeout_s):
+            return call(*args, **kwargs)
 
-def _place() -> str:
-    """The line of the user's program at which the main thread is."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_INSTALLED) and "site-packages" not in file:
-            return f", at {Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    return run
 
 
 def _traced(rank: int) -> str:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import all_or_none
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.step.gradients import (
     GradientTable,
     Tokens,
@@ -113,6 +114,7 @@ class JointOptimizer(Optimizer):
         for each in self.optimizers.values():
             each.update(scale, step)
 
+    @watched
     @torch.no_grad()
     def step(self, closure: None = None, *, tokens: Tokens | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Finish the gradients, clip them and update. All ranks call it, also those with nothing to train.
@@ -149,6 +151,7 @@ class JointOptimizer(Optimizer):
         mark(self.modules, applied=True)
         return norm
 
+    @watched
     def finish_gradients(self, tokens: Tokens) -> None:
         """Finish the gradients of the modules of this optimizer; `step(tokens=None)` applies them."""
         all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=False))
