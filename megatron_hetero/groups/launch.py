@@ -64,6 +64,7 @@ _MOST_SILENT_S = 15.0
 _SLOWEST_POLL_S = 0.25
 _SLOWEST_REPORT_S = 2.0
 _LINGERING_S = 1.0
+_OTHERS_S = 2.0
 _INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
 _PR_SET_PDEATHSIG = 1
 _DROPPED_S = 0.2
@@ -243,11 +244,11 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         raise
     except UserError as error:
-        leave(f"error: {error}" if _is_first(str(error), 2.0 * (rank() > 0)) else "", 1, final=True)
+        leave(f"error: {error}" if _is_first(str(error), _OTHERS_S * (rank() > 0)) else "", 1, final=True)
     except BaseException as error:
         if not is_lost_peer(error):
             lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-            first = _is_first(f"{type(error)} {lines}", 2.0 * (rank() > 0))
+            first = _is_first(f"{type(error)} {lines}", _OTHERS_S * (rank() > 0))
             leave(f"rank {rank()} failed:\n{traceback.format_exc()}" if first else "", 1)
         first = _is_first("lost rank", 10.0)
         short = "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
@@ -284,9 +285,11 @@ def _is_first(error: str, patience_s: float) -> bool:
     """
     end = time.monotonic() + (patience_s := patience_s + 0.5 * (rank() % 16))
     with contextlib.suppress(Exception):  # There is no store yet, or no more.
-        from megatron_hetero.groups.watchdog import Peers
+        if "torch" in sys.modules and world_size() > 1:
+            from megatron_hetero.groups.watchdog import Peers
 
-        if (peers := Peers.of_world()) is not None:
+            peers = Peers.of_world()
+            assert peers is not None, "there are several ranks"
             first = in_background(partial(peers.is_first, error, patience_s), "report")
             found = first.result(patience_s + _SLOWEST_REPORT_S)
             if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -144,16 +144,19 @@ class Peers:
         self._store.set(f"{_PREFIX}/failed", "")
 
     def leave(self, how: str, timeout_s: float) -> None:
-        """Report that this rank has come to its end, and wait for the others, which may work for any time. Raises
-        `ConnectionError` if one of them fails, or not all come within `timeout_s`.
+        """Report that this rank has come to its end, and wait for the others, which may still work. Raises
+        `ConnectionError` if one of them fails, or does not come within `timeout_s`.
         """
         self._store.set(f"{_PREFIX}/{self._rank} left", f"{_LEFT}{how}")
         if self._store.add(f"{_PREFIX}/left", 1) == self._ranks:
             self._store.set(f"{_PREFIX}/all left", "")
         began, waited = time.monotonic(), 0.0
         while not self._store.check([f"{_PREFIX}/all left"]):
-            if waited > timeout_s or self.given_up() or self._store.check([f"{_PREFIX}/failed"]):
-                raise ConnectionError(f"Connection closed by peer: not all ranks came to their end in {waited:.0f} s")
+            if self.given_up() or self._store.check([f"{_PREFIX}/failed"]):
+                raise ConnectionError("Connection closed by peer: it failed before the end")
+            if waited > timeout_s:
+                who = _suspected(self.roll_call(3 * _PAUSE_S, "the end") or {})
+                raise ConnectionError(f"Connection closed by peer: no end after {waited:.0f} s, because {who}")
             time.sleep(min(_PAUSE_S / 2, 0.01 + waited / 10))
             waited = time.monotonic() - began
 
