@@ -7,16 +7,14 @@ would take each other's values.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.base.errors import SharedError, UserError
-from megatron_hetero.groups.launch import main_place
-from megatron_hetero.layout.grammar import named_ranks
+from megatron_hetero.base.errors import SharedError, UserError, main_place
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,6 +30,7 @@ _MOST_SHOWN = 120
 """Characters of a fact in a message."""
 _NUMBERS = 62
 """The most numbers that `meet` compares."""
+_PART = ".<locals>"
 _LOWEST = torch.iinfo(torch.int64).min
 
 
@@ -47,13 +46,10 @@ def meet(group: dist.ProcessGroup, call: str, numbers: Sequence[int] = ()) -> li
     if most != -least:
         calls: list[Any] = [None] * group.size()
         dist.all_gather_object(calls, (call, main_place()), group=group)
-        raise SharedError.at(
-            "calls of all ranks",
-            found=" and ".join(_by_call(calls, dist.get_process_group_ranks(group))),
-            expected="one call at a time, on all ranks",
-            because="they would take each other's values",
-            fix="make each of them on all ranks, in the same order",
-        )
+        shown = {name.partition(_PART)[0]: place for name, place in reversed(calls)}
+        because, fix = "they would take each other's values", "make each call on all ranks, in the same order"
+        facts = [{"call": f"`{(own := name.partition(_PART)[0])}`{shown[own]}", "part": name} for name, _ in calls]
+        require_alike("calls of all ranks", facts, dist.get_process_group_ranks(group), fix, because)
     return found[: len(numbers)]
 
 
@@ -64,7 +60,7 @@ def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Wo
     if group is None:
         return [work()]
     mine, problem = _attempt(work, working)
-    meet(group, _call(work))
+    meet(group, _call(on_every, work))
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (mine, problem), group=group)
     for _, found in gathered:
@@ -80,7 +76,7 @@ def on_first(group: dist.ProcessGroup | None, work: Callable[[], T], working: Wo
     if group is None:
         return work()
     outcome: list[Any] = [_attempt(work, working) if dist.get_rank(group) == FIRST else None]
-    meet(group, _call(work))
+    meet(group, _call(on_first, work))
     dist.broadcast_object_list(outcome, src=FIRST, group=group)
     result, problem = outcome[0]
     if problem is not None:
@@ -97,7 +93,7 @@ def on_first_of_all(
     if group is None:
         return then([work()])
     mine, is_first = _attempt(work, working), dist.get_rank(group) == FIRST
-    meet(group, _call(work))
+    meet(group, _call(on_first_of_all, work))
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.gather_object(mine, gathered if is_first else None, dst=FIRST, group=group)
 
@@ -114,7 +110,7 @@ def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], working: Workin
     """
     mine: Any
     mine, problem = _attempt(work, working)
-    if any(meet(group, _call(work), [problem is not None])):
+    if any(meet(group, _call(all_or_none, work), [problem is not None])):
         raise_first(group, problem)
     return mine
 
@@ -187,17 +183,9 @@ def _attempt(work: Callable[[], T], working: Working) -> tuple[T | None, str | N
         return None, str(error)
 
 
-def _by_call(calls: Sequence[tuple[str, str]], ranks: Sequence[int]) -> Iterator[str]:
-    """Describe the calls of all ranks, and a line of the program of each."""
-    places = dict(reversed(calls))
-    for call in dict.fromkeys(call for call, _ in calls):
-        own = [rank for rank, each in zip(ranks, calls, strict=True) if each[0] == call]
-        yield f"`{call}` on {named_ranks(own)}{places[call]}"
-
-
-def _call(work: Callable[..., Any]) -> str:
-    """The function in which `work` is defined, which names the call."""
-    return getattr(work, "__qualname__", type(work).__name__).partition(".<locals>")[0]
+def _call(kind: Callable[..., Any], work: Callable[..., Any]) -> str:
+    """The name of a call: the function in which `work` is defined, and which part of it this is."""
+    return f"{getattr(work, '__qualname__', type(work).__name__)}{_PART}.{kind.__name__}"
 
 
 def _raise(problem: str | None) -> None:

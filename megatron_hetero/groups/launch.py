@@ -17,17 +17,15 @@ import os
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megatron_hetero.base.environment import (
@@ -41,7 +39,7 @@ from megatron_hetero.base.environment import (
     stay_on_host,
     world_size,
 )
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, main_place, place
 from megatron_hetero.base.terminal import prepare_outputs
 from megatron_hetero.layout.grammar import format_ranks
 
@@ -65,7 +63,6 @@ _SLOWEST_POLL_S = 0.25
 _SLOWEST_REPORT_S = 2.0
 _LINGERING_S = 1.0
 _OTHERS_S = 2.0
-_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
 _PR_SET_PDEATHSIG = 1
 _DROPPED_S = 0.2
 _LOST_PEER = (
@@ -101,8 +98,8 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     prepare_environment()
     import torch.distributed as dist
 
+    from megatron_hetero.groups.peers import Peers
     from megatron_hetero.groups.platform import Platform
-    from megatron_hetero.groups.watchdog import Peers
 
     timeout = group_timeout(timeout_s)
     platform = replace(Platform.detect(local_rank()), timeout=timeout)
@@ -113,7 +110,7 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
         yield platform
     except BaseException as error:
         if peers is not None:
-            how = f" by {type(error).__name__}{_place(reversed([*traceback.walk_tb(error.__traceback__)]))}"
+            how = f" by {type(error).__name__}{place(reversed([*traceback.walk_tb(error.__traceback__)]))}"
             with contextlib.suppress(Exception):  # The store may be gone, or on a host that has stopped.
                 in_background(partial(peers.fail, how), "the end").result(_SLOWEST_REPORT_S)
         raise
@@ -286,7 +283,7 @@ def _is_first(error: str, patience_s: float) -> bool:
     end = time.monotonic() + (patience_s := patience_s + 0.5 * (rank() % 16))
     with contextlib.suppress(Exception):  # There is no store yet, or no more.
         if "torch" in sys.modules and world_size() > 1:
-            from megatron_hetero.groups.watchdog import Peers
+            from megatron_hetero.groups.peers import Peers
 
             peers = Peers.of_world()
             assert peers is not None, "there are several ranks"
@@ -359,20 +356,6 @@ def _write_error_file(message: str, final: bool) -> None:
         extra = {"py_callstack": callstack, "timestamp": now, FINAL: final}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
-
-
-def main_place() -> str:
-    """The line of the user's program at which the main thread is."""
-    return _place(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))
-
-
-def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first line of the user's program in a stack."""
-    for frame, line in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith(_INSTALLED) and "site-packages" not in file:
-            return f", at {Path(file).name}:{line}"
-    return ""
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:

@@ -11,22 +11,19 @@ import sys
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_hetero.base.environment import write_trace
-from megatron_hetero.groups.launch import in_background, leave, main_place
+from megatron_hetero.base.errors import main_place
+from megatron_hetero.groups.launch import in_background, leave
+from megatron_hetero.groups.peers import PAUSE_S, UNWATCHED, Peers, listed, suspected
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.layout.grammar import named_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,12 +37,6 @@ MAX_ISSUED = 1024
 """The most actions tracked on the device. Its launch queue holds no more, so the host is rarely further ahead."""
 EXIT_TIMEOUT_S = 30.0
 """Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
-_PREFIX = "watchdog"
-_UNWATCHED = "nothing that is watched"
-_LEFT = "left"
-_MOST_LINES = 32
-_PAUSE_S = 2.0
-"""The most seconds between requests of a rank that waits; all have three times as long to answer what they wait in."""
 
 
 class Stopwatch:
@@ -102,86 +93,6 @@ def clock_of(device: torch.device) -> Clock | None:
         return partial(has_ended, event)
 
     return mark
-
-
-class Peers:
-    """The ranks of a process group, as one of them sees them in a store."""
-
-    def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        self._shared, self._rank, self._ranks = store, rank, ranks
-        self._work: int | None = None
-
-    @classmethod
-    def of_world(cls) -> Peers | None:
-        """The ranks of the default process group; None if it has one rank."""
-        if dist.get_world_size() == 1:
-            return None
-        return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-
-    @cached_property
-    def _store(self) -> Any:
-        # A separate connection: the main thread may block in the other one, which serves one request at a time.
-        return self._shared.clone()  # pyright: ignore[reportAttributeAccessIssue] (the stub lacks it)
-
-    def any_works(self, works: bool) -> bool:
-        """Report whether this rank works. Returns whether any rank has reported work since the last call."""
-        before, self._work = self._work, self._store.add(f"{_PREFIX}/work", int(works))
-        return before is not None and before != self._work
-
-    def given_up(self) -> bool:
-        """Whether any rank has given up."""
-        return self._store.add(f"{_PREFIX}/given up", 0) > 0
-
-    def answer(self, doing: str) -> None:
-        """Report what this rank waits in."""
-        key = f"{_PREFIX}/{self._rank} waits"
-        if not (doing.startswith(_UNWATCHED) and self._store.check([key])):  # Another watchdog may know better.
-            self._store.set(key, doing)
-
-    def fail(self, how: str) -> None:
-        """Report that this rank ends by an error."""
-        self._store.set(f"{_PREFIX}/{self._rank} left", f"{_LEFT}{how}")
-        self._store.set(f"{_PREFIX}/failed", "")
-
-    def leave(self, how: str, timeout_s: float) -> None:
-        """Report that this rank has come to its end, and wait for the others, which may still work. Raises
-        `ConnectionError` if one of them fails, or does not come within `timeout_s`.
-        """
-        self._store.set(f"{_PREFIX}/{self._rank} left", f"{_LEFT}{how}")
-        if self._store.add(f"{_PREFIX}/left", 1) == self._ranks:
-            self._store.set(f"{_PREFIX}/all left", "")
-        began, waited = time.monotonic(), 0.0
-        while not self._store.check([f"{_PREFIX}/all left"]):
-            if self.given_up() or self._store.check([f"{_PREFIX}/failed"]):
-                raise ConnectionError("Connection closed by peer: it failed before the end")
-            if waited > timeout_s:
-                who = _suspected(self.roll_call(3 * _PAUSE_S, "the end") or {})
-                raise ConnectionError(f"Connection closed by peer: no end after {waited:.0f} s, because {who}")
-            time.sleep(min(_PAUSE_S / 2, 0.01 + waited / 10))
-            waited = time.monotonic() - began
-
-    def is_first(self, error: str, patience_s: float) -> bool:
-        """Whether this rank is the first to report an error, for which it waits up to `patience_s`."""
-        end, key = time.monotonic() + patience_s, f"{_PREFIX}/reported {zlib.crc32(error.encode())}"
-        while time.monotonic() < end and not self._store.check([key]):
-            time.sleep(min(0.2, patience_s))
-        return self._store.add(key, 1) == 1
-
-    def roll_call(self, seconds: float, doing: str) -> dict[int, str | None] | None:
-        """Give up `doing`, and wait up to `seconds` for the others to answer what they wait in: None for those that do
-        not. Returns None if another rank has given up before, which reports for all.
-        """
-        self.answer(doing)
-        if self._store.add(f"{_PREFIX}/given up", 1) > 1:
-            return None
-        keys, end = [f"{_PREFIX}/{rank} waits" for rank in range(self._ranks)], time.monotonic() + seconds
-        while not self._store.check(keys) and time.monotonic() < end:
-            time.sleep(min(0.2, seconds / 10))
-        return {rank: self._said(rank) for rank in range(self._ranks)}
-
-    def _said(self, rank: int) -> str | None:
-        keys = f"{_PREFIX}/{rank} left", f"{_PREFIX}/{rank} waits"
-        return next((self._store.get(key).decode() for key in keys if self._store.check([key])), None)
 
 
 class _Activity(NamedTuple):
@@ -295,7 +206,7 @@ class Watchdog:
     def _doing(self) -> str:
         """What this rank does, in a watched action or outside of any."""
         oldest = self.oldest()
-        return f"{_UNWATCHED if oldest is None else oldest.described().rstrip(',')}{main_place()}"
+        return f"{UNWATCHED if oldest is None else oldest.described().rstrip(',')}{main_place()}"
 
     def _guard(self) -> float:
         """Check whether an action takes too long. Returns the seconds until the next check."""
@@ -329,7 +240,7 @@ class Watchdog:
             patient = waits and current is not None and current.patient
             if (works or patient) and self._peers.any_works(works):
                 self._heard = now
-            return min(_PAUSE_S, pause)
+            return min(PAUSE_S, pause)
         return None
 
     def _give_up(self, action: _Activity) -> None:
@@ -340,8 +251,8 @@ class Watchdog:
             if answers is not None:
                 print(
                     f"rank {self.rank}: found {what} unfinished after {waited:.0f} s, expected it within "
-                    f"{self._setting} = {action.limit_s:g}, because {_suspected(answers)}. Look for the first error of "
-                    f"another rank, or raise {self._setting}{_listed(answers)}",
+                    f"{self._setting} = {action.limit_s:g}, because {suspected(answers)}. Look for the first error of "
+                    f"another rank, or raise {self._setting}{listed(answers)}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -361,7 +272,7 @@ class Watchdog:
 
     @property
     def _roll_call_s(self) -> float:
-        return min(3 * _PAUSE_S, self._shortest_s / 2)
+        return min(3 * PAUSE_S, self._shortest_s / 2)
 
 
 def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | None]) -> None:
@@ -378,28 +289,6 @@ def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | N
             time.sleep(pause or 0.0)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-
-
-def _suspected(answers: Mapping[int, str | None]) -> str:
-    if not answers:
-        return "a rank that it waits for is gone or does something else"
-    if left := [rank for rank, doing in answers.items() if (doing or "").startswith(_LEFT)]:
-        return f"{named_ranks(left)} {_LEFT}"
-    if absent := [rank for rank, doing in answers.items() if doing is None]:
-        return f"{named_ranks(absent)} did not report to wait too, and may be stopped, gone or busy"
-    if elsewhere := [rank for rank, doing in answers.items() if (doing or "").startswith(_UNWATCHED)]:
-        return f"{named_ranks(elsewhere)} did not come"
-    return "all ranks wait for each other"
-
-
-def _listed(answers: Mapping[int, str | None]) -> str:
-    """A line for each thing that ranks wait in."""
-    ranks: dict[str, list[int]] = {}
-    for rank, doing in answers.items():
-        if doing is not None:
-            ranks.setdefault(doing, []).append(rank)
-    lines = [f"\n  {named_ranks(own)}: {doing}" for doing, own in ranks.items()]
-    return "".join(lines[:_MOST_LINES]) + ("\n  ..." if len(lines) > _MOST_LINES else "")
 
 
 def watched(call: Callable[P, T], *, patient: bool = False) -> Callable[P, T]:

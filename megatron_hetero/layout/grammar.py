@@ -12,7 +12,7 @@ Whether the degrees fit the ranks is checked in `megatron_hetero.layout.layout`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from megatron_hetero.layout.axes import AXES, LayoutProblem, why_unknown
@@ -43,11 +43,6 @@ def read(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[i
 def format_ranks(ranks: Iterable[int]) -> str:
     """Ascending ranks as ranges: ``0-3,8`` for 0, 1, 2, 3, 8."""
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs_of(ranks))
-
-
-def named_ranks(ranks: Collection[int]) -> str:
-    """Ascending ranks in a sentence: ``ranks 0-3,8``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:

@@ -115,9 +115,12 @@ STEP = at("optimizer.step(")
     [
         (
             "loss",
-            (f"`total_loss of text` on rank 0, {LOSS} and ", f"`count_tokens of text` on rank 1, {at('tokens =')}"),
+            (f"`total_loss of text`, {LOSS} on rank 0 and ", f"`count_tokens of text`, {at('tokens =')} on rank 1"),
         ),
-        ("tokens", (f"`count_tokens of text` on rank 0, {at('tokens =')}", f"`JointOptimizer.step` on rank 1, {STEP}")),
+        (
+            "tokens",
+            (f"`count_tokens of text`, {at('tokens =')} on rank 0 ", f"`JointOptimizer.step`, {STEP} on rank 1"),
+        ),
     ],
 )
 def test_calls_that_would_take_each_others_values_are_named_at_once(
