@@ -280,20 +280,19 @@ def _is_first(error: str, patience_s: float) -> bool:
     """Whether this rank is to report an error, which is usually one of all ranks. It leaves an earlier one
     `patience_s` to do so, and torchrun to end the others. Without torchrun, the store knows what has been reported.
     """
-    end = time.monotonic() + (patience_s := patience_s + 0.5 * (rank() % 16))
+    end, first = time.monotonic() + (patience_s := patience_s + 0.5 * (rank() % 16)), True
     with contextlib.suppress(Exception):  # There is no store yet, or no more.
         if "torch" in sys.modules and world_size() > 1:
             from megatron_hetero.groups.peers import Peers
 
             peers = Peers.of_world()
             assert peers is not None, "there are several ranks"
-            first = in_background(partial(peers.is_first, error, patience_s), "report")
-            found = first.result(patience_s + _SLOWEST_REPORT_S)
+            found = in_background(partial(peers.is_first, error, patience_s), "report")
+            first = found.result(patience_s + _SLOWEST_REPORT_S)
             if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 time.sleep(_LINGERING_S)  # The store ends with this rank.
-            return found
     time.sleep(max(0.0, end - time.monotonic()))
-    return True
+    return first
 
 
 def _end_with_torchrun() -> None:
