@@ -104,6 +104,13 @@ class ShardOptimizer(ModuleOptimizer):
         self.module.data_parallel.share_weights()
 
     @override
+    def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, shard in self.shards.items():
+            weights, beside = self.module.weight(name), shard.master.beside
+            if beside is not None and beside.dtype == torch.float32 and beside.device == weights.device:
+                yield weights, beside
+
+    @override
     def reload_model_params(self) -> None:
         self.module.data_parallel.wait_for_weights()
         for name, shard in self.shards.items():

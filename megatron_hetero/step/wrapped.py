@@ -9,7 +9,8 @@ Megatron's DDP              of this rank's tokens, in `main_grad`      its own `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,19 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket.append(tensor)
             size += tensor.numel()
         yield bucket
+
+
+@torch.no_grad()
+def differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Whether any weights are not their fp32 masters rounded, with ties in either direction. The host waits."""
+    every = [pair for pair in pairs if pair[0].numel()]
+    apart = [torch.empty_like(weights) for weights, _ in every]
+    if every:
+        torch._foreach_copy_(apart, [master for _, master in every])
+        torch._foreach_sub_(apart, [weights for weights, _ in every])
+    norms = torch.stack(torch._foreach_norm(apart, math.inf, dtype=torch.float32)).tolist() if every else ()
+    others = [pair for pair, norm in zip(every, norms, strict=True) if norm > 0]  # NaN is no change.
+    return any(((own - master).abs() > (master.to(own.dtype) - master).abs()).any() for own, master in others)
 
 
 @torch.no_grad()
@@ -152,9 +166,14 @@ class Wrapped(DataParallel):
             else:
                 parameter.grad.zero_()
 
+    @torch.no_grad()
     @override
     def start_reducing(self) -> Tensor:
-        return torch.ones((), dtype=torch.float64, device=self.device)
+        """Check gradients that no wrapper has reduced, or may be reducing; of others the sums show it."""
+        plain = [n for n, each in self.remaining.items() if n not in self.in_main_grad and each.factor == 1]
+        own = [p.grad for p in map(self.parameters.__getitem__, plain) if p.grad is not None and not is_sharded(p)]
+        extremes = [torch.zeros((), device=self.device), *(torch._foreach_norm(own, math.inf) if own else ())]
+        return torch.stack([each.double() for each in extremes]).isfinite().all().double()
 
     @torch.no_grad()
     @override
