@@ -94,7 +94,7 @@ class JointOptimizer(Optimizer):
 
     def require_unchanged(self) -> None:
         """Check that modules have, and train, the parameters for which this was built. Raises `UserError`."""
-        fix = "call `build_optimizers` again, after wrapping again what is wrapped; moments start anew"
+        fix = "call `build_optimizers` again, after wrapping anew what is in a DistributedDataParallel; moments start anew"
         if self.sharded:
             fix = "build the module anew, change it before `build_optimizers`, and load a checkpoint of its states"
         for name, views in self._views.items():
@@ -229,25 +229,23 @@ class JointOptimizer(Optimizer):
             fix = f"save `optimizer.parts['{name}']` by Megatron's `dist_checkpointing`, or leave its wrapper out"
             raise UserError.at(f"state of module `{name}`", found=found, expected=expected, fix=fix)
         self.wait_for_weights()
-        state = {
-            "models": {
-                dcp_key(*views): {
-                    str(n): chunk.state_dict() for n, chunk in zip(views[0].stages, views[0].chunks, strict=True)
-                }
-                for views in self._views.values()
-            },
-            "optimizers": self.state_dict(),
-        }
+        models = {key: {n: chunk.state_dict() for n, chunk in of.items()} for key, of in self._models.items()}
+        state = {"models": models, "optimizers": self.state_dict()}
         _require_visible(state)
         return state
 
     def load_from_dcp(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_for_dcp`, once `torch.distributed.checkpoint` has loaded it. All ranks call it."""
         self.wait_for_weights()
-        for views in self._views.values():
-            for stage, chunk in zip(views[0].stages, views[0].chunks, strict=True):
-                chunk.load_state_dict(state["models"][dcp_key(*views)][str(stage)])
+        for key, of in self._models.items():
+            for n, chunk in of.items():
+                chunk.load_state_dict(state["models"][key][n])
         self.load_state_dict(state["optimizers"])
+
+    @property
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """The models of this rank by number of the stage, by key of the module."""
+        return {dcp_key(*v): dict(zip(map(str, v[0].stages), v[0].chunks, strict=True)) for v in self._views.values()}
 
     @property
     def _keys(self) -> dict[str, str]:

@@ -125,17 +125,14 @@ Description = Mapping[str, tuple[int, bool, int]]
 
 def described(module: TrainedModule) -> Description:
     """Describe the parameters of a module on this rank, which FSDP2 then has resharded."""
-    trains = [p.requires_grad for chunk in module.chunks for p in chunk.parameters()]  # Of those that it uses now.
-    reshard(module.chunks)
-    prefixes = [f"stage {stage}: " if len(module.chunks) > 1 else "" for stage in module.stages]
-    named = [
-        (prefix + path, p)
-        for prefix, chunk in zip(prefixes, module.chunks, strict=True)
-        for path, p in chunk.named_parameters()
-    ]
-    in_buffer = [module.data_parallel.lives_on and p.requires_grad and not is_sharded(p) for _, p in named]
-    every = zip(named, trains, in_buffer, strict=True)
-    return {name: (id(p), trained, p.data_ptr() if fixed else 0) for (name, p), trained, fixed in every}
+    chunks: Any = module.chunks
+    trains = [p.requires_grad for chunk in chunks for p in chunk.parameters()]  # Of those that FSDP2 uses now.
+    reshard(chunks)
+    prefixes = [f"stage {stage}: " if len(chunks) > 1 else "" for stage in module.stages]
+    named = [(at + path, p) for at, chunk in zip(prefixes, chunks, strict=True) for path, p in chunk.named_parameters()]
+    fixed = [module.data_parallel.lives_on and p.requires_grad and not is_sharded(p) for _, p in named]
+    every = zip(named, trains, fixed, strict=True)
+    return {name: (id(p), trained, p.data_ptr() if stays else 0) for (name, p), trained, stays in every}
 
 
 def require_unchanged(module: TrainedModule, before: Description, fix: str) -> None:

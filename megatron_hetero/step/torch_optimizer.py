@@ -113,6 +113,7 @@ class TorchOptimizer(InnerOptimizer):
         own: list[Any] = list(module.trained.values())
         self.optimizer = MasterOptimizer(own, make) if masters else make(own)
         self._masters = self.optimizer.masters if isinstance(self.optimizer, MasterOptimizer) else {}
+        self._inner = getattr(self.optimizer, "inner", self.optimizer)
         names = {id(p): name for name, p in module.parameters.items()}
         self._names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -148,39 +149,36 @@ class TorchOptimizer(InnerOptimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """PyTorch's state by names of parameters; before the first update, with tensors to load into."""
-        inner = getattr(self.optimizer, "inner", self.optimizer)
-        if not (updated := any(inner.state.values())):
-            _create_states(inner)
+        if not (updated := any(self._inner.state.values())):
+            _create_states(self._inner)
         found = self.optimizer.state_dict()
         if not updated:
-            inner.state.clear()
+            self._inner.state.clear()
         state = {self._names[number]: own for number, own in found["state"].items()}
         groups = [{**group, "params": [self._names[n] for n in group["params"]]} for group in found["param_groups"]]
         return {"updated": updated, "state": state, "param_groups": groups}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        kept = {
-            name: {key: value for key, value in own.items() if state["updated"] or key == "master"}
-            for name, own in state["state"].items()
-        }
-        self.optimizer.load_state_dict({"state": kept, "param_groups": state["param_groups"]})
+        self.optimizer.load_state_dict(dict(state))
+        if not state["updated"]:
+            self._inner.state.clear()
 
 
 @torch.no_grad()
 def _create_states(optimizer: Optimizer) -> None:
     """Create states by a step with gradients of zeros at a rate of 0, which changes no weights."""
-    gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    groups, gradients = (
+        optimizer.param_groups,
+        [(p, p.grad) for group in optimizer.param_groups for p in group["params"]],
+    )
     for p, _ in gradients:
         p.grad = torch.zeros_like(p)
-    for group, rate in rates:
-        group["lr"] = rate * 0
+    optimizer.param_groups = [{**group, "lr": group["lr"] * 0} if "lr" in group else group for group in groups]
     optimizer.step()
+    optimizer.param_groups = groups
     for p, gradient in gradients:
         p.grad = gradient
-    for group, rate in rates:
-        group["lr"] = rate
 
 
 class MegatronOptimizer(InnerOptimizer):

@@ -61,15 +61,9 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Whether any weights are not their fp32 masters rounded, with ties in either direction. The host waits."""
-    every = [pair for pair in pairs if pair[0].numel()]
-    apart = [torch.empty_like(weights) for weights, _ in every]
-    if every:
-        torch._foreach_copy_(apart, [master for _, master in every])
-        torch._foreach_sub_(apart, [weights for weights, _ in every])
-    norms = torch.stack(torch._foreach_norm(apart, math.inf, dtype=torch.float32)).tolist() if every else ()
-    others = [pair for pair, norm in zip(every, norms, strict=True) if norm > 0]  # NaN is no change.
-    return any(((own - master).abs() > (master.to(own.dtype) - master).abs()).any() for own, master in others)
+    """Whether any weights are farther from their fp32 masters than these are when rounded. The host waits."""
+    flags = [((own - master).abs() > (master.to(own.dtype) - master).abs()).any() for own, master in pairs]
+    return bool(torch.stack(flags).any()) if flags else False
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 BF16 = {"dtype": torch.bfloat16}
 
 
-def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def net(dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2).requires_grad_(False)).to(dtype)
 
@@ -106,20 +106,35 @@ class Stage(nn.Module):
         return self.linear(batch) if self.first else self.linear(hidden).square().sum()
 
 
+@pytest.mark.parametrize("kind", ["plain", "fsdp", "ddp", "megatron", "zero1"])
 @on_ranks(2, timeout_s=40)
-def test_what_the_error_suggests_passes(tmp_path: Path) -> None:
-    topology, model = running.topology_of_world(2, text="dp:2"), net()
-    optimizer = build_optimizers(topology, {"text": model}, MOMENTUM)
-    step(model, optimizer)
+def test_optimizers_are_built_again(kind: str) -> None:
+    topology = running.topology_of_world(2, text="dp:2")
+    config: Any = {"megatron": adam(), "zero1": adam(use_distributed_optimizer=True)}.get(kind, MOMENTUM)
+    model = net()
+    if kind in ("megatron", "zero1"):
+        model.config = gpt.configuration(topology.layouts["text"])
+    wrapped: Any = running.wrapped(model, kind, topology)
+    optimizer = build_optimizers(topology, {"text": wrapped}, config)
+    step(wrapped, optimizer)
     model[0].requires_grad_(False)
     model[2].requires_grad_(True)
     with pytest.raises(UserError, match=r"Call `build_optimizers` again.*moments start anew"):
-        step(model, optimizer)
-    optimizer = build_optimizers(topology, {"text": model}, MOMENTUM)
-    before = [p.detach().clone() for p in model.parameters()]
-    step(model, optimizer)
-    assert [torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)] == [True] * 2 + [False] * 4
+        optimizer.finish_gradients(6)
+    optimizer.zero_grad()
+    if kind not in ("plain", "fsdp"):
+        wrapped = running.wrapped(model, kind, topology)
+    optimizer = build_optimizers(topology, {"text": wrapped}, config)
+    before = [local(p).clone() for p in model.parameters()]
+    for _ in range(2):
+        step(wrapped, optimizer)
+    same = [torch.equal(local(p), own) for own, p in zip(before, model.parameters(), strict=True)]
+    assert same == [True] * 2 + [False] * 4
 
+
+@on_ranks(2, timeout_s=40)
+def test_modules_in_buffers_are_built_anew(tmp_path: Path) -> None:
+    topology = running.topology_of_world(2, text="dp:2")
     model = net()
     optimizer = build_optimizers(topology, {"text": model}, AdamW(lr=0.1))
     step(model, optimizer)
@@ -220,10 +235,11 @@ def test_gradients_that_are_not_finite_are_not_applied(kind: str, value: float) 
     }.get(kind, partial(torch.optim.AdamW, lr=0.1))
 
     def run(*, faulty: bool) -> list[Tensor]:
+        model: Any
         if kind in ("megatron", "zero1"):
             torch.manual_seed(0)
             config_of = gpt.configuration(topology.layouts["text"])
-            model: Any = Outer(gpt.model(config_of, topology.collection("text"), tied=False))
+            model = Outer(gpt.model(config_of, topology.collection("text"), tied=False))
             gpt.fill(model.inner, gpt.whole(0, tied=False), False)
             model.inner = running.wrapped(model.inner, kind, topology)
             model.inner.zero_grad_buffer()
