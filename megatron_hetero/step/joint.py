@@ -94,7 +94,7 @@ class JointOptimizer(Optimizer):
 
     def require_unchanged(self) -> None:
         """Check that modules have, and train, the parameters for which this was built. Raises `UserError`."""
-        fix = "call `build_optimizers` again, after wrapping anew what is in a DistributedDataParallel; moments start anew"
+        fix = "call `build_optimizers` again, and wrap a DistributedDataParallel anew before; moments start anew"
         if self.sharded:
             fix = "build the module anew, change it before `build_optimizers`, and load a checkpoint of its states"
         for name, views in self._views.items():
@@ -280,6 +280,10 @@ def _require_visible(value: Any, path: str = "state", *, pickled: bool = False) 
     if pickled and is_sharded(value):
         because, fix = "it is pickled, and one rank's is loaded by all", "put it in dicts and lists only"
         raise UserError.at(path, found="a DTensor in a tuple or object", expected="a dict", because=because, fix=fix)
-    inside = dict(enumerate(value)) if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {})
-    for key, each in (value if isinstance(value, Mapping) else {} if isinstance(value, Tensor) else inside).items():
+    inside = value if isinstance(value, Mapping) else {}
+    if isinstance(value, list | tuple | set):
+        inside = dict(enumerate(value))
+    elif not pickled and not isinstance(value, Mapping | Tensor | type):
+        inside = getattr(value, "__dict__", {})
+    for key, each in inside.items():
         _require_visible(each, f"{path}.{key}", pickled=pickled or not isinstance(value, Mapping | list))

@@ -270,7 +270,7 @@ class ModuleOptimizer(ABC):
 
     @abstractmethod
     def masters(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Weights in 16 bits that this rank updates, and the fp32 masters of them on the same device."""
+        """Weights in 16 bits that this rank updates, and their fp32 masters."""
 
     @abstractmethod
     def reload_model_params(self) -> None:

@@ -106,9 +106,8 @@ class ShardOptimizer(ModuleOptimizer):
     @override
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         for name, shard in self.shards.items():
-            weights, beside = self.module.weight(name), shard.master.beside
-            if beside is not None and beside.dtype == torch.float32 and beside.device == weights.device:
-                yield weights, beside
+            if shard.master.beside is not None and shard.master.beside.dtype == torch.float32:
+                yield self.module.weight(name), shard.master.beside
 
     @override
     def reload_model_params(self) -> None:

@@ -115,7 +115,8 @@ class TorchOptimizer(InnerOptimizer):
         self._masters = self.optimizer.masters if isinstance(self.optimizer, MasterOptimizer) else {}
         self._inner = getattr(self.optimizer, "inner", self.optimizer)
         names = {id(p): name for name, p in module.parameters.items()}
-        self._names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        every = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        self._names = [names.get(id(p), f"parameter {number}") for number, p in enumerate(every)]
 
     @override
     def squares(self) -> Tensor:
@@ -235,7 +236,9 @@ class MegatronOptimizer(InnerOptimizer):
         kinds = {"float16_groups": "fp32_from_float16_groups", "shard_float16_groups": "shard_fp32_from_float16_groups"}
         for each, (weights, masters) in product(self._inner, kinds.items()):
             pairs = zip(chain(*getattr(each, weights, ())), chain(*getattr(each, masters, ())), strict=True)
-            yield from ((own.detach(), master.detach()) for own, master in pairs if master is not None)
+            yield from (
+                (own.detach(), master.detach()) for own, master in pairs if own is not None and master is not None
+            )
 
     @override
     def reload_model_params(self) -> None:

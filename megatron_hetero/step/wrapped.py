@@ -61,8 +61,9 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Whether any weights are farther from their fp32 masters than these are when rounded. The host waits."""
-    flags = [((own - master).abs() > (master.to(own.dtype) - master).abs()).any() for own, master in pairs]
+    """Whether any weights are farther from their masters, on the same device, than rounding is. The host waits."""
+    own = [(weights, master) for weights, master in pairs if weights.device == master.device]
+    flags = [((weights - master).abs() > (master.to(weights.dtype) - master).abs()).any() for weights, master in own]
     return bool(torch.stack(flags).any()) if flags else False
 
 

@@ -242,7 +242,6 @@ def test_gradients_that_are_not_finite_are_not_applied(kind: str, value: float) 
             model = Outer(gpt.model(config_of, topology.collection("text"), tied=False))
             gpt.fill(model.inner, gpt.whole(0, tied=False), False)
             model.inner = running.wrapped(model.inner, kind, topology)
-            model.inner.zero_grad_buffer()
         else:
             model = running.wrapped(net(torch.bfloat16 if kind == "masters" else torch.float32), kind, topology)
         optimizer = build_optimizers(topology, {"text": model}, config)

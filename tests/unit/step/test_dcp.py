@@ -76,7 +76,7 @@ def train(model: Any, optimizer: JointOptimizer, steps: range) -> list[float]:
 
 def weights(model: Any, optimizer: JointOptimizer) -> list[Tensor]:
     """With their masters."""
-    masters = (own for part in optimizer.parts.values() for own in getattr(part, "masters", {}).values())
+    masters = (own for part in optimizer.parts.values() for own in vars(part).get("masters", {}).values())
     return [] if model is None else [whole(p, optimizer).detach().clone() for p in (*model.parameters(), *masters)]
 
 
@@ -96,6 +96,8 @@ RESUMED = [
     ("fsdp", "dp:2@0-1", "plain", "dp:4", ADAM, torch.float32),
     ("fsdp", "dp:4", "fsdp", "dp:2@1-2", adam(bf16=True), torch.bfloat16),
     ("plain", "dp:4", "fsdp", "dp:4", adam(bf16=True), torch.bfloat16),
+    ("plain", "dp:4", "plain", "dp:4", AdamW(lr=0.05, zero=3), torch.bfloat16),
+    ("fsdp", "dp:4", "plain", "dp:2@0-1", of_pytorch, torch.float32),
     ("tp", "tp:2,dp:2", "tp", "tp:2,dp:2", of_pytorch, torch.float32),
     ("tp fsdp", "tp:2,dp:2", "fsdp", "dp:4", of_pytorch, torch.float32),
     ("tp", "tp:2,dp:2", "tp", "tp:4", SGD, torch.float32),
