@@ -6,7 +6,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import optimizer, tensor_parallel, transformer
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 import megatron_hetero as mh
@@ -31,12 +30,10 @@ def _train(layouts):
     boundary, device = mh.Boundary.open(topology, "vision", "text"), topology.platform.device
     own = {n: torch.arange(SAMPLES)[topology.group(n, "dp").rank() :: topology.layouts[n].dp] for n in modules}
     ids = {n: (ROWS * own[n][:, None] + torch.arange(ROWS)).flatten() for n in modules}
-    parts = {f"{n}.tp{topology.group(n, 'tp').rank()}": (modules[n], optim.parts[n]) for n in modules}
-    state = {"step": 0, **{k: get_state_dict(*parts[k]) for k in parts}}  # Ranks along dp save the same keys.
+    state = {"step": 0, "train": optim.state_for_dcp()}
     if saved := sorted(RUN.glob("*/.metadata")):
         dcp.load(state, checkpoint_id=saved[-1].parent)
-        for k in parts:
-            set_state_dict(*parts[k], model_state_dict=state[k][0], optim_state_dict=state[k][1])
+        optim.load_from_dcp(state["train"])
     for step in range(state["step"] + 1, state["step"] + STEPS + 1):
         gray = torch.randint(32, (SAMPLES, 1, 1, 1), generator=torch.Generator().manual_seed(step)).to(device)
         with mh.micro_batch(boundary):
@@ -54,7 +51,7 @@ def _train(layouts):
         if topology.rank == 0:
             print(f"step {step}: loss {mean:.4f}")
         if step % 10 == 0:
-            dcp.save({"step": step, **{k: get_state_dict(*parts[k]) for k in parts}}, checkpoint_id=RUN / f"{step:08}")
+            dcp.save({"step": step, "train": optim.state_for_dcp()}, checkpoint_id=RUN / f"{step:08}")
 
 
 mh.guarded(_train, ["dp:2", "tp:2"])  # The tower: dp. The text model: tp and dp, with pp see megatron_recipe.py.

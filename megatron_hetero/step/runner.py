@@ -334,6 +334,7 @@ class Runner:
         an input, and that gradients may be added to.
         """
         if trains and self._optimizer is not None:
+            self._optimizer.require_unchanged()
             self._optimizer.require_unsummed()
         rank, own = self.topology.rank, [name for name in self.topology.layouts if self.topology.has(name)]
         for each in micro_batches:
