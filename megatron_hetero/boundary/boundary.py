@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.boundary.communicator import boundary_communicators
 from megatron_hetero.boundary.crossings import (
     MicroBatchCrossings,
@@ -44,19 +44,57 @@ Sides = tuple[Sequence[int], Sequence[int]]
 
 
 class Rows(NamedTuple):
-    """What a rank holds and needs of the rows of a crossing, see `Boundary.plan`."""
+    """What a rank holds and needs of the rows of a crossing, or how many rows all samples have, see `Boundary.plan`."""
 
     held: Ids = ()
     needed: Ids = ()
     gradient: Gradient = "invariant"
+    samples: int | None = None
+    rows_per_sample: int | Sequence[int] | np.ndarray | Tensor | None = None
+
+    def counted(self, topology: Topology, edge: Edge) -> Rows:
+        """Fill in the ids that follow from `samples` and `rows_per_sample`, if given. Raises `UserError`."""
+        if self.samples is None and self.rows_per_sample is None:
+            return self
+        where = f"boundary {edge} on rank {topology.rank}: samples"
+        if any(not hasattr(ids, "__len__") or len(ids) for ids in (self.held, self.needed)):
+            problem, fix = "given with `held` or `needed`, which follow from it", "leave them out, or `samples`"
+            raise UserError.at(where, problem=problem, fix=fix)
+        for name in (edge.source, edge.target):
+            if (layout := topology.layouts[name]).sp * layout.cp > 1:
+                raise UserError.at(
+                    where,
+                    found=f"`{name}` with {layout}",
+                    expected="no sp and no cp on either side",
+                    because="which rows of a sample a rank has depends on how tokens are split",
+                    fix="give `held` and `needed`, the ids of the rows of each rank",
+                )
+        counts = np.array(_on_host(self.rows_per_sample))
+        shape, samples = counts.shape, self.samples
+        is_count = isinstance(samples, int | np.integer) and samples >= 0
+        if not is_count or counts.dtype.kind not in "iu" or shape not in ((), (samples,)) or counts.min(initial=0) < 0:
+            raise UserError.at(
+                where,
+                found=f"samples={samples!r}, rows_per_sample={self.rows_per_sample!r}",
+                expected="a number of samples, and the rows of each: a number, or one for each sample",
+                fix="give both for the whole micro-batch, the same on all ranks",
+            )
+        starts = np.concatenate([[0], np.cumsum(np.broadcast_to(counts, int(samples)))])
+        held, needed = (
+            np.arange(starts[own.start], starts[own.stop]) if topology.rank in ranks else ()
+            for name, ranks in zip((edge.source, edge.target), sides_of(topology, edge), strict=True)
+            for own in [topology.shard(name, range(int(samples)))]
+        )
+        return Rows(held, needed, self.gradient, int(samples), counts.tolist())
 
 
 class RowIds(NamedTuple):
-    """Checked `Rows`, int64."""
+    """Checked `Rows`, int64. `counts`: what they follow from, if they do."""
 
     held: np.ndarray
     needed: np.ndarray
     gradient: Gradient
+    counts: str = "none"
 
     @classmethod
     def of(cls, boundary: str, rank: int, rows: Rows) -> RowIds:
@@ -66,7 +104,7 @@ class RowIds(NamedTuple):
             expected = "'invariant' or 'partial'"
             raise UserError.at(f"{where}: gradient", found=repr(rows.gradient), expected=expected, fix="correct it")
         held, needed = _ids(f"{where}: held", rows.held, least=PADDING), _ids(f"{where}: needed", rows.needed)
-        return cls(held, needed, rows.gradient)
+        return cls(held, needed, rows.gradient, "none" if rows.samples is None else f"{rows.samples}, {rows.rows_per_sample}")
 
 
 def ownerships_of(
@@ -77,7 +115,7 @@ def ownerships_of(
     `Boundary.plan`.
     """
     sources, targets = sides or (ranks, ranks)
-    facts = [{"gradient": each.gradient} for each in rows]
+    facts = [{"gradient": each.gradient, "samples, rows_per_sample": each.counts} for each in rows]
     require_alike(f"boundary {boundary}", facts, ranks, "plan it alike on all ranks")
     numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(each.held[each.held != PADDING] for each in rows)]))
     held, needed = dict[int, np.ndarray](), dict[int, np.ndarray]()
@@ -110,10 +148,46 @@ def ownerships_of(
     return Ownership.of(holders), Ownership.of(needing, rows[0].gradient)
 
 
+def sides_of(topology: Topology, edge: Edge) -> Sides:
+    """The ranks at both ends of an edge."""
+    return edge.source_ranks(topology.layouts[edge.source]), edge.target_ranks(topology.layouts[edge.target])
+
+
+def unsharded(topology: Topology, edge: Edge, rows: Mapping[int, RowIds]) -> UserError | None:
+    """Return the error of two replicas of a module that hold the same row, or need it and have the whole gradient of
+    it each, from the rows of each rank of the edge; None if there are none.
+    """
+    invariant = next(iter(rows.values())).gradient == "invariant"  # Else a picture may be in samples of several.
+    whys = {"held": "this row's gradient would count once for each", "needed": "one replica's gradient alone returns"}
+    for (what, why), name, ranks in zip(whys.items(), (edge.source, edge.target), sides_of(topology, edge), strict=True):
+        given, layout = [getattr(rows[rank], what) for rank in ranks], topology.layouts[name]
+        ids, at = np.concatenate(given), np.repeat(np.arange(len(ranks)), [len(each) for each in given])
+        replica = np.array([layout.replica_of(rank) for rank in ranks])[at]
+        order = np.lexsort((replica, ids))
+        ids, at, replica = ids[order], at[order], replica[order]
+        twice = (ids[1:] == ids[:-1]) & (replica[1:] != replica[:-1]) & (ids[1:] != PADDING)
+        if twice.any() and (what == "held" or invariant):
+            first = int(twice.argmax())
+            other = ', or `gradient="partial"` if their samples differ and share a picture' * (what == "needed")
+            return UserError.at(
+                f"boundary {edge}: {what}",
+                found=f"row {ids[first]} on ranks {ranks[at[first]]} and {ranks[at[first + 1]]}, in two replicas of "
+                f"`{name}`",
+                expected="each row in one replica",
+                because=why,
+                fix=f'give each replica its own samples, `topology.shard("{name}", samples)`{other}',
+            )
+    return None
+
+
+def _on_host(values: Any) -> Any:
+    return values.detach().cpu() if hasattr(values, "detach") else values
+
+
 def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:
     """Return the ids as an array, each once but for `PADDING`. Raises `UserError`."""
     try:
-        found = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+        found = np.asarray(_on_host(values))
     except (TypeError, ValueError, RuntimeError):  # Ragged lists, dtypes that NumPy lacks.
         found = np.zeros((), object)
     if found.size == 0:
@@ -167,13 +241,13 @@ class Boundary:
         transport: torch.dtype | None = None,
         check: bool = True,
     ):
-        if edge not in topology.planned:
+        if edge not in topology.planned_edges:
             raise UserError.at(
                 f"boundary {edge} on rank {topology.rank}",
-                found="no such boundary",
-                expected=f"one of {', '.join(map(str, topology.planned)) or 'none'}",
-                because=f"a boundary is opened where {edge.source} or {edge.target} is, and declared beforehand",
-                fix="open it on those ranks, and add the edge to the graph, or to `planned` of `Topology.build`",
+                found="an edge that is not planned",
+                expected=one_of(topology.planned_edges, "planned edges"),
+                because="all ranks create its groups when they build the topology",
+                fix="add the edge to the graph of `build`, or to `planned` of `Topology.build`",
             )
         if graph := topology.graph:
             of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
@@ -185,11 +259,9 @@ class Boundary:
                 expected="both, where the topology has no graph",
                 fix="give `width` and `dtype`",
             )
-        communicators = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)
-        source, target = (topology.layouts[name] for name in (edge.source, edge.target))
-        self.edge, self.communicator = edge, communicators[edge]
-        self._sides: Sides = edge.source_ranks(source), edge.target_ranks(target)
-        self._hosts, self._watchdog = topology.planned[edge], watchdog
+        self.edge, self._topology, self._watchdog = edge, topology, watchdog
+        self._hosts = topology.planned.get(edge)  # None on a rank that takes no part.
+        self.communicator = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)[edge]
         self._micro_batch: MicroBatchCrossings | None = None
 
     @classmethod
@@ -205,7 +277,8 @@ class Boundary:
         check: bool = True,
         timeout_s: float = 300.0,
     ) -> Boundary:
-        """Open the boundary from module `source` to `target`, on a rank of either.
+        """Open the boundary from module `source` to `target`. A rank that has neither the last stage of `source` nor
+        the first one of `target` takes no part: there plans and crossings do nothing, and return no rows.
 
         The topology was built by `build`, or with the edge in `planned`. `width`: elements of a row;
         `transport`, `check`: see `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
@@ -213,15 +286,26 @@ class Boundary:
         that other ranks have not reached after `timeout_s` seconds ends the process with a message; 0: never.
 
         Raises:
-            UserError: the topology has no such edge on this rank, or no graph that has a default.
+            UserError: the topology has no such edge, or no graph that has a default.
         """
         edge = as_edge((source, target), topology.layouts)
         watchdog = Watchdog.of_world(timeout_s, topology.platform)
         return cls(topology, edge, watchdog, width=width, dtype=dtype, transport=transport, check=check)
 
     @_disable_dynamo
-    def plan(self, *, held: Ids = (), needed: Ids = (), gradient: Gradient = "invariant") -> LoadedPlan:
-        """Plan a crossing from what each rank knows. All ranks of the boundary call it, with their own rows.
+    def plan(
+        self,
+        *,
+        held: Ids = (),
+        needed: Ids = (),
+        gradient: Gradient = "invariant",
+        samples: int | None = None,
+        rows_per_sample: int | Sequence[int] | np.ndarray | Tensor | None = None,
+    ) -> LoadedPlan:
+        """Plan a crossing from what each rank knows. All ranks of the boundary call it, with their own rows; or, where
+        both modules read their `Topology.shard` of the samples, with the number of samples and of their rows.
+
+            plan = boundary.plan(samples=8, rows_per_sample=9)
 
         Args:
             held: ids of the rows that this rank passes to the crossing, in that order; int64, from 0. Ranks that hold
@@ -233,31 +317,50 @@ class Boundary:
                 without sequence parallelism. `partial`: each computes a part, as ranks do that share the tokens of a
                 sample. Where ranks do both (`tp` with `cp`), let each need the rows of its own tokens only, which makes
                 gradients `invariant`.
+            samples: the samples of the micro-batch, of all replicas, in place of `held` and `needed`.
+            rows_per_sample: the rows of each sample, one number for all or one for each.
 
         Raises:
             UserError: on all ranks. A row is held or needed twice, or needed and not held; or ranks that hold a common
-                row do not hold the same rows; or ranks differ in `gradient`, plan different boundaries, or have opened
+                row do not hold the same rows; or replicas hold the same row, or need it and `gradient` is `invariant`,
+                which counts gradients wrongly: it is refused but under `torch.no_grad()`, where the plan is of the
+                forward direction only; or ranks differ in `gradient`, plan different boundaries, or have opened
                 this one differently. On its own rank, at once: amid a backward pass, see `__call__`.
         """
-        return self.plans([Rows(held, needed, gradient)])[0]
+        return self.plans([Rows(held, needed, gradient, samples, rows_per_sample)])[0]
 
     @_disable_dynamo
     def plans(self, crossings: Sequence[Rows]) -> list[LoadedPlan]:
         """Plan several crossings, see `plan`, with one exchange between the hosts."""
         require_no_backward(self._micro_batch)
-        mine, name = dist.get_rank(), str(self.edge)
+        mine, name, trains = dist.get_rank(), str(self.edge), torch.is_grad_enabled()
+        if self._hosts is None:
+            return [self._load(Ownership.of({(mine,): ()}), Ownership.of({(mine,): ()})) for _ in crossings]
         terms = {"crossings": str(len(crossings)), **self.communicator.terms}
+
+        def ids() -> list[RowIds]:
+            return [RowIds.of(name, mine, rows.counted(self._topology, self.edge)) for rows in crossings]
+
         with self._doing("a plan"):
-            everyone = on_every(self._hosts, lambda: (name, terms, [RowIds.of(name, mine, rows) for rows in crossings]))
-        names, facts, rows = zip(*everyone, strict=True)
+            everyone = on_every(self._hosts, lambda: (name, trains, terms, ids()))
+        names, training, facts, rows = zip(*everyone, strict=True)
         ranks = dist.get_process_group_ranks(self._hosts)
         fix = "plan boundaries in one order on all ranks"
         require_alike("plan", [{"boundary": each} for each in names], ranks, fix)
         fix = "open it alike on all ranks, and give each rank its part of every micro-batch"
         require_alike(f"boundary {name}", facts, ranks, fix)
-        sides = (ownerships_of(name, ranks, of_ranks, self._sides) for of_ranks in zip(*rows, strict=True))
-        plans = (plan_boundary(*each, self.communicator.row_bytes) for each in sides)
-        return [load_plan(plan.rank(mine), self.communicator.device, edge=name) for plan in plans]
+        plans = list[LoadedPlan]()
+        for of_ranks in zip(*rows, strict=True):
+            problem = unsharded(self._topology, self.edge, dict(zip(ranks, of_ranks, strict=True)))
+            if problem and any(training):
+                raise problem
+            sides = ownerships_of(name, ranks, of_ranks, sides_of(self._topology, self.edge))
+            plans.append(self._load(*sides, backward=problem is None))
+        return plans
+
+    def _load(self, source: Ownership, target: Ownership, *, backward: bool = True) -> LoadedPlan:
+        plan = plan_boundary(source, target, self.communicator.row_bytes).rank(dist.get_rank(), backward=backward)
+        return load_plan(plan, self.communicator.device, edge=str(self.edge))
 
     @_disable_dynamo
     def __call__(self, plan: LoadedPlan, rows: Tensor | None = None) -> Tensor:
@@ -280,7 +383,7 @@ class Boundary:
                 fix="give the plan first, then the rows",
             )
         require_no_backward(self._micro_batch)
-        rows = self.communicator.no_rows() if rows is None else rows
+        rows = self.communicator.no_rows() if rows is None or self._hosts is None else rows
         with self._doing("a crossing"):
             if self._micro_batch is None:
                 return self._cross_without_gradients(plan, rows)
