@@ -104,7 +104,9 @@ class RowIds(NamedTuple):
             expected = "'invariant' or 'partial'"
             raise UserError.at(f"{where}: gradient", found=repr(rows.gradient), expected=expected, fix="correct it")
         held, needed = _ids(f"{where}: held", rows.held, least=PADDING), _ids(f"{where}: needed", rows.needed)
-        return cls(held, needed, rows.gradient, "none" if rows.samples is None else f"{rows.samples}, {rows.rows_per_sample}")
+        return cls(
+            held, needed, rows.gradient, "none" if rows.samples is None else f"{rows.samples}, {rows.rows_per_sample}"
+        )
 
 
 def ownerships_of(
@@ -159,7 +161,9 @@ def unsharded(topology: Topology, edge: Edge, rows: Mapping[int, RowIds]) -> Use
     """
     invariant = next(iter(rows.values())).gradient == "invariant"  # Else a picture may be in samples of several.
     whys = {"held": "this row's gradient would count once for each", "needed": "one replica's gradient alone returns"}
-    for (what, why), name, ranks in zip(whys.items(), (edge.source, edge.target), sides_of(topology, edge), strict=True):
+    for (what, why), name, ranks in zip(
+        whys.items(), (edge.source, edge.target), sides_of(topology, edge), strict=True
+    ):
         given, layout = [getattr(rows[rank], what) for rank in ranks], topology.layouts[name]
         ids, at = np.concatenate(given), np.repeat(np.arange(len(ranks)), [len(each) for each in given])
         replica = np.array([layout.replica_of(rank) for rank in ranks])[at]
@@ -261,7 +265,9 @@ class Boundary:
             )
         self.edge, self._topology, self._watchdog = edge, topology, watchdog
         self._hosts = topology.planned.get(edge)  # None on a rank that takes no part.
-        self.communicator = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)[edge]
+        self.communicator = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)[
+            edge
+        ]
         self._micro_batch: MicroBatchCrossings | None = None
 
     @classmethod
@@ -388,6 +394,28 @@ class Boundary:
             if self._micro_batch is None:
                 return self._cross_without_gradients(plan, rows)
             return self._micro_batch.cross(self.edge, self.communicator, plan, rows, self._doing)
+
+    @_disable_dynamo
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate `loss`, a scalar, of the module whose rows leave by this boundary: at the end of the micro-batch,
+        in one backward pass with the gradients of the rows. `loss.backward()` would free the graph that these need.
+
+            heard = boundary(plan, rows)
+            boundary.backward(text_loss)
+
+        Raises:
+            UserError: outside of a `micro_batch`, or `loss` is no scalar that requires a gradient. At its end: the loss
+                depends on rows that crossed this boundary.
+        """
+        if self._micro_batch is None:
+            problem, fix = "`backward` outside of a `micro_batch`", "call it inside `with micro_batch(boundary):`"
+            raise UserError.at(f"boundary {self.edge}", problem=problem, fix=fix)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            is_tensor, expected = isinstance(loss, Tensor), "a scalar that requires gradients"
+            found = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else repr(loss)
+            where, fix = f"boundary {self.edge}: backward", "give the sum of the module's losses"
+            raise UserError.at(where, found=found, expected=expected, fix=fix)
+        self._micro_batch.losses[self.edge.source].append(loss)
 
     def _cross_without_gradients(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
         check = self.communicator.check

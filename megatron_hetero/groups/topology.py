@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.layout.axes import MAIN
@@ -167,7 +167,7 @@ class Topology:
     def has(self, module: str) -> bool:
         """Whether this rank has a part of `module`. Raises `KeyError` if there is no such module."""
         if module not in self.layouts:
-            raise KeyError(f"no module `{module}`; there are {', '.join(self.layouts)}")
+            raise KeyError(f"no module `{module}`; there are {', '.join(self.layouts) or 'none'}")
         return self.rank in self.layouts[module]
 
     def shard(self, module: str, samples: Any) -> Any:
@@ -260,7 +260,7 @@ def _require_modules(layouts: Mapping[str, Layout], **collections: Collection[st
     """Check that arguments name modules."""
     for argument, names in collections.items():
         if unknown := [name for name in names if name not in layouts]:
-            found, expected = f"`{unknown[0]}`", f"some of {', '.join(layouts)}"
+            found, expected = f"`{unknown[0]}`", one_of(layouts, "layouts", "some of")
             raise UserError.at(f"Topology.build: {argument}", found=found, expected=expected, fix="name its modules")
 
 
