@@ -32,6 +32,7 @@ from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.ownership import Gradient, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.groups.collective import on_every, require_alike
+from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.layout.graph import Edge, as_edge
@@ -397,8 +398,9 @@ class Boundary:
 
     @_disable_dynamo
     def backward(self, loss: Tensor) -> None:
-        """Back-propagate `loss`, a scalar, of the module whose rows leave by this boundary: at the end of the micro-batch,
-        in one backward pass with the gradients of the rows. `loss.backward()` would free the graph that these need.
+        """Back-propagate `loss`, a scalar, of the module whose rows leave by this boundary: at the end of the
+        micro-batch, in one backward pass with the gradients of the rows. `loss.backward()` would free the graph that
+        these need.
 
             heard = boundary(plan, rows)
             boundary.backward(text_loss)
@@ -466,3 +468,41 @@ def micro_batch(*boundaries: Boundary) -> Iterator[None]:
         current.close()
         for boundary in boundaries:
             boundary._micro_batch = None
+
+
+def place_rows(embedded: Tensor, rows: Tensor, places: Tensor, *, length_first: bool = False) -> Tensor:
+    """Return the embedding with `rows`, [rows, hidden], in some of its places; differentiable in both.
+
+        hidden = place_rows(embedding(tokens), rows, tokens == picture_token)
+
+    Args:
+        embedded: [samples, length, hidden]; with `length_first`, as in Megatron, [length, samples, hidden].
+        rows: in the order of their samples, and within a sample of their places; converted to the embedding's dtype.
+        places: bool, [samples, length] in both cases, true where rows go. On the host, which may know the tokens, it
+            costs no wait; on a GPU the host waits for it.
+        length_first: see `embedded`.
+
+    Raises:
+        UserError: shapes do not fit each other, or there are more or fewer places than rows. With
+            `torch.compile(fullgraph=True)` the latter is a `RuntimeError`.
+    """
+    shape = tuple(embedded.shape[1::-1] if length_first else embedded.shape[:2])
+    if tuple(places.shape) != shape or places.dtype != torch.bool or rows.shape[1:] != embedded.shape[2:]:
+        what = "[length, samples, hidden]" if length_first else "[samples, length, hidden]"
+        raise UserError.at(
+            "place_rows",
+            found=f"an embedding of shape {tuple(embedded.shape)}, rows of {tuple(rows.shape)}, and places of "
+            f"{tuple(places.shape)}, {places.dtype}",
+            expected=f"{what}, [rows, hidden] and [samples, length], torch.bool",
+            fix="reshape them, or change `length_first`",
+        )
+    sample, at = places.nonzero().unbind(1)
+    if torch.compiler.is_compiling():
+        torch._check(len(at) == len(rows))  # When it runs: the graph has no break here.
+    elif len(at) != len(rows):
+        problem, fix = f"{len(at)} places for {len(rows)} rows", "give the rows and the places of the same samples"
+        raise UserError.at("place_rows", problem=problem, fix=fix)
+    index = at * shape[0] + sample if length_first else sample * shape[1] + at
+    if index.device != embedded.device:
+        index = on_device(index, embedded.device)
+    return embedded.flatten(0, 1).index_copy(0, index, rows.to(embedded.dtype)).view(embedded.shape)
