@@ -496,10 +496,10 @@ def place_rows(embedded: Tensor, rows: Tensor, places: Tensor, *, length_first: 
             expected=f"{what}, [rows, hidden] and [samples, length], torch.bool",
             fix="reshape them, or change `length_first`",
         )
+    if torch.compiler.is_compiling():  # An error of the compiled graph, in which the host does not know how many.
+        torch._assert_async(places.sum() == len(rows), f"place_rows: another number of places than {len(rows)} rows")
     sample, at = places.nonzero().unbind(1)
-    if torch.compiler.is_compiling():
-        torch._check(len(at) == len(rows))  # When it runs: the graph has no break here.
-    elif len(at) != len(rows):
+    if not torch.compiler.is_compiling() and len(at) != len(rows):
         problem, fix = f"{len(at)} places for {len(rows)} rows", "give the rows and the places of the same samples"
         raise UserError.at("place_rows", problem=problem, fix=fix)
     index = at * shape[0] + sample if length_first else sample * shape[1] + at
