@@ -58,7 +58,7 @@ class Rows(NamedTuple):
         if self.samples is None and self.rows_per_sample is None:
             return self
         where = f"boundary {edge} on rank {topology.rank}: samples"
-        if any(not hasattr(ids, "__len__") or len(ids) for ids in (self.held, self.needed)):
+        if _array(self.held).size or _array(self.needed).size:
             problem, fix = "given with `held` or `needed`, which follow from it", "leave them out, or `samples`"
             raise UserError.at(where, problem=problem, fix=fix)
         for name in (edge.source, edge.target):
@@ -70,23 +70,22 @@ class Rows(NamedTuple):
                     because="which rows of a sample a rank has depends on how tokens are split",
                     fix="give `held` and `needed`, the ids of the rows of each rank",
                 )
-        counts = np.array(_on_host(self.rows_per_sample))
-        shape, samples = counts.shape, self.samples
-        is_count = isinstance(samples, int | np.integer) and samples >= 0
-        if not is_count or counts.dtype.kind not in "iu" or shape not in ((), (samples,)) or counts.min(initial=0) < 0:
+        counts, samples = _array(self.rows_per_sample), self.samples
+        are_counts = counts.shape in ((), (samples,)) and (not counts.size or counts.dtype.kind in "iu")
+        if not isinstance(samples, int) or samples < 0 or not are_counts or counts.min(initial=0) < 0:
             raise UserError.at(
                 where,
                 found=f"samples={samples!r}, rows_per_sample={self.rows_per_sample!r}",
                 expected="a number of samples, and the rows of each: a number, or one for each sample",
                 fix="give both for the whole micro-batch, the same on all ranks",
             )
-        starts = np.concatenate([[0], np.cumsum(np.broadcast_to(counts, int(samples)))])
+        starts = np.cumsum([0, *np.broadcast_to(counts, samples)], dtype=np.int64)
         held, needed = (
             np.arange(starts[own.start], starts[own.stop]) if topology.rank in ranks else ()
             for name, ranks in zip((edge.source, edge.target), sides_of(topology, edge), strict=True)
-            for own in [topology.shard(name, range(int(samples)))]
+            for own in [topology.shard(name, range(samples))]
         )
-        return Rows(held, needed, self.gradient, int(samples), counts.tolist())
+        return Rows(held, needed, self.gradient, samples, counts.tolist())
 
 
 class RowIds(NamedTuple):
@@ -185,16 +184,17 @@ def unsharded(topology: Topology, edge: Edge, rows: Mapping[int, RowIds]) -> Use
     return None
 
 
-def _on_host(values: Any) -> Any:
-    return values.detach().cpu() if hasattr(values, "detach") else values
+def _array(values: Any) -> np.ndarray:
+    """A copy on the host; of an object where it is none of numbers: ragged lists, dtypes that NumPy lacks."""
+    try:
+        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except (TypeError, ValueError, RuntimeError):
+        return np.zeros((), object)
 
 
 def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:
     """Return the ids as an array, each once but for `PADDING`. Raises `UserError`."""
-    try:
-        found = np.asarray(_on_host(values))
-    except (TypeError, ValueError, RuntimeError):  # Ragged lists, dtypes that NumPy lacks.
-        found = np.zeros((), object)
+    found = _array(values)
     if found.size == 0:
         return np.zeros(0, np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu" or int(found.max()) >= 1 << 63:

@@ -63,7 +63,10 @@ def test_another_number_of_rows_is_refused(number: int) -> None:
     with pytest.raises(UserError, match=f"place_rows: 2 places for {number} rows. Give the rows and the places of"):
         place_rows(embedded, rows, places)
     torch.compiler.reset()
-    for fullgraph, said in ((True, f"place_rows: another number of places than {number} rows"), (False, "place_rows: ")):
+    for fullgraph, said in (
+        (True, f"place_rows: another number of places than {number} rows"),
+        (False, "place_rows: "),
+    ):
         with pytest.raises((UserError, RuntimeError), match=said):
             torch.compile(place_rows, backend="aot_eager", fullgraph=fullgraph)(embedded, rows, places)
 
