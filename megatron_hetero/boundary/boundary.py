@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,12 +37,25 @@ from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.layout.graph import Edge, as_edge
+from megatron_hetero.layout.layout import Layout
 
 PADDING = -1
 """The id of a row that is held and does not cross."""
 Ids = Sequence[int] | np.ndarray | Tensor
-Sides = tuple[Sequence[int], Sequence[int]]
-"""The ranks that rows leave, and those that they enter."""
+
+
+class End(NamedTuple):
+    """The ranks at one end of a boundary. `module`, `layout`: of which no two replicas may have a row, if given."""
+
+    ranks: Sequence[int]
+    module: str = ""
+    layout: Layout | None = None
+
+
+def ends_of(topology: Topology, edge: Edge) -> tuple[End, End]:
+    """The ends that rows leave and enter."""
+    source, target = topology.layouts[edge.source], topology.layouts[edge.target]
+    return End(edge.source_ranks(source), edge.source, source), End(edge.target_ranks(target), edge.target, target)
 
 
 class Rows(NamedTuple):
@@ -58,32 +72,27 @@ class Rows(NamedTuple):
         if self.samples is None and self.rows_per_sample is None:
             return self
         where = f"boundary {edge} on rank {topology.rank}: samples"
-        if _array(self.held).size or _array(self.needed).size:
-            problem, fix = "given with `held` or `needed`, which follow from it", "leave them out, or `samples`"
-            raise UserError.at(where, problem=problem, fix=fix)
-        for name in (edge.source, edge.target):
-            if (layout := topology.layouts[name]).sp * layout.cp > 1:
-                raise UserError.at(
-                    where,
-                    found=f"`{name}` with {layout}",
-                    expected="no sp and no cp on either side",
-                    because="which rows of a sample a rank has depends on how tokens are split",
-                    fix="give `held` and `needed`, the ids of the rows of each rank",
-                )
-        counts, samples = _array(self.rows_per_sample), self.samples
+        ends = ends_of(topology, edge)
+        if split := [
+            f"`{end.module}` with {end.layout}" for end in ends if end.layout and end.layout.sp * end.layout.cp > 1
+        ]:
+            because, fix = "its rows are those of a rank's own tokens", "give the ids of rows, `held` and `needed`"
+            raise UserError.at(where, found=split[0], expected="no sp and no cp", because=because, fix=fix)
+        samples, counts = self.samples, _array(self.rows_per_sample)
         are_counts = counts.shape in ((), (samples,)) and (not counts.size or counts.dtype.kind in "iu")
-        if not isinstance(samples, int) or samples < 0 or not are_counts or counts.min(initial=0) < 0:
+        has_ids = _array(self.held).size + _array(self.needed).size > 0
+        if has_ids or not isinstance(samples, int) or samples < 0 or not are_counts or counts.min(initial=0) < 0:
             raise UserError.at(
                 where,
-                found=f"samples={samples!r}, rows_per_sample={self.rows_per_sample!r}",
-                expected="a number of samples, and the rows of each: a number, or one for each sample",
-                fix="give both for the whole micro-batch, the same on all ranks",
+                found=f"{samples!r}, with rows_per_sample={self.rows_per_sample!r}{' and ids of rows' * has_ids}",
+                expected="a number of samples, and the rows of all or of each, without `held` and `needed`",
+                fix="give both numbers for the whole micro-batch, or ids only",
             )
-        starts = np.cumsum([0, *np.broadcast_to(counts, samples)], dtype=np.int64)
+        starts = [0, *accumulate(np.broadcast_to(counts, samples).tolist())]
         held, needed = (
-            np.arange(starts[own.start], starts[own.stop]) if topology.rank in ranks else ()
-            for name, ranks in zip((edge.source, edge.target), sides_of(topology, edge), strict=True)
-            for own in [topology.shard(name, range(samples))]
+            range(starts[own.start], starts[own.stop]) if topology.rank in ranks else ()
+            for ranks, module, _ in ends
+            for own in [topology.shard(module, range(samples))]
         )
         return Rows(held, needed, self.gradient, samples, counts.tolist())
 
@@ -104,19 +113,20 @@ class RowIds(NamedTuple):
             expected = "'invariant' or 'partial'"
             raise UserError.at(f"{where}: gradient", found=repr(rows.gradient), expected=expected, fix="correct it")
         held, needed = _ids(f"{where}: held", rows.held, least=PADDING), _ids(f"{where}: needed", rows.needed)
-        return cls(
-            held, needed, rows.gradient, "none" if rows.samples is None else f"{rows.samples}, {rows.rows_per_sample}"
-        )
+        counts = "none" if rows.samples is None else f"{rows.samples}, {rows.rows_per_sample}"
+        return cls(held, needed, rows.gradient, counts)
 
 
 def ownerships_of(
-    boundary: str, ranks: Sequence[int], rows: Sequence[RowIds], sides: Sides | None = None
+    boundary: str, ranks: Sequence[int], rows: Sequence[RowIds], ends: Sequence[End] | None = None
 ) -> tuple[Ownership, Ownership]:
     """Find who holds and who needs the rows of a crossing, from the rows of each rank of its boundary. Rows are
-    numbered from 0 in the order of their ids, padding after them. `sides`: default: all ranks. Raises `UserError`, see
+    numbered from 0 in the order of their ids, padding after them. `ends`: default: all ranks. Raises `UserError`, see
     `Boundary.plan`.
     """
-    sources, targets = sides or (ranks, ranks)
+    source, target = ends or (End(ranks), End(ranks))
+    if rows[0].gradient == "partial":  # Samples of several replicas may share a picture: each has a part.
+        target = End(target.ranks)
     facts = [{"gradient": each.gradient, "samples, rows_per_sample": each.counts} for each in rows]
     require_alike(f"boundary {boundary}", facts, ranks, "plan it alike on all ranks")
     numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(each.held[each.held != PADDING] for each in rows)]))
@@ -129,8 +139,8 @@ def ownerships_of(
                 expected=f"one of the {len(numbers)} rows that ranks hold",
                 fix="give the rows the same ids on both sides, of the same batch",
             )
-        for what, ids, side, does in (("held", each.held, sources, "leave"), ("needed", each.needed, targets, "enter")):
-            if len(ids) and rank not in side:
+        for what, ids, end, does in (("held", each.held, source, "leave"), ("needed", each.needed, target, "enter")):
+            if len(ids) and rank not in end.ranks:
                 raise UserError.at(
                     f"boundary {boundary}: {what}",
                     found=f"{len(ids)} rows on rank {rank}",
@@ -140,48 +150,14 @@ def ownerships_of(
                 )
         held[rank] = np.where(each.held == PADDING, PADDING, np.searchsorted(numbers, each.held))
         needed[rank] = np.searchsorted(numbers, each.needed)
-    holders = _grouped(boundary, "held", {rank: held[rank] for rank in sources}, numbers)
-    needing = _grouped(boundary, "needed", {rank: needed[rank] for rank in targets}, numbers)
+    holders = _grouped(boundary, "held", source, held, numbers)
+    needing = _grouped(boundary, "needed", target, needed, numbers)
     first = len(numbers)
     for group, ids in holders.items():  # Padding rows have numbers of their own, which nobody needs.
         padding = ids == PADDING
         holders[group] = np.where(padding, first - 1 + np.cumsum(padding), ids)
         first += int(padding.sum())
     return Ownership.of(holders), Ownership.of(needing, rows[0].gradient)
-
-
-def sides_of(topology: Topology, edge: Edge) -> Sides:
-    """The ranks at both ends of an edge."""
-    return edge.source_ranks(topology.layouts[edge.source]), edge.target_ranks(topology.layouts[edge.target])
-
-
-def unsharded(topology: Topology, edge: Edge, rows: Mapping[int, RowIds]) -> UserError | None:
-    """Return the error of two replicas of a module that hold the same row, or need it and have the whole gradient of
-    it each, from the rows of each rank of the edge; None if there are none.
-    """
-    invariant = next(iter(rows.values())).gradient == "invariant"  # Else a picture may be in samples of several.
-    whys = {"held": "this row's gradient would count once for each", "needed": "one replica's gradient alone returns"}
-    for (what, why), name, ranks in zip(
-        whys.items(), (edge.source, edge.target), sides_of(topology, edge), strict=True
-    ):
-        given, layout = [getattr(rows[rank], what) for rank in ranks], topology.layouts[name]
-        ids, at = np.concatenate(given), np.repeat(np.arange(len(ranks)), [len(each) for each in given])
-        replica = np.array([layout.replica_of(rank) for rank in ranks])[at]
-        order = np.lexsort((replica, ids))
-        ids, at, replica = ids[order], at[order], replica[order]
-        twice = (ids[1:] == ids[:-1]) & (replica[1:] != replica[:-1]) & (ids[1:] != PADDING)
-        if twice.any() and (what == "held" or invariant):
-            first = int(twice.argmax())
-            other = ', or `gradient="partial"` if their samples differ and share a picture' * (what == "needed")
-            return UserError.at(
-                f"boundary {edge}: {what}",
-                found=f"row {ids[first]} on ranks {ranks[at[first]]} and {ranks[at[first + 1]]}, in two replicas of "
-                f"`{name}`",
-                expected="each row in one replica",
-                because=why,
-                fix=f'give each replica its own samples, `topology.shard("{name}", samples)`{other}',
-            )
-    return None
 
 
 def _array(values: Any) -> np.ndarray:
@@ -211,16 +187,33 @@ def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:
 
 
 def _grouped(
-    boundary: str, what: str, rows: Mapping[int, np.ndarray], numbers: np.ndarray
+    boundary: str, what: str, end: End, rows: Mapping[int, np.ndarray], numbers: np.ndarray
 ) -> dict[tuple[int, ...], np.ndarray]:
-    """Group ranks that have the same rows in the same order. Raises `UserError` if two groups share a row."""
+    """Group ranks that have the same rows in the same order. Raises `UserError` if two groups, or replicas, share a
+    row.
+    """
     by_rows: dict[bytes, list[int]] = {}
-    for rank, mine in rows.items():
+    for rank in end.ranks:
+        mine = rows[rank]
         by_rows.setdefault(mine.tobytes() if len(mine) else b"of rank %d" % rank, []).append(rank)
     owner = np.full(len(numbers), -1, np.int64)
     for ranks in by_rows.values():
         mine = rows[ranks[0]][rows[ranks[0]] != PADDING]
-        if len(taken := mine[owner[mine] >= 0]):
+        taken = mine[owner[mine] >= 0]
+        others = [int(owner[taken[0]])] if len(taken) else ranks[1:] if len(mine) else []
+        replicas = end.layout.replica_of if end.layout else lambda _: 0
+        if apart := [rank for rank in others if replicas(rank) != replicas(ranks[0])]:
+            first, last = sorted((apart[0], ranks[0]))
+            shared = ', or `gradient="partial"` if their samples differ and share a picture' * (what == "needed")
+            raise UserError.at(
+                f"boundary {boundary}: {what}",
+                found=f"row {numbers[(taken if len(taken) else mine)[0]]} on ranks {first} and {last}, in two replicas "
+                f"of `{end.module}`",
+                expected="each row in one replica",
+                because="its gradient would count twice" if what == "held" else "one replica's gradient alone returns",
+                fix=f'give each replica its own samples, `topology.shard("{end.module}", samples)`{shared}',
+            )
+        if len(taken):
             raise UserError.at(
                 f"boundary {boundary}: {what}",
                 found=f"row {numbers[taken[0]]} on ranks {owner[taken[0]]} and {ranks[0]}, which differ in rows or "
@@ -264,11 +257,9 @@ class Boundary:
                 expected="both, where the topology has no graph",
                 fix="give `width` and `dtype`",
             )
-        self.edge, self._topology, self._watchdog = edge, topology, watchdog
-        self._hosts = topology.planned.get(edge)  # None on a rank that takes no part.
-        self.communicator = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)[
-            edge
-        ]
+        communicators = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)
+        self.edge, self.communicator, self._topology = edge, communicators[edge], topology
+        self._hosts, self._watchdog = topology.planned.get(edge), watchdog  # No hosts on a rank that takes no part.
         self._micro_batch: MicroBatchCrossings | None = None
 
     @classmethod
@@ -340,7 +331,7 @@ class Boundary:
     def plans(self, crossings: Sequence[Rows]) -> list[LoadedPlan]:
         """Plan several crossings, see `plan`, with one exchange between the hosts."""
         require_no_backward(self._micro_batch)
-        mine, name, trains = dist.get_rank(), str(self.edge), torch.is_grad_enabled()
+        mine, name = dist.get_rank(), str(self.edge)
         if self._hosts is None:
             return [self._load(Ownership.of({(mine,): ()}), Ownership.of({(mine,): ()})) for _ in crossings]
         terms = {"crossings": str(len(crossings)), **self.communicator.terms}
@@ -349,21 +340,25 @@ class Boundary:
             return [RowIds.of(name, mine, rows.counted(self._topology, self.edge)) for rows in crossings]
 
         with self._doing("a plan"):
-            everyone = on_every(self._hosts, lambda: (name, trains, terms, ids()))
-        names, training, facts, rows = zip(*everyone, strict=True)
+            everyone = on_every(self._hosts, lambda: (name, terms, torch.is_grad_enabled(), ids()))
+        names, facts, trains, rows = zip(*everyone, strict=True)
         ranks = dist.get_process_group_ranks(self._hosts)
         fix = "plan boundaries in one order on all ranks"
         require_alike("plan", [{"boundary": each} for each in names], ranks, fix)
         fix = "open it alike on all ranks, and give each rank its part of every micro-batch"
         require_alike(f"boundary {name}", facts, ranks, fix)
-        plans = list[LoadedPlan]()
-        for of_ranks in zip(*rows, strict=True):
-            problem = unsharded(self._topology, self.edge, dict(zip(ranks, of_ranks, strict=True)))
-            if problem and any(training):
-                raise problem
-            sides = ownerships_of(name, ranks, of_ranks, sides_of(self._topology, self.edge))
-            plans.append(self._load(*sides, backward=problem is None))
-        return plans
+        return [self._planned(ranks, of_ranks, any(trains)) for of_ranks in zip(*rows, strict=True)]
+
+    def _planned(self, ranks: Sequence[int], rows: Sequence[RowIds], trains: bool) -> LoadedPlan:
+        """Plan a crossing from the rows of all ranks."""
+        name, ends = str(self.edge), ends_of(self._topology, self.edge)
+        try:
+            return self._load(*ownerships_of(name, ranks, rows, ends))
+        except UserError:
+            if trains:
+                raise
+        # Where no gradients return replicas may have the same rows.
+        return self._load(*ownerships_of(name, ranks, rows, [End(end.ranks) for end in ends]), backward=False)
 
     def _load(self, source: Ownership, target: Ownership, *, backward: bool = True) -> LoadedPlan:
         plan = plan_boundary(source, target, self.communicator.row_bytes).rank(dist.get_rank(), backward=backward)
@@ -399,24 +394,22 @@ class Boundary:
     @_disable_dynamo
     def backward(self, loss: Tensor) -> None:
         """Back-propagate `loss`, a scalar, of the module whose rows leave by this boundary: at the end of the
-        micro-batch, in one backward pass with the gradients of the rows. `loss.backward()` would free the graph that
-        these need.
-
-            heard = boundary(plan, rows)
-            boundary.backward(text_loss)
+        micro-batch, in one backward pass with the rows. `loss.backward()` would free the graph that they need.
 
         Raises:
-            UserError: outside of a `micro_batch`, or `loss` is no scalar that requires a gradient. At its end: the loss
-                depends on rows that crossed this boundary.
+            UserError: outside of a `micro_batch`, or `loss` is no scalar with a graph. At its end: the loss depends on
+                rows that crossed this boundary.
         """
-        if self._micro_batch is None:
-            problem, fix = "`backward` outside of a `micro_batch`", "call it inside `with micro_batch(boundary):`"
-            raise UserError.at(f"boundary {self.edge}", problem=problem, fix=fix)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            is_tensor, expected = isinstance(loss, Tensor), "a scalar that requires gradients"
-            found = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else repr(loss)
-            where, fix = f"boundary {self.edge}: backward", "give the sum of the module's losses"
-            raise UserError.at(where, found=found, expected=expected, fix=fix)
+        if self._micro_batch is None or loss.numel() != 1 or not loss.requires_grad:
+            inside = "outside of" if self._micro_batch is None else "inside"
+            found = (
+                f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}, {inside} a `micro_batch`"
+            )
+            expected, fix = (
+                "a scalar that requires gradients, inside of one",
+                "give the sum of the module's losses there",
+            )
+            raise UserError.at(f"boundary {self.edge}: backward", found=found, expected=expected, fix=fix)
         self._micro_batch.losses[self.edge.source].append(loss)
 
     def _cross_without_gradients(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
@@ -471,31 +464,26 @@ def micro_batch(*boundaries: Boundary) -> Iterator[None]:
 
 
 def place_rows(embedded: Tensor, rows: Tensor, places: Tensor, *, length_first: bool = False) -> Tensor:
-    """Return the embedding with `rows`, [rows, hidden], in some of its places; differentiable in both.
+    """Return an embedding, [samples, length, hidden], or [length, samples, hidden] with `length_first` as in Megatron,
+    with `rows`, [rows, hidden], in the `places` of a mask, bool [samples, length] in both cases. Rows are in the order
+    of samples and then of places, and converted to the embedding's dtype; both get gradients.
 
         hidden = place_rows(embedding(tokens), rows, tokens == picture_token)
 
-    Args:
-        embedded: [samples, length, hidden]; with `length_first`, as in Megatron, [length, samples, hidden].
-        rows: in the order of their samples, and within a sample of their places; converted to the embedding's dtype.
-        places: bool, [samples, length] in both cases, true where rows go. On the host, which may know the tokens, it
-            costs no wait; on a GPU the host waits for it.
-        length_first: see `embedded`.
+    A mask on the host costs no wait; for one on a GPU the host waits.
 
     Raises:
-        UserError: shapes do not fit each other, or there are more or fewer places than rows. With
-            `torch.compile(fullgraph=True)` the latter is a `RuntimeError`.
+        UserError: shapes do not fit, or there are more or fewer places than rows. The latter is a `RuntimeError` under
+            `torch.compile(fullgraph=True)`.
     """
     shape = tuple(embedded.shape[1::-1] if length_first else embedded.shape[:2])
     if tuple(places.shape) != shape or places.dtype != torch.bool or rows.shape[1:] != embedded.shape[2:]:
-        what = "[length, samples, hidden]" if length_first else "[samples, length, hidden]"
-        raise UserError.at(
-            "place_rows",
-            found=f"an embedding of shape {tuple(embedded.shape)}, rows of {tuple(rows.shape)}, and places of "
-            f"{tuple(places.shape)}, {places.dtype}",
-            expected=f"{what}, [rows, hidden] and [samples, length], torch.bool",
-            fix="reshape them, or change `length_first`",
+        found = (
+            f"shapes {', '.join(str(tuple(x.shape)) for x in (embedded, rows, places))} and places of {places.dtype}"
         )
+        what = "[length, samples, hidden]" if length_first else "[samples, length, hidden]"
+        expected = f"{what}, [rows, hidden], [samples, length] and torch.bool"
+        raise UserError.at("place_rows", found=found, expected=expected, fix="reshape them, or change `length_first`")
     if torch.compiler.is_compiling():  # An error of the compiled graph, in which the host does not know how many.
         torch._assert_async(places.sum() == len(rows), f"place_rows: another number of places than {len(rows)} rows")
     sample, at = places.nonzero().unbind(1)

@@ -52,21 +52,13 @@ _AFTER_ITS_END = str(
     )
 )
 
-_FREED = str(
-    UserError.at(
-        "micro_batch",
-        problem="the backward pass of a loss has freed the graph of rows that left, whose gradients have come back",
-        because="a module with a loss and rows that leave has one backward pass, from both",
-        fix="in place of `loss.backward()`, call `backward(loss)` of the boundary that the module's rows leave by",
-    )
+_FREED = (
+    "micro_batch: the backward pass of a loss has freed the graph of rows that left, whose gradients are back. Call "
+    "`boundary.backward(loss)`, of the boundary that the rows of its module leave by, in place of `loss.backward()`."
 )
-_OF_LATER_ROWS = str(
-    UserError.at(
-        "micro_batch",
-        problem="a loss given to `Boundary.backward` depends on rows that crossed that boundary",
-        because="it waits for the gradients of these rows",
-        fix="give it the loss of the module that the rows leave, and call `backward` of the other module's loss itself",
-    )
+_OF_LATER_ROWS = (
+    "micro_batch: a loss given to `Boundary.backward` depends on rows that crossed that boundary, whose gradients it "
+    "waits for. Give it the loss of the module that the rows leave, and call `loss.backward()` for the other's."
 )
 
 Doing = Callable[[str], AbstractContextManager[None]]

@@ -167,9 +167,6 @@ def _require_edges(topology: Topology, what: str, mine: Collection[Edge], fix: s
     """Check that the edges of a graph or schedule that include the rank are the topology's. Raises `UserError`."""
     if set(mine) != topology.boundaries.keys():
         names, own = (", ".join(sorted(f"`{edge}`" for edge in edges)) for edges in (mine, topology.boundaries))
-        where, found = (
-            f"interpreter on rank {topology.rank}",
-            f"a {what} with {f'the edges {names}' if names else 'no edges'}",
-        )
+        where, found = f"interpreter on rank {topology.rank}", f"the edges {names}" if names else "no edges"
         expected, because = own or "none", f"the topology has {'these' if own else 'no edges'} on this rank"
-        raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
+        raise UserError.at(where, found=f"a {what} with {found}", expected=expected, because=because, fix=fix)

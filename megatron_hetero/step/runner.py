@@ -249,7 +249,8 @@ class Runner:
                 for name in self.topology.layouts
             }
             require_equal(self.topology.host, "Runner", facts, "give all ranks their part of the same micro-batches")
-        plans = self._plans(micro_batches)
+        with torch.set_grad_enabled(not forward_only):
+            plans = self._plans(micro_batches)
         if not any(self.topology.has(name) for name in self.topology.layouts):
             nothing = torch.zeros((), device=self.topology.platform.device)
             return StepResult(nothing, {}, {name: {} for name in self.topology.layouts})

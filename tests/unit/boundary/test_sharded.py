@@ -118,48 +118,51 @@ def test_a_runner_takes_counts(placement: str) -> None:
 
 
 WRONG_COUNTS: list[tuple[dict[str, Any], str]] = [
-    ({"samples": 4}, "samples=4, rows_per_sample=None, expected a number of samples, and the rows"),
-    ({"rows_per_sample": 4}, "samples=None, rows_per_sample=4"),
-    ({"samples": -1, "rows_per_sample": 4}, "samples=-1"),
-    ({"samples": 2.0, "rows_per_sample": 4}, "samples=2.0"),
+    ({"samples": 4}, "found 4, with rows_per_sample=None, expected a number of samples"),
+    ({"rows_per_sample": 4}, "found None, with rows_per_sample=4"),
+    ({"samples": -1, "rows_per_sample": 4}, "found -1"),
+    ({"samples": 2.0, "rows_per_sample": 4}, "found 2.0"),
     ({"samples": 2, "rows_per_sample": [4]}, r"rows_per_sample=\[4\]"),
     ({"samples": 2, "rows_per_sample": [4, -1]}, r"rows_per_sample=\[4, -1\]"),
     ({"samples": 2, "rows_per_sample": 1.5}, "rows_per_sample=1.5"),
     ({"samples": 2, "rows_per_sample": [[1], [2, 3]]}, "rows_per_sample="),
-    ({"samples": 2, "rows_per_sample": 1, "held": [0]}, "given with `held` or `needed`.* Leave them out, or `samples`"),
-    ({"samples": 2, "rows_per_sample": 1, "needed": torch.tensor(3)}, "given with `held` or `needed`"),
+    ({"samples": 2, "rows_per_sample": 1, "held": [0]}, "and ids of rows, .* without `held` and `needed`. Give"),
+    ({"samples": 2, "rows_per_sample": 1, "needed": torch.tensor(3)}, "and ids of rows"),
 ]
 
 
 @on_ranks(4)
 def test_counts_that_do_not_fit_are_refused_on_all_ranks() -> None:
     topology = build(GRAPH, PLACEMENTS["colocated"])
-    boundary, good = Boundary.open(topology, "vision", "text"), {"samples": 4, "rows_per_sample": 1}
+    good: dict[str, Any] = {"samples": 4, "rows_per_sample": 1}
+    boundary = Boundary.open(topology, "vision", "text")
     for wrong, said in WRONG_COUNTS:
         with pytest.raises(UserError, match=f"boundary vision>text on rank 2: samples: .*{said}"):
             boundary.plan(**wrong if topology.rank == 2 else good)
-    for other in ({"samples": 5}, {"rows_per_sample": 2}):
+    others: list[dict[str, Any]] = [{"samples": 5}, {"rows_per_sample": 2}]
+    for other in others:
         with pytest.raises(UserError, match="vision>text: samples, rows_per_sample: found 4, 1 on rank 0 and"):
             boundary.plan(**good | other if topology.rank == 2 else good)
     with pytest.raises(UserError, match="samples, rows_per_sample: found none on rank 0 and 4, 1 on rank 2"):
-        boundary.plan(**good if topology.rank == 2 else {"held": [topology.rank]})
+        boundary.plan(**good) if topology.rank == 2 else boundary.plan(held=[topology.rank])
     for axis in ("sp", "cp"):
-        other = build(GRAPH, vision=f"{axis}:2,dp:2", text="dp:4")
+        split = build(GRAPH, vision=f"{axis}:2,dp:2", text="dp:4")
         with pytest.raises(
-            UserError, match=rf"found `vision` with {axis}:2,dp:2.*, expected no sp and no cp.* Give `held`"
+            UserError,
+            match=rf"found `vision` with {axis}:2,dp:2.*, expected no sp and no cp.* Give the ids of rows, `held`",
         ):
-            Boundary.open(other, "vision", "text").plan(**good)
+            Boundary.open(split, "vision", "text").plan(**good)
 
 
 SHARED: list[tuple[dict[str, str], str, Any, Any, str]] = [
     # Layouts, then by rank what is held and needed.
     (PLACEMENTS["colocated"], "vision", [[0, 1]] * 4, [[0], [0], [1], [1]], "row 0 on ranks 0 and 1"),
-    (PLACEMENTS["colocated"], "text", [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4, "row 0 on ranks 1 and 2"),
+    (PLACEMENTS["colocated"], "text", [[0], [1], [2], [3]], [[0, 1, 2, 3]] * 4, "row 0 on ranks 0 and 2"),
     (PLACEMENTS["colocated"], "vision", [[0], [1, 2], [3], [2]], [[0], [0], [1], [1]], "row 2 on ranks 1 and 3"),
     (PLACEMENTS["disjoint"], "vision", [[7, -1], [7, -1], [], []], [[], [], [7], []], "row 7 on ranks 0 and 1"),
     (PLACEMENTS["disjoint"], "text", [[0], [1], [], []], [[], [], [0, 1], [1]], "row 1 on ranks 2 and 3"),
     (PLACEMENTS["mixed"], "vision", [[0], [1], [0], []], [[], [], [0], [1]], "row 0 on ranks 0 and 2"),
-    ({"vision": "tp:2,dp:2", "text": "dp:4"}, "vision", [[0]] * 4, [[0], [], [], []], "row 0 on ranks 1 and 2"),
+    ({"vision": "tp:2,dp:2", "text": "dp:4"}, "vision", [[0]] * 4, [[0], [], [], []], "row 0 on ranks 0 and 2"),
     ({"vision": "sp:2,dp:2", "text": "dp:4"}, "vision", [[0], [1]] * 2, [[0], [], [], []], "row 0 on ranks 0 and 2"),
 ]  # fmt: skip
 

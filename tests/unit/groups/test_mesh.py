@@ -35,7 +35,7 @@ def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-WRAPPERS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
+WRAPPERS: dict[str, Callable[[DeviceMesh], Any]] = {
     "parallelize_module": tensor_parallel,
     "fully_shard": lambda mesh: fully_shard(net(), mesh=mesh["dp"]),
     "both": lambda mesh: fully_shard(tensor_parallel(mesh), mesh=mesh["dp"]),
