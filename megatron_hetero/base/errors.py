@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from typing import Self
 
@@ -106,6 +106,12 @@ def listed(names: Collection[str], most: int = 5) -> str:
     """Names for a message, sorted; the first `most` of them, and the number of the others."""
     shown = [printable(name) for name in sorted(names)[:most]]
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def one_of(known: Iterable[object], kind: str, word: str = "one of") -> str:
+    """What there is of a kind, such as edges, for a message: ``one of a, b``, or ``none, as there are no edges``."""
+    names = ", ".join(map(str, known))
+    return f"{word} {names}" if names else f"none, as there are no {kind}"
 
 
 VISION, TEXT = "vision", "text"
