@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +28,9 @@ class Sample(NamedTuple):
     pictures: Tensor
 
     @property
-    def row_ids(self) -> range:
-        return range(self.number * LENGTH, self.number * LENGTH + ROWS * len(self.pictures))
+    def rows(self) -> int:
+        """That its pictures become."""
+        return ROWS * len(self.pictures)
 
 
 def read_data(folder: Path, device: torch.device) -> tuple[list[Sample], int]:
@@ -59,8 +59,3 @@ def read_data(folder: Path, device: torch.device) -> tuple[list[Sample], int]:
         answers = ((places >= len(said) - len(answer)) & (places < len(said))).float()
         samples.append(Sample(number, *(each.to(device) for each in (tokens, answers, pictures))))
     return samples, len(words) + 2
-
-
-def ids(samples: Sequence[Sample]) -> list[int]:
-    """Of the rows of samples, in their order."""
-    return [row for sample in samples for row in sample.row_ids]

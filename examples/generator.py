@@ -98,17 +98,10 @@ def micro_batches(step: int) -> list[list[int]]:
 
 
 def part_of(topology: Topology, samples: Sequence[int]) -> MicroBatchInputs:
-    """This rank's part: replicas take samples in turn. The row of a sample has its number."""
-    own = {n: samples[layout.replica_of(topology.rank) :: layout.dp] for n, layout in held(topology).items()}
+    """This rank's part. Each sample has a row."""
+    own = {name: topology.shard(name, samples) for name in topology.layouts if topology.has(name)}
     inputs = {name: batch(numbers, topology.platform.device)[name] for name, numbers in own.items()}
-    makes = topology.has(TEXT) and stage_of(topology) == topology.layouts[TEXT].pp - 1
-    rows = Rows(held=own[TEXT] if makes else (), needed=own.get(GENERATOR, ()))
-    return MicroBatchInputs(inputs, {(TEXT, GENERATOR): rows})
-
-
-def held(topology: Topology) -> dict[str, Any]:
-    """The layouts of this rank's modules."""
-    return {name: layout for name, layout in topology.layouts.items() if topology.has(name)}
+    return MicroBatchInputs(inputs, {(TEXT, GENERATOR): Rows(samples=len(samples), rows_per_sample=1)})
 
 
 def stage_of(topology: Topology) -> int:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from demo_data import Sample, ids, read_data
+from demo_data import Sample, read_data
 from siglip_gpt import HIDDEN, TextStage, Tower
 from torch import Tensor, nn
 
@@ -41,13 +41,9 @@ def graph_of(topology: Topology) -> mh.Graph:
 
 
 def part_of(topology: Topology, batch: Sequence[Sample]) -> mh.MicroBatchInputs:
-    """This rank's part: replicas of each module take samples in turn."""
-    own = {
-        n: batch[v.replica_of(topology.rank) :: v.dp] if topology.has(n) else [] for n, v in topology.layouts.items()
-    }
-    text = topology.layouts["text"]
-    first = topology.has("text") and text.coordinate(topology.rank).pp == 0
-    rows = mh.Rows(held=ids(own["vision"]), needed=ids(own["text"]) if first else ())
+    """This rank's part."""
+    own = {name: topology.shard(name, batch) for name in topology.layouts}
+    rows = mh.Rows(samples=len(batch), rows_per_sample=[sample.rows for sample in batch])
     pictures = torch.cat([sample.pictures for sample in own["vision"]]) if own["vision"] else batch[0].pictures[:0]
     pictures = pictures.to(graph_of(topology).dtype)
     inputs = {"vision": pictures, "text": own["text"]}

@@ -52,28 +52,19 @@ def pictures_of(samples: Sequence[int], device: torch.device) -> Tensor:
     return torch.stack([torch.zeros(SIDE**2), *noise])[1:].to(device) + 2.0 * labels_of(samples, device)[:, None]
 
 
-def ids_of(samples: Sequence[int]) -> list[int]:
-    """Of the rows of samples. Any numbers will do: equal ones are the same row."""
-    return [ROWS * number + row for number in samples for row in range(ROWS)]
-
-
 def train(topology: Topology) -> dict[str, nn.Module]:
     """This rank's modules after training."""
-    layouts, rank, device = topology.layouts, topology.rank, topology.platform.device
-    modules = {name: module.to(device) for name, module in build().items() if rank in layouts[name]}
+    device = topology.platform.device
+    modules = {name: module.to(device) for name, module in build().items() if topology.has(name)}
     optimizers = [torch.optim.AdamW(module.parameters(), lr=RATE) for module in modules.values()]
     boundary = Boundary.open(topology, VISION, TEXT, width=WIDTH, dtype=torch.float32)
 
-    def mine(name: str, batch: Sequence[int]) -> list[int]:
-        """The samples of a micro-batch that this rank's replica of a module works on."""
-        return [n for n in batch if n % layouts[name].dp == layouts[name].replica_of(rank)] if name in modules else []
-
     for step in range(STEPS):
         for batch in micro_batches(step):
-            seen, read = mine(VISION, batch), mine(TEXT, batch)
+            seen, read = topology.shard(VISION, batch), topology.shard(TEXT, batch)
             pictures, labels = pictures_of(seen, device), labels_of(read, device)
             with micro_batch(boundary):
-                plan = boundary.plan(held=ids_of(seen), needed=ids_of(read))
+                plan = boundary.plan(samples=len(batch), rows_per_sample=ROWS)
                 rows = boundary(plan, modules[VISION](pictures).view(-1, WIDTH) if VISION in modules else None)
                 if TEXT in modules:
                     loss_of(modules[TEXT], rows, labels).backward()

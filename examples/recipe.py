@@ -6,7 +6,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import optimizer, tensor_parallel, transformer
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 import megatron_hetero as mh
@@ -26,35 +25,33 @@ def _train(layouts):
         tp, groups = topology.layouts["text"].tp, topology.collection("text")
         config = transformer.TransformerConfig(**TEXT, tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
         text = GPTModel(config, gpt_layer_specs.get_gpt_layer_local_spec(), 32, LENGTH, pg_collection=groups, **GPT)
-    modules = {n: m.to(topology.platform.device, BF16) for n, m in (("vision", vision), ("text", text)) if m}
-    optim = mh.build_optimizers(topology, modules, optimizer.OptimizerConfig(lr=1e-3, bf16=True))
     boundary, device = mh.Boundary.open(topology, "vision", "text"), topology.platform.device
-    own = {n: torch.arange(SAMPLES)[topology.group(n, "dp").rank() :: topology.layouts[n].dp] for n in modules}
-    ids = {n: (ROWS * own[n][:, None] + torch.arange(ROWS)).flatten() for n in modules}
-    parts = {f"{n}.tp{topology.group(n, 'tp').rank()}": (modules[n], optim.parts[n]) for n in modules}
-    state = {"step": 0, **{k: get_state_dict(*parts[k]) for k in parts}}  # Ranks along dp save the same keys.
+    modules = {n: m.to(device, BF16) for n, m in (("vision", vision), ("text", text)) if m is not None}
+    optim = mh.build_optimizers(topology, modules, optimizer.OptimizerConfig(lr=1e-3, bf16=True))
+    state = {"step": 0, "train": optim.state_for_dcp()}
     if saved := sorted(RUN.glob("*/.metadata")):
         dcp.load(state, checkpoint_id=saved[-1].parent)
-        for k in parts:
-            set_state_dict(*parts[k], model_state_dict=state[k][0], optim_state_dict=state[k][1])
+        optim.load_from_dcp(state["train"])
     for step in range(state["step"] + 1, state["step"] + STEPS + 1):
         gray = torch.randint(32, (SAMPLES, 1, 1, 1), generator=torch.Generator().manual_seed(step)).to(device)
         with mh.micro_batch(boundary):
-            plan = boundary.plan(held=ids.get("vision", ()), needed=ids.get("text", ()))
-            rows = boundary(plan, vision and vision(gray[own["vision"]].expand(-1, 3, 48, 48) / 16)[0].flatten(0, 1))
-            if text:
-                tokens = gray[own["text"]].view(-1, 1).expand(-1, LENGTH)
-                hidden = torch.cat([rows.view(-1, ROWS, 96).transpose(0, 1), text.embedding(tokens[:, ROWS:], None)])
+            plan = boundary.plan(samples=SAMPLES, rows_per_sample=ROWS)
+            pictures, tokens = topology.shard("vision", gray), topology.shard("text", gray).view(-1, 1)
+            made = None if vision is None else vision(pictures.expand(-1, 3, 48, 48) / 16)[0].flatten(0, 1)
+            rows = boundary(plan, made)
+            if text is not None:
+                tokens, places = tokens.expand(-1, LENGTH), torch.arange(LENGTH).expand(len(tokens), -1) < ROWS
+                hidden = mh.place_rows(text.embedding(tokens, None), rows, places, length_first=True)
                 hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=text.pg_collection.tp)
                 losses = text(tokens, None, None, decoder_input=hidden, labels=tokens.roll(-1, 1))
                 (loss := losses[:, ROWS - 1 : -1].sum()).backward()
-        optim.step(tokens=mh.count_tokens(topology, "text", (LENGTH - ROWS) * len(own.get("text", ()))))
+        optim.step(tokens=mh.count_tokens(topology, "text", (LENGTH - ROWS) * len(tokens)))
         optim.zero_grad()
         mean = mh.total_loss(topology, "text", loss) / (LENGTH - ROWS) / SAMPLES
         if topology.rank == 0:
             print(f"step {step}: loss {mean:.4f}")
         if step % 10 == 0:
-            dcp.save({"step": step, **{k: get_state_dict(*parts[k]) for k in parts}}, checkpoint_id=RUN / f"{step:08}")
+            dcp.save({"step": step, "train": optim.state_for_dcp()}, checkpoint_id=RUN / f"{step:08}")
 
 
 mh.guarded(_train, ["dp:2", "tp:2"])  # The tower: dp. The text model: tp and dp, with pp see megatron_recipe.py.

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
+from megatron_hetero import place_rows
 from megatron_hetero.groups.topology import Topology
 
 HIDDEN, HEADS, LAYERS = 64, 4, 6
@@ -66,8 +67,7 @@ class TextStage(nn.Module):
         tokens = torch.stack([sample.tokens for sample in batch])
         positions, embedded = torch.arange(LENGTH, device=tokens.device).expand_as(tokens), None
         if self.stage == 0:
-            embedded = self.model.embedding(tokens, positions).transpose(0, 1)
-            embedded = embedded.masked_scatter((tokens == 0)[..., None], arrived).transpose(0, 1).contiguous()
+            embedded = place_rows(self.model.embedding(tokens, positions), arrived, tokens == 0, length_first=True)
             if self.tp > 1:
                 embedded = scatter_to_sequence_parallel_region(embedded, group=self.model.pg_collection.tp)
         else:

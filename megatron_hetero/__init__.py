@@ -20,7 +20,7 @@ warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .*\(FSDP(Text|V
 
 if TYPE_CHECKING:
     from megatron_hetero.base.errors import UserError
-    from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch
+    from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch, place_rows
     from megatron_hetero.checkpoint.library import load_checkpoint, save_checkpoint
     from megatron_hetero.groups.launch import guarded, process_group
     from megatron_hetero.layout.graph import Graph
@@ -50,6 +50,7 @@ __all__ = [
     "load_checkpoint",
     "megatron_schedule",
     "micro_batch",
+    "place_rows",
     "prepare_megatron",
     "process_group",
     "save_checkpoint",
@@ -57,7 +58,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "boundary.boundary": "Boundary Rows micro_batch",
+    "boundary.boundary": "Boundary Rows micro_batch place_rows",
     "checkpoint.library": "load_checkpoint save_checkpoint",
     "groups.launch": "guarded process_group",
     "base.errors": "UserError",

@@ -118,6 +118,12 @@ def listed(names: Collection[str], most: int = 5) -> str:
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def one_of(known: Iterable[object], kind: str, word: str = "one of") -> str:
+    """What there is of a kind, such as edges, for a message: ``one of a, b``, or ``none, as there are no edges``."""
+    names = ", ".join(map(str, known))
+    return f"{word} {names}" if names else f"none, as there are no {kind}"
+
+
 VISION, TEXT = "vision", "text"
 """Modules of every vision-language model. Additional encoders have names of their own."""
 

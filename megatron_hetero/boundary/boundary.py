@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.boundary.communicator import boundary_communicators
 from megatron_hetero.boundary.crossings import (
     MicroBatchCrossings,
@@ -32,30 +33,76 @@ from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.ownership import Gradient, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.groups.collective import on_every, require_alike
+from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.graph import Edge, as_edge
+from megatron_hetero.layout.layout import Layout
 
 PADDING = -1
 """The id of a row that is held and does not cross."""
 Ids = Sequence[int] | np.ndarray | Tensor
-Sides = tuple[Sequence[int], Sequence[int]]
-"""The ranks that rows leave, and those that they enter."""
+
+
+class End(NamedTuple):
+    """The ranks at one end of a boundary. `module`, `layout`: of which no two replicas may have a row, if given."""
+
+    ranks: Sequence[int]
+    module: str = ""
+    layout: Layout | None = None
+
+
+def ends_of(topology: Topology, edge: Edge) -> tuple[End, End]:
+    """The ends that rows leave and enter."""
+    source, target = topology.layouts[edge.source], topology.layouts[edge.target]
+    return End(edge.source_ranks(source), edge.source, source), End(edge.target_ranks(target), edge.target, target)
 
 
 class Rows(NamedTuple):
-    """What a rank holds and needs of the rows of a crossing, see `Boundary.plan`."""
+    """What a rank holds and needs of the rows of a crossing, or how many rows all samples have, see `Boundary.plan`."""
 
     held: Ids = ()
     needed: Ids = ()
     gradient: Gradient = "invariant"
+    samples: int | None = None
+    rows_per_sample: int | Sequence[int] | np.ndarray | Tensor | None = None
+
+    def counted(self, topology: Topology, edge: Edge) -> Rows:
+        """Fill in the ids that follow from `samples` and `rows_per_sample`, if given. Raises `UserError`."""
+        if self.samples is None and self.rows_per_sample is None:
+            return self
+        where = f"boundary {edge} on rank {topology.rank}: samples"
+        ends = ends_of(topology, edge)
+        if split := [
+            f"`{end.module}` with {end.layout}" for end in ends if end.layout and end.layout.sp * end.layout.cp > 1
+        ]:
+            because, fix = "its rows are those of a rank's own tokens", "give the ids of rows, `held` and `needed`"
+            raise UserError.at(where, found=split[0], expected="no sp and no cp", because=because, fix=fix)
+        samples, counts = self.samples, _array(self.rows_per_sample)
+        are_counts = counts.shape in ((), (samples,)) and (not counts.size or counts.dtype.kind in "iu")
+        has_ids = _array(self.held).size + _array(self.needed).size > 0
+        if has_ids or not isinstance(samples, int) or samples < 0 or not are_counts or counts.min(initial=0) < 0:
+            raise UserError.at(
+                where,
+                found=f"{samples!r}, with rows_per_sample={self.rows_per_sample!r}{' and ids of rows' * has_ids}",
+                expected="a number of samples, and the rows of all or of each, without `held` and `needed`",
+                fix="give both numbers for the whole micro-batch, or ids only",
+            )
+        starts = [0, *accumulate(np.broadcast_to(counts, samples).tolist())]
+        held, needed = (
+            range(starts[own.start], starts[own.stop]) if topology.rank in ranks else ()
+            for ranks, module, _ in ends
+            for own in [topology.shard(module, range(samples))]
+        )
+        return Rows(held, needed, self.gradient, samples, counts.tolist())
 
 
 class RowIds(NamedTuple):
-    """Checked `Rows`, int64."""
+    """Checked `Rows`, int64. `counts`: what they follow from, if they do."""
 
     held: np.ndarray
     needed: np.ndarray
     gradient: Gradient
+    counts: str = "none"
 
     @classmethod
     def of(cls, boundary: str, rank: int, rows: Rows) -> RowIds:
@@ -65,18 +112,21 @@ class RowIds(NamedTuple):
             expected = "'invariant' or 'partial'"
             raise UserError.at(f"{where}: gradient", found=repr(rows.gradient), expected=expected, fix="correct it")
         held, needed = _ids(f"{where}: held", rows.held, least=PADDING), _ids(f"{where}: needed", rows.needed)
-        return cls(held, needed, rows.gradient)
+        counts = "none" if rows.samples is None else f"{rows.samples}, {rows.rows_per_sample}"
+        return cls(held, needed, rows.gradient, counts)
 
 
 def ownerships_of(
-    boundary: str, ranks: Sequence[int], rows: Sequence[RowIds], sides: Sides | None = None
+    boundary: str, ranks: Sequence[int], rows: Sequence[RowIds], ends: Sequence[End] | None = None
 ) -> tuple[Ownership, Ownership]:
     """Find who holds and who needs the rows of a crossing, from the rows of each rank of its boundary. Rows are
-    numbered from 0 in the order of their ids, padding after them. `sides`: default: all ranks. Raises `UserError`, see
+    numbered from 0 in the order of their ids, padding after them. `ends`: default: all ranks. Raises `UserError`, see
     `Boundary.plan`.
     """
-    sources, targets = sides or (ranks, ranks)
-    facts = [{"gradient": each.gradient} for each in rows]
+    source, target = ends or (End(ranks), End(ranks))
+    if rows[0].gradient == "partial":  # Samples of several replicas may share a picture: each has a part.
+        target = End(target.ranks)
+    facts = [{"gradient": each.gradient, "samples, rows_per_sample": each.counts} for each in rows]
     require_alike(f"boundary {boundary}", facts, ranks, "plan it alike on all ranks")
     numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(each.held[each.held != PADDING] for each in rows)]))
     held, needed = dict[int, np.ndarray](), dict[int, np.ndarray]()
@@ -88,8 +138,8 @@ def ownerships_of(
                 expected=f"one of the {len(numbers)} rows that ranks hold",
                 fix="give the rows the same ids on both sides, of the same batch",
             )
-        for what, ids, side, does in (("held", each.held, sources, "leave"), ("needed", each.needed, targets, "enter")):
-            if len(ids) and rank not in side:
+        for what, ids, end, does in (("held", each.held, source, "leave"), ("needed", each.needed, target, "enter")):
+            if len(ids) and rank not in end.ranks:
                 raise UserError.at(
                     f"boundary {boundary}: {what}",
                     found=f"{len(ids)} rows on rank {rank}",
@@ -99,8 +149,8 @@ def ownerships_of(
                 )
         held[rank] = np.where(each.held == PADDING, PADDING, np.searchsorted(numbers, each.held))
         needed[rank] = np.searchsorted(numbers, each.needed)
-    holders = _grouped(boundary, "held", {rank: held[rank] for rank in sources}, numbers)
-    needing = _grouped(boundary, "needed", {rank: needed[rank] for rank in targets}, numbers)
+    holders = _grouped(boundary, "held", source, held, numbers)
+    needing = _grouped(boundary, "needed", target, needed, numbers)
     first = len(numbers)
     for group, ids in holders.items():  # Padding rows have numbers of their own, which nobody needs.
         padding = ids == PADDING
@@ -109,12 +159,17 @@ def ownerships_of(
     return Ownership.of(holders), Ownership.of(needing, rows[0].gradient)
 
 
+def _array(values: Any) -> np.ndarray:
+    """A copy on the host; of an object where it is none of numbers: ragged lists, dtypes that NumPy lacks."""
+    try:
+        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except (TypeError, ValueError, RuntimeError):
+        return np.zeros((), object)
+
+
 def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:
     """Return the ids as an array, each once but for `PADDING`. Raises `UserError`."""
-    try:
-        found = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
-    except (TypeError, ValueError, RuntimeError):  # Ragged lists, dtypes that NumPy lacks.
-        found = np.zeros((), object)
+    found = _array(values)
     if found.size == 0:
         return np.zeros(0, np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu" or int(found.max()) >= 1 << 63:
@@ -131,16 +186,33 @@ def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:
 
 
 def _grouped(
-    boundary: str, what: str, rows: Mapping[int, np.ndarray], numbers: np.ndarray
+    boundary: str, what: str, end: End, rows: Mapping[int, np.ndarray], numbers: np.ndarray
 ) -> dict[tuple[int, ...], np.ndarray]:
-    """Group ranks that have the same rows in the same order. Raises `UserError` if two groups share a row."""
+    """Group ranks that have the same rows in the same order. Raises `UserError` if two groups, or replicas, share a
+    row.
+    """
     by_rows: dict[bytes, list[int]] = {}
-    for rank, mine in rows.items():
+    for rank in end.ranks:
+        mine = rows[rank]
         by_rows.setdefault(mine.tobytes() if len(mine) else b"of rank %d" % rank, []).append(rank)
     owner = np.full(len(numbers), -1, np.int64)
     for ranks in by_rows.values():
         mine = rows[ranks[0]][rows[ranks[0]] != PADDING]
-        if len(taken := mine[owner[mine] >= 0]):
+        taken = mine[owner[mine] >= 0]
+        others = [int(owner[taken[0]])] if len(taken) else ranks[1:] if len(mine) else []
+        replicas = end.layout.replica_of if end.layout else lambda _: 0
+        if apart := [rank for rank in others if replicas(rank) != replicas(ranks[0])]:
+            first, last = sorted((apart[0], ranks[0]))
+            shared = ', or `gradient="partial"` if their samples differ and share a picture' * (what == "needed")
+            raise UserError.at(
+                f"boundary {boundary}: {what}",
+                found=f"row {numbers[(taken if len(taken) else mine)[0]]} on ranks {first} and {last}, in two replicas "
+                f"of `{end.module}`",
+                expected="each row in one replica",
+                because="its gradient would count twice" if what == "held" else "one replica's gradient alone returns",
+                fix=f'give each replica its own samples, `topology.shard("{end.module}", samples)`{shared}',
+            )
+        if len(taken):
             raise UserError.at(
                 f"boundary {boundary}: {what}",
                 found=f"row {numbers[taken[0]]} on ranks {owner[taken[0]]} and {ranks[0]}, which differ in rows or "
@@ -166,13 +238,13 @@ class Boundary:
         check: bool = True,
         timeout_s: float | None = None,
     ):
-        if edge not in topology.planned:
+        if edge not in topology.planned_edges:
             raise UserError.at(
                 f"boundary {edge} on rank {topology.rank}",
-                found="no such boundary",
-                expected=f"one of {', '.join(map(str, topology.planned)) or 'none'}",
-                because=f"a boundary is opened where {edge.source} or {edge.target} is, and declared beforehand",
-                fix="open it on those ranks, and add the edge to the graph, or to `planned` of `Topology.build`",
+                found="an edge that is not planned",
+                expected=one_of(topology.planned_edges, "planned edges"),
+                because="all ranks create its groups when they build the topology",
+                fix="add the edge to the graph of `build`, or to `planned` of `Topology.build`",
             )
         if graph := topology.graph:
             of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
@@ -184,13 +256,12 @@ class Boundary:
                 expected="both, where the topology has no graph",
                 fix="give `width` and `dtype`",
             )
-        self.edge, self._watchdog, self._timeout_s = edge, topology.watchdog, timeout_s
+        self.edge, self._topology = edge, topology
+        self._watchdog, self._timeout_s = topology.watchdog, timeout_s
         with self._doing("the opening"):
             communicators = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)
-        source, target = (topology.layouts[name] for name in (edge.source, edge.target))
         self.communicator = communicators[edge]
-        self._sides: Sides = edge.source_ranks(source), edge.target_ranks(target)
-        self._hosts = topology.planned[edge]
+        self._hosts = topology.planned.get(edge)  # None on a rank that takes no part.
         self._micro_batch: MicroBatchCrossings | None = None
 
     @classmethod
@@ -206,7 +277,8 @@ class Boundary:
         check: bool = True,
         timeout_s: float | None = None,
     ) -> Boundary:
-        """Open the boundary from module `source` to `target`, on a rank of either.
+        """Open the boundary from module `source` to `target`. A rank that has neither the last stage of `source` nor
+        the first one of `target` takes no part: there plans and crossings do nothing, and return no rows.
 
         The topology was built by `build`, or with the edge in `planned`. `width`: elements of a row;
         `transport`, `check`: see `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
@@ -215,15 +287,26 @@ class Boundary:
         a message; 0: never.
 
         Raises:
-            UserError: the topology has no such edge on this rank, or no graph that has a default.
+            UserError: the topology has no such edge, or no graph that has a default.
         """
         edge = as_edge((source, target), topology.layouts)
         options: Any = {"width": width, "dtype": dtype, "transport": transport, "check": check, "timeout_s": timeout_s}
         return cls(topology, edge, **options)
 
     @_disable_dynamo
-    def plan(self, *, held: Ids = (), needed: Ids = (), gradient: Gradient = "invariant") -> LoadedPlan:
-        """Plan a crossing from what each rank knows. All ranks of the boundary call it, with their own rows.
+    def plan(
+        self,
+        *,
+        held: Ids = (),
+        needed: Ids = (),
+        gradient: Gradient = "invariant",
+        samples: int | None = None,
+        rows_per_sample: int | Sequence[int] | np.ndarray | Tensor | None = None,
+    ) -> LoadedPlan:
+        """Plan a crossing from what each rank knows. All ranks of the boundary call it, with their own rows; or, where
+        both modules read their `Topology.shard` of the samples, with the number of samples and of their rows.
+
+            plan = boundary.plan(samples=8, rows_per_sample=9)
 
         Args:
             held: ids of the rows that this rank passes to the crossing, in that order; int64, from 0. Ranks that hold
@@ -235,31 +318,54 @@ class Boundary:
                 without sequence parallelism. `partial`: each computes a part, as ranks do that share the tokens of a
                 sample. Where ranks do both (`tp` with `cp`), let each need the rows of its own tokens only, which makes
                 gradients `invariant`.
+            samples: the samples of the micro-batch, of all replicas, in place of `held` and `needed`.
+            rows_per_sample: the rows of each sample, one number for all or one for each.
 
         Raises:
             UserError: on all ranks. A row is held or needed twice, or needed and not held; or ranks that hold a common
-                row do not hold the same rows; or ranks differ in `gradient`, plan different boundaries, or have opened
+                row do not hold the same rows; or replicas hold the same row, or need it and `gradient` is `invariant`,
+                which counts gradients wrongly: it is refused but under `torch.no_grad()`, where the plan is of the
+                forward direction only; or ranks differ in `gradient`, plan different boundaries, or have opened
                 this one differently. On its own rank, at once: amid a backward pass, see `__call__`.
         """
-        return self.plans([Rows(held, needed, gradient)])[0]
+        return self.plans([Rows(held, needed, gradient, samples, rows_per_sample)])[0]
 
     @_disable_dynamo
     def plans(self, crossings: Sequence[Rows]) -> list[LoadedPlan]:
         """Plan several crossings, see `plan`, with one exchange between the hosts."""
         require_no_backward(self._micro_batch)
         mine, name = dist.get_rank(), str(self.edge)
+        if self._hosts is None:
+            return [self._load(Ownership.of({(mine,): ()}), Ownership.of({(mine,): ()})) for _ in crossings]
         terms = {"crossings": str(len(crossings)), **self.communicator.terms}
+
+        def ids() -> list[RowIds]:
+            return [RowIds.of(name, mine, rows.counted(self._topology, self.edge)) for rows in crossings]
+
         with self._doing("a plan"):
-            everyone = on_every(self._hosts, lambda: (name, terms, [RowIds.of(name, mine, rows) for rows in crossings]))
-        names, facts, rows = zip(*everyone, strict=True)
+            everyone = on_every(self._hosts, lambda: (name, terms, torch.is_grad_enabled(), ids()))
+        names, facts, trains, rows = zip(*everyone, strict=True)
         ranks = dist.get_process_group_ranks(self._hosts)
         fix = "plan boundaries in one order on all ranks"
         require_alike("plan", [{"boundary": each} for each in names], ranks, fix)
         fix = "open it alike on all ranks, and give each rank its part of every micro-batch"
         require_alike(f"boundary {name}", facts, ranks, fix)
-        sides = (ownerships_of(name, ranks, of_ranks, self._sides) for of_ranks in zip(*rows, strict=True))
-        plans = (plan_boundary(*each, self.communicator.row_bytes) for each in sides)
-        return [load_plan(plan.rank(mine), self.communicator.device, edge=name) for plan in plans]
+        return [self._planned(ranks, of_ranks, any(trains)) for of_ranks in zip(*rows, strict=True)]
+
+    def _planned(self, ranks: Sequence[int], rows: Sequence[RowIds], trains: bool) -> LoadedPlan:
+        """Plan a crossing from the rows of all ranks."""
+        name, ends = str(self.edge), ends_of(self._topology, self.edge)
+        try:
+            return self._load(*ownerships_of(name, ranks, rows, ends))
+        except UserError:
+            if trains:
+                raise
+        # Where no gradients return replicas may have the same rows.
+        return self._load(*ownerships_of(name, ranks, rows, [End(end.ranks) for end in ends]), backward=False)
+
+    def _load(self, source: Ownership, target: Ownership, *, backward: bool = True) -> LoadedPlan:
+        plan = plan_boundary(source, target, self.communicator.row_bytes).rank(dist.get_rank(), backward=backward)
+        return load_plan(plan, self.communicator.device, edge=str(self.edge))
 
     @_disable_dynamo
     def __call__(self, plan: LoadedPlan, rows: Tensor | None = None) -> Tensor:
@@ -282,11 +388,32 @@ class Boundary:
                 fix="give the plan first, then the rows",
             )
         require_no_backward(self._micro_batch)
-        rows = self.communicator.no_rows() if rows is None else rows
+        rows = self.communicator.no_rows() if rows is None or self._hosts is None else rows
         with self._doing("a crossing"):
             if self._micro_batch is None:
                 return self._cross_without_gradients(plan, rows)
             return self._micro_batch.cross(self.edge, self.communicator, plan, rows, self._doing)
+
+    @_disable_dynamo
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate `loss`, a scalar, of the module whose rows leave by this boundary: at the end of the
+        micro-batch, in one backward pass with the rows. `loss.backward()` would free the graph that they need.
+
+        Raises:
+            UserError: outside of a `micro_batch`, or `loss` is no scalar with a graph. At its end: the loss depends on
+                rows that crossed this boundary.
+        """
+        if self._micro_batch is None or loss.numel() != 1 or not loss.requires_grad:
+            inside = "outside of" if self._micro_batch is None else "inside"
+            found = (
+                f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}, {inside} a `micro_batch`"
+            )
+            expected, fix = (
+                "a scalar that requires gradients, inside of one",
+                "give the sum of the module's losses there",
+            )
+            raise UserError.at(f"boundary {self.edge}: backward", found=found, expected=expected, fix=fix)
+        self._micro_batch.losses[self.edge.source].append(loss)
 
     def _cross_without_gradients(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
         check = self.communicator.check
@@ -338,3 +465,36 @@ def micro_batch(*boundaries: Boundary) -> Iterator[None]:
         current.close()
         for boundary in boundaries:
             boundary._micro_batch = None
+
+
+def place_rows(embedded: Tensor, rows: Tensor, places: Tensor, *, length_first: bool = False) -> Tensor:
+    """Return an embedding, [samples, length, hidden], or [length, samples, hidden] with `length_first` as in Megatron,
+    with `rows`, [rows, hidden], in the `places` of a mask, bool [samples, length] in both cases. Rows are in the order
+    of samples and then of places, and converted to the embedding's dtype; both get gradients.
+
+        hidden = place_rows(embedding(tokens), rows, tokens == picture_token)
+
+    A mask on the host costs no wait; for one on a GPU the host waits.
+
+    Raises:
+        UserError: shapes do not fit, or there are more or fewer places than rows. The latter is a `RuntimeError` under
+            `torch.compile(fullgraph=True)`.
+    """
+    shape = tuple(embedded.shape[1::-1] if length_first else embedded.shape[:2])
+    if tuple(places.shape) != shape or places.dtype != torch.bool or rows.shape[1:] != embedded.shape[2:]:
+        found = (
+            f"shapes {', '.join(str(tuple(x.shape)) for x in (embedded, rows, places))} and places of {places.dtype}"
+        )
+        what = "[length, samples, hidden]" if length_first else "[samples, length, hidden]"
+        expected = f"{what}, [rows, hidden], [samples, length] and torch.bool"
+        raise UserError.at("place_rows", found=found, expected=expected, fix="reshape them, or change `length_first`")
+    if torch.compiler.is_compiling():  # An error of the compiled graph, in which the host does not know how many.
+        torch._assert_async(places.sum() == len(rows), f"place_rows: another number of places than {len(rows)} rows")
+    sample, at = places.nonzero().unbind(1)
+    if not torch.compiler.is_compiling() and len(at) != len(rows):
+        problem, fix = f"{len(at)} places for {len(rows)} rows", "give the rows and the places of the same samples"
+        raise UserError.at("place_rows", problem=problem, fix=fix)
+    index = at * shape[0] + sample if length_first else sample * shape[1] + at
+    if index.device != embedded.device:
+        index = on_device(index, embedded.device)
+    return embedded.flatten(0, 1).index_copy(0, index, rows.to(embedded.dtype)).view(embedded.shape)

@@ -28,6 +28,7 @@ from megatron_hetero.boundary.loaded import (
 )
 from megatron_hetero.boundary.routes import DirectionPlan, Exchange
 from megatron_hetero.groups.collective import raise_first, require_alike
+from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.graph import Edge
 
@@ -193,17 +194,19 @@ def boundary_communicators(
     transport: torch.dtype | None = None,
     check: bool = True,
 ) -> dict[Edge, BoundaryCommunicator]:
-    """Create a communicator for each edge of the topology that includes this rank.
+    """Create a communicator for each of some edges of the topology, of this rank alone for those without it.
 
     `widths`: elements of a row of each edge; the other arguments as for `BoundaryCommunicator`.
     """
+    rank = topology.rank
     create = partial(
         BoundaryCommunicator, device=topology.platform.device, dtype=dtype, transport=transport, check=check
     )
-    return {
-        edge: create(groups.forward, width=widths[edge], backward=groups.backward, name=str(edge))
-        for edge, groups in ((edge, topology.boundaries[edge]) for edge in widths)
-    }
+    found = dict[Edge, BoundaryCommunicator]()
+    for edge, width in widths.items():
+        forward, backward = topology.boundaries.get(edge) or [LocalGroup((rank,), rank, f"boundary {edge}")] * 2
+        found[edge] = create(forward, width=width, backward=backward, name=str(edge))
+    return found
 
 
 class Crossing:

@@ -9,6 +9,7 @@ are identified by the names of their edges, not by what a rank's rows were compu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -49,6 +50,15 @@ _AFTER_ITS_END = str(
         because="the gradients of the rows that arrived have gone back",
         fix="call backward inside the block",
     )
+)
+
+_FREED = (
+    "micro_batch: the backward pass of a loss has freed the graph of rows that left, whose gradients are back. Call "
+    "`boundary.backward(loss)`, of the boundary that the rows of its module leave by, in place of `loss.backward()`."
+)
+_OF_LATER_ROWS = (
+    "micro_batch: a loss given to `Boundary.backward` depends on rows that crossed that boundary, whose gradients it "
+    "waits for. Give it the loss of the module that the rows leave, and call `loss.backward()` for the other's."
 )
 
 Doing = Callable[[str], AbstractContextManager[None]]
@@ -120,11 +130,13 @@ class _Returned(NamedTuple):
 
 @dataclass(eq=False)
 class MicroBatchCrossings:
-    """The crossings from the beginning to the end of a micro-batch, in order. `problem`: an error of this rank amid a
-    backward pass, where other ranks cannot learn of it.
+    """The crossings from the beginning to the end of a micro-batch, in order. `losses`: by module, those whose backward
+    pass is that of the module's rows. `problem`: an error of this rank amid a backward pass, where other ranks cannot
+    learn of it.
     """
 
     crossings: list[_Crossing] = field(default_factory=list)
+    losses: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     problem: str | None = None
 
     def cross(
@@ -141,18 +153,27 @@ class MicroBatchCrossings:
     @_disable_dynamo
     def end(self) -> None:
         """Return all gradients."""
-        if not self.crossings:
+        if not self.crossings and not self.losses:
             return
         # Autocast is for forward passes.
-        with torch.autocast(self.crossings[-1].communicator.device.type, enabled=False):
+        device = (self.crossings[-1].communicator if self.crossings else next(iter(self.losses.values()))[0]).device
+        with torch.autocast(device.type, enabled=False):
             self._end()
+        if self.problem:
+            raise UserError(self.problem)
 
     def _end(self) -> None:
         waiting: dict[str, dict[int, _Returned]] = {}  # by the module that computed the rows
+        for source in sorted(self.losses.keys() - {crossing.edge.source for crossing in self.crossings}):
+            self._backward(source, {})  # Its rows get no gradients.
         while self.crossings:
-            for source in [source for source, rows in waiting.items() if not self._may_wait(source, rows)]:
-                self._backward(waiting.pop(source))
             crossing = self.crossings[-1]
+            due = [source for source, rows in waiting.items() if not self._may_wait(source, rows)]
+            due += [crossing.edge.target] * (crossing.edge.target in self.losses)
+            for source in dict.fromkeys(due):
+                self._backward(source, waiting.pop(source, {}))
+            if any(_computed_from(loss, crossing) for loss in self.losses.get(crossing.edge.source, ())):
+                self.problem = _OF_LATER_ROWS
             grad, rows = crossing.go_back(self.problem), crossing.rows
             self.crossings.pop()
             crossing.rows = None
@@ -161,7 +182,7 @@ class MicroBatchCrossings:
                 earlier = of_module.get(id(rows))
                 of_module[id(rows)] = _Returned(rows, grad if earlier is None else earlier.grad + grad)
             if not any(left.edge.source == crossing.edge.source for left in self.crossings):
-                self._backward(waiting.pop(crossing.edge.source, {}))
+                self._backward(crossing.edge.source, waiting.pop(crossing.edge.source, {}))
 
     def _may_wait(self, source: str, waiting: Mapping[int, _Returned]) -> bool:
         """Whether no rows of `source` were computed from the rows of the last crossing. Rows that crossed before it
@@ -171,20 +192,28 @@ class MicroBatchCrossings:
         later = [each.rows for id, each in waiting.items() if id not in before]
         return not later or not (last.edge.target == source or any(_computed_from(rows, last) for rows in later))
 
-    def _backward(self, waiting: Mapping[int, _Returned]) -> None:
-        """Continue into the module that computed rows, once with all of them."""
-        if waiting:
-            # Other rows may share parts of the graph.
-            shared = any(left.rows is not None and left.rows.requires_grad for left in self.crossings)
-            rows = [each.rows for each in waiting.values()]
-            grads = [each.grad.to(each.rows.dtype) for each in waiting.values()]
-            torch.autograd.backward(rows, grads, retain_graph=shared)
+    def _backward(self, source: str, waiting: Mapping[int, _Returned]) -> None:
+        """Continue into the module that computed rows, once with all of them and its losses."""
+        losses = self.losses.pop(source, [])
+        roots = [*losses, *(each.rows for each in waiting.values())]
+        if not roots or self.problem:
+            return
+        # Other rows may share parts of the graph.
+        shared = any(left.rows is not None and left.rows.requires_grad for left in self.crossings)
+        grads = [*(None for _ in losses), *(each.grad.to(each.rows.dtype) for each in waiting.values())]
+        try:
+            torch.autograd.backward(roots, grads, retain_graph=shared)
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            self.problem = self.problem or _FREED  # Raised where the next crossing goes back, on all of its ranks.
 
     def close(self) -> None:
         """Refuse backward passes from now on."""
         for crossing in self.crossings:
             crossing.rows = None
         self.crossings.clear()
+        self.losses.clear()
 
 
 def require_no_backward(current: MicroBatchCrossings | None) -> None:

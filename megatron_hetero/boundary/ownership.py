@@ -84,7 +84,7 @@ class Ownership:
     begin in `ids`, and the end. No two groups hold the same row. `gradient`: see the module docstring.
 
     Raises:
-        ValueError: a rank is in two groups, `starts` do not partition `ids`, or a row is negative or held twice.
+        ValueError: a rank is in two groups, `starts` do not partition `ids`, or a row is negative or there twice.
     """
 
     groups: Groups
@@ -107,7 +107,7 @@ class Ownership:
         holders = np.bincount(self.ids)
         if holders.max() > 1:
             twice = _some(np.flatnonzero(holders > 1))
-            raise ValueError(f"ownership: found rows {twice} held by two groups, or twice, expected one holder")
+            raise ValueError(f"ownership: found rows {twice} in two groups, or twice in one, expected each row once")
 
     @classmethod
     def of(

@@ -47,7 +47,7 @@ from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.wrapped import Wrapped, is_sharded
 
 RECORD = "modules.json"
-_ELSEWHERE = "save it with torch.distributed.checkpoint (docs/library.md)"
+_ELSEWHERE = "save `optimizer.state_for_dcp()` with torch.distributed.checkpoint (docs/library.md)"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -52,10 +53,11 @@ class LocalGroup(dist.ProcessGroup):
         for output, tensor in zip(outputs, tensors, strict=True):
             if not _same_memory(output, tensor):
                 output.view(-1).copy_(tensor.reshape(-1))
-        return _Done()
+        return _Done(outputs)
 
-    def _in_place(self, *_: Any, **options: Any) -> dist.Work:
-        return self._copied([], [])
+    def _in_place(self, tensors: Any = (), *_: Any, **options: Any) -> dist.Work:
+        outputs = tensors if isinstance(tensors, list) else []
+        return self._copied(outputs, outputs)
 
     def _into_one(self, output: Tensor, tensor: Tensor, *_: Any, **options: Any) -> dist.Work:
         return self._copied([output], [tensor])
@@ -63,7 +65,13 @@ class LocalGroup(dist.ProcessGroup):
     def _into_several(self, outputs: list[Tensor], tensors: list[Tensor], *_: Any, **options: Any) -> dist.Work:
         return self._copied(outputs, tensors)
 
-    allreduce = allreduce_coalesced = broadcast = barrier = _in_place
+    def _in_lists(self, outputs: list[Any], tensors: list[Any], *_: Any, **options: Any) -> dist.Work:
+        """One of both has a list of the ranks' tensors for each tensor."""
+        mine = [[each[0] if isinstance(each, list) else each for each in side] for side in (outputs, tensors)]
+        return self._copied(*mine)
+
+    allreduce = allreduce_coalesced = broadcast = reduce = barrier = _in_place
+    allgather = gather = scatter = reduce_scatter = alltoall = _in_lists
     all_gather_single = reduce_scatter_single = all_to_all_single = _into_one
     all_gather_single_coalesced = reduce_scatter_single_coalesced = _into_several
     # Names in PyTorch 2.12 and earlier.
@@ -85,14 +93,23 @@ class SilentGroup(LocalGroup):
         super().__init__(tuple(range(size)), 0, "measured group")
 
     def _copied(self, outputs: list[Tensor], tensors: list[Tensor]) -> dist.Work:
-        return _Done()
+        return _Done(outputs)
 
 
 class _Done(dist.Work):
-    """Work that has ended."""
+    """Work that has ended, with its results."""
+
+    def __init__(self, results: list[Tensor]):
+        super().__init__()
+        self._results = results
 
     def wait(self, timeout: Any = None) -> bool:
         return True
 
     def is_completed(self) -> bool:
         return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:  # What PyTorch's DDP waits for.
+        future = torch.futures.Future(devices=list({each.device for each in self._results if each.is_cuda}))
+        future.set_result(self._results)
+        return future

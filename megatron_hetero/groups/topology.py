@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.watchdog import Watchdog
@@ -70,7 +70,7 @@ class Topology:
     group, for writing and reading checkpoints.
     `host_replicas`: for each module that decodes data, a host group of its replica's ranks, for that other thread too.
     `boundaries`: for each edge of the graph of modules, groups of the ranks of both its ends. `planned`: host groups of
-    the same ranks, for edges that are planned from what each rank knows.
+    the same ranks, for edges that are planned from what each rank knows, which are `planned_edges` on all ranks.
     `pipelines`: for each of this rank's modules with stages, its links to the neighbouring stages.
     Groups that this rank has no part in are missing.
     `watchdog`: ends the process if a call of all ranks waits for too long.
@@ -90,6 +90,7 @@ class Topology:
     pipelines: Mapping[str, Links]
     _groups: Mapping[Axes, dist.ProcessGroup]
     watchdog: Watchdog
+    planned_edges: tuple[Edge, ...] = ()
     graph: Graph | None = None
 
     @classmethod
@@ -176,13 +177,29 @@ class Topology:
                 {name: _links(by_use, name) for name, layout in layouts.items() if rank in layout and layout.pp > 1},
                 MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
                 watchdog,
+                tuple(planned),
             )
 
     def has(self, module: str) -> bool:
         """Whether this rank has a part of `module`. Raises `KeyError` if there is no such module."""
         if module not in self.layouts:
-            raise KeyError(f"no module `{module}`; there are {', '.join(self.layouts)}")
+            raise KeyError(f"no module `{module}`; there are {', '.join(self.layouts) or 'none'}")
         return self.rank in self.layouts[module]
+
+    def shard(self, module: str, samples: Any) -> Any:
+        """Return the samples of this rank's replica of `module`: replicas get contiguous, nearly equal shares of
+        `samples` in order, the same on all ranks of a replica; empty on a rank without the module.
+
+            pictures = topology.shard("vision", pictures)
+
+        `samples`: a list, range, array, tensor or whatever has a length and slices, the same on all ranks. Raises
+        `KeyError` if there is no such module.
+        """
+        if not self.has(module):
+            return samples[:0]
+        layout, count = self.layouts[module], len(samples)
+        replica = layout.replica_of(self.rank)
+        return samples[count * replica // layout.dp : count * (replica + 1) // layout.dp]
 
     def mesh(self, module: str, view: str = MAIN.name) -> DeviceMesh:
         """The ranks of `module` as PyTorch's mesh, with the groups of this topology.
@@ -259,7 +276,7 @@ def _require_modules(layouts: Mapping[str, Layout], **collections: Collection[st
     """Check that arguments name modules."""
     for argument, names in collections.items():
         if unknown := [name for name in names if name not in layouts]:
-            found, expected = f"`{unknown[0]}`", f"some of {', '.join(layouts)}"
+            found, expected = f"`{unknown[0]}`", one_of(layouts, "layouts", "some of")
             raise UserError.at(f"Topology.build: {argument}", found=found, expected=expected, fix="name its modules")
 
 

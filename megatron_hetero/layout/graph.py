@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron_hetero.base.errors import ROWS, UserError
+from megatron_hetero.base.errors import ROWS, UserError, one_of
 from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.layout.layout import Layout
 
@@ -103,7 +103,7 @@ def as_edge(ends: Ends, layouts: Mapping[str, Layout]) -> Edge:
             raise UserError.at(
                 f"edge {edge}",
                 found=f"no module `{module}`{did_you_mean(str(module), layouts)}",
-                expected=f"modules among {', '.join(layouts)}",
+                expected=one_of(layouts, "layouts", "modules among"),
                 fix="use the names in the layouts",
             )
     if edge.source_stage is None or edge.target_stage is None:
@@ -144,9 +144,9 @@ class Graph:
         for name, given in (("width", self.width), ("outputs", self.outputs)):
             for ends in given if isinstance(given, Mapping) else ():
                 if edge_of(ends) not in edges:
-                    found, known = f"`{edge_of(ends)}`", ", ".join(f"`{edge}`" for edge in edges) or "none"
-                    expected = f"edges of the graph, {known}"
-                    raise UserError.at(f"Graph: {name}", found=found, expected=expected, fix="correct it")
+                    expected = one_of((f"`{edge}`" for edge in edges), "edges", "edges of the graph,")
+                    found, fix = f"`{edge_of(ends)}`", "correct it"
+                    raise UserError.at(f"Graph: {name}", found=found, expected=expected, fix=fix)
         for edge in edges:
             if edge not in self._widths:
                 raise UserError.at("Graph: width", found=f"none for `{edge}`", expected="one per edge", fix="add it")

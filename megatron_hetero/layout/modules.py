@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.layout.axes import MAIN, LayoutProblem, ModuleShape, problem_of
 from megatron_hetero.layout.grammar import did_you_mean, format_ranks
 from megatron_hetero.layout.layout import Layout, advice, closest_layout, unfit
@@ -24,7 +24,7 @@ def resolve(
             raise UserError.at(
                 f"--{name}-parallel" if flags else f"layout of `{name}`",
                 found=f"module `{name}`{did_you_mean(name, modules)}",
-                expected=f"one of {', '.join(modules)}",
+                expected=one_of(modules, "modules"),
                 because="the model has no other modules",
                 fix="rename or remove it",
             )

@@ -43,7 +43,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise, product
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.layout.graph import Edge, Ends, as_edge, edge_of
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, WorkKind, finish, run, start
@@ -172,7 +172,7 @@ def _require_no_settings(settings: ScheduleSettings) -> None:
 
 def _require_forward_only_exists(layouts: Mapping[str, Layout], forward_only: Collection[str]) -> None:
     if unknown := [name for name in forward_only if name not in layouts]:
-        found, expected = f"`{unknown[0]}`", f"some of {', '.join(layouts)}"
+        found, expected = f"`{unknown[0]}`", one_of(layouts, "layouts", "some of")
         raise UserError.at("forward_only", found=found, expected=expected, fix="name modules that have a layout")
 
 

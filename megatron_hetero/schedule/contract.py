@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.layout.graph import Edge
@@ -121,8 +121,9 @@ class DeviceMicroBatch:
 class StepResult:
     """Sums over the micro-batches of a step on this rank: scalars on the device.
 
-    `loss`: the losses of all modules, fp32; 0 without any. `losses`, `metrics`: those of last stages on this rank, by
-    module.
+    `loss`: the losses of all modules, fp32; 0 without any. `losses`: by module, of those whose last stage is on this
+    rank and has a loss. `metrics`: by module and name, with every module of the topology on every rank; a module whose
+    last stage is elsewhere, or returns no metrics, has none: `result.metrics["text"].get("correct", 0)`.
     """
 
     loss: Tensor
@@ -141,7 +142,7 @@ def require_known(
             raise UserError.at(
                 f"micro-batch {micro_batch}: `{name}` of its `DeviceMicroBatch`",
                 found=f"`{unknown[0]}`",
-                expected=f"some of {', '.join(f'`{each}`' for each in known)}",
+                expected=one_of((f"`{each}`" for each in known), {"inputs": "modules"}.get(name, "edges"), "some of"),
                 fix="name modules as in the layouts, and edges by `Edge(source, target)`",
             )
     for name, given in batch.inputs.items():

@@ -97,9 +97,10 @@ def _require_known(
     settings: ScheduleSettings, layouts: Mapping[str, Layout], micro_batches: int, text: str, place: str
 ) -> None:
     if text not in layouts:
+        known = f" among {', '.join(layouts)}" if layouts else ""
         raise UserError.at(
             "layouts",
-            found=f"no layout for module `{text}` among {', '.join(layouts) or 'none'}",
+            found=f"no layout for module `{text}`{known}",
             expected="one",
             because="it is the module that all others feed",
             fix=f"give the layout of `{text}`, or name that module in `text`",

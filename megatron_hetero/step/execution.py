@@ -89,7 +89,7 @@ class StepExecution:
         self.last_use = {action.micro_batch: i for i, action in enumerate(self.actions)}
         self.position = 0
         self.losses: dict[str, Tensor] = {}  # by module
-        self.metrics: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        self.metrics: dict[str, dict[str, Tensor]] = {name: {} for name in resources.topology.layouts}
         self.batches: dict[int, DeviceMicroBatch] = {}
         self.calls: dict[tuple[str, int], range] = {}  # of several micro-batches, by module and micro-batch
         self.called: dict[ActivationKey, dict[str, Tensor]] = {}  # their outputs, by the last micro-batch

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import all_or_none, meet, require_equal
+from megatron_hetero.base.errors import NotFiniteError, UserError
+from megatron_hetero.groups.collective import all_or_none, meet, on_every, require_equal
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import watched
@@ -43,12 +43,13 @@ class GradientSummary:
     """The result of a step that every rank knows before the update.
 
     `loss_sum`: sum of token losses of the global batch. `norms`: norm of that sum's gradient for each trained module.
-    `faults`: (module or "loss", rank) of all that was NaN or infinite before sums over ranks.
+    `faults`: (module or "loss", rank) of all that was NaN or infinite before sums over ranks, or None if only
+    the sum is.
     """
 
     loss_sum: float
     norms: dict[str, float]
-    faults: tuple[tuple[str, int], ...]
+    faults: tuple[tuple[str, int | None], ...]
 
     @property
     def norm(self) -> float:
@@ -77,9 +78,10 @@ class GradientTable:
         table = self.rows.cpu()
         loss, counts = table[:, 0], table[:, 1]
         trained, finite, squares = self._columns(table)
-        faults = [("loss", rank) for rank in range(len(table)) if not math.isfinite(loss[rank])]
+        faults: list[tuple[str, int | None]] = [("loss", rank) for rank, own in enumerate(loss) if not own.isfinite()]
         for i, name in enumerate(self.names):
-            faults += [(name, rank) for rank in range(len(table)) if trained[rank, i] and not finite[rank, i]]
+            ranks = [rank for rank in range(len(table)) if trained[rank, i] and not finite[rank, i]]
+            faults += [(name, rank) for rank in ranks or [None] if ranks or not squares[:, i].sum().isfinite()]
         norms = {
             name: math.sqrt(max(0.0, squares[:, i].sum().item()))
             for i, name in enumerate(self.names)
@@ -156,6 +158,36 @@ def scale_gradients(modules: Iterable[TrainedModule], factor: float | Tensor) ->
     summed = [gradients for module in modules for gradients in module.data_parallel.summed]
     if summed:
         torch._foreach_mul_(summed, factor)
+
+
+def require_finite(
+    where: str, faults: Sequence[tuple[str, int | None]], fix: str, parameter: Callable[[str], str] = lambda _: ""
+) -> None:
+    """Raise `NotFiniteError` if there are faults. `parameter`: gives the parameter of a module, if it is known."""
+    if faults:
+        (what, rank), others = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        kind = "loss" if what == "loss" else f"gradient of module {what}{parameter(what)}"
+        on = "in the sum over ranks" if rank is None else f"on rank {rank}"
+        raise NotFiniteError(
+            f"{where}: found a {kind} that is NaN or infinite {on}{others}, expected finite numbers; the weights have "
+            f"not been updated. {fix}"
+        )
+
+
+def require_finite_sums(topology: Topology, modules: Sequence[TrainedModule], table: GradientTable) -> None:
+    """Wait for the sums of gradients, and check that they are finite. Raises `NotFiniteError` on all ranks."""
+
+    def parameter(of: str) -> str:
+        mark(modules)  # As sums, which must not be summed again.
+        own = ((name, module.gradient(name)) for module in modules if module.name == of for name in module.trained)
+        first = next((f", parameter {name}," for name, gradient in own if not gradient.isfinite().all()), "")
+        return max(on_every(topology.host, lambda: first))
+
+    fix = (
+        "Call `zero_grad()` to skip this step, lower the learning rate, or look for broken samples; with "
+        "`error_if_nonfinite=False` they are applied."
+    )
+    require_finite("gradients", table.read().faults, fix, parameter)
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -326,7 +358,9 @@ Tokens = int | float | Tensor
 
 
 @watched
-def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], tokens: Tokens) -> None:
+def finish_gradients(
+    topology: Topology, modules: Mapping[str, Chunks | None], tokens: Tokens, *, error_if_nonfinite: bool = True
+) -> None:
     """Turn each rank's gradients into those of the mean loss over the tokens of the step, in place. All ranks call it
     once, after the last backward pass of the step and before any optimizer's.
 
@@ -344,8 +378,10 @@ def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], t
         tokens: number of tokens of the whole step (or whatever losses were summed over), the same on all ranks: a
             number, or a tensor [] on the device; zero tokens in it make gradients zero. The host does not wait for the
             result of `count_tokens`.
+        error_if_nonfinite: whether to wait for the sums, and to raise if any is NaN or infinite; the same on all ranks.
 
     Raises:
+        NotFiniteError: on all ranks. A gradient is NaN or infinite. Set them to None before the next backward pass.
         UserError: on all ranks. `modules` are not those of a rank, gradients are finished already, `tokens` is a number
             that is not positive or not the same on all ranks, a wrapper reduced over ranks that are not along axes of
             the layout, or PyTorch's DDP or FSDP2 did not reduce in the last backward pass.
@@ -357,7 +393,7 @@ def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], t
         return own
 
     own = all_or_none(topology.host, check)
-    finish(own, factor_of(topology, tokens))
+    finish(own, factor_of(topology, tokens), topology if error_if_nonfinite else None)
 
 
 @watched
@@ -412,9 +448,14 @@ def _total(topology: Topology, function: str, module: str, mine: Tensor) -> Tens
 # ------------------------------------------------------------------------------------------ for optimizers
 
 
-def finish(modules: Iterable[TrainedModule], factor: float | Tensor) -> None:
-    """Finish gradients with a `factor` for all of them."""
-    sum_gradients(modules)
+def finish(modules: Sequence[TrainedModule], factor: float | Tensor, finite_on: Topology | None = None) -> None:
+    """Finish gradients with a `factor` for all of them. `finite_on`: where they must be finite, on all ranks."""
+    finite = sum_gradients(modules)
+    if finite_on is not None:
+        squares = [(module.name, squares_of(module)) for module in modules if module.trained]
+        no_loss = torch.zeros((), device=finite_on.platform.device)
+        table = add_up(finite_on, squares, finite, no_loss, loss_counts_here=False)
+        require_finite_sums(finite_on, modules, table)
     scale_gradients(modules, factor)
     mark(modules)
 

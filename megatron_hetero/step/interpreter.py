@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Mapping
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.boundary.communicator import boundary_communicators
 from megatron_hetero.groups.collective import on_every, require_alike
 from megatron_hetero.groups.topology import Topology
@@ -131,7 +131,7 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
         )
     for name, module in modules.items():
         if name not in topology.layouts:
-            expected = f"some of {', '.join(topology.layouts)}"
+            expected = one_of(topology.layouts, "layouts", "some of")
             raise UserError.at(where, found=f"`{name}`", expected=expected, fix="name it as in the layouts")
         for number, model in module.stages.items():
             if number and not callable(getattr(model, "hidden_shape", None)):
@@ -168,10 +168,7 @@ def _in_topology(topology: Topology, graph: Graph) -> Graph:
 def _require_edges(topology: Topology, what: str, mine: Collection[Edge], fix: str) -> None:
     """Check that the edges of a graph or schedule that include the rank are the topology's. Raises `UserError`."""
     if set(mine) != topology.boundaries.keys():
-        where, found = f"interpreter on rank {topology.rank}", f"a {what} with the edges {_listed(mine)}"
-        expected, because = _listed(topology.boundaries), "the topology has these on this rank"
-        raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
-
-
-def _listed(edges: Collection[Edge]) -> str:
-    return ", ".join(sorted(f"`{edge}`" for edge in edges)) or "none"
+        names, own = (", ".join(sorted(f"`{edge}`" for edge in edges)) for edges in (mine, topology.boundaries))
+        where, found = f"interpreter on rank {topology.rank}", f"the edges {names}" if names else "no edges"
+        expected, because = own or "none", f"the topology has {'these' if own else 'no edges'} on this rank"
+        raise UserError.at(where, found=f"a {what} with {found}", expected=expected, because=because, fix=fix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,13 +22,16 @@ from megatron_hetero.step.gradients import (
     finish,
     forget_finished,
     mark,
+    require_finite_sums,
     require_ready,
     start_sums,
     sum_gradients,
 )
-from megatron_hetero.step.library_modules import reshard
+from megatron_hetero.step.library_modules import dcp_key, described, require_unchanged
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.optimizer import ShardOptimizer
+from megatron_hetero.step.torch_optimizer import MegatronOptimizer
+from megatron_hetero.step.wrapped import differ, is_sharded
 
 
 class JointOptimizer(Optimizer):
@@ -44,12 +48,15 @@ class JointOptimizer(Optimizer):
         optimizers: Mapping[str, ModuleOptimizer],
         clip_grad: float = 0.0,
         defaults: Mapping[str, Any] | None = None,
+        error_if_nonfinite: bool = True,
     ):
         # PyTorch's constructor refuses to have no parameters.
-        self.topology, self.clip_grad = topology, clip_grad
+        self.topology, self.clip_grad, self.error_if_nonfinite = topology, clip_grad, error_if_nonfinite
         self.modules, self.optimizers = tuple(modules), dict(optimizers)
         self.defaults, self._started = dict(defaults or {}), dict[str, Tensor]()
         self.norms = torch.zeros(len(topology.layouts), device=topology.platform.device)
+        self._views = {name: tuple(views) for name, views in groupby(self.modules, lambda module: module.name)}
+        self._built = {name: described(views[0]) for name, views in self._views.items()}
 
     @property
     def parts(self) -> Mapping[str, Any]:
@@ -85,6 +92,23 @@ class JointOptimizer(Optimizer):
         """Check that further backward passes may add to the gradients of the step. Raises `UserError`."""
         for module in self.modules:
             module.data_parallel.require_unsummed()
+
+    def require_unchanged(self) -> None:
+        """Check that modules have, and train, the parameters for which this was built. Raises `UserError`."""
+        fix = "call `build_optimizers` again, and wrap a DistributedDataParallel anew before; moments start anew"
+        if self.sharded:
+            fix = "build the module anew, change it before `build_optimizers`, and load a checkpoint of its states"
+        for name, views in self._views.items():
+            require_unchanged(views[0], self._built[name], fix)
+
+    def _require_ready(self, *, finished: bool) -> None:
+        self.require_unchanged()
+        require_ready(self.modules, finished=finished)
+        for name, each in self.optimizers.items():
+            if self.error_if_nonfinite and differ(each.masters()):
+                problem, because = "its weights have changed since the last update", "fp32 masters would overwrite them"
+                fix = "call `reload_model_params()` of this optimizer after the change"
+                raise UserError.at(f"module `{name}`", problem=problem, because=because, fix=fix)
 
     def _overlapping(self, name: str) -> list[TrainedModule]:
         """The views of a module whose gradients are not summed in each backward pass."""
@@ -124,23 +148,25 @@ class JointOptimizer(Optimizer):
             tokens: as for `finish_gradients`, which need not be called; None if it has been.
 
         Returns:
-            The norm over the gradients of all modules before clipping, fp32 [] on the device, without waiting. It is
-            NaN or infinite if a gradient is, and so are then the weights.
+            The norm over the gradients of all modules before clipping, fp32 [] on the device.
 
         Raises:
-            UserError: on all ranks. There is a closure; `zero_grad` was not called since the step before; or
-                `finish_gradients` would refuse `tokens` or the gradients.
+            NotFiniteError: on all ranks. A gradient is NaN or infinite. Weights and states are as before, and training
+                can go on after `zero_grad`. See `error_if_nonfinite` of `build_optimizers`.
+            UserError: on all ranks. There is a closure; `zero_grad` was not called since the step before; parameters
+                were replaced, frozen or unfrozen, or weights changed under their masters; or `finish_gradients` would
+                refuse `tokens` or the gradients.
         """
         if closure is not None:
             raise UserError.at("JointOptimizer.step", found="a closure", expected="none", fix="call backward before")
-        for module in self.modules:
-            reshard(module.chunks)
-        all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=tokens is None))
+        all_or_none(self.topology.host, lambda: self._require_ready(finished=tokens is None))
         factor, no_loss = factor_of(self.topology, tokens), torch.zeros((), device=self.topology.platform.device)
         if tokens is None:
             table = add_up(self.topology, self._squares(), None, no_loss, loss_counts_here=False)
         else:
             table = self.reduce(no_loss, loss_counts_here=False)
+        if self.error_if_nonfinite:
+            require_finite_sums(self.topology, self.modules, table)
         squares = table.squares
         self.norms = squares.sqrt().mul(factor).float()
         norm = squares.sum().sqrt().mul(factor).float()
@@ -154,8 +180,9 @@ class JointOptimizer(Optimizer):
     @watched
     def finish_gradients(self, tokens: Tokens) -> None:
         """Finish the gradients of the modules of this optimizer; `step(tokens=None)` applies them."""
-        all_or_none(self.topology.host, lambda: require_ready(self.modules, finished=False))
-        finish(self.modules, factor_of(self.topology, tokens))
+        all_or_none(self.topology.host, lambda: self._require_ready(finished=False))
+        checked = self.topology if self.error_if_nonfinite else None
+        finish(self.modules, factor_of(self.topology, tokens), checked)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise `UserError`: parameters cannot be added."""
@@ -166,7 +193,7 @@ class JointOptimizer(Optimizer):
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Copy the weights of the models to the fp32 masters, which would otherwise overwrite loaded weights in the
-        next step. The name is that of Megatron's optimizers.
+        next step; `step` refuses such weights unless masters are on another device. The name is that of Megatron's.
         """
         for each in self.optimizers.values():
             each.reload_model_params()
@@ -186,18 +213,82 @@ class JointOptimizer(Optimizer):
         for module in self.modules:
             module.data_parallel.wait_for_weights()
 
+    @watched
+    def state_for_dcp(self) -> dict[str, Any]:
+        """Weights, persistent buffers and optimizers of this rank's modules for `torch.distributed.checkpoint`, which
+        loads them in place; then call `load_from_dcp`. All ranks call it.
+
+        What ranks share and parts of a `DTensor` (FSDP2, PyTorch's tensor parallelism) have one key, and resume in any
+        layout. Other parts (pipeline stages, Megatron's tensor and expert parallelism, states of `AdamW` and `SGD`)
+        have keys of their own, and resume in the same degrees.
+
+        Raises:
+            UserError: on all ranks. A module has Megatron's optimizer, or a `DTensor` is where it would be pickled.
+        """
+        return all_or_none(self.topology.host, self._state_for_dcp)
+
+    def _state_for_dcp(self) -> dict[str, Any]:
+        for name in (name for name, each in self.optimizers.items() if isinstance(each, MegatronOptimizer)):
+            found, expected = "Megatron's optimizer", "one of PyTorch or of this package"
+            fix = f"save `optimizer.parts['{name}']` by Megatron's `dist_checkpointing`, or leave its wrapper out"
+            raise UserError.at(f"state of module `{name}`", found=found, expected=expected, fix=fix)
+        self.wait_for_weights()
+        models = {key: {n: chunk.state_dict() for n, chunk in of.items()} for key, of in self._models.items()}
+        state = {"models": models, "optimizers": self.state_dict()}
+        _require_visible(state)
+        return state
+
+    @watched
+    def load_from_dcp(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_for_dcp`, once `torch.distributed.checkpoint` has loaded it. All ranks call it."""
+        self.wait_for_weights()
+        for key, of in self._models.items():
+            for n, chunk in of.items():
+                chunk.load_state_dict(state["models"][key][n])
+        self.load_state_dict(state["optimizers"])
+
+    @property
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """The models of this rank by number of the stage, by key of the module."""
+        return {dcp_key(*v): dict(zip(map(str, v[0].stages), v[0].chunks, strict=True)) for v in self._views.values()}
+
+    @property
+    def _keys(self) -> dict[str, str]:
+        """The keys of the optimizers in their `state_dict`. Shards of states have one on each rank."""
+        keys = {name: dcp_key(each.module) for name, each in self.optimizers.items()}
+        shared = {name for name, each in self.sharded.items() if each.module.data_parallel.sharded}
+        return {
+            n: f"{key}.dp{self.optimizers[n].module.replicas.rank()}" if n in shared else key for n, key in keys.items()
+        }
+
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The state of each part on this rank, by module. Megatron's distributed optimizer leaves out its shards."""
-        return {name: each.state_dict() for name, each in self.optimizers.items()}
+        """The state of each part on this rank. Ranks with other parts have other keys. Megatron's distributed optimizer
+        leaves out its shards.
+        """
+        return {key: self.optimizers[name].state_dict() for name, key in self._keys.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load what `state_dict` returned on this rank, in the same layouts. Raises `UserError` for other modules."""
-        if state_dict.keys() != self.optimizers.keys():
-            found, expected = ", ".join(state_dict) or "no modules", ", ".join(self.optimizers) or "none"
+        if state_dict.keys() != set(self._keys.values()):
+            found, expected = ", ".join(state_dict) or "no modules", ", ".join(self._keys.values()) or "none"
             fix = "load what the same rank saved, in the same layouts"
             raise UserError.at("JointOptimizer.load_state_dict", found=found, expected=expected, fix=fix)
-        for name, each in self.optimizers.items():
-            each.load_state_dict(state_dict[name])
+        for name, key in self._keys.items():
+            self.optimizers[name].load_state_dict(state_dict[key])
 
     def __repr__(self) -> str:
         return f"JointOptimizer({', '.join(f'{name}: {type(part).__name__}' for name, part in self.parts.items())})"
+
+
+def _require_visible(value: Any, path: str = "state", *, pickled: bool = False) -> None:
+    """Check that `torch.distributed.checkpoint` pickles no `DTensor`, that of one rank for all. Raises `UserError`."""
+    if pickled and is_sharded(value):
+        because, fix = "it is pickled, and one rank's is loaded by all", "put it in dicts and lists only"
+        raise UserError.at(path, found="a DTensor in a tuple or object", expected="a dict", because=because, fix=fix)
+    inside = value if isinstance(value, Mapping) else {}
+    if isinstance(value, list | tuple | set):
+        inside = dict(enumerate(value))
+    elif not pickled and not isinstance(value, Mapping | Tensor | type):
+        inside = getattr(value, "__dict__", {})
+    for key, each in inside.items():
+        _require_visible(each, f"{path}.{key}", pickled=pickled or not isinstance(value, Mapping | list))

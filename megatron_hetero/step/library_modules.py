@@ -119,6 +119,50 @@ def reshard(chunks: Sequence[nn.Module]) -> None:
             part.reshard()
 
 
+Description = Mapping[str, tuple[int, bool, int]]
+"""By name, the identity of each parameter, whether it trains, and the address of its values if a buffer has them."""
+
+
+def described(module: TrainedModule) -> Description:
+    """Describe the parameters of a module on this rank, which FSDP2 then has resharded."""
+    chunks: Any = module.chunks
+    trains = [p.requires_grad for chunk in chunks for p in chunk.parameters()]  # Of those that FSDP2 uses now.
+    reshard(chunks)
+    prefixes = [f"stage {stage}: " if len(chunks) > 1 else "" for stage in module.stages]
+    named = [(at + path, p) for at, chunk in zip(prefixes, chunks, strict=True) for path, p in chunk.named_parameters()]
+    fixed = [module.data_parallel.lives_on and p.requires_grad and not is_sharded(p) for _, p in named]
+    every = zip(named, trains, fixed, strict=True)
+    return {name: (id(p), trained, p.data_ptr() if stays else 0) for (name, p), trained, stays in every}
+
+
+def require_unchanged(module: TrainedModule, before: Description, fix: str) -> None:
+    """Check that a module has the parameters of `before`, and trains the same. Raises `UserError`."""
+    now = described(module)
+    if name := next((each for each in (*before, *now) if before.get(each) != now.get(each)), ""):
+        (old, trained, _), (new, trains, _) = before.get(name, (0, False, 0)), now.get(name, (0, False, 0))
+        how = "added" if not old else "removed" if not new else "replaced" if old != new or trained == trains else ""
+        problem = f"{name} was {how or ('unfrozen' if trains else 'frozen')} after `build_optimizers`"
+        because = "the optimizer has the parameters of before"
+        raise UserError.at(f"module `{module.name}`", problem=problem, because=because, fix=fix)
+
+
+def dcp_key(*views: TrainedModule) -> str:
+    """Name the parts of a module that this rank has: as on other ranks that have the same, or only other `DTensor`s."""
+    first, split = views[0], ""
+    for view in views:
+        whole = {name for name, p in view.parameters.items() if is_sharded(p) and spans(p, view.holders)}
+        if any(of[name] != view.maps[0][name] for of in view.maps for name in of if name not in whole):
+            split += f".{'-'.join(view.view.part_axes)}{view.holders.rank()}"
+    layout = first.topology.layouts[first.name]
+    return f"{first.key}{split}{f'.pp{layout.coordinate(first.topology.rank).pp}' if layout.pp > 1 else ''}"
+
+
+def spans(parameter: Any, group: dist.ProcessGroup) -> bool:
+    """Whether the mesh of a `DTensor` has several ranks of the group."""
+    ranks = parameter.device_mesh.mesh.flatten().tolist()
+    return len(set(ranks).intersection(dist.get_process_group_ranks(group))) > 1
+
+
 def is_megatrons_ddp(module: nn.Module) -> bool:
     """Whether this is Megatron's `DistributedDataParallel`, which stores gradients in buffers of its own."""
     return hasattr(module, "finish_grad_sync") and hasattr(module, "buffers") and hasattr(module, "ddp_config")

@@ -20,7 +20,7 @@ from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.buffers import Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage
 from megatron_hetero.step.joint import JointOptimizer
-from megatron_hetero.step.library_modules import Chunks, require_replicas, trained_modules
+from megatron_hetero.step.library_modules import Chunks, require_replicas, spans, trained_modules
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.optimizer import ShardOptimizer, build_shard_optimizer
 from megatron_hetero.step.torch_optimizer import MegatronOptimizer, TorchOptimizer
@@ -38,15 +38,19 @@ def build_optimizers(
     config: Config | Mapping[str, Config],
     *,
     clip_grad: float | None = None,
+    error_if_nonfinite: bool = True,
 ) -> JointOptimizer:
-    """One optimizer for all modules. All ranks call it, after the models are built, wrapped and frozen. Where weights
-    are loaded into them later, see `JointOptimizer.reload_model_params`.
+    """One optimizer for all modules. All ranks call it, after the models are built, wrapped and frozen; a later change
+    is refused by `step`. Where weights are loaded into them later, see `JointOptimizer.reload_model_params`.
 
     Replicas of a module get the weights of the first. With `AdamW` or `SGD` of this package, gradients are accumulated
     in flat buffers (`main_grad`), which a `Runner` that knows the optimizer sums within the last backward pass, and
     the ranks with the same parameters shard the states. For modules in Megatron's `DistributedDataParallel` the
     optimizer is Megatron's, also its distributed one. For others it is PyTorch's, with Megatron's settings; weights in
     bfloat16 then have fp32 copies, which it updates.
+
+    A missing gradient counts as zeros, since other ranks may have one: weight decay and momentum move the parameter,
+    where PyTorch's own `step` would skip it. Freeze what must not change.
 
     Args:
         topology: topology of all modules.
@@ -55,6 +59,9 @@ def build_optimizers(
             of PyTorch, such as ``partial(torch.optim.AdamW, lr=1e-4)``; or one of these for each module, by name.
         clip_grad: the largest norm over the gradients of all modules; 0 for any. The default is that of Megatron's
             `config`, or 0.
+        error_if_nonfinite: whether `step` refuses gradients that are NaN or infinite, and weights that have changed
+            since the last update where fp32 masters would overwrite them. The host waits for both; with False, NaN is
+            applied.
 
     Raises:
         UserError: on all ranks. `modules` are not those of the rank, replicas have different parameters, ranks have
@@ -67,7 +74,7 @@ def build_optimizers(
         return own, configs, _clip_of(configs.values(), clip_grad)
 
     own, configs, clip = all_or_none(topology.host, read)
-    facts = {"clip_grad": str(clip)}
+    facts = {"clip_grad": str(clip), "error_if_nonfinite": str(error_if_nonfinite)}
     for name, each in configs.items():
         settings = {setting.name: getattr(each, setting.name, None) for setting in fields(AdamW)}
         facts |= {f"{key} of `{name}`": "a function" if callable(of) else str(of) for key, of in settings.items()}
@@ -81,7 +88,8 @@ def build_optimizers(
     built = all_or_none(topology.host, lambda: [_build_one(each, configs[each.name], streams) for each in trained])
     optimizers = {each.module.key: each for each in built}
     every = [optimizers[module.key].module if module.key in optimizers else module for module in own]
-    return JointOptimizer(topology, every, optimizers, clip, _common_defaults(topology, optimizers))
+    defaults = _common_defaults(topology, optimizers)
+    return JointOptimizer(topology, every, optimizers, clip, defaults, error_if_nonfinite)
 
 
 def _build_one(module: TrainedModule, config: Config, streams: Sequence[torch.cuda.Stream]) -> ModuleOptimizer:
@@ -241,14 +249,8 @@ def _broadcast_weights(module: TrainedModule) -> None:
     copy_from_first([p.data for p in every if not is_sharded(p)], module.replicas)
     for axis in module.view.sum_axes:
         group = module.topology.group(module.name, axis)
-        beside = [p for p in every if is_sharded(p) and not _spans(p, group)]
+        beside = [p for p in every if is_sharded(p) and not spans(p, group)]
         copy_from_first([local(p.detach()) for p in beside], group)
-
-
-def _spans(parameter: Any, group: Any) -> bool:
-    """Whether the mesh of a `DTensor` has several ranks of the group."""
-    ranks = parameter.device_mesh.mesh.flatten().tolist()
-    return len(set(ranks).intersection(dist.get_process_group_ranks(group))) > 1
 
 
 def _config_of(config: Any, module: str) -> Config:

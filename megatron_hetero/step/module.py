@@ -269,6 +269,10 @@ class ModuleOptimizer(ABC):
         """Drop copies of gradients."""
 
     @abstractmethod
+    def masters(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Weights in 16 bits that this rank updates, and their fp32 masters."""
+
+    @abstractmethod
     def reload_model_params(self) -> None:
         """Copy the weights of the models to the masters."""
 

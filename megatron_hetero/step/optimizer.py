@@ -104,6 +104,12 @@ class ShardOptimizer(ModuleOptimizer):
         self.module.data_parallel.share_weights()
 
     @override
+    def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, shard in self.shards.items():
+            if shard.master.beside is not None and shard.master.beside.dtype == torch.float32:
+                yield self.module.weight(name), shard.master.beside
+
+    @override
     def reload_model_params(self) -> None:
         self.module.data_parallel.wait_for_weights()
         for name, shard in self.shards.items():

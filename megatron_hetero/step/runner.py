@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.boundary.boundary import Boundary, Rows
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.groups.collective import all_or_none, require_equal, require_same
@@ -121,8 +121,8 @@ def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layo
             fix = f"add {name}=..."
             raise UserError.at("build", found=f"no layout of `{name}`", expected="one for each module", fix=fix)
         if name not in graph.modules:
-            known = ", ".join(graph.modules)
-            raise UserError.at("build", found=f"a layout of `{name}`", expected=f"those of {known}", fix="remove it")
+            expected = one_of(graph.modules, "modules in the graph", "those of")
+            raise UserError.at("build", found=f"a layout of `{name}`", expected=expected, fix="remove it")
     world = dist.get_world_size()
     return {
         name: given if isinstance(given := layouts[name], Layout) else Layout.parse(given, world, module=name)
@@ -172,7 +172,9 @@ class MicroBatchInputs:
 
     inputs: Mapping[str, Any]
     rows: Mapping[Any, Rows] = field(default_factory=dict)
-    """Which rows this rank holds and needs, without edges of which it does neither."""
+    """Which rows this rank holds and needs, without edges of which it does neither; or the counts that they follow
+    from, as in `Boundary.plan`: `Rows(samples=8, rows_per_sample=9)` on all ranks of the edge.
+    """
 
 
 class Runner:
@@ -255,9 +257,11 @@ class Runner:
                 for name in self.topology.layouts
             }
             require_equal(self.topology.host, "Runner", facts, "give all ranks their part of the same micro-batches")
-        plans = self._plans(micro_batches)
+        with torch.set_grad_enabled(not forward_only):
+            plans = self._plans(micro_batches)
         if not any(self.topology.has(name) for name in self.topology.layouts):
-            return StepResult(torch.zeros((), device=self.topology.platform.device), {}, {})
+            nothing = torch.zeros((), device=self.topology.platform.device)
+            return StepResult(nothing, {}, {name: {} for name in self.topology.layouts})
 
         def load(m: int) -> DeviceMicroBatch:
             inputs = {name: given for name, given in micro_batches[m].inputs.items() if given is not None}
@@ -342,21 +346,23 @@ class Runner:
         an input, and that gradients may be added to.
         """
         if trains and self._optimizer is not None:
+            self._optimizer.require_unchanged()
             self._optimizer.require_unsummed()
         rank, own = self.topology.rank, [name for name in self.topology.layouts if self.topology.has(name)]
         for each in micro_batches:
             if unknown := [name for name, given in each.inputs.items() if given is not None and name not in own]:
-                where, expected = f"Runner on rank {rank}: inputs", f"those of {', '.join(own) or 'no module'}"
+                where, expected = f"Runner on rank {rank}: inputs", one_of(own, "modules on this rank", "those of")
                 fix = "give the inputs of this rank's modules"
                 raise UserError.at(where, found=f"an input of `{unknown[0]}`", expected=expected, fix=fix)
             for ends, rows in each.rows.items():
                 if (edge := as_edge(ends, self.topology.layouts)) not in self.graph.edges:
-                    edges = ", ".join(map(str, self.graph.edges)) or "none"
                     where, fix = f"Runner on rank {rank}: rows", "name an edge of the graph"
-                    raise UserError.at(where, found=f"rows of `{edge}`", expected=f"of {edges}", fix=fix)
+                    expected = one_of(self.graph.edges, "edges in the graph", "of")
+                    raise UserError.at(where, found=f"rows of `{edge}`", expected=expected, fix=fix)
                 if not isinstance(rows, Rows):
                     where, found = f"Runner on rank {rank}: rows of `{edge}`", f"a {type(rows).__name__}"
                     raise UserError.at(where, found=found, expected="`Rows`", fix="write `Rows(held, needed)`")
+                rows = rows.counted(self.topology, edge)
                 for name, ids, what in ((edge.source, rows.held, "held"), (edge.target, rows.needed, "needed")):
                     if _number_of(ids) and name in own and each.inputs.get(name) is None:
                         raise UserError.at(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -104,14 +104,6 @@ class InnerOptimizer(ModuleOptimizer):
         """The groups of the inner optimizer."""
         return self.optimizer.param_groups
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict()}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-
 
 class TorchOptimizer(InnerOptimizer):
     """An optimizer of PyTorch for a module. With `masters`, it updates fp32 copies of 16-bit parameters."""
@@ -121,6 +113,10 @@ class TorchOptimizer(InnerOptimizer):
         own: list[Any] = list(module.trained.values())
         self.optimizer = MasterOptimizer(own, make) if masters else make(own)
         self._masters = self.optimizer.masters if isinstance(self.optimizer, MasterOptimizer) else {}
+        self._inner = getattr(self.optimizer, "inner", self.optimizer)
+        names = {id(p): name for name, p in module.parameters.items()}
+        every = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        self._names = [names.get(id(p), f"parameter {number}") for number, p in enumerate(every)]
 
     @override
     def squares(self) -> Tensor:
@@ -141,11 +137,49 @@ class TorchOptimizer(InnerOptimizer):
         for master in self._masters.values():
             master.grad = None
 
+    @override
+    def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from ((local(p.detach()), local(master.detach())) for p, master in self._masters.items())
+
     @torch.no_grad()
     @override
     def reload_model_params(self) -> None:
         for p, master in self._masters.items():
             master.copy_(p)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """PyTorch's state by names of parameters; before the first update, with tensors to load into."""
+        if not (updated := any(self._inner.state.values())):
+            _create_states(self._inner)
+        found = self.optimizer.state_dict()
+        if not updated:
+            self._inner.state.clear()
+        state = {self._names[number]: own for number, own in found["state"].items()}
+        groups = [{**group, "params": [self._names[n] for n in group["params"]]} for group in found["param_groups"]]
+        return {"updated": updated, "state": state, "param_groups": groups}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(dict(state))
+        if not state["updated"]:
+            self._inner.state.clear()
+
+
+@torch.no_grad()
+def _create_states(optimizer: Optimizer) -> None:
+    """Create states by a step with gradients of zeros at a rate of 0, which changes no weights."""
+    groups, gradients = (
+        optimizer.param_groups,
+        [(p, p.grad) for group in optimizer.param_groups for p in group["params"]],
+    )
+    for p, _ in gradients:
+        p.grad = torch.zeros_like(p)
+    optimizer.param_groups = [{**group, "lr": group["lr"] * 0} if "lr" in group else group for group in groups]
+    optimizer.step()
+    optimizer.param_groups = groups
+    for p, gradient in gradients:
+        p.grad = gradient
 
 
 class MegatronOptimizer(InnerOptimizer):
@@ -198,5 +232,22 @@ class MegatronOptimizer(InnerOptimizer):
         self.optimizer.zero_grad()
 
     @override
+    def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        kinds = {"float16_groups": "fp32_from_float16_groups", "shard_float16_groups": "shard_fp32_from_float16_groups"}
+        for each, (weights, masters) in product(self._inner, kinds.items()):
+            pairs = zip(chain(*getattr(each, weights, ())), chain(*getattr(each, masters, ())), strict=True)
+            yield from (
+                (own.detach(), master.detach()) for own, master in pairs if own is not None and master is not None
+            )
+
+    @override
     def reload_model_params(self) -> None:
         self.optimizer.reload_model_params()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])

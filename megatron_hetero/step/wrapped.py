@@ -9,7 +9,8 @@ Megatron's DDP              of this rank's tokens, in `main_grad`      its own `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,14 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket.append(tensor)
             size += tensor.numel()
         yield bucket
+
+
+@torch.no_grad()
+def differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Whether any weights are farther from their masters, on the same device, than rounding is. The host waits."""
+    own = [(weights, master) for weights, master in pairs if weights.device == master.device]
+    flags = [((weights - master).abs() > (master.to(weights.dtype) - master).abs()).any() for weights, master in own]
+    return bool(torch.stack(flags).any()) if flags else False
 
 
 @torch.no_grad()
@@ -152,9 +161,14 @@ class Wrapped(DataParallel):
             else:
                 parameter.grad.zero_()
 
+    @torch.no_grad()
     @override
     def start_reducing(self) -> Tensor:
-        return torch.ones((), dtype=torch.float64, device=self.device)
+        """Check gradients that no wrapper has reduced, or may be reducing; of others the sums show it."""
+        plain = [n for n, each in self.remaining.items() if n not in self.in_main_grad and each.factor == 1]
+        own = [p.grad for p in map(self.parameters.__getitem__, plain) if p.grad is not None and not is_sharded(p)]
+        extremes = [torch.zeros((), device=self.device), *(torch._foreach_norm(own, math.inf) if own else ())]
+        return torch.stack([each.double() for each in extremes]).isfinite().all().double()
 
     @torch.no_grad()
     @override

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.base.errors import TEXT, NotFiniteError, SharedError
+from megatron_hetero.base.errors import TEXT, SharedError
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.balance import idle_share
@@ -37,7 +37,7 @@ from megatron_hetero.models.stages import EncoderInput, TextInput
 from megatron_hetero.schedule.contract import InParts, StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.algorithms import learning_rate
-from megatron_hetero.step.gradients import GradientSummary, clip_factor
+from megatron_hetero.step.gradients import GradientSummary, clip_factor, require_finite
 from megatron_hetero.step.interpreter import DeviceMicroBatch, Interpreter
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
@@ -247,16 +247,8 @@ class StepTrainer:
         )
 
     def _refuse_faults(self, step: int, summary: GradientSummary) -> None:
-        if not summary.faults:
-            return
-        what, rank = summary.faults[0]
-        others = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
-        kind = "loss" if what == "loss" else f"gradient of module {what}"
-        raise NotFiniteError(
-            f"step {step}: found a {kind} that is NaN or infinite on rank {rank}{others}, expected finite "
-            f"numbers; the weights "
-            "have not been updated. Lower optimizer.lr, add warm-up, or look for broken samples in this step."
-        )
+        fix = "Lower optimizer.lr, add warm-up, or look for broken samples in this step."
+        require_finite(f"step {step}", summary.faults, fix)
 
     # ------------------------------------------------------------------------------------------------- metrics
 

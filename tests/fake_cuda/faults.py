@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hetero import place_rows
 from tests.fake_cuda.device import GPU, FakeGpu
 
 WAITS: dict[str, Callable[[Tensor], object]] = {
@@ -25,6 +26,7 @@ WAITS: dict[str, Callable[[Tensor], object]] = {
     "where": lambda x: x.nonzero(),
     "chosen": lambda x: x[x > 0],
     "repeated": lambda x: x.repeat_interleave((x > 0).long()),
+    "rows in places": lambda x: place_rows(x.view(1, 4, 1), x.view(4, 1), (x > 0).view(1, 4)),
     "device": lambda x: torch.cuda.synchronize(),
     "event": lambda x: torch.cuda.Event().synchronize(),
 }
@@ -35,6 +37,11 @@ PASSES: dict[str, Callable[[Tensor], object]] = {
     "filled": lambda x: x.clone().index_put_((x > 0,), torch.tensor(0.0)),
     "repeated": lambda x: x.repeat_interleave(3),
     "host": lambda x: torch.arange(4)[torch.arange(4) > 1].tolist(),
+    "rows in places of the host": lambda x: (
+        place_rows(x.view(1, 4, 1).clone().requires_grad_(), x.view(4, 1), torch.ones(1, 4, dtype=torch.bool))
+        .sum()
+        .backward()
+    ),
     "backward": lambda x: x.clone().requires_grad_().square().sum().backward(),
 }
 MIXED: dict[str, Callable[[Tensor], object]] = {

@@ -102,7 +102,18 @@ def test_code_in_the_guide_calls_names_of_the_guide_only() -> None:
         "forward_backward fully_shard get_gpt_layer_local_spec len partial range "
         "scatter_to_sequence_parallel_region zip".split()
     )
-    own = {"boundary", "encoder", "decoder", "run", "stage_of", "text_loss", "vision"}
+    own = {
+        "boundary",
+        "encoder",
+        "decoder",
+        "run",
+        "stage_of",
+        "talker",
+        "text_loss",
+        "to_decoder",
+        "to_talker",
+        "vision",
+    }
     assert called - {name for _, name in NAMES.values()} == own | of_others
 
 

@@ -14,7 +14,8 @@ from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.layout.graph import Edge
+from megatron_hetero.layout.graph import Edge, as_edge
+from megatron_hetero.layout.modules import resolve
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.interpreter import Interpreter
@@ -40,6 +41,20 @@ PURE: dict[str, Callable[[], Any]] = {
     r"layouts: found no layout for module `decoder` among vision, text": (
         lambda: build_schedule(LAYOUTS, 2, text="decoder")
     ),
+    "layouts: found no layout for module `text`, expected one, because": lambda: build_schedule({}, 2),
+    "forward_only: found `x`, expected some of text. Name": (
+        lambda: build_schedule({"text": mh.Layout.parse("dp:1", 1)}, 2, forward_only=["x"])
+    ),
+    "layout of `text`: found module `text`, expected none, as there are no modules, because": (
+        lambda: resolve({"text": "dp:1"}, {}, 1)
+    ),
+    "edge a>b: found no module `a`, expected none, as there are no layouts. Use": lambda: as_edge(("a", "b"), {}),
+    "Graph: width: found `a>b`, expected none, as there are no edges. Correct it": (
+        lambda: mh.Graph({"text": []}, width={("a", "b"): 2}, dtype=torch.float32)
+    ),
+    "ownership: found rows 5 in two groups, or twice in one, expected each row once": (
+        lambda: plan_boundary(SOURCE, Ownership.of({(0,): [5, 5]}), row_bytes=4)
+    ),
     r"layout `xp:2`.*: found axis `xp`, expected one of tp, sp, cp, dp, pp": lambda: mh.Layout.parse("xp:2", 4),
 }
 MISSING: dict[str, Callable[[], Any]] = {
@@ -49,7 +64,7 @@ MISSING: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("said", PURE)
 def test_what_plans_says_what_it_expects(said: str) -> None:
-    with pytest.raises(mh.UserError, match=said):
+    with pytest.raises(ValueError, match=said):
         PURE[said]()
 
 

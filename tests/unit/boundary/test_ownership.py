@@ -56,9 +56,9 @@ def test_text_may_be_spaced_freely() -> None:
         ("0,: 0-3", "`0,: 0-3` as group 0"),
         ("0 0-3", "`0 0-3` as group 0"),
         ("0: 4; 0: 0: 1", "`0: 0: 1` as group 1"),
-        ("0: 0-3; 1: 3", "rows 3 held by two groups"),
-        ("0: 0,1,0", "rows 0 held"),
-        ("0: 0-20; 1: 0-20", "rows 0, 1, 2, 3, 4 and 16 more held"),
+        ("0: 0-3; 1: 3", "rows 3 in two groups"),
+        ("0: 0,1,0", "rows 0 in two groups, or twice in one"),
+        ("0: 0-20; 1: 0-20", "rows 0, 1, 2, 3, 4 and 16 more in two groups"),
         ("0,1: 0; 1,2: 1", "each rank in one group"),
         ("0,0: 0", "each rank in one group"),
         ("0: 0; 0: 1", "each rank in one group"),
@@ -75,7 +75,7 @@ def test_what_is_wrong_with_a_text_is_said_with_the_text(text: str, found: str) 
 
 def test_a_row_held_twice_is_refused() -> None:
     for holders in ({(0,): [0, 1], (1,): [1]}, {(0, 1): [1, 0, 1]}):
-        with pytest.raises(ValueError, match="rows 1 held by two groups, or twice"):
+        with pytest.raises(ValueError, match="rows 1 in two groups, or twice in one"):
             Ownership.of(holders)
 
 
