@@ -1,18 +1,24 @@
 """Files and paths that users name: regular files alone are opened, since reading a pipe or device may never return;
-JSON objects are read whole or refused, and checked for unsupported values.
+JSON objects are read whole or refused, and checked for unsupported values. Files that this program writes are opened by
+`open_own` or `replacing`: a stranger may have prepared the folder with links to other files.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
 from io import BufferedReader
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, NamedTuple, TypeAlias
+from types import UnionType
+from typing import IO, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from megatron_hetero.base.errors import UserError, quoted, reason
 
@@ -45,6 +51,47 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
     """The content of a text file. Raises `OSError` as `read_bytes`, and `UnicodeDecodeError` if it is not UTF-8."""
     return read_bytes(path, most).decode("utf-8")
+
+
+def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+    """Open a file that this program writes, as `open` does, in a mode that does not truncate it (see `replacing`).
+    Raises `OSError`, also for links, hard links, pipes, devices and folders.
+    """
+    assert "w" not in mode
+    return open(path, mode, buffering, None if "b" in mode else "utf-8", opener=_unlinked)
+
+
+def _unlinked(path: Path, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{path.name} is a symbolic link", str(path)) from None
+        raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(descriptor)
+        kind = "a hard link" if stat.S_ISREG(found.st_mode) else "not a regular file"
+        raise OSError(errno.EEXIST, f"{path.name} is {kind}", str(path))
+    return descriptor
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Yield a new file to write, which replaces the file `path` unless an exception is raised. Raises `OSError`, also
+    if `path` is anything but a file.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            kind = "a symbolic link" if path.is_symlink() else "not a regular file"
+            raise OSError(errno.EEXIST, f"{path.name} is {kind}", str(path))
+    new = path.with_name(f".new-{secrets.token_hex(8)}{path.suffix}")
+    open_own(new, "xb").close()
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def is_unfit(path: Path) -> str | None:
@@ -91,7 +138,7 @@ def in_the_way(folder: Path, error: OSError) -> str:
 
 def try_to_write(folder: Path) -> None:
     """Check that `folder`, which is created if necessary, can be written. Raises `OSError`."""
-    probe = folder / f".probe-{os.getpid()}"
+    probe = folder / f".probe-{secrets.token_hex(8)}"
     folder.mkdir(parents=True, exist_ok=True)
     probe.mkdir()
     probe.rmdir()
@@ -154,3 +201,32 @@ def read_object(path: Path, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
             return value
         found = f"{shown(value)} in place of an object"
     raise UserError.at(where, found=found, expected="a JSON object in UTF-8", fix=RESTORE)
+
+
+def as_kind(value: Any, kind: Any, at: str = "the value") -> Any:
+    """Convert a JSON value to a `kind`: str, bool, int, a finite float, Any, Literal, a union, Mapping, list or tuple
+    of these, a dataclass, or a dict with the kinds of some keys, where a missing key counts as None. Raises
+    `ValueError`.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if isinstance(value, dict) and isinstance(kind, dict):
+        known = {key: as_kind(value.get(key), kind[key], f"{at}.{key}") for key in kind}
+        return {key: known.get(key, below) for key, below in value.items()}
+    if isinstance(value, dict) and is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        found = {key: as_kind(below, kinds.get(key, Any), f"{at}.{key}") for key, below in value.items()}
+        try:
+            return kind(**found)  # pyright: ignore[reportCallIssue]
+        except TypeError as error:
+            raise ValueError(f"{at}: {error}") from None
+    if isinstance(value, dict) and origin is Mapping:
+        return {key: as_kind(below, args[1], f"{at}.{key}") for key, below in value.items()}
+    if isinstance(value, list) and origin in (list, tuple):
+        return origin(as_kind(below, args[0], at) for below in value)
+    for each in args if origin in (Union, UnionType) else ():
+        with suppress(ValueError):
+            return as_kind(value, each, at)
+    is_number = kind is not float or (type(value) is float and math.isfinite(value))
+    if kind is Any or (origin is Literal and value in args) or (type(value) is kind and is_number):
+        return value
+    raise ValueError(f"{at} is {shown(value)}, not {getattr(kind, '__name__', kind)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,18 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, in_short, listed
-from megatron_hetero.base.files import read_text
+from megatron_hetero.base.files import as_kind, read_text
 from megatron_hetero.base.lock import Lock
-from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, require_own_name, unwritable, whole
+from megatron_hetero.base.outputs import (
+    ANOTHER,
+    LOCK,
+    MANIFEST,
+    chosen_in,
+    name_of,
+    require_own_name,
+    unwritable,
+    whole,
+)
 from megatron_hetero.checkpoint.contents import read, written
 from megatron_hetero.checkpoint.index import (
     BUFFERS,
@@ -118,7 +128,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
         return None
     manifest = verified(chosen, (INDEX, RECORD), group)
     index = on_first(group, lambda: open_index(chosen, manifest))
-    record = on_first(group, lambda: json.loads(read_text(chosen / RECORD)))
+    record = on_first(group, lambda: _read_record(chosen))
     on_first(group, lambda: require_own_name(chosen, record["step"], RECORD))
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
     own = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
@@ -217,7 +227,33 @@ def _settings(optimizer: JointOptimizer, record: Any, checkpoint: Path) -> Itera
         if any(each != found[0] for each in found):
             fix = "choose `lr` and `weight_decay` that group parameters as before"
             raise UserError.at(checkpoint, problem=f"other settings in each of one group ({listed(names)})", fix=fix)
-        yield group, {k: tuple(v) if isinstance(v, list) else v for each in found[:1] for k, v in each.items()}
+        saved = {k: tuple(v) if isinstance(v, list) else v for each in found[:1] for k, v in each.items()}
+        if wrong := [k for k, v in saved.items() if k in group and _kind(v) != _kind(group[k])]:
+            fix = "use another checkpoint"
+            raise UserError.at(checkpoint / RECORD, problem=f"no setting of an optimizer: {listed(wrong)}", fix=fix)
+        yield group, saved
+
+
+def _kind(setting: Any) -> object:
+    """Return what a saved setting has in common with the one that it replaces."""
+    if isinstance(setting, tuple | list):
+        return [_kind(each) for each in setting]
+    finite = isinstance(setting, int | float | Tensor) and type(setting) is not bool and math.isfinite(setting)
+    return "number" if finite else type(setting)
+
+
+def _read_record(checkpoint: Path) -> dict[str, Any]:
+    """Read `modules.json`. Raises `UserError`."""
+    settings = Mapping[str, Mapping[str, Any]]
+    kinds = {"step": int, "extra": Mapping[str, Any], "optimizers": Mapping[str, str], "settings": settings}
+    try:
+        record = as_kind(json.loads(read_text(checkpoint / RECORD)), kinds, "the record")
+        if any({"params", "names"} & found.keys() for found in record["settings"].values()):
+            raise ValueError("parameters among the settings")
+        return record
+    except (OSError, ValueError, RecursionError) as error:
+        problem = f"cannot be read ({in_short(error)})"
+        raise UserError.at(checkpoint / RECORD, problem=problem, fix=ANOTHER) from None
 
 
 def _groups(optimizer: JointOptimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
