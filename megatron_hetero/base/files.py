@@ -61,18 +61,18 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
     return open(path, mode, buffering, None if "b" in mode else "utf-8", opener=_unlinked)
 
 
-def _unlinked(path: Path, flags: int) -> int:
+def _unlinked(path: str, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, f"{path.name} is a symbolic link", str(path)) from None
+            raise OSError(errno.ELOOP, f"{Path(path).name} is a symbolic link", path) from None
         raise
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(descriptor)
         kind = "a hard link" if stat.S_ISREG(found.st_mode) else "not a regular file"
-        raise OSError(errno.EEXIST, f"{path.name} is {kind}", str(path))
+        raise OSError(errno.EEXIST, f"{Path(path).name} is {kind}", path)
     return descriptor
 
 

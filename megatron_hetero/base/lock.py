@@ -87,8 +87,7 @@ def alone(path: Path, target: Path, doing: str) -> Generator[None]:
 def _owner(path: Path) -> str:
     try:
         with open_own(path, "r") as file:
-            found = file.read(1000).strip()
-        return found if _OWNER.fullmatch(found) and found else "unknown process"
+            return file.read(200).strip() or "unknown process"
     except (OSError, UnicodeDecodeError):
         return "unknown process"
 
@@ -104,7 +103,9 @@ def _locked(path: Path) -> IO[bytes] | None:
             if not _OWNER.fullmatch(file.read(1000).decode("utf-8", "replace")):
                 raise OSError(errno.EEXIST, f"{path.name} is no lock file of this program", str(path))
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            owner = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+            if file.write(owner) < len(owner):  # The disk is full.
+                file.truncate(0)
             return file
     except (BlockingIOError, PermissionError, FileNotFoundError):
         pass

@@ -316,7 +316,7 @@ def remove_leftovers(target: Path, kind: str) -> None:
     name = re.compile(rf"\.{re.escape(target.name)}\.{kind}-[0-9a-f]{{8}}")
     for path in _children(target.parent):
         with contextlib.suppress(OSError, ValueError):
-            if name.fullmatch(path.name) and not path.is_symlink() and _marked(path):
+            if name.fullmatch(path.name) and not path.is_symlink() and _marked(path) is not None:
                 remove_marked(path)
 
 

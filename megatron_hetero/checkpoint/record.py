@@ -241,10 +241,11 @@ class RunRecord:
         """Read the record of a checkpoint. Raises `UserError`."""
         path = checkpoint / FILE_NAME
         try:
-            record = as_kind(json.loads(read_text(path)), cls, "the record")
+            values = json.loads(read_text(path))
+            ModelSources.recorded(values["config"])
+            optimizer_kind(values["config"]["optimizer"]["name"])
+            record = as_kind(values, cls, "the record")
             as_kind(record.config, _READ if record.imported_from is None else _READ_OF_IMPORTED, "config")
-            ModelSources.recorded(record.config)
-            optimizer_kind(record.config["optimizer"]["name"])
             return record
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError.at(

@@ -276,7 +276,9 @@ def test_one_run_alone_saves_into_a_folder(tmp_path: Path) -> None:
     dist.barrier()
     with (
         mock.patch.object(shared_folder, "_FREE_S", 0.1),
-        pytest.raises(UserError, match="in use by another run .the other one.*another folder of checkpoints, or end"),
+        pytest.raises(
+            UserError, match="in use by another run .process 1 on elsewhere.*another folder of checkpoints, or end"
+        ),
     ):
         save_checkpoint(tmp_path, optimizer, 1)
     assert (tmp_path / ".step-00000001.partial").is_dir()
