@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import secrets
 import stat
@@ -20,7 +19,7 @@ from reprlib import Repr
 from types import UnionType
 from typing import IO, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from megatron_hetero.base.errors import UserError, quoted, reason
+from megatron_hetero.base.errors import UserError, in_short, quoted, reason
 
 MOST_BYTES = 1 << 27
 """Default limit on files that are read whole: several times the largest tokenizer."""
@@ -57,8 +56,15 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
     """Open a file that this program writes, as `open` does, in a mode that does not truncate it (see `replacing`).
     Raises `OSError`, also for links, hard links, pipes, devices and folders.
     """
-    assert "w" not in mode
-    return open(path, mode, buffering, None if "b" in mode else "utf-8", opener=_unlinked)
+    assert "b" in mode and "w" not in mode
+    return open(path, mode, buffering, opener=_unlinked)
+
+
+def read_own(path: Path) -> bytes:
+    """The content of a file that this program writes, empty if there is none. Raises `OSError` as `open_own`."""
+    with suppress(FileNotFoundError), open_own(path, "rb") as file:
+        return file.read()
+    return b""
 
 
 def _unlinked(path: str, flags: int) -> int:
@@ -78,13 +84,9 @@ def _unlinked(path: str, flags: int) -> int:
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yield a new file to write, which replaces the file `path` unless an exception is raised. Raises `OSError`, also
-    if `path` is anything but a file.
-    """
+    """Yield a new file to write, which replaces `path` unless something is raised. Raises `OSError` as `open_own`."""
     with suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.lstat().st_mode):
-            kind = "a symbolic link" if path.is_symlink() else "not a regular file"
-            raise OSError(errno.EEXIST, f"{path.name} is {kind}", str(path))
+        open_own(path, "rb").close()
     new = path.with_name(f".new-{secrets.token_hex(8)}{path.suffix}")
     open_own(new, "xb").close()
     try:
@@ -203,30 +205,36 @@ def read_object(path: Path, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
     raise UserError.at(where, found=found, expected="a JSON object in UTF-8", fix=RESTORE)
 
 
-def as_kind(value: Any, kind: Any, at: str = "the value") -> Any:
-    """Convert a JSON value to a `kind`: str, bool, int, a finite float, Any, Literal, a union, Mapping, list or tuple
-    of these, a dataclass, or a dict with the kinds of some keys, where a missing key counts as None. Raises
-    `ValueError`.
+def read_as(path: Path, kind: Any, fix: str) -> Any:
+    """Read a JSON file as a `kind`, see `as_kind`. Raises `FileNotFoundError`, and `UserError` with the `fix`."""
+    try:
+        return as_kind(json.loads(read_text(path)), kind)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        why = reason(error) if isinstance(error, OSError) else in_short(error)
+        raise UserError.at(path, problem=f"unreadable ({why})", fix=fix) from None
+
+
+def as_kind(value: Any, kind: Any, at: str = "it") -> Any:
+    """Convert a JSON value to a `kind`: a scalar type, Any, Literal, a union, Mapping, list or tuple of these, a
+    dataclass, or a dict with the kinds of some keys, where a missing key counts as None. Raises `ValueError`.
     """
     origin, args = get_origin(kind), get_args(kind)
-    if isinstance(value, dict) and isinstance(kind, dict):
-        known = {key: as_kind(value.get(key), kind[key], f"{at}.{key}") for key in kind}
+    if isinstance(value, dict) and (isinstance(kind, dict) or origin is Mapping):
+        kinds = kind if isinstance(kind, dict) else dict.fromkeys(value, args[1])
+        known = {key: as_kind(value.get(key), of_key, f"{at}.{key}") for key, of_key in kinds.items()}
         return {key: known.get(key, below) for key, below in value.items()}
     if isinstance(value, dict) and is_dataclass(kind):
-        kinds = get_type_hints(kind)
-        found = {key: as_kind(below, kinds.get(key, Any), f"{at}.{key}") for key, below in value.items()}
         try:
-            return kind(**found)  # pyright: ignore[reportCallIssue]
+            return kind(**as_kind(value, {k: v for k, v in get_type_hints(kind).items() if k in value}, at))
         except TypeError as error:
             raise ValueError(f"{at}: {error}") from None
-    if isinstance(value, dict) and origin is Mapping:
-        return {key: as_kind(below, args[1], f"{at}.{key}") for key, below in value.items()}
     if isinstance(value, list) and origin in (list, tuple):
         return origin(as_kind(below, args[0], at) for below in value)
     for each in args if origin in (Union, UnionType) else ():
         with suppress(ValueError):
             return as_kind(value, each, at)
-    is_number = kind is not float or (type(value) is float and math.isfinite(value))
-    if kind is Any or (origin is Literal and value in args) or (type(value) is kind and is_number):
+    if kind is Any or type(value) is kind or (origin is Literal and value in args):
         return value
     raise ValueError(f"{at} is {shown(value)}, not {getattr(kind, '__name__', kind)}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.base.files import open_own
+from megatron_hetero.base.files import open_own, read_own
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of a file system without locks."""
@@ -86,9 +86,8 @@ def alone(path: Path, target: Path, doing: str) -> Generator[None]:
 
 def _owner(path: Path) -> str:
     try:
-        with open_own(path, "r") as file:
-            return file.read(200).strip() or "unknown process"
-    except (OSError, UnicodeDecodeError):
+        return read_own(path).decode("utf-8", "replace").strip() or "unknown process"
+    except OSError:
         return "unknown process"
 
 

@@ -12,9 +12,8 @@ checkpoints/
 
 Only folders with nothing but the files of a checkpoint are removed.
 
-An export lists its files, with their inodes, in a file of its own. Only a folder of exactly these files is replaced by
-another export: a model downloaded or trained elsewhere, or a copy of an export, looks the same otherwise, and whoever
-publishes a folder cannot know which inodes it gets here.
+An export lists its files and their inodes in a file of its own. Only a folder of exactly these files is replaced by
+another export: a download looks the same otherwise, and nobody can know which inodes it will get.
 """
 
 from __future__ import annotations
@@ -28,22 +27,14 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_hetero.base.errors import UserError, quoted, reason
-from megatron_hetero.base.files import (
-    as_kind,
-    in_the_way,
-    open_own,
-    open_regular,
-    read_object,
-    read_text,
-    replacing,
-    unusable,
-)
+from megatron_hetero.base.files import in_the_way, open_own, open_regular, read_as, read_own, replacing, unusable
 
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", ".lock"
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
@@ -159,22 +150,19 @@ def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
     partial.rename(target)
     _sync(target.parent)
     if step_of(target) is not None:
-        _point(target.parent / LATEST, target.name)
+        if not _is_pointer(latest := target.parent / LATEST):
+            set_aside(latest)
+        with replacing(latest) as new:
+            new.write_text(target.name + "\n", encoding="utf-8")
+            _sync(new)
     _sync(target.parent)
     return target
 
 
-def _point(latest: Path, name: str) -> None:
-    try:
-        with open_own(latest, "rb") as file:
-            is_ours = re.fullmatch(rf"({_NAME.pattern})?\s*".encode(), file.read(100)) is not None
-    except OSError:
-        is_ours = not os.path.lexists(latest)
-    if not is_ours:
-        set_aside(latest)
-    with replacing(latest) as new:
-        new.write_text(name + "\n", encoding="utf-8")
-        _sync(new)
+def _is_pointer(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return re.fullmatch(rf"({_NAME.pattern})?\s*", read_own(path)[:100].decode("utf-8", "replace")) is not None
+    return False
 
 
 def set_aside(path: Path) -> Path:
@@ -220,15 +208,13 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
     """Size and hash of every file of a checkpoint. Raises `UserError`, also if a `needed` file is not listed."""
     path = checkpoint / MANIFEST
     try:
-        records = as_kind(json.loads(read_text(path)), {"files": Mapping[str, FileRecord]})["files"]
-        for name in records:
-            if Path(name).name != name or name in ("", "..") or unusable(path.with_name(name)):
-                raise ValueError(f"the file name {quoted(name)}")
+        records = read_as(path, {"files": Mapping[str, FileRecord]}, _another(checkpoint))["files"]
     except FileNotFoundError:
         problem = "missing" if checkpoint.is_dir() else "no such checkpoint"
         raise UserError.at(path, problem=problem, fix=_another(checkpoint)) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError.at(path, problem=f"unreadable ({error})", fix=_another(checkpoint)) from None
+    for name in records:
+        if Path(name).name != name or name in ("", "..") or unusable(path.with_name(name)):
+            raise UserError.at(path, problem=f"unreadable (the file name {quoted(name)})", fix=_another(checkpoint))
     if absent := [f"{name} is not in the manifest" for name in needed if name not in records]:
         raise damaged(checkpoint, absent)
     return records
@@ -324,10 +310,8 @@ def remove_marked(folder: Path) -> None:
     """Remove a folder of ours, if it is there, its mark last. What cannot be removed stays."""
     with contextlib.suppress(OSError):
         for path in _children(folder):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != MARK:
-                path.unlink()
+            if path.name != MARK:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         shutil.rmtree(folder)
 
 
@@ -341,21 +325,15 @@ MARK = "megatron_hetero_export.json"
 
 def mark(folder: Path) -> None:
     """Mark a folder as an export with the files that it has now. Raises `OSError`."""
-    files = {name: _identity(path) for name, path in _files(folder)}
+    files = {name: (path.lstat().st_size, path.lstat().st_ino) for name, path in _files(folder)}
     with replacing(folder / MARK) as new:
         new.write_text(json.dumps({"inode": folder.stat().st_ino, "files": files}, indent=2) + "\n", encoding="utf-8")
 
 
-def _identity(path: Path) -> list[int]:
-    found = path.lstat()
-    return [found.st_size, found.st_ino]
-
-
 def _marked(folder: Path) -> Mapping[str, list[int]] | None:
-    """The files in the mark of a folder, None if it is the mark of another. Raises `OSError`, and `UserError` or
-    `ValueError` if it is missing or malformed.
-    """
-    found = as_kind(read_object(folder / MARK), {"inode": int, "files": Mapping[str, list[int]]})
+    """The files in the mark of a folder; None if it is the mark of another. Raises `OSError` and `UserError`."""
+    kinds, fix = {"inode": int, "files": Mapping[str, list[int]]}, "remove the folder yourself if nobody needs it"
+    found = read_as(folder / MARK, kinds, fix)
     return found["files"] if found["inode"] == folder.stat().st_ino else None
 
 
@@ -374,12 +352,13 @@ def what_would_be_lost(folder: Path) -> str | None:
         return f"something that is not an exported model ({names[0]}, and no {MARK})"
     try:
         written = _marked(folder)
-    except ValueError as error:
+    except UserError as error:
         return f"a {MARK} that cannot be read ({error})"
     if written is None:
         return f"a {MARK} of another folder (a copy, a download, or an export of an earlier version)"
     for name, path in _files(folder):
-        if path.is_symlink() or not path.is_file() or written.get(name) != _identity(path):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or written.get(name) != [found.st_size, found.st_ino]:
             return f"{name}, which is not as the export left it"
     return None
 

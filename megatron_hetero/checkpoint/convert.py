@@ -144,7 +144,7 @@ def export_checkpoint(
     require_configurations(sources, checkpoint)
     of_all, imported = index_dtypes(checkpoint.index), checkpoint.record.imported_from is not None
     dtypes = {name: of_all[f"{WEIGHTS}/{name}"] for name in stored}
-    chosen = dtype or (STORED if imported else checkpoint.record.config["model"]["dtype"])
+    chosen = dtype or (STORED if imported else checkpoint.record.config["model"].get("dtype") or STORED)
     targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
     sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}
     total, done = sum(sizes.values()), 0

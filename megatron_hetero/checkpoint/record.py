@@ -196,18 +196,13 @@ class DatasetRecord:
         return f"{self.share} ({self.records} records, {self.sha256[:8]})"
 
 
-_READ_OF_IMPORTED: Mapping[str, Any] = {
-    "model": {"hf_path": str, "freeze": list[str], "train": list[str] | None},
-    "optimizer": {"name": str},
-}
-"""The settings that are read from `RunRecord.config`, as kinds of `as_kind`."""
+_DTYPE = Literal["float32", "bfloat16"] | None
 _READ: Mapping[str, Any] = {
-    **_READ_OF_IMPORTED,
-    "model": {**_READ_OF_IMPORTED["model"], "dtype": Literal["float32", "bfloat16"]},
-    "data": Mapping[str, Any],
+    "model": {"freeze": list[str], "train": list[str] | None, "dtype": _DTYPE},
     "precision": Mapping[str, Mapping[str, Any]] | None,
-    "train": Mapping[str, Any],
+    **dict.fromkeys(("data", "train"), Mapping[str, Any] | None),
 }
+"""The settings that are read from `RunRecord.config`, as `as_kind` takes them."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +240,7 @@ class RunRecord:
             ModelSources.recorded(values["config"])
             optimizer_kind(values["config"]["optimizer"]["name"])
             record = as_kind(values, cls, "the record")
-            as_kind(record.config, _READ if record.imported_from is None else _READ_OF_IMPORTED, "config")
+            as_kind(record.config, _READ, "config")
             return record
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError.at(
@@ -267,7 +262,7 @@ class RunRecord:
         if name == "data.datasets":
             return ", ".join(map(str, self.datasets))
         section, field = name.split(".")
-        return str(self.config[section].get(field))
+        return str((self.config.get(section) or {}).get(field))
 
     def require_resumable(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
         """Check that a run with the record `new` may resume from this one, and does not end before its step. Raises

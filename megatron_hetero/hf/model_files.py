@@ -64,13 +64,9 @@ def require_own_files(folder: Path) -> None:
             if path.is_symlink() and root not in (place := Path(os.path.realpath(path))).parents:
                 if place.parent in blobs and _BLOB.fullmatch(place.name):
                     continue
-                raise UserError.at(
-                    path,
-                    found=f"a link to {place}",
-                    expected="a file in the model's folder",
-                    because="a downloaded folder must not read other files, which exports would publish",
-                    fix="copy the file here, or remove the link",
-                )
+                expected, why = "a file in the model's folder", "exports would publish what it links to"
+                fix = "copy the file here, or remove the link"
+                raise UserError.at(path, found=f"a link to {place}", expected=expected, because=why, fix=fix)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_hetero.base import terminal
 from megatron_hetero.base.errors import UserError, in_short, os_errors_as
-from megatron_hetero.base.files import in_the_way, open_own, replacing
+from megatron_hetero.base.files import in_the_way, open_own, read_own, replacing
 from megatron_hetero.base.outputs import CONFIG, LOG_LOCK, METRICS, OF_A_RUN, WANDB_ID
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics, Value
@@ -72,7 +72,7 @@ class LogFolder:
         """Return all lines so far, also those that could not be written yet; these alone if the file is unreadable."""
         written = b""
         with suppress(OSError):
-            written = _content(self._path)
+            written = read_own(self._path)
         return (written + self._waiting).decode("utf-8", errors="replace")
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
     """Move the files of another run, or a different configuration, to a new subfolder. Yields notes for the user.
     Raises `OSError`.
     """
-    lines, settings = _content(folder / METRICS), _content(folder / CONFIG)
+    lines, settings = read_own(folder / METRICS), read_own(folder / CONFIG)
     # The last lines of a run whose disk was full are only in its checkpoint; steps after that are trained again.
     is_own = bool(history) and history.startswith(lines[: len(history)])
     if lines and not is_own:
@@ -98,12 +98,6 @@ def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
     for path in moved:
         path.rename(place / path.name)
     yield f"moved files of an earlier run from {folder} to {place}: {', '.join(path.name for path in moved)}"
-
-
-def _content(path: Path) -> bytes:
-    with suppress(FileNotFoundError), open_own(path, "rb") as file:
-        return file.read()
-    return b""
 
 
 def _not_installed(where: str, name: str, package: str, error: ImportError) -> UserError:
@@ -155,7 +149,7 @@ class WandB:
             self._run = wandb.init(
                 project=project,
                 dir=str(folder),
-                id=_content(file).decode().strip() or None,
+                id=read_own(file).decode().strip() or None,
                 resume="allow",
                 config=yaml.safe_load(config) or {},
                 # Standard output belongs to the progress bar.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -42,11 +42,11 @@ def folder(path: Path, precious: Path) -> None:
     path.mkdir()
 
 
-KINDS = {
+Kind = Callable[..., None]
+KINDS: dict[Kind, str] = {
     link: "is a symbolic link", hard_link: "is a hard link", dangling: "is a symbolic link",
     pipe: "is not a regular file", folder: "is a directory|is not a regular file",
 }  # fmt: skip
-Kind = Callable[[Path, Path], None]
 
 
 @pytest.fixture
@@ -106,29 +106,26 @@ def test_a_lock_takes_what_was_left(text: str, tmp_path: Path) -> None:
     assert (tmp_path / ".lock").read_text() == "thesis"
 
 
-@pytest.mark.parametrize("kind", [link, dangling, pipe, folder])
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_but_a_file_is_replaced(kind: Kind, tmp_path: Path, precious: Path) -> None:
     kind(tmp_path / "plot.svg", precious)
     before = os.lstat(tmp_path / "plot.svg")
-    with (
-        pytest.raises(OSError, match="plot.svg is (a symbolic link|not a regular file)"),
-        replacing(tmp_path / "plot.svg"),
-    ):
+    with pytest.raises(OSError, match=f"(?i){KINDS[kind]}"), replacing(tmp_path / "plot.svg"):
         raise AssertionError
-    with pytest.raises(UserError, match="plot.svg is (a symbolic link|not a regular file)"):
+    with pytest.raises(UserError, match=f"plot.svg.* {KINDS[kind]}"):
         write_plot(None, tmp_path / "plot.svg")
     assert os.path.samestat(before, os.lstat(tmp_path / "plot.svg"))
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, precious: Path) -> None:
-    os.link(precious, tmp_path / "x")
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("thesis")
     with contextlib.suppress(KeyError), replacing(tmp_path / "x") as new:
         new.write_text("half")
         raise KeyError
     assert (tmp_path / "x").read_text() == "thesis"
     with replacing(tmp_path / "x") as new:
         new.write_text("new")
-    assert (tmp_path / "x").read_text() == "new" and names(tmp_path) == {"x", "elsewhere"}
+    assert (tmp_path / "x").read_text() == "new" and names(tmp_path) == {"x"}
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", ".metrics.lock"])
@@ -191,11 +188,11 @@ def test_a_checkpoint_with_files_of_others_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value, kind", [
-    (True, int), (1, bool), (1.0, int), (1, str), (float("nan"), float), (float("inf"), float), (None, int),
-    ([1, "x"], list[int]), ({"a": 1}, list[int]), ([1], str | None), ("c", Any and dict[str, int]), ({}, {"a": int}),
+    (True, int), (1, bool), (1.0, int), (1, str), (float("nan"), int), (None, int), ("c", Literal["a"]),
+    ([1, "x"], list[int]), ({"a": 1}, list[int]), ([1], str | None), ("c", Mapping[str, int]), ({}, {"a": int}),
 ])  # fmt: skip
 def test_values_of_another_kind(value: Any, kind: Any) -> None:
-    with pytest.raises(ValueError, match="the value"):
+    with pytest.raises(ValueError, match="it"):
         as_kind(value, kind)
 
 

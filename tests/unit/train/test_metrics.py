@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 import pytest
@@ -130,10 +130,10 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_told_at_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    full = mock.patch(
-        "megatron_hetero.train.log.open_own", side_effect=lambda *_, **__: Path("/dev/full").open("ab", 0)
-    )
-    with MetricsWriter(tmp_path, 1, console=plain()) as writer, full:
+    def full(*_: object, **__: object) -> IO[bytes]:
+        return Path("/dev/full").open("ab", 0)
+
+    with MetricsWriter(tmp_path, 1, console=plain()) as writer, mock.patch("megatron_hetero.train.log.open_own", full):
         assert not writer.faults
         writer.write(metrics())
         writer.write(metrics(2))
