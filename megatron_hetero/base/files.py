@@ -12,7 +12,6 @@ import secrets
 import stat
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import is_dataclass
 from io import BufferedReader
 from pathlib import Path
 from reprlib import Repr
@@ -216,22 +215,26 @@ def read_as(path: Path, kind: Any, fix: str) -> Any:
         raise UserError.at(path, problem=f"unreadable ({why})", fix=fix) from None
 
 
-def as_kind(value: Any, kind: Any, at: str = "it") -> Any:
+def as_kind(value: Json, kind: Any, at: str = "it") -> Any:
     """Convert a JSON value to a `kind`: a scalar type, Any, Literal, a union, Mapping, list or tuple of these, a
     dataclass, or a dict with the kinds of some keys, where a missing key counts as None. Raises `ValueError`.
     """
     origin, args = get_origin(kind), get_args(kind)
-    if isinstance(value, dict) and (isinstance(kind, dict) or origin is Mapping):
-        kinds = kind if isinstance(kind, dict) else dict.fromkeys(value, args[1])
+    kinds: Mapping[str, Any] | None = kind if origin is None and hasattr(kind, "items") else None
+    if isinstance(value, dict) and origin is Mapping:
+        kinds = dict.fromkeys(value, args[1])
+    elif isinstance(value, dict) and hasattr(kind, "__dataclass_fields__"):
+        kinds = {key: of_key for key, of_key in get_type_hints(kind).items() if key in value}
+    if isinstance(value, dict) and kinds is not None:
         known = {key: as_kind(value.get(key), of_key, f"{at}.{key}") for key, of_key in kinds.items()}
-        return {key: known.get(key, below) for key, below in value.items()}
-    if isinstance(value, dict) and is_dataclass(kind):
+        found = {key: known.get(key, below) for key, below in value.items()}
         try:
-            return kind(**as_kind(value, {k: v for k, v in get_type_hints(kind).items() if k in value}, at))
+            return kind(**found) if isinstance(kind, type) else found
         except TypeError as error:
             raise ValueError(f"{at}: {error}") from None
     if isinstance(value, list) and origin in (list, tuple):
-        return origin(as_kind(below, args[0], at) for below in value)
+        found = [as_kind(below, args[0], at) for below in value]
+        return found if origin is list else tuple(found)
     for each in args if origin in (Union, UnionType) else ():
         with suppress(ValueError):
             return as_kind(value, each, at)
