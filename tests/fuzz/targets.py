@@ -22,8 +22,6 @@ import pretrain_vlm
 from megatron_hetero.base.environment import require_ranks
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import MANIFEST, record_file
-from megatron_hetero.checkpoint.index import INDEX
-from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.cli import export
@@ -326,8 +324,10 @@ def _mutated_model(good: Path, rng: random.Random, folder: Path, names: Sequence
         old = path.read_bytes()
         path.unlink()
         path.write_bytes(_mutated_file(rng, name, old))
-    if rng.random() < 0.05:
-        (folder / rng.choice(there)).unlink(missing_ok=True)
+    if rng.random() < 0.1:
+        (folder / (name := rng.choice(there))).unlink(missing_ok=True)
+        if rng.random() < 0.5:  # What it links to is good, and must not be read.
+            (folder / name).symlink_to(good / name)
 
 
 def _mutated_file(rng: random.Random, name: str, old: bytes) -> bytes:
@@ -376,8 +376,7 @@ def _run_checkpoints(good: Path, rng: random.Random, case: Path) -> bool:
     folder = case / "checkpoints"
     shutil.copytree(good / "checkpoints", folder, copy_function=os.link, symlinks=True)
     newest = folder / "step-00000002"
-    # These are read as our own, once verified.
-    names = sorted({path.name for path in newest.iterdir()} - {INDEX, RECORD})
+    names = sorted(path.name for path in newest.iterdir())
     for name in rng.sample(names, k=rng.choice((1, 1, 2))):
         path = newest / name
         old = path.read_bytes()
