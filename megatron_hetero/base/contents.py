@@ -24,7 +24,7 @@ Version: TypeAlias = "tuple[int | str, ...]"
 MOST_OPEN = 64
 """Files of this machine that stay open for `StoredFile.read`."""
 STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
-"""Schemes that are read: other file systems of fsspec read local files and archives, or connect to any host."""
+"""Schemes that are read: others of fsspec open files of this machine and archives, or connect to any host."""
 _URL = re.compile(r"[^/]*://")
 _BUFFER = 1 << 16
 """Bytes that a reader of a part asks for at a time: headers of pictures take less."""
@@ -60,7 +60,6 @@ def require_store(url: str, where: object) -> None:
             where,
             found=quoted(url),
             expected=f"the URL of an object in a store ({', '.join(STORES)})",
-            because="other schemes, and `::`, reach files of this machine and hosts beyond the store",
             fix="copy the files to one of these stores or to a disk, and name them without `::`",
         )
 

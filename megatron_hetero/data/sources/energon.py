@@ -57,8 +57,6 @@ _PARTS = """
 """
 _ORDERED = {"samples": "idx_samples_by_tar_and_idx", "sample_parts": "idx_sample_parts_seq"}
 _META = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml", "index.sqlite")
-_STEPS = 10_000
-"""Steps of SQLite between two looks at how many there have been."""
 
 Paths: TypeAlias = tuple[tuple[str, ...], ...]
 """Alternatives: the name of a part, and keys in its value."""
@@ -134,12 +132,13 @@ def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
     counts = _counts(meta)
     numbers = {name: number for number, name in enumerate(counts)}
     shards = {}
-    for name, excluded in _split(meta, entry.split, setting).items():
+    split = _split(meta, entry.split, setting)
+    _require_inside(folder, split)
+    for name, excluded in split.items():
         if name not in numbers:
             problem = f"it does not have {quoted(name)} of split {entry.split!r}"
             raise UserError.at(meta / ".info.json", problem=problem, fix=_PREPARE)
         shards[str(folder / name)] = Shard(numbers[name], counts[name], excluded)
-    _require_inside(folder, shards)
     paths, own = ({}, {}) if entry.fields else _field_map(meta, setting)
     format = EnergonTars(bool(entry.fields or paths), shards, _index(meta / "index.sqlite"), paths)
     return format, tuple(map(StoredFile, shards)), own
@@ -202,9 +201,7 @@ def _mapping(value: Any, where: object) -> dict[str, Any]:
 
 
 def _names(value: Any, where: object) -> list[str]:
-    """The names in a list, with braces expanded. Names of samples may have other signs of a pattern. Raises `UserError`
-    for names outside the folder.
-    """
+    """The names in a list, expanded by braces alone. Raises `UserError`, also for names outside the folder."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -212,8 +209,8 @@ def _names(value: Any, where: object) -> list[str]:
     names = with_braces_expanded(value, str(where))
     for name in names:
         if is_url(name) or name.startswith("/") or ".." in name.split("/"):
-            expected, because = "names of tars inside the folder", "a data set names no other files"
-            raise UserError.at(where, found=quoted(name), expected=expected, because=because, fix="correct the split")
+            expected = "names of tars inside the folder"
+            raise UserError.at(where, found=quoted(name), expected=expected, fix="correct the split")
     return names
 
 
@@ -261,15 +258,13 @@ def _wrong_index(where: object) -> UserError:
 
 @contextmanager
 def _database(path: Path) -> Generator[sqlite3.Connection]:
-    """The database, whose texts are limited, as is the work for a query by the size of the file. Inside, its errors are
-    raised as `UserError`s.
-    """
+    """The database, with limits of texts and of work. Inside, its errors are raised as `UserError`s."""
     try:
-        # A row takes some twenty bytes, and reading it some thirty steps.
-        ticks = iter(range((4 * path.stat().st_size + 1_000_000) // _STEPS))
+        # Four steps of SQLite per byte, in ticks of 10,000: a row takes some twenty bytes, and thirty steps.
+        ticks = iter(range(100 + path.stat().st_size // 2500))
         with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro&immutable=1", uri=True)) as database:
             database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_NAME)
-            database.set_progress_handler(lambda: next(ticks, None) is None, _STEPS)
+            database.set_progress_handler(lambda: next(ticks, None) is None, 10_000)
             database.execute("PRAGMA trusted_schema = OFF")
             yield database
     except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -287,14 +282,12 @@ def _index(path: Path) -> Path | None:
     except OSError as error:
         raise UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=_PREPARE) from None
     with _database(path) as database:
-        names = f"name IN {tuple(_ORDERED)}"
-        tables = dict(database.execute(f"SELECT name, sql FROM sqlite_master WHERE {names}"))
+        tables = dict(database.execute(f"SELECT name, sql FROM sqlite_master WHERE name IN {tuple(_ORDERED)}"))
         for name, definition in tables.items():
             is_generated = any(column[-1] for column in database.execute(f"PRAGMA table_xinfo({name})"))
             if is_generated or not str(definition).startswith("CREATE TABLE "):
-                because = "views, virtual tables and generated columns compute what Energon stores"
-                found = quoted(str(definition))
-                raise UserError.at(path, found=found, expected="a plain table", because=because, fix=_PREPARE)
+                found, expected = quoted(str(definition)), "a plain table, without computed columns"
+                raise UserError.at(path, found=found, expected=expected, fix=_PREPARE)
     return path if len(tables) == len(_ORDERED) else None
 
 

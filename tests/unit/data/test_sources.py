@@ -12,8 +12,7 @@ import fsspec
 import pytest
 from fsspec.registry import known_implementations
 
-from megatron_hetero.base.contents import StoredFile
-STORES = ()
+from megatron_hetero.base.contents import STORES, StoredFile
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.load import convert
