@@ -20,6 +20,7 @@ MOST_BRACES = 100
 """Opening braces of a pattern."""
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MARK = re.compile(r"[{},]")
+_UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # The other surrogates are bytes of a file's name.
 
 
 def files_of(pattern: str, setting: str) -> tuple[StoredFile, ...]:
@@ -70,8 +71,8 @@ def with_braces_expanded(patterns: Iterable[str], where: str) -> list[str]:
     """The patterns with each choice of their braces; wildcards and URLs stay as they are. Raises `UserError`."""
     names, size = list[str](), 0
     for pattern in patterns:
-        if "\0" in pattern or pattern.count("{") > MOST_BRACES:
-            expected = f"a pattern without NUL and with at most {MOST_BRACES} braces"
+        if _UNUSABLE.search(pattern) or pattern.count("{") > MOST_BRACES:
+            expected = f"a pattern in UTF-8 without NUL and with at most {MOST_BRACES} braces"
             raise UserError.at(where, found=quoted(pattern), expected=expected, fix="correct it, or rename the files")
         for name in _expanded(pattern, where):
             names.append(name)

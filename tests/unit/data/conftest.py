@@ -164,7 +164,7 @@ class MemoryStore(MemoryFileSystem):
     """An object store in memory."""
 
     protocol = "s3"
-    store: ClassVar[dict[str, Any]] = {}
+    store: ClassVar[dict[str, Any]] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
     pseudo_dirs: ClassVar[list[str]] = [""]
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 from collections.abc import Callable
@@ -65,10 +66,8 @@ def test_flags_win_over_the_file(config_file: Path, capsys: pytest.CaptureFixtur
     assert "→ 28×112 px, grid (1, 8, 2)" in capsys.readouterr().out
 
 
-CODE = '{"version": 1, "templates": {"u": "{{ x.__init__.__globals__ }}"}, "refs": {"a": ["file:///etc/passwd"]}}'
-
-
-REACHING = ["{reference}://*::data:,CODE", "{ftp}://user:pw@HOST/*", "{ftp,http}://HOST/*", "{/etc}/*", "{a}\0",
+CODE = "{{ cycler.__init__.__globals__.os.system('touch MARK') }}"
+REACHING = ["{reference}://*::data:;base64,CODE", "{ftp}://user:pw@HOST/*", "{ftp,http}://HOST/*", "{/etc}/*", "{a}\0",
             "{tar}://*::file:///etc/passwd", "{" * 3000 + "}" * 3000]  # fmt: skip
 
 
@@ -81,7 +80,11 @@ def test_names_of_a_folder_reach_no_host_or_file(
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.setblocking(False)
-        name = name.replace("HOST", f"127.0.0.1:{listener.getsockname()[1]}").replace("CODE", CODE)
+        mark = config_file.parent / "mark"
+        keys = {"key": CODE.replace("MARK", str(mark)), "url": "a", "dimensions": {"i": {"stop": 1}}}
+        references = json.dumps({"version": 1, "templates": {}, "gen": [keys], "refs": {}})
+        name = name.replace("HOST", f"127.0.0.1:{listener.getsockname()[1]}")
+        name = name.replace("CODE", base64.b64encode(references.encode()).decode())
         tars = {"split": ["tars/s0.tar"], "exclude": []}
         tars[kind].append(name)
         split = {"split_parts": {"train": tars["split"]}, "exclude": tars["exclude"]}
@@ -91,9 +94,10 @@ def test_names_of_a_folder_reach_no_host_or_file(
         assert inspect.main(["--config", str(config_file)]) == 1
         with pytest.raises(BlockingIOError):
             listener.accept()
+        assert not mark.exists()
     error = capsys.readouterr().err
     assert "split.yaml: " in error and "root:" not in error and "Traceback" not in error
-    assert ("expected names of tars inside the folder" in error) != ("expected a pattern without NUL" in error)
+    assert ("expected names of tars inside the folder" in error) != ("expected a pattern in UTF-8 without NUL" in error)
 
 
 def test_supervised_text_is_coloured_on_a_terminal(processor: Processor, make_record: Callable[..., Record]) -> None:

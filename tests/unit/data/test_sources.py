@@ -64,6 +64,7 @@ def test_wildcards_match_in_order(tmp_path: Path) -> None:
         ("/none/{0..999999}" + "x" * 4000, "or 268,435,456 of all"),
         ("/none/a\0b", "without NUL"),
         ("/none/\0*", "without NUL"),
+        ("/none/\ud800", "in UTF-8"),
     ],
 )
 def test_bad_patterns(pattern: str, message: str) -> None:
