@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,7 +264,10 @@ def _run_sources(good: Path, rng: random.Random, case: Path) -> bool:
     shutil.copytree(good / "formats" / name, case / "data")
     files = sorted(path for path in (case / "data").rglob("*") if path.is_file())
     path = rng.choice(files)
-    path.write_bytes(mutated_bytes(rng, path.read_bytes()))
+    if name == "energon" and rng.random() < 0.5:
+        _change_meta(case / "data" / ".nv-meta", rng)
+    else:
+        path.write_bytes(mutated_bytes(rng, path.read_bytes()))
     pattern = {"json": "data/*.json", "parquet": "data/*.parquet", "webdataset": "data/*.tar", "energon": "data"}[name]
     entry = DatasetConfig(files=Pattern(f"{case}/{pattern}"), images=good / "images")
 
@@ -274,6 +278,21 @@ def _run_sources(good: Path, rng: random.Random, case: Path) -> bool:
                 load_picture(item.content, item.where)
 
     return _refused(read)
+
+
+def _change_meta(meta: Path, rng: random.Random) -> None:
+    """Other names in the split of a folder of Energon, or other tables and rows in its index."""
+    if rng.random() < 0.5:
+        split = yaml.safe_load((meta / "split.yaml").read_text())
+        for names in (split["split_parts"]["train"], split["exclude"]):
+            names += ["".join(rng.choices(words.NAMES, k=rng.randint(1, 5))) for _ in range(rng.choice((0, 1, 1, 2)))]
+        (meta / "split.yaml").write_text(json.dumps(split))
+        return
+    with contextlib.closing(sqlite3.connect(meta / "index.sqlite")) as database:
+        for command in rng.choices(words.SQL, k=rng.randint(1, 4)):
+            with contextlib.suppress(sqlite3.Error):
+                database.execute(command)
+        database.commit()
 
 
 # -------------------------------------------------------------------------------------------------- pictures
