@@ -29,6 +29,8 @@ setup(
         "safetensors>=0.8",
         # Chat templates; older ones let them out of the sandbox.
         "jinja2>=3.1.6",
+        # Object stores; older ones run code that a file of references has. torch takes any.
+        "fsspec>=2026.6",
         # JSON of a million records in seconds.
         "msgspec>=0.19",
         "numpy>=1.26",

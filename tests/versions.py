@@ -57,6 +57,7 @@ ROWS = (
             "msgspec==0.19.0",
             "safetensors==0.8.0",
             "jinja2==3.1.6",
+            "fsspec==2026.6.0",
             "numpy==1.26.0",
             "packaging==24.2",
             "pillow==11.0.0",

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeAlias, cast
 
-from megatron_hetero.base.errors import UserError, in_short
+from megatron_hetero.base.errors import UserError, in_short, quoted
 from megatron_hetero.base.files import open_regular
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ Version: TypeAlias = "tuple[int | str, ...]"
 """Name, size and further values of which one changes with the bytes."""
 MOST_OPEN = 64
 """Files of this machine that stay open for `StoredFile.read`."""
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
+"""Schemes that are read: others of fsspec open files of this machine and archives, or connect to any host."""
+_URL = re.compile(r"[^/]*://")
 _BUFFER = 1 << 16
 """Bytes that a reader of a part asks for at a time: headers of pictures take less."""
 
@@ -46,8 +48,20 @@ class Content(Protocol):
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is that of an object in a store, such as `s3://bucket/name`."""
+    """Whether a name is, or would be by its braces or chained schemes, a URL such as `s3://bucket/name`."""
     return _URL.match(name) is not None
+
+
+def require_store(url: str, where: object) -> None:
+    """Check that a URL is of an object store. Raises `UserError`, naming `where` it comes from."""
+    scheme = url.partition("://")[0]
+    if scheme not in STORES or "::" in url:
+        raise UserError.at(
+            where,
+            found=quoted(url),
+            expected=f"the URL of an object in a store ({', '.join(STORES)})",
+            fix="copy the files to one of these stores or to a disk, and name them without `::`",
+        )
 
 
 @dataclass(frozen=True)
@@ -115,9 +129,10 @@ def _handle(file: StoredFile) -> _Handle:
 
 @contextlib.contextmanager
 def store(url: str) -> Generator[tuple[Any, str]]:
-    """The file system of fsspec for a URL, and the path in it. Raises `UserError` without fsspec or its driver; inside,
-    a driver's errors become `OSError`s.
+    """The file system of fsspec for a URL, and the path in it. Raises `UserError` for other schemes than `STORES` and
+    without fsspec's driver; inside, a driver's errors become `OSError`s.
     """
+    require_store(url, "a data set")
     try:
         import fsspec
 
@@ -126,8 +141,8 @@ def store(url: str) -> Generator[tuple[Any, str]]:
         raise UserError.at(
             url,
             problem=f"cannot be read ({in_short(error)})",
-            because="object stores need fsspec and its driver for them",
-            fix="install them, for example `pip install fsspec s3fs`, or copy the files to a disk",
+            because="object stores need their driver for fsspec",
+            fix="install it, for example `pip install s3fs`, or copy the files to a disk",
         ) from error
     try:
         yield system, path

@@ -8,6 +8,7 @@ also by their older names, are never changed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import resource
@@ -19,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.files import replacing
 
 LAUNCHER = "python -m megatron_hetero.run"
 """The command that starts the ranks: torchrun, with our handling of their exit."""
@@ -144,6 +146,9 @@ def prepare_traces(folder: Path, environ: MutableMapping[str, str] = os.environ)
     """Have NCCL's flight recorder write one file per rank to `folder`, which is created."""
     if not any(name in environ for name in _TRACES):
         folder.mkdir(parents=True, exist_ok=True)
+        for path in (folder, *folder.iterdir()):  # NCCL would follow them.
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, f"{path.name} is a symbolic link", str(path))
         environ[_TRACES[0]] = str(folder / "rank")
 
 
@@ -158,7 +163,8 @@ def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> Pa
         return None
     try:
         path = Path(f"{prefix}{rank}")
-        path.write_bytes(torch._C._distributed_c10d._dump_nccl_trace())
+        with replacing(path) as new:
+            new.write_bytes(torch._C._distributed_c10d._dump_nccl_trace())
     except (AttributeError, OSError, RuntimeError):
         return None
     return path

@@ -1,5 +1,6 @@
 """Files and paths that users name: regular files alone are opened, since reading a pipe or device may never return;
-JSON objects are read whole or refused, and checked for unsupported values.
+JSON objects are read whole or refused, and checked for unsupported values. Files that this program writes are opened by
+`open_own` or `replacing`: a stranger may have prepared the folder with links to other files.
 """
 
 from __future__ import annotations
@@ -7,14 +8,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, NamedTuple, TypeAlias
+from types import UnionType
+from typing import IO, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from megatron_hetero.base.errors import UserError, quoted, reason
+from megatron_hetero.base.errors import UserError, in_short, quoted, reason
 
 MOST_BYTES = 1 << 27
 """Default limit on files that are read whole: several times the largest tokenizer."""
@@ -45,6 +49,50 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
     """The content of a text file. Raises `OSError` as `read_bytes`, and `UnicodeDecodeError` if it is not UTF-8."""
     return read_bytes(path, most).decode("utf-8")
+
+
+def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+    """Open a file that this program writes, as `open` does, in a mode that does not truncate it (see `replacing`).
+    Raises `OSError`, also for links, hard links, pipes, devices and folders.
+    """
+    assert "b" in mode and "w" not in mode
+    return open(path, mode, buffering, opener=_unlinked)
+
+
+def read_own(path: Path) -> bytes:
+    """The content of a file that this program writes, empty if there is none. Raises `OSError` as `open_own`."""
+    with suppress(FileNotFoundError), open_own(path, "rb") as file:
+        return file.read()
+    return b""
+
+
+def _unlinked(path: str, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{Path(path).name} is a symbolic link", path) from None
+        raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(descriptor)
+        kind = "a hard link" if stat.S_ISREG(found.st_mode) else "not a regular file"
+        raise OSError(errno.EEXIST, f"{Path(path).name} is {kind}", path)
+    return descriptor
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Yield a new file to write, which replaces `path` unless something is raised. Raises `OSError` as `open_own`."""
+    with suppress(FileNotFoundError):
+        open_own(path, "rb").close()
+    new = path.with_name(f".new-{secrets.token_hex(8)}{path.suffix}")
+    open_own(new, "xb").close()
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def is_unfit(path: Path) -> str | None:
@@ -91,7 +139,7 @@ def in_the_way(folder: Path, error: OSError) -> str:
 
 def try_to_write(folder: Path) -> None:
     """Check that `folder`, which is created if necessary, can be written. Raises `OSError`."""
-    probe = folder / f".probe-{os.getpid()}"
+    probe = folder / f".probe-{secrets.token_hex(8)}"
     folder.mkdir(parents=True, exist_ok=True)
     probe.mkdir()
     probe.rmdir()
@@ -154,3 +202,42 @@ def read_object(path: Path, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
             return value
         found = f"{shown(value)} in place of an object"
     raise UserError.at(where, found=found, expected="a JSON object in UTF-8", fix=RESTORE)
+
+
+def read_as(path: Path, kind: Any, fix: str) -> Any:
+    """Read a JSON file as a `kind`, see `as_kind`. Raises `FileNotFoundError`, and `UserError` with the `fix`."""
+    try:
+        return as_kind(json.loads(read_text(path)), kind)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        why = reason(error) if isinstance(error, OSError) else in_short(error)
+        raise UserError.at(path, problem=f"unreadable ({why})", fix=fix) from None
+
+
+def as_kind(value: Json, kind: Any, at: str = "it") -> Any:
+    """Convert a JSON value to a `kind`: a scalar type, Any, Literal, a union, Mapping, list or tuple of these, a
+    dataclass, or a dict with the kinds of some keys, where a missing key counts as None. Raises `ValueError`.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    kinds: Mapping[str, Any] | None = kind if origin is None and hasattr(kind, "items") else None
+    if isinstance(value, dict) and origin is Mapping:
+        kinds = dict.fromkeys(value, args[1])
+    elif isinstance(value, dict) and hasattr(kind, "__dataclass_fields__"):
+        kinds = {key: of_key for key, of_key in get_type_hints(kind).items() if key in value}
+    if isinstance(value, dict) and kinds is not None:
+        known = {key: as_kind(value.get(key), of_key, f"{at}.{key}") for key, of_key in kinds.items()}
+        found = {key: known.get(key, below) for key, below in value.items()}
+        try:
+            return kind(**found) if isinstance(kind, type) else found
+        except TypeError as error:
+            raise ValueError(f"{at}: {error}") from None
+    if isinstance(value, list) and origin in (list, tuple):
+        found = [as_kind(below, args[0], at) for below in value]
+        return found if origin is list else tuple(found)
+    for each in args if origin in (Union, UnionType) else ():
+        with suppress(ValueError):
+            return as_kind(value, each, at)
+    if kind is Any or type(value) is kind or (origin is Literal and value in args):
+        return value
+    raise ValueError(f"{at} is {shown(value)}, not {getattr(kind, '__name__', kind)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
 import sys
 import time
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import IO
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.files import open_own, read_own
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of a file system without locks."""
+_OWNER = re.compile(r"(process \d+ on .*\n?)?")
+"""The content of a lock file; a process that was killed leaves it empty."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +29,7 @@ class Lock:
     """The right to write somewhere, until it is released or garbage-collected, or the process ends."""
 
     path: Path
-    file: IO[str] | None
+    file: IO[bytes] | None
     """The lock file, whose text names the owner; None if the file system has no locks."""
     note: str = ""
     """A warning for the user in that case."""
@@ -36,7 +40,7 @@ class Lock:
 
         Raises:
             UserError: another process still has the lock after `wait_s` seconds.
-            OSError: the file cannot be opened or locked.
+            OSError: the file cannot be opened or locked, or is no lock file.
         """
         until = time.monotonic() + wait_s
         try:
@@ -56,7 +60,7 @@ class Lock:
         """Let others write there. `remove`: whether to remove the file."""
         if self.file is not None:
             with suppress(OSError):
-                if remove:
+                if remove and os.path.samestat(self.path.lstat(), os.fstat(self.file.fileno())):
                     self.path.unlink()  # Before it is closed: whoever has opened it meanwhile notices.
             with suppress(OSError):
                 self.file.close()
@@ -68,7 +72,7 @@ def alone(path: Path, target: Path, doing: str) -> Generator[None]:
 
     Raises:
         UserError: another process has the lock. It is not awaited: this process would only replace its output.
-        OSError: the file cannot be opened or locked.
+        OSError: the file cannot be opened or locked, or is no lock file.
     """
     fix = f"choose another folder{' (of a run export.hf_dir)' if doing == 'export' else ''}, or wait for it"
     lock = Lock.take(path, target, doing, mixed="two models", fix=fix)
@@ -82,21 +86,25 @@ def alone(path: Path, target: Path, doing: str) -> Generator[None]:
 
 def _owner(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip() or "unknown process"
+        return read_own(path).decode("utf-8", "replace").strip() or "unknown process"
     except OSError:
         return "unknown process"
 
 
-def _locked(path: Path) -> IO[str] | None:
+def _locked(path: Path) -> IO[bytes] | None:
     """The open lock file with this process's name in it; None if another process has the lock. Raises `OSError`."""
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115, it stays open
+    file = open_own(path, "a+b", 0)
     try:
         # A lock of the process, not of the file: the system releases it however the process ends.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(path.stat(), os.fstat(file.fileno())):  # else its owner has removed it meanwhile
+        if os.path.samestat(path.lstat(), os.fstat(file.fileno())):  # else its owner has removed it meanwhile
+            file.seek(0)
+            if not _OWNER.fullmatch(file.read(1000).decode("utf-8", "replace")):
+                raise OSError(errno.EEXIST, f"{path.name} is no lock file of this program", str(path))
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+            owner = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+            if file.write(owner) < len(owner):  # The disk is full.
+                file.truncate(0)
             return file
     except (BlockingIOError, PermissionError, FileNotFoundError):
         pass

@@ -10,8 +10,10 @@ checkpoints/
   latest                     the name of the newest checkpoint, for people and scripts
   .lock                      locked by the run that writes here
 
-An export lists its files in a file of its own. Only a folder of exactly these files is replaced by another export: a
-model downloaded or trained elsewhere looks the same otherwise.
+Only folders with nothing but the files of a checkpoint are removed.
+
+An export lists its files and their inodes in a file of its own. Only a folder of exactly these files is replaced by
+another export: a download looks the same otherwise, and nobody can know which inodes it will get.
 """
 
 from __future__ import annotations
@@ -23,19 +25,23 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_hetero.base.errors import UserError, quoted, reason
-from megatron_hetero.base.files import in_the_way, open_regular, read_object, read_text, unusable
+from megatron_hetero.base.files import in_the_way, open_own, open_regular, read_as, read_own, replacing, unusable
 
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", ".lock"
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
 _REMOVED = re.compile(rf"\.{_NAME.pattern}\.removed")
+_FILE = re.compile(r"tensors-\d+-\d+\.safetensors|(manifest|tensors|run|modules)\.json|metrics\.jsonl")
+"""The files of a checkpoint."""
 ANOTHER = "use another checkpoint (of a run: --checkpoint.resume PATH)"
 SEEN_S = 30.0
 """Seconds until a network file system shows to one host what another has written."""
@@ -66,7 +72,7 @@ def is_ours(name: str) -> bool:
 
 
 def partial_of(target: Path) -> Path:
-    """The temporary folder of a checkpoint or export that is being written."""
+    """The temporary folder of a checkpoint that is being written."""
     return target.parent / f".{target.name}.partial"
 
 
@@ -120,9 +126,9 @@ def record_file(path: Path) -> FileRecord:
 
 
 def write_synced(path: Path, text: str) -> FileRecord:
-    """Write a file through to the disk. Raises `OSError`."""
+    """Write a new file through to the disk. Raises `OSError`."""
     content = text.encode("utf-8")
-    with open(path, "wb") as file:
+    with open_own(path, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -135,20 +141,28 @@ def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
     """
     files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(records.items())}
     write_synced(partial / MANIFEST, json.dumps({"files": files}, indent=2) + "\n")
-    _sync_folder(partial)
+    _sync(partial)
     target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
     if (target / MANIFEST).is_file():
         raise FileExistsError(errno.EEXIST, "another checkpoint", str(target))
     if _children(target):
         set_aside(target)
     partial.rename(target)
-    _sync_folder(target.parent)
+    _sync(target.parent)
     if step_of(target) is not None:
-        pointer = target.parent / f".{LATEST}.new"
-        write_synced(pointer, target.name + "\n")
-        pointer.replace(target.parent / LATEST)
-    _sync_folder(target.parent)
+        if not _is_pointer(latest := target.parent / LATEST):
+            set_aside(latest)
+        with replacing(latest) as new:
+            new.write_text(target.name + "\n", encoding="utf-8")
+            _sync(new)
+    _sync(target.parent)
     return target
+
+
+def _is_pointer(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return re.fullmatch(rf"({_NAME.pattern})?\s*", read_own(path)[:100].decode("utf-8", "replace")) is not None
+    return False
 
 
 def set_aside(path: Path) -> Path:
@@ -161,11 +175,11 @@ def set_aside(path: Path) -> Path:
 
 def prune(folder: Path, keep: int | None, written: Path | None = None) -> None:
     """Remove all but the newest `keep` complete checkpoints (None: keep all), but never the one just `written`. What
-    cannot be removed stays.
+    cannot be removed, or has other files too, stays.
     """
     for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
         with contextlib.suppress(OSError):  # Renamed first: a half-removed checkpoint must not look complete.
-            if path != written:
+            if path != written and _is_removable(path):
                 path.rename(path.with_name(f".{path.name}.removed"))
     clean(folder)
 
@@ -174,24 +188,33 @@ def clean(folder: Path) -> None:
     """Remove unfinished and half-removed checkpoints in `folder`. Only for the run that has its lock."""
     for path in _children(folder):
         if _PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
-            with contextlib.suppress(OSError):
-                path.unlink() if path.is_symlink() else shutil.rmtree(path)
+            discard(path)
+
+
+def discard(partial: Path) -> None:
+    """Remove an unfinished checkpoint, if there is one with nothing but the files of a checkpoint."""
+    with contextlib.suppress(OSError):
+        if _is_removable(partial):
+            shutil.rmtree(partial)
+
+
+def _is_removable(checkpoint: Path) -> bool:
+    return not checkpoint.is_symlink() and all(
+        _FILE.fullmatch(path.name) and path.is_file() and not path.is_symlink() for path in _children(checkpoint)
+    )
 
 
 def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, FileRecord]:
     """Size and hash of every file of a checkpoint. Raises `UserError`, also if a `needed` file is not listed."""
     path = checkpoint / MANIFEST
     try:
-        files = json.loads(read_text(path))["files"]
-        records = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in files.items()}
-        for name in records:
-            if Path(name).name != name or name in ("", "..") or unusable(path.with_name(name)):
-                raise ValueError(f"the file name {quoted(name)}")
+        records = read_as(path, {"files": Mapping[str, FileRecord]}, _another(checkpoint))["files"]
     except FileNotFoundError:
         problem = "missing" if checkpoint.is_dir() else "no such checkpoint"
         raise UserError.at(path, problem=problem, fix=_another(checkpoint)) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise UserError.at(path, problem=f"unreadable ({error})", fix=_another(checkpoint)) from None
+    for name in records:
+        if Path(name).name != name or name in ("", "..") or unusable(path.with_name(name)):
+            raise UserError.at(path, problem=f"unreadable (the file name {quoted(name)})", fix=_another(checkpoint))
     if absent := [f"{name} is not in the manifest" for name in needed if name not in records]:
         raise damaged(checkpoint, absent)
     return records
@@ -258,8 +281,8 @@ def _children(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -269,9 +292,27 @@ def _sync_folder(folder: Path) -> None:
 # ----------------------------------------------------------------------------------------------- exports
 
 
-def replaced_of(target: Path) -> Path:
-    """The temporary folder of an earlier export while the new one is renamed."""
-    return target.parent / f".{target.name}.replaced"
+def new_beside(target: Path, kind: str) -> Path:
+    """A new path of a temporary folder: `partial` of an export that is being written, `replaced` of an earlier one."""
+    return target.parent / f".{target.name}.{kind}-{secrets.token_hex(4)}"
+
+
+def remove_leftovers(target: Path, kind: str) -> None:
+    """Remove temporary folders that exports to `target` left as they were killed. Only for the one with the lock."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.{kind}-[0-9a-f]{{8}}")
+    for path in _children(target.parent):
+        with contextlib.suppress(OSError, ValueError):
+            if name.fullmatch(path.name) and not path.is_symlink() and _marked(path) is not None:
+                remove_marked(path)
+
+
+def remove_marked(folder: Path) -> None:
+    """Remove a folder of ours, if it is there, its mark last. What cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        for path in _children(folder):
+            if path.name != MARK:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(folder)
 
 
 def lock_of(target: Path) -> Path:
@@ -283,9 +324,17 @@ MARK = "megatron_hetero_export.json"
 
 
 def mark(folder: Path) -> None:
-    """Mark a folder as a complete export. Raises `OSError`."""
-    files = {name: path.stat().st_size for name, path in _files(folder)}
-    (folder / MARK).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+    """Mark a folder as an export with the files that it has now. Raises `OSError`."""
+    files = {name: (path.lstat().st_size, path.lstat().st_ino) for name, path in _files(folder)}
+    with replacing(folder / MARK) as new:
+        new.write_text(json.dumps({"inode": folder.stat().st_ino, "files": files}, indent=2) + "\n", encoding="utf-8")
+
+
+def _marked(folder: Path) -> Mapping[str, list[int]] | None:
+    """The files in the mark of a folder; None if it is the mark of another. Raises `OSError` and `UserError`."""
+    kinds, fix = {"inode": int, "files": Mapping[str, list[int]]}, "remove the folder yourself if nobody needs it"
+    found = read_as(folder / MARK, kinds, fix)
+    return found["files"] if found["inode"] == folder.stat().st_ino else None
 
 
 def what_would_be_lost(folder: Path) -> str | None:
@@ -302,11 +351,14 @@ def what_would_be_lost(folder: Path) -> str | None:
     if MARK not in names:
         return f"something that is not an exported model ({names[0]}, and no {MARK})"
     try:
-        written = {str(name): int(size) for name, size in read_object(folder / MARK)["files"].items()}
-    except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
+        written = _marked(folder)
+    except UserError as error:
         return f"a {MARK} that cannot be read ({error})"
+    if written is None:
+        return f"a {MARK} of another folder (a copy, a download, or an export of an earlier version)"
     for name, path in _files(folder):
-        if path.is_symlink() or not path.is_file() or written.get(name) != path.stat().st_size:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or written.get(name) != [found.st_size, found.st_ino]:
             return f"{name}, which is not as the export left it"
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial as bind
@@ -19,6 +18,7 @@ from megatron_hetero.base.files import resolved
 from megatron_hetero.base.outputs import (
     chosen_in,
     damaged,
+    discard,
     is_ours,
     lock_of,
     name_of,
@@ -49,6 +49,7 @@ from megatron_hetero.hf.model_files import CONFIG, ENCODERS, SHARD_BYTES, requir
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.job import DTYPES
+from megatron_hetero.models.folders import sound
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
     companions_of,
@@ -143,12 +144,14 @@ def export_checkpoint(
     require_configurations(sources, checkpoint)
     of_all, imported = index_dtypes(checkpoint.index), checkpoint.record.imported_from is not None
     dtypes = {name: of_all[f"{WEIGHTS}/{name}"] for name in stored}
-    chosen = dtype or (STORED if imported else checkpoint.record.config["model"]["dtype"])
+    chosen = dtype or (STORED if imported else checkpoint.record.config["model"].get("dtype") or STORED)
     targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
     sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}
     total, done = sum(sizes.values()), 0
     data = checkpoint.record.config.get("data") or {}
-    companions = companions_of(sources.companions, export_changes(folders, data))
+    with sound(checkpoint.folder / RECORD):
+        changes = export_changes(folders, data)
+    companions = companions_of(sources.companions, changes)
     with model_writer(target, shapes, targets, companions, limit, checkpoint.record.experts_transposed) as put:
         for name, shape in stored.items():
             values = checkpoint.weight(name, shape, dtypes[name])
@@ -276,12 +279,12 @@ def import_folders(
             target.parent.mkdir(parents=True, exist_ok=True)
         with file_lock.alone(lock_of(target), target, "import"):
             try:
-                shutil.rmtree(partial, ignore_errors=True)  # left by a killed import
+                discard(partial)  # left by a killed import
                 partial.mkdir()
                 records = write_entries(partial, entries, None)
                 publish(partial, records | {RECORD: write_synced(partial / RECORD, record.to_json())})
             finally:
-                shutil.rmtree(partial, ignore_errors=True)
+                discard(partial)
     except OSError as error:
         raise _unwritable(target, error) from None
     return Copied(len(entries), total, _names_of(dtypes))

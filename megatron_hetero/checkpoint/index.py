@@ -6,6 +6,7 @@ Names of tensors do not depend on the layout: see docs/checkpoints.md, "Contents
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -155,18 +156,32 @@ def _chunk(file: str, at: int, rows: Any, columns: Any) -> Chunk:
 
 
 def _require_index(index: Index) -> None:
-    """Check that the chunks of each tensor are within it, different, and have as many elements. Raises `ValueError`."""
+    """Check that the chunks of each tensor are within it and cover it exactly once. Raises `ValueError`."""
     for key, stored in index.items():
-        if not (stored.dtype in DTYPES and 1 <= len(stored.shape) <= 2):
+        whole = all(type(size) is int and size >= 0 for size in stored.shape)
+        if not (isinstance(stored.dtype, str) and stored.dtype in DTYPES and 1 <= len(stored.shape) <= 2 and whole):
             raise ValueError(f"what it says of {key!r:.80} describes no tensor")
         rows, columns = _as_matrix(stored.shape)
         for chunk in stored.chunks:
             (top, bottom), (left, right) = chunk.rows, chunk.columns
-            if not (0 <= top <= bottom <= rows and 0 <= left <= right <= columns):
+            whole = isinstance(chunk.file, str) and all(type(n) is int for n in (chunk.at, top, bottom, left, right))
+            if not (whole and chunk.at >= 0 and 0 <= top <= bottom <= rows and 0 <= left <= right <= columns):
                 raise ValueError(f"what it says of {key!r:.80} is no place in a file")
-        sizes = [chunk.size for chunk in stored.chunks]
-        if sum(sizes) != prod(stored.shape) or len({(c.rows, c.columns) for c in stored.chunks}) != len(sizes):
+        if not _cover_once(stored.chunks, rows, columns):
             raise ValueError(f"the parts of {key!r:.80} do not cover the tensor exactly once")
+
+
+def _cover_once(chunks: Iterable[Chunk], rows: int, columns: int) -> bool:
+    """Return whether each element of a matrix is in one chunk. The number of chunks that have an element is the sum of
+    the signed corners above and left of it, so that the corners of the chunks must cancel those of the matrix.
+    """
+    corners = Counter[tuple[int, int]]()
+    for (top, bottom), (left, right) in (((rows, 0), (0, columns)), *((c.rows, c.columns) for c in chunks)):
+        corners[top, left] += 1
+        corners[bottom, right] += 1
+        corners[top, right] -= 1
+        corners[bottom, left] -= 1
+    return not any(corners.values())
 
 
 def _as_matrix(shape: Shape, missing: int = 1) -> tuple[int, int]:

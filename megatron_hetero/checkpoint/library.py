@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, in_short, listed
-from megatron_hetero.base.files import read_text
+from megatron_hetero.base.files import read_as
 from megatron_hetero.base.lock import Lock
 from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, require_own_name, unwritable, whole
 from megatron_hetero.checkpoint.contents import read, written
@@ -47,6 +47,9 @@ from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.wrapped import Wrapped, is_sharded
 
 RECORD = "modules.json"
+_SETTINGS = Mapping[str, Mapping[str, Any]]
+_KINDS = {"step": int, "extra": Mapping[str, Any], "optimizers": Mapping[str, str], "settings": _SETTINGS}
+_FIX = "use another checkpoint"
 _ELSEWHERE = "save `optimizer.state_for_dcp()` with torch.distributed.checkpoint (docs/library.md)"
 
 
@@ -125,7 +128,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
         return None
     manifest = verified(chosen, (INDEX, RECORD), group, working)
     index = on_first(group, lambda: open_index(chosen, manifest), working)
-    record = on_first(group, lambda: json.loads(read_text(chosen / RECORD)))
+    record = on_first(group, lambda: read_as(chosen / RECORD, _KINDS, _FIX))
     on_first(group, lambda: require_own_name(chosen, record["step"], RECORD))
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
     own = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
@@ -224,7 +227,18 @@ def _settings(optimizer: JointOptimizer, record: Any, checkpoint: Path) -> Itera
         if any(each != found[0] for each in found):
             fix = "choose `lr` and `weight_decay` that group parameters as before"
             raise UserError.at(checkpoint, problem=f"other settings in each of one group ({listed(names)})", fix=fix)
-        yield group, {k: tuple(v) if isinstance(v, list) else v for each in found[:1] for k, v in each.items()}
+        saved = {k: tuple(v) if isinstance(v, list) else v for each in found[:1] for k, v in each.items()}
+        if wrong := [k for k, v in saved.items() if k in ("params", "names") or _kind(v) != _kind(group.get(k, v))]:
+            raise UserError.at(checkpoint / RECORD, problem=f"wrong settings: {listed(wrong)}", fix=_FIX)
+        yield group, saved
+
+
+def _kind(setting: Any) -> object:
+    """Return what a saved setting has in common with the one that it replaces."""
+    if isinstance(setting, tuple | list):
+        return [_kind(each) for each in setting]
+    is_number = isinstance(setting, int | float | Tensor) and not isinstance(setting, bool)
+    return abs(setting) < 1e30 if is_number else type(setting)
 
 
 def _groups(optimizer: JointOptimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:

@@ -9,10 +9,10 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from megatron_hetero.base.errors import VISION, UserError, in_short, listed, reason
-from megatron_hetero.base.files import read_bytes, read_text
+from megatron_hetero.base.files import as_kind, read_bytes, read_text
 from megatron_hetero.checkpoint.contents import expected_shapes
 from megatron_hetero.checkpoint.index import RANDOM, Shape
 from megatron_hetero.config.optimizers import optimizer_kind
@@ -196,6 +196,15 @@ class DatasetRecord:
         return f"{self.share} ({self.records} records, {self.sha256[:8]})"
 
 
+_DTYPE = Literal["float32", "bfloat16"] | None
+_READ: Mapping[str, Any] = {
+    "model": {"freeze": list[str], "train": list[str] | None, "dtype": _DTYPE},
+    "precision": Mapping[str, Mapping[str, Any]] | None,
+    **dict.fromkeys(("data", "train"), Mapping[str, Any] | None),
+}
+"""The settings that are read from `RunRecord.config`, as `as_kind` takes them."""
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """The file `run.json`. `step`: the last trained step; `config`: the resolved configuration.
@@ -228,10 +237,11 @@ class RunRecord:
         path = checkpoint / FILE_NAME
         try:
             values = json.loads(read_text(path))
-            datasets = tuple(DatasetRecord(**entry) for entry in values.pop("datasets"))
             ModelSources.recorded(values["config"])
             optimizer_kind(values["config"]["optimizer"]["name"])
-            return cls(datasets=datasets, **values)
+            record = as_kind(values, cls, "the record")
+            as_kind(record.config, _READ, "config")
+            return record
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError.at(
                 path,
@@ -242,17 +252,17 @@ class RunRecord:
     def frozen(self, shapes: ModelShapes) -> frozenset[str]:
         """Return the stored tensors of the model that did not train. Earlier versions had no `model.train`."""
         model = self.config["model"]
-        return frozen_tensors(shapes, model["freeze"], model.get("train", ()))
+        return frozen_tensors(shapes, model["freeze"], model.get("train") or ())
 
     def precision(self, module: str, field: str) -> str:
         """Return the setting `precision.MODULE.FIELD`."""
-        return self.config.get("precision", {}).get(module, {}).get(field, "float32")
+        return (self.config.get("precision") or {}).get(module, {}).get(field, "float32")
 
     def _setting(self, name: str) -> str:
         if name == "data.datasets":
             return ", ".join(map(str, self.datasets))
         section, field = name.split(".")
-        return str(self.config[section][field])
+        return str((self.config.get(section) or {}).get(field))
 
     def require_resumable(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
         """Check that a run with the record `new` may resume from this one, and does not end before its step. Raises

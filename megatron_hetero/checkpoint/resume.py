@@ -281,8 +281,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     if fit:
         set_random_states(states, state.topology.platform)
     notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new, state.shapes))
-    metrics = checkpoint / HISTORY
-    history = metrics.read_text(encoding="utf-8", errors="replace") if metrics.is_file() else ""
+    history = (checkpoint / HISTORY).read_text(encoding="utf-8", errors="replace") if HISTORY in manifest else ""
     return Resumed(record.step, history, notes, path=checkpoint)
 
 

@@ -23,7 +23,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -35,17 +34,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, in_short, os_errors_as, reason
-from megatron_hetero.base.files import open_regular
+from megatron_hetero.base.files import open_own, open_regular
 from megatron_hetero.base.outputs import (
     ANOTHER,
     FileRecord,
     clean,
     damaged,
+    discard,
     name_of,
     partial_of,
     prune,
     publish,
     read_manifest,
+    set_aside,
     unwritable,
     verify,
     wait_for,
@@ -219,7 +220,7 @@ def _write(
         shard = sorted((entries[place] for place in places), key=lambda entry: -entry.values.itemsize)
         head, chunks = _layout(name, shard)
         digest, size = hashlib.sha256(head), len(head)
-        with open(folder / name, "wb") as file:
+        with open_own(folder / name, "xb") as file:
             file.write(head)
             for entry in shard:
                 values = entry.current()
@@ -353,6 +354,8 @@ def save(
     def create() -> None:
         with _writing(partial):
             clean(folder)
+            if os.path.lexists(partial):  # It has files that are not ours.
+                set_aside(partial)
             partial.mkdir()
 
     def write_texts() -> dict[str, FileRecord]:
@@ -376,7 +379,7 @@ def save(
     except UserError:
         # All ranks have stopped writing; the next checkpoint needs the space.
         if rank == FIRST:
-            shutil.rmtree(partial, ignore_errors=True)
+            discard(partial)
         raise
 
 

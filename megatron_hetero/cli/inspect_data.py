@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw
 from rich.text import Text
 
 from megatron_hetero.base.errors import UserError, os_errors_as, printable, reason
+from megatron_hetero.base.files import replacing
 from megatron_hetero.base.terminal import Parser, console
 from megatron_hetero.cli.command import a_path, at_least
 from megatron_hetero.cli.data_statistics import samples_per_epoch, show_statistics
@@ -101,7 +102,8 @@ def draw_sheets(processor: Processor, record: Record, folder: Path) -> Iterator[
         reader = processor.readers[ref.field]
         if isinstance(reader, VideoReader):
             path = folder / f"{record.dataset}-{record.index + 1}-{k}.png"
-            contact_sheet(reader.frames(record.item(k))).save(path)
+            with replacing(path) as new:
+                contact_sheet(reader.frames(record.item(k))).save(new)
             yield path
 
 

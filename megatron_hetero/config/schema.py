@@ -14,7 +14,7 @@ import yaml
 
 from megatron_hetero.base.errors import UserError, parts_of
 from megatron_hetero.base.files import resolved
-from megatron_hetero.base.outputs import is_ours, lock_of, partial_of, replaced_of
+from megatron_hetero.base.outputs import is_ours, lock_of
 from megatron_hetero.config.fields import NAMED, Section, check_values, option, shown_name, unused, wrong
 from megatron_hetero.config.flags import EstimateRequest, read_flags, without_plan
 from megatron_hetero.config.load import Tree, build, merge, read_yaml
@@ -172,8 +172,7 @@ def _check_paths(config: Config) -> None:
     if config.export.hf_dir is None:
         return
     target = resolved(config.export.hf_dir, "export.hf_dir")
-    # The export replaces its folder and the temporary folders next to it.
-    gone = {target, partial_of(target), replaced_of(target), lock_of(target)}
+    gone = {target, lock_of(target)}
     for setting, path in places.items():
         replaced = bool(gone & {path, *path.parents})
         if replaced or (setting.startswith("model.") and path in target.parents):

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_hetero.base.errors import UserError, in_short
 from megatron_hetero.base.files import MOST_JSON_BYTES, is_unfit, read_object
 from megatron_hetero.base.outputs import advice_to_export
-from megatron_hetero.hf.model_files import COMPANIONS, PROCESSOR_FILES
+from megatron_hetero.hf.model_files import COMPANIONS, PROCESSOR_FILES, require_own_files
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.registry import titles
 
@@ -64,7 +64,8 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
 
 
 def check_files(path: Path, names: Iterable[str] = JSON_FILES) -> None:
-    """Check that the folder's files among `names` are JSON objects. Raises `UserError`."""
+    """Check that the folder's files among `names` are JSON objects, and that no link leaves it. Raises `UserError`."""
+    require_own_files(path)
     for file in (path / name for name in names):
         if file.is_file():
             read_object(file, MOST_TOKENIZER_BYTES if file.name == TOKENIZER else MOST_JSON_BYTES)

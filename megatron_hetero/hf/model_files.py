@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Union
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, TypeVar, Union
 from safetensors import SafetensorError
 
 from megatron_hetero.base.errors import UserError, os_errors_as, reason
-from megatron_hetero.base.files import read_object, shown, try_to_write
+from megatron_hetero.base.files import read_bytes, read_object, shown, try_to_write
 from megatron_hetero.base.lock import alone
-from megatron_hetero.base.outputs import lock_of, mark, partial_of, replaced_of, what_would_be_lost
+from megatron_hetero.base.outputs import lock_of, mark, new_beside, remove_leftovers, remove_marked, what_would_be_lost
 
 # Commands import this file before torch, which takes a second.
 if TYPE_CHECKING:
@@ -39,6 +38,8 @@ ENCODERS = "encoders"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""Names of files in a Hugging Face cache: Git's hash or SHA-256 of their content."""
 _MOST_INDEX_BYTES = 64 * 2**20
 """Enough for half a million tensors."""
 NO_CHANGES: Mapping[str, str | None] = {}
@@ -50,10 +51,29 @@ Companions = Mapping[str, bytes]
 K = TypeVar("K")
 
 
+def require_own_files(folder: Path) -> None:
+    """Check that no link in a folder leads out of it, except to the blobs of a Hugging Face cache that the folder is a
+    snapshot of. Folders with hidden names, which no model is read from, are left out. Raises `UserError`.
+    """
+    root = Path(os.path.realpath(folder))
+    snapshots = (path.parent for path in (root, *root.parents) if path.parent.name == "snapshots")
+    blobs = {path.parent / "blobs" for path in snapshots if path.parent.name.startswith("models--")}
+    for inside, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(inside, name) for name in (*folders, *files)):
+            if path.is_symlink() and root not in (place := Path(os.path.realpath(path))).parents:
+                if place.parent in blobs and _BLOB.fullmatch(place.name):
+                    continue
+                expected, why = "a file in the model's folder", "exports would publish what it links to"
+                fix = "copy the file here, or remove the link"
+                raise UserError.at(path, found=f"a link to {place}", expected=expected, because=why, fix=fix)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The weight files of a folder. Raises `UserError` if there are none, or if the index cannot be read or names files
-    elsewhere.
+    elsewhere, also by links.
     """
+    require_own_files(folder)
     index = folder / INDEX
     if index.is_file():
         weight_map = read_object(index, _MOST_INDEX_BYTES).get("weight_map")
@@ -89,9 +109,10 @@ def read_companions(folder: Path, changes: Mapping[str, str | None] = NO_CHANGES
         problem, why = f"cannot be read ({reason(error)})", "it goes into the exported model"
         return UserError.at(error.filename or folder, problem=problem, because=why, fix="restore the folder")
 
+    require_own_files(folder)
     names = [name for name in COMPANIONS if name not in changes and (folder / name).is_file()]
     with os_errors_as(unreadable):
-        contents = {name: (folder / name).read_bytes() for name in names}
+        contents = {name: read_bytes(folder / name) for name in names}
     return contents | {name: text.encode() for name, text in changes.items() if text is not None}
 
 
@@ -105,7 +126,7 @@ class FolderWriter:
     def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Dtypes, limit: int = SHARD_BYTES):
         self.target = target
         self.dtypes = {name: dtype[name] if isinstance(dtype, Mapping) else dtype for name in shapes}
-        self.partial = partial_of(target)
+        self.partial = new_beside(target, "partial")
         sizes = {name: math.prod(shape) * self.dtypes[name].itemsize for name, shape in shapes.items()}
         self.shards = plan_shards(sizes, limit)
         self._shard_of = {name: i for i, names in enumerate(self.shards) for name in names}
@@ -217,8 +238,7 @@ def _set_dtype(path: Path, dtype: torch.dtype) -> None:
 
 
 def _replace_folder(new: Path, target: Path) -> None:
-    old = replaced_of(target)
-    shutil.rmtree(old, ignore_errors=True)
+    old = new_beside(target, "replaced")
     if target.exists():
         target.rename(old)
     try:
@@ -227,7 +247,8 @@ def _replace_folder(new: Path, target: Path) -> None:
         if old.exists():
             old.rename(target)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    remove_marked(old)
+    remove_leftovers(target, "replaced")
 
 
 @contextlib.contextmanager
@@ -245,12 +266,13 @@ def folder_writer(
     require_writable(target)
     try:
         with alone(lock_of(target), target, "export"):
-            shutil.rmtree(writer.partial, ignore_errors=True)
+            remove_leftovers(target, "partial")
+            writer.partial.mkdir()
             try:
-                writer.partial.mkdir()
+                mark(writer.partial)
                 yield writer
                 writer.finish(companions)
             finally:
-                shutil.rmtree(writer.partial, ignore_errors=True)
+                remove_marked(writer.partial)
     except (OSError, SafetensorError) as error:
         raise _unwritable(target, str(error)) from error

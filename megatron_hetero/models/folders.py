@@ -13,6 +13,7 @@ from typing import Any
 from megatron_hetero.base.errors import UserError, in_short
 from megatron_hetero.base.files import read_object, shown
 from megatron_hetero.base.outputs import advice_to_export
+from megatron_hetero.hf.model_files import require_own_files
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.registry import FAMILIES, family_of, titles
 
@@ -83,6 +84,7 @@ def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_
             expected=f"a transformers folder of {titles()} with config.json and safetensors weights",
             fix=advice_to_export(folder) or "download one, or correct the path",
         )
+    require_own_files(folder)
     raw = read_object(path)
     found = raw.get("model_type")
     if not isinstance(found, str) or found not in model_types:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.files import replacing
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import Simulation, Span
@@ -109,7 +110,8 @@ def require_plot(file: str | Path) -> None:
 def write_plot(figure: Any, file: Path) -> None:
     """Write a figure. Raises `UserError`."""
     try:
-        figure.savefig(file, format=file.suffix[1:], dpi=130)
+        with replacing(file) as new:
+            figure.savefig(new, format=file.suffix[1:], dpi=130)
     except OSError as error:
         raise UserError.at(
             f"plot {file}",

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_hetero.base import terminal
 from megatron_hetero.base.errors import UserError, in_short, os_errors_as
-from megatron_hetero.base.files import in_the_way
+from megatron_hetero.base.files import in_the_way, open_own, read_own, replacing
 from megatron_hetero.base.outputs import CONFIG, LOG_LOCK, METRICS, OF_A_RUN, WANDB_ID
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics, Value
@@ -53,9 +53,9 @@ class LogFolder:
         self._lock = lock_folder(folder, "log.dir", LOG_LOCK, "their metrics", unwritable)
         try:
             self.notes = (*filter(None, [self._lock.note]), *_set_aside(folder, history.encode(), config.encode()))
-            self._path.write_bytes(history.encode())
-            if config:
-                (folder / CONFIG).write_text(config, encoding="utf-8")
+            for path, text in ((self._path, history), *([(folder / CONFIG, config)] if config else [])):
+                with replacing(path) as new:
+                    new.write_bytes(text.encode())
         except OSError as error:
             self._lock.release()
             raise unwritable(Path(error.filename or self._path), error) from None
@@ -64,7 +64,7 @@ class LogFolder:
         """Append a line to metrics.jsonl, after lines that could not be written before. Raises `OSError`."""
         self._waiting += line.encode()
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "ab", buffering=0) as file:
+        with open_own(self._path, "ab", buffering=0) as file:
             while self._waiting:
                 self._waiting = self._waiting[file.write(self._waiting) :]
 
@@ -72,7 +72,7 @@ class LogFolder:
         """Return all lines so far, also those that could not be written yet; these alone if the file is unreadable."""
         written = b""
         with suppress(OSError):
-            written = _content(self._path)
+            written = read_own(self._path)
         return (written + self._waiting).decode("utf-8", errors="replace")
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
     """Move the files of another run, or a different configuration, to a new subfolder. Yields notes for the user.
     Raises `OSError`.
     """
-    lines, settings = _content(folder / METRICS), _content(folder / CONFIG)
+    lines, settings = read_own(folder / METRICS), read_own(folder / CONFIG)
     # The last lines of a run whose disk was full are only in its checkpoint; steps after that are trained again.
     is_own = bool(history) and history.startswith(lines[: len(history)])
     if lines and not is_own:
@@ -98,10 +98,6 @@ def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
     for path in moved:
         path.rename(place / path.name)
     yield f"moved files of an earlier run from {folder} to {place}: {', '.join(path.name for path in moved)}"
-
-
-def _content(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
 
 
 def _not_installed(where: str, name: str, package: str, error: ImportError) -> UserError:
@@ -153,14 +149,15 @@ class WandB:
             self._run = wandb.init(
                 project=project,
                 dir=str(folder),
-                id=file.read_text(encoding="utf-8").strip() if file.is_file() else None,
+                id=read_own(file).decode().strip() or None,
                 resume="allow",
                 config=yaml.safe_load(config) or {},
                 # Standard output belongs to the progress bar.
                 settings=wandb.Settings(console="off"),
             )
             self._run.define_metric("*", step_metric="step")
-            file.write_text(f"{self._run.id}\n", encoding="utf-8")
+            with replacing(file) as new:
+                new.write_text(f"{self._run.id}\n", encoding="utf-8")
         except Exception as error:  # Its exceptions share no base class with those of its dependencies.
             raise UserError.at(
                 "log.wandb (--log.wandb)",

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.base.errors import TEXT, UserError, parts_of, reason
+from megatron_hetero.base.files import replacing
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
@@ -117,8 +118,8 @@ class StepProfiler:
     def _write(self, trace: profile) -> None:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_bytes(b"")  # The exporter itself reports no errors.
-            trace.export_chrome_trace(str(self._file))
+            with replacing(self._file) as new:  # The exporter itself reports no errors.
+                trace.export_chrome_trace(str(new))
         except OSError as error:
             wrong = UserError.at(
                 f"train.profile: {self._file}",

@@ -12,6 +12,7 @@ from typing import Any
 PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty")
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+PRIVATE = "/etc/passwd"
 FREE = (os.devnull, "/dev/tty")
 
 
@@ -43,6 +44,8 @@ class Guards:
         elif event == "socket.connect":
             self.seen.append(f"a connection: {args[1]!r:.300}")
         elif event == "open":
+            if args[0] == PRIVATE:
+                self.seen.append(f"a file outside: {PRIVATE}")
             if isinstance(args[2], int) and args[2] & WRITES:
                 self._written(event, args[0])
         elif event in CHANGES:

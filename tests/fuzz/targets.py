@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,6 @@ import pretrain_vlm
 from megatron_hetero.base.environment import require_ranks
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.outputs import MANIFEST, record_file
-from megatron_hetero.checkpoint.index import INDEX
-from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.cli import export
@@ -265,7 +264,10 @@ def _run_sources(good: Path, rng: random.Random, case: Path) -> bool:
     shutil.copytree(good / "formats" / name, case / "data")
     files = sorted(path for path in (case / "data").rglob("*") if path.is_file())
     path = rng.choice(files)
-    path.write_bytes(mutated_bytes(rng, path.read_bytes()))
+    if name == "energon" and rng.random() < 0.5:
+        _change_meta(case / "data" / ".nv-meta", rng)
+    else:
+        path.write_bytes(mutated_bytes(rng, path.read_bytes()))
     pattern = {"json": "data/*.json", "parquet": "data/*.parquet", "webdataset": "data/*.tar", "energon": "data"}[name]
     entry = DatasetConfig(files=Pattern(f"{case}/{pattern}"), images=good / "images")
 
@@ -276,6 +278,21 @@ def _run_sources(good: Path, rng: random.Random, case: Path) -> bool:
                 load_picture(item.content, item.where)
 
     return _refused(read)
+
+
+def _change_meta(meta: Path, rng: random.Random) -> None:
+    """Other names in the split of a folder of Energon, or other tables and rows in its index."""
+    if rng.random() < 0.5:
+        split = yaml.safe_load((meta / "split.yaml").read_text())
+        for names in (split["split_parts"]["train"], split["exclude"]):
+            names += ["".join(rng.choices(words.NAMES, k=rng.randint(1, 5))) for _ in range(rng.choice((0, 1, 1, 2)))]
+        (meta / "split.yaml").write_text(json.dumps(split))
+        return
+    with contextlib.closing(sqlite3.connect(meta / "index.sqlite")) as database:
+        for command in rng.choices(words.SQL, k=rng.randint(1, 4)):
+            with contextlib.suppress(sqlite3.Error):
+                database.execute(command)
+        database.commit()
 
 
 # -------------------------------------------------------------------------------------------------- pictures
@@ -326,8 +343,10 @@ def _mutated_model(good: Path, rng: random.Random, folder: Path, names: Sequence
         old = path.read_bytes()
         path.unlink()
         path.write_bytes(_mutated_file(rng, name, old))
-    if rng.random() < 0.05:
-        (folder / rng.choice(there)).unlink(missing_ok=True)
+    if rng.random() < 0.1:
+        (folder / (name := rng.choice(there))).unlink(missing_ok=True)
+        if rng.random() < 0.5:  # What it links to is good, and must not be read.
+            (folder / name).symlink_to(good / name)
 
 
 def _mutated_file(rng: random.Random, name: str, old: bytes) -> bytes:
@@ -376,8 +395,7 @@ def _run_checkpoints(good: Path, rng: random.Random, case: Path) -> bool:
     folder = case / "checkpoints"
     shutil.copytree(good / "checkpoints", folder, copy_function=os.link, symlinks=True)
     newest = folder / "step-00000002"
-    # These are read as our own, once verified.
-    names = sorted({path.name for path in newest.iterdir()} - {INDEX, RECORD})
+    names = sorted(path.name for path in newest.iterdir())
     for name in rng.sample(names, k=rng.choice((1, 1, 2))):
         path = newest / name
         old = path.read_bytes()

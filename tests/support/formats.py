@@ -102,6 +102,10 @@ def write_energon_index(folder: Path, shards: Sequence[str]) -> None:
                     row = (file, keys[key], part, member.offset_data, member.size)
                     database.execute("INSERT INTO sample_parts VALUES (?,?,?,?,?)", row)
             counts[shard] = len(keys)
+        database.execute("CREATE INDEX idx_samples_by_tar_and_idx ON samples (tar_file_id, sample_index)")
+        database.execute(
+            "CREATE INDEX idx_sample_parts_seq ON sample_parts (tar_file_id, sample_index, content_byte_offset)"
+        )
     database.close()
     (meta / ".info.json").write_text(json.dumps({"energon_version": "7.4.1", "shard_counts": counts}))
     (meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": list(shards), "val": []}, "exclude": []}))

@@ -12,23 +12,23 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 import yaml
 
 from megatron_hetero.base.contents import Part, StoredFile, is_url
-from megatron_hetero.base.errors import UserError, in_short, listed, quoted, reason
-from megatron_hetero.base.files import open_regular, read_text
+from megatron_hetero.base.errors import MOST_QUOTED, UserError, in_short, listed, quoted, reason, truncated
+from megatron_hetero.base.files import open_regular, read_text, resolved
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import kind
 from megatron_hetero.data.sources.formats import Columns, Opened, Place
 from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
-from megatron_hetero.data.sources.patterns import files_of
+from megatron_hetero.data.sources.patterns import MOST_NAME, with_braces_expanded
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, require_tar, tar_members
 from megatron_hetero.data.sources.tar_records import decoded_json, form_of
 from megatron_hetero.data.sources.tars import TarFiles, collect
@@ -49,11 +49,14 @@ _OPTIONAL = ("imgs", "videos")
 _PICKLED = ("jpgs", "mp4s", "videos", "pickle", "pkl", "pyd")
 _KEYS = re.compile(r"[^\[\]]+")
 _PATH = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
+# In the order of Energon's own indexes, or of the rows: nothing is sorted, and no index built, in memory or on disk.
 _PARTS = """
     SELECT s.sample_key, p.part_name, p.content_byte_offset, p.content_byte_size
-    FROM sample_parts p JOIN samples s ON s.tar_file_id = p.tar_file_id AND s.sample_index = p.sample_index
-    WHERE p.tar_file_id = ? ORDER BY p.sample_index, p.content_byte_offset
+    FROM sample_parts p {sample_parts} CROSS JOIN samples s {samples}
+    ON s.tar_file_id = p.tar_file_id AND s.sample_index = p.sample_index WHERE p.tar_file_id = ?
 """
+_ORDERED = {"samples": "idx_samples_by_tar_and_idx", "sample_parts": "idx_sample_parts_seq"}
+_META = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml", "index.sqlite")
 
 Paths: TypeAlias = tuple[tuple[str, ...], ...]
 """Alternatives: the name of a part, and keys in its value."""
@@ -125,10 +128,13 @@ def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
         if folder.suffix in (".yaml", ".yml"):
             fix = "add the folders of a metadataset to data.registry, and mix them by data.datasets"
         raise UserError.at(setting, problem=problem, fix=fix)
+    _require_inside(folder, (f"{meta.name}/{name}" for name in _META))
     counts = _counts(meta)
     numbers = {name: number for number, name in enumerate(counts)}
     shards = {}
-    for name, excluded in _split(meta, entry.split, setting).items():
+    split = _split(meta, entry.split, setting)
+    _require_inside(folder, split)
+    for name, excluded in split.items():
         if name not in numbers:
             problem = f"it does not have {quoted(name)} of split {entry.split!r}"
             raise UserError.at(meta / ".info.json", problem=problem, fix=_PREPARE)
@@ -136,6 +142,17 @@ def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
     paths, own = ({}, {}) if entry.fields else _field_map(meta, setting)
     format = EnergonTars(bool(entry.fields or paths), shards, _index(meta / "index.sqlite"), paths)
     return format, tuple(map(StoredFile, shards)), own
+
+
+def _require_inside(folder: Path, names: Iterable[str]) -> None:
+    """Check that no names lead out of the folder through links. Raises `UserError`."""
+    top = resolved(folder, "files")
+    for name in names:
+        found = resolved(folder / name, f"{folder}")
+        if not found.is_relative_to(top):
+            expected, because = f"a file inside {top}", "a data set must not reach other files, not even through links"
+            fix = "copy the folder with what its links lead to: cp -rL FOLDER COPY"
+            raise UserError.at(folder / name, found=f"a link to {found}", expected=expected, because=because, fix=fix)
 
 
 # ----------------------------------------------------------------------------------------------- files of .nv-meta
@@ -162,7 +179,8 @@ def _loaded(*paths: Path) -> tuple[Path, dict[str, Any]]:
         raise
     except OSError as error:
         raise UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=_PREPARE) from None
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+    # Tags of YAML on values that they do not fit raise all of these.
+    except (ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError) as error:
         problem = f"malformed ({in_short(error)})"
         raise UserError.at(path, problem=problem, fix=f"correct it, or {_PREPARE}") from None
     return path, _mapping(content, path)
@@ -183,14 +201,16 @@ def _mapping(value: Any, where: object) -> dict[str, Any]:
 
 
 def _names(value: Any, where: object) -> list[str]:
-    """The names in a list, with braces expanded."""
+    """The names in a list, expanded by braces alone. Raises `UserError`, also for names outside the folder."""
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(each, str) and not is_url(each) for each in value):
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise UserError.at(where, found=kind(value), expected="a list of names", fix=f"correct it, or {_PREPARE}")
-    names: list[str] = []
-    for each in value:  # Only braces are known there, and names of samples may have other signs of a pattern.
-        names += [file.name for file in files_of(each, str(where))] if "{" in each else [each]
+    names = with_braces_expanded(value, str(where))
+    for name in names:
+        if is_url(name) or name.startswith("/") or ".." in name.split("/"):
+            expected = "names of tars inside the folder"
+            raise UserError.at(where, found=quoted(name), expected=expected, fix="correct the split")
     return names
 
 
@@ -199,7 +219,7 @@ def _counts(meta: Path) -> dict[str, int]:
     path, info = _required(meta / ".info.json", meta / ".info.yaml")
     counts = _mapping(info.get("shard_counts"), f"{path}: shard_counts")
     for name, count in counts.items():
-        if not isinstance(name, str) or not isinstance(count, int) or isinstance(count, bool):
+        if not isinstance(name, str) or type(count) is not int or not 0 <= count < 1 << 63:
             place = f"{path}: {quoted(str(name))}"
             raise UserError.at(place, found=kind(count), expected="a number of samples", fix=_PREPARE)
     return counts
@@ -210,15 +230,11 @@ def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
     path, content = _required(meta / "split.yaml", meta / "split.json")
     parts = _mapping(content.get("split_parts"), f"{path}: split_parts")
     if not parts.get(split):
-        found, expected = quoted(split), f"a split with tars, of {', '.join(map(str, parts))}"
+        found, expected = quoted(split), f"a split with tars, of {truncated(', '.join(map(str, parts)), MOST_QUOTED)}"
         place = f"{setting.removesuffix('files')}split"
         raise UserError.at(place, found=found, expected=expected, because=f"{path} has these", fix="correct it")
     names, excluded = _names(parts[split], f"{path}: {split}"), _names(content.get("exclude"), f"{path}: exclude")
     keys: dict[str, list[str]] = {name: [] for name in names}
-    for name in names:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            expected = "names of tars inside the folder"
-            raise UserError.at(f"{path}: {split}", found=quoted(name), expected=expected, fix="correct the split")
     if len(keys) < len(names):
         twice = next(name for name in keys if names.count(name) > 1)
         raise UserError.at(f"{path}: {split}", problem=f"{quoted(twice)} given twice", fix="name each tar once")
@@ -242,12 +258,19 @@ def _wrong_index(where: object) -> UserError:
 
 @contextmanager
 def _database(path: Path) -> Generator[sqlite3.Connection]:
-    """Inside, errors of a database are raised as `UserError`s."""
+    """The database, with limits of texts and of work. Inside, its errors are raised as `UserError`s."""
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)) as database:
+        # Four steps of SQLite per byte, in ticks of 10,000: a row takes some twenty bytes, and thirty steps.
+        ticks = iter(range(100 + path.stat().st_size // 2500))
+        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro&immutable=1", uri=True)) as database:
+            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_NAME)
+            database.set_progress_handler(lambda: next(ticks, None) is None, 10_000)
+            database.execute("PRAGMA trusted_schema = OFF")
             yield database
-    except sqlite3.Error as error:
-        raise UserError.at(path, problem=f"cannot be read ({in_short(error)})", fix=_PREPARE) from None
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        is_endless = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT
+        why = "more steps than tables of this size need" if is_endless else in_short(error)
+        raise UserError.at(path, problem=f"cannot be read ({why})", fix=_PREPARE) from None
 
 
 def _index(path: Path) -> Path | None:
@@ -259,8 +282,13 @@ def _index(path: Path) -> Path | None:
     except OSError as error:
         raise UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=_PREPARE) from None
     with _database(path) as database:
-        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    return path if {"samples", "sample_parts"} <= tables else None
+        tables = dict(database.execute(f"SELECT name, sql FROM sqlite_master WHERE name IN {tuple(_ORDERED)}"))
+        for name, definition in tables.items():
+            is_generated = any(column[-1] for column in database.execute(f"PRAGMA table_xinfo({name})"))
+            if is_generated or not str(definition).startswith("CREATE TABLE "):
+                found, expected = quoted(str(definition)), "a plain table, without computed columns"
+                raise UserError.at(path, found=found, expected=expected, fix=_PREPARE)
+    return path if len(tables) == len(_ORDERED) else None
 
 
 def _indexed(index: Path, file: StoredFile, whole: int, number: int) -> Iterator[Member]:
@@ -268,13 +296,17 @@ def _indexed(index: Path, file: StoredFile, whole: int, number: int) -> Iterator
     require_tar(file, file.read(0, BLOCK))
     end = 0
     with _database(index) as database:
-        for row in database.execute(_PARTS, (number,)):
+        indexes = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
+        order = {name: f"INDEXED BY {own}" if own in indexes else "NOT INDEXED" for name, own in _ORDERED.items()}
+        for row in database.execute(_PARTS.format(**order), (number,)):
             if [type(value) for value in row] != [str, str, int, int]:
                 expected = "a key, the name of a part, and two numbers"
                 raise UserError.at(index, found=", ".join(map(kind, row)), expected=expected, fix=_PREPARE)
             key, part, start, size = row
-            # Each has a header of its own before it.
-            if start % BLOCK or start < end + BLOCK or not 0 <= size <= whole - start:
+            # Each has a header of its own before it, and before that one for a name that is too long for it.
+            name = f"{key}.{part}".encode()
+            room = BLOCK + (len(name) if len(name) > 256 else 0)
+            if start % BLOCK or start < end + room or not 0 <= size <= whole - start:
                 raise _wrong_index(f"{file}: {quoted(key)} part {quoted(part)}")
             end = start + -(-size // BLOCK) * BLOCK
             yield Member(key.encode(), part.encode(), start, size)

@@ -7,23 +7,36 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Iterable, Iterator
 
-from megatron_hetero.base.contents import StoredFile, is_url, store
+from megatron_hetero.base.contents import StoredFile, is_url, require_store, store
 from megatron_hetero.base.errors import UserError, quoted
 
 MOST_FILES = 1_000_000
 """Limit of the files of a data set."""
+MOST_NAME, MOST_CHARACTERS = 4096, 1 << 28
+"""Limits of a name, which are those of Linux, and of all names together."""
+MOST_BRACES = 100
+"""Opening braces of a pattern."""
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MARK = re.compile(r"[{},]")
+_UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # The other surrogates are bytes of a file's name.
 
 
 def files_of(pattern: str, setting: str) -> tuple[StoredFile, ...]:
     """The files that the pattern of a `setting` names: absolute paths, or URLs. Those without wildcards need not exist.
 
     Raises:
-        UserError: no file matches, one is named twice, or there are too many.
+        UserError: no file matches, one is named twice, there are too many, or a URL is not of an object store.
     """
+    expanded = with_braces_expanded([pattern], setting)
+    if len({is_url(name) for name in expanded}) > 1:
+        problem = f"{quoted(pattern)} names both URLs and files of this machine"
+        raise UserError.at(setting, problem=problem, fix="write the scheme before all braces, such as s3://{a,b}.tar")
     names: dict[str, None] = {}
-    for name in _expanded(pattern, setting):
+    for name in expanded:
+        if is_url(name):
+            require_store(name, setting)
         found = _matches(name) if glob.has_magic(name) and not _exists(name) else [name]
         if not found:
             raise UserError.at(setting, problem=f"no file matches {quoted(name)}", fix="correct the pattern")
@@ -54,45 +67,65 @@ def _matches(name: str) -> list[str]:
     return sorted(glob.glob(name))  # noqa: PTH207
 
 
-def _expanded(pattern: str, setting: str) -> list[str]:
+def with_braces_expanded(patterns: Iterable[str], where: str) -> list[str]:
+    """The patterns with each choice of their braces; wildcards and URLs stay as they are. Raises `UserError`."""
+    names, size = list[str](), 0
+    for pattern in patterns:
+        if _UNUSABLE.search(pattern) or pattern.count("{") > MOST_BRACES:
+            expected = f"a pattern in UTF-8 without NUL and with at most {MOST_BRACES} braces"
+            raise UserError.at(where, found=quoted(pattern), expected=expected, fix="correct it, or rename the files")
+        for name in _expanded(pattern, where):
+            names.append(name)
+            size += len(name)
+            if len(names) > MOST_FILES or len(name) > MOST_NAME or size > MOST_CHARACTERS:
+                sizes = f"{MOST_NAME:,} characters of a name, or {MOST_CHARACTERS:,} of all"
+                found, fix = f"more than {MOST_FILES:,} files, {sizes}", "pack the records into fewer files"
+                raise UserError.at(where, found=found, expected="fewer", fix=fix)
+    return names
+
+
+def _expanded(pattern: str, where: str) -> Iterable[str]:
     """The pattern with each choice of its braces."""
+    return _with_choices(pattern, where) if "{" in pattern else (pattern,)
+
+
+def _with_choices(pattern: str, where: str) -> Iterator[str]:
     start = pattern.find("{")
     end = _closing(pattern, start)
     if end is None:
-        return [pattern]
-    choices = _choices(pattern[start + 1 : end], setting)
-    heads = [each for choice in choices for each in _expanded(choice, setting)]
-    tails = _expanded(pattern[end + 1 :], setting)
-    if len(heads) * len(tails) > MOST_FILES:
-        found, expected = f"more than {MOST_FILES:,} files", "fewer"
-        raise UserError.at(setting, found=found, expected=expected, fix="pack the records into larger files")
-    return [pattern[:start] + head + tail for head in heads for tail in tails]
+        yield pattern
+        return
+    for choice in _choices(pattern[start + 1 : end], where):
+        for head in _expanded(choice, where):
+            for tail in _expanded(pattern[end + 1 :], where):
+                yield pattern[:start] + head + tail
 
 
 def _closing(pattern: str, start: int) -> int | None:
     """Where the brace that opens at `start` is closed; None if there is none."""
     depth = 0
-    for at in range(start, len(pattern)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(pattern[at], 0)
+    for mark in _MARK.finditer(pattern, start):
+        depth += {"{": 1, "}": -1, ",": 0}[mark[0]]
         if not depth:
-            return at
+            return mark.start()
     return None
 
 
-def _choices(inside: str, setting: str) -> list[str]:
-    """What braces with this text between them stand for."""
+def _choices(inside: str, where: str) -> Iterator[str]:
+    """Yield what braces with this text between them stand for."""
     if ends := _RANGE.fullmatch(inside):
-        first, last = int(ends[1]), int(ends[2])
-        if not 0 <= last - first < MOST_FILES:
+        # Python converts no texts of thousands of digits.
+        first, last = (int(end[:20]) for end in ends.groups())
+        if not 0 <= last - first < MOST_FILES or len(inside) > 40:
             found, expected = f"{{{inside}}}", f"an ascending range of at most {MOST_FILES:,} numbers"
-            raise UserError.at(setting, found=found, expected=expected, fix="correct the pattern")
+            raise UserError.at(where, found=found, expected=expected, fix="correct the pattern")
         width = len(ends[1]) if ends[1].startswith("0") else 0
-        return [f"{number:0{width}}" for number in range(first, last + 1)]
-    choices, depth = [""], 0
-    for sign in inside:
-        depth += {"{": 1, "}": -1}.get(sign, 0)
-        if sign == "," and not depth:
-            choices.append("")
-        else:
-            choices[-1] += sign
-    return choices
+        yield from (f"{number:0{width}}" for number in range(first, last + 1))
+        return
+    depth = begin = 0
+    for mark in _MARK.finditer(inside):
+        depth += {"{": 1, "}": -1, ",": 0}[mark[0]]
+        if mark[0] == "," and not depth:
+            yield inside[begin : mark.start()]
+            begin = mark.end()
+    yield inside[begin:]

@@ -26,6 +26,7 @@ from PIL import Image
 
 from megatron_hetero.base.contents import Content, Version
 from megatron_hetero.base.errors import UserError, in_short, reason
+from megatron_hetero.base.files import read_bytes, replacing
 from megatron_hetero.models.items.types import Item
 
 if TYPE_CHECKING:
@@ -186,13 +187,13 @@ def _version(content: Content) -> Version:
 def _stored(file: Path) -> FrameTable | None:
     """The table in a file: a line of JSON, then the arrays; None if there is none, or not all of it."""
     try:
-        head, _, rest = file.read_bytes().partition(b"\n")
+        head, _, rest = read_bytes(file).partition(b"\n")
         values = json.loads(head)
         numbers = np.frombuffer(rest, np.int64)
         frames, count = values.pop("frames"), values.pop("keys")
         stamps, keys = np.split(numbers, [frames])
         return FrameTable(stamps, keys, **values) if len(keys) == count else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -200,11 +201,10 @@ def _store(file: Path, table: FrameTable) -> None:
     """Store a table, whole or not at all. A folder that cannot be written costs time only."""
     values = {name: value for name, value in vars(table).items() if not isinstance(value, np.ndarray)}
     head = json.dumps({**values, "frames": len(table.stamps), "keys": len(table.keys)})
-    new = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_bytes(head.encode() + b"\n" + table.stamps.tobytes() + table.keys.astype(np.int64).tobytes())
-        new.replace(file)
+        with replacing(file) as new:
+            new.write_bytes(head.encode() + b"\n" + table.stamps.tobytes() + table.keys.astype(np.int64).tobytes())
 
 
 # ------------------------------------------------------------------------------------------------ time limits

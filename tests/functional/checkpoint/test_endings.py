@@ -187,16 +187,20 @@ def test_trackers_are_told_whether_the_run_has_failed(line: list[str], tmp_path:
     assert pools(2).run(exit_codes, once(blown_up), tmp_path) == [[1], []]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_log_folder_fails_a_run_in_the_end(line: list[str], tmp_path: Path, pools: Pools) -> None:
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log/metrics.jsonl").symlink_to("/dev/full")
-    full = f"log.dir: {tmp_path}/log/metrics.jsonl: cannot be written (no space left on device)"
-    runs = pools(2).run(program_harmed, once([*line, "--train.iters", "2"]), 1, nothing, tmp_path)
-    assert runs[0] == runs[1] and not runs[0][0] and full in runs[0][1]
+def a_link_appears(rank: int, folder: Path) -> None:
+    if rank == 0:
+        (folder / "log/metrics.jsonl").unlink()
+        (folder / "log/metrics.jsonl").symlink_to(folder / "precious")
+
+
+def test_metrics_that_cannot_be_written_fail_a_run_in_the_end(line: list[str], tmp_path: Path, pools: Pools) -> None:
+    (tmp_path / "precious").write_text("")
+    wrong = f"log.dir: {tmp_path}/log/metrics.jsonl: cannot be written (metrics.jsonl is a symbolic link)"
+    runs = pools(2).run(program_harmed, once([*line, "--train.iters", "2"]), 1, a_link_appears, tmp_path)
+    assert runs[0] == runs[1] and not runs[0][0] and wrong in runs[0][1] and not (tmp_path / "precious").read_text()
     assert (tmp_path / "out" / MARK).is_file() and list(whole(tmp_path / "checkpoints")) == [2]
 
-    (tmp_path / "log/metrics.jsonl").unlink()  # There is space again, and no line is lost.
+    (tmp_path / "log/metrics.jsonl").unlink()  # Now it can be written again, and no line is lost.
     shutil.rmtree(tmp_path / "out")
     assert pools(2).run(program_harmed, line, 4, nothing, tmp_path)[0][0]
     assert steps_of(tmp_path) == [1, 2, 3, 4]

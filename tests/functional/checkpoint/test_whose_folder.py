@@ -139,7 +139,7 @@ def test_one_run_alone_writes_into_a_folder(run: Path, folders: Path, pools: Poo
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         messages = pools(2).run(error_at_once, flags(folders, run, "tp:2", "tp:2"))
         other.kill()
-    assert messages[0] == messages[1] and "in use by another run (the other one)" in messages[0]
+    assert messages[0] == messages[1] and "in use by another run (process 1 on elsewhere)" in messages[0]
     assert pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))[0].startswith("no error")
 
 
@@ -147,7 +147,7 @@ HOLD = """
 import fcntl, sys, time
 file = open(sys.argv[1], "w")
 fcntl.lockf(file, fcntl.LOCK_EX)
-print("the other one", file=file, flush=True)
+print("process 1 on elsewhere", file=file, flush=True)
 print("held", flush=True)
 time.sleep(60)
 """

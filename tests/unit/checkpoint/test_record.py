@@ -63,7 +63,7 @@ def changed(path: str, value: Any = None) -> Any:
     ("config.model.hf_path", None, "KeyError: 'hf_path'"),
     ("config.model.encoders", {"detail": {}}, "KeyError: 'hf_path'"),
     ("config.model.encoders", {"text": {"hf_path": "/x"}}, "encoders of the model: found the name `text`"),
-    ("datasets", None, "KeyError: 'datasets'"),
+    ("datasets", None, "missing 1 required positional argument: 'datasets'"),
     ("datasets", [{"share": "a", "records": 6}], "missing 1 required positional argument: 'sha256'"),
     ("more", 1, "more"),
 ])  # fmt: skip

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,10 +16,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.checkpoint.index import Entry, read_index
+from megatron_hetero.base.outputs import MANIFEST, read_manifest
+from megatron_hetero.checkpoint.index import INDEX, Entry, read_index
+from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.storage import read_entries, write_entries
+from tests.support.mutations import ODD, at, places
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
+from tests.unit.checkpoint.test_record import RUN
 
 VALUES = {
     "weights/a": torch.arange(21.0).view(7, 3),
@@ -75,3 +83,62 @@ def test_the_index_is_gathered_by_the_rank_that_writes_it(tmp_path: Path) -> Non
         records = write_entries(tmp_path, [Entry("weights/a", (4,), (2 * rank,), values)], world())
     assert ("tensors.json" in records) == (rank == 0)
     assert [chunk.rows for chunk in read_index(tmp_path)["weights/a"].chunks] == [(0, 2), (2, 4)]
+
+
+@pytest.mark.parametrize("shape, rectangles", [
+    ([4, 6], [(0, 2, 0, 6), (1, 3, 0, 6)]),  # as many elements, some twice
+    ([4, 6], [(0, 4, 0, 3), (0, 4, 0, 3)]),
+    ([4, 6], [(0, 4, 0, 6), (0, 4, 0, 6), (2, 2, 0, 6)]),
+    ([4, 4], [(0, 2, 0, 2), (2, 4, 2, 4), (0, 2, 0, 4)]),
+    ([4], [(0, 3, 0, 1), (2, 3, 0, 1)]),
+    ([4], [(0, 0, 0, 1)]),
+    ([4, 6], [(0, 4, 0, 6), (0, 1, 0, 1), (0, 1, 0, -1)]),
+    ([4, 6], [(-1, 3, 0, 6)]),
+    ([4, 6], [(0, 4, 0, 7)]),
+    ([4, 6], [(3, 1, 0, 6)]),
+    ([4, 6], [(0, 4, 0, True)]),
+    ([-4, -6], [(0, 4, 0, 6)]),
+    ([4.0, 6], [(0, 4, 0, 6)]),
+    ([2, 2, 2], [(0, 2, 0, 4)]),
+    (["4"], [(0, 4, 0, 1)]),
+])  # fmt: skip
+def test_an_index_covers_every_element_once(shape: list[Any], rectangles: list[Any], tmp_path: Path) -> None:
+    chunks = [{"file": "a", "at": 0, "rows": [t, b], "columns": [x, y]} for t, b, x, y in rectangles]
+    (tmp_path / INDEX).write_text(json.dumps({"weights/a": {"dtype": "F32", "shape": shape, "chunks": chunks}}))
+    with pytest.raises(UserError, match=f"{INDEX}: cannot be read .ValueError: .*(exactly once|no place|no tensor)"):
+        read_index(tmp_path)
+
+
+def test_tiles_of_any_kind_cover_a_tensor(tmp_path: Path) -> None:
+    """Many of them: their number squared would take hours."""
+    tiles = [(row, row + 1, at, at + 1) for row in range(100) for at in range(500)] + [(100, 200, 0, 500), (7, 7, 1, 3)]
+    chunks = [{"file": "a", "at": 0, "rows": [t, b], "columns": [x, y]} for t, b, x, y in tiles]
+    empty = {"dtype": "F32", "shape": [0, 5], "chunks": []}
+    text = {"weights/a": {"dtype": "F32", "shape": [200, 500], "chunks": chunks}, "weights/b": empty}
+    (tmp_path / INDEX).write_text(json.dumps(text))
+    assert len(read_index(tmp_path)["weights/a"].chunks) == len(tiles)
+
+
+CHUNK = {"file": "x", "at": 0, "rows": [0, 4], "columns": [0, 6]}
+FILES: dict[str, tuple[Any, Callable[[Path], Any]]] = {
+    INDEX: ({"a": {"dtype": "F32", "shape": [4, 6], "chunks": [CHUNK]}}, read_index),
+    MANIFEST: ({"files": {"a": {"size": 4, "sha256": "0"}}}, read_manifest),
+    "run.json": (RUN, RunRecord.read),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_values_of_other_kinds_are_one_error(name: str, tmp_path: Path) -> None:
+    good, read = FILES[name]
+    refused = 0
+    for path in list(places(good))[1:]:
+        for odd in ODD:
+            values = copy.deepcopy(good)
+            at(values, path[:-1])[path[-1]] = odd
+            (tmp_path / name).write_bytes(json.dumps(values).encode())
+            try:
+                read(tmp_path)
+            except UserError as error:
+                assert name in str(error) and len(str(error)) < 1000
+                refused += 1
+    assert refused

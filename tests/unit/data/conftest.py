@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
@@ -156,3 +158,23 @@ def write_annotations(request: pytest.FixtureRequest, tmp_path: Path) -> Writer:
         return path
 
     return write
+
+
+class MemoryStore(MemoryFileSystem):
+    """An object store in memory."""
+
+    protocol = "s3"
+    store: ClassVar[dict[str, Any]] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("s3://"))
+
+
+@pytest.fixture
+def memory_store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    """An empty store that is read in the place of S3."""
+    monkeypatch.setitem(_registry, "s3", MemoryStore)
+    MemoryStore.store.clear()
+    return MemoryStore()

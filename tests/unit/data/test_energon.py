@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
+import shutil
 import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -16,7 +20,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.records import Dataset, Reading
-from megatron_hetero.data.sources import energon
+from megatron_hetero.data.sources import energon, patterns
 from megatron_hetero.data.sources.energon import EnergonTars, Shard, open_energon
 from megatron_hetero.data.sources.formats import Columns
 from megatron_hetero.data.sources.tar_headers import tar_members
@@ -253,12 +257,19 @@ def in_index(*commands: str) -> Callable[[Path], Any]:
     return change
 
 
+def samples_with(column: str) -> tuple[str, ...]:
+    return "DROP TABLE samples", f"CREATE TABLE samples (tar_file_id, {column} sample_index)"
+
+
 def repack(folder: Path) -> None:
     members = [(name, f"{text}, longer" if k == 3 else text) for k, (name, text) in enumerate(SHARDS["tars/s1.tar"])]
     (folder / "tars" / "s1.tar").write_bytes(pack(members, mtime=1.5))
 
 
 BOMB = "a: &a {x: 1}\nb: &b {<<: [*a, *a]}\n" + "".join(f"c{k}: &c{k} {{<<: [*b, *b]}}\n" for k in range(9))
+ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT x AS tar_file_id FROM c"
+NUMBERS = "WITH RECURSIVE c(x) AS (SELECT 0 UNION ALL SELECT x + 1 FROM c LIMIT 50000) SELECT x FROM c"
+ROWS = f"SELECT 0, 'k', {{}} FROM ({NUMBERS})"
 SHIFT = "UPDATE sample_parts SET content_byte_offset = content_byte_offset + "
 BROKEN = {
     "no info": (lambda f: (f / ".nv-meta" / ".info.json").unlink(), r"\.info\.json: no such file. Run `energon prep"),
@@ -271,6 +282,9 @@ BROKEN = {
     "another count": (meta_file(".info.json", '{"shard_counts": {"tars/s0.tar": 3, "tars/s1.tar": 4}}'),
                       "s1.tar: found 3 samples, expected 4, because `.info.json`"),
     "unknown tar": (in_split(split_parts={"train": ["tars/s9.tar"]}), "does not have 'tars/s9.tar' of split 'train'"),
+    "odd tag": (meta_file("split.yaml", "!!int ''"), r"split\.yaml: malformed \(IndexError"),
+    "odd time": (meta_file("split.yaml", "!!timestamp x"), r"split\.yaml: malformed \(AttributeError"),
+    "a huge count": (meta_file(".info.json", json.dumps({"shard_counts": {"a": 1 << 64}})), "'a': found a number"),
     "no YAML": (meta_file("split.yaml", "a: ["), r"split\.yaml: malformed"),
     "no text": (lambda f: (f / ".nv-meta" / "split.yaml").write_bytes(b"\xff"), r"split\.yaml: malformed"),
     "aliases": (meta_file("split.yaml", BOMB), "malformed .*an alias"),
@@ -279,7 +293,7 @@ BROKEN = {
     "no parts": (meta_file("split.yaml", "{}"), "split_parts: found null"),
     "no list": (in_split(split_parts={"train": "tars/s0.tar"}), "train: found a string, expected a list of names"),
     "odd list": (in_split(split_parts={"train": [["x"]]}), "train: found a list, expected a list of names"),
-    "a store": (in_split(split_parts={"train": ["s3://b/{a,b}*"]}), "expected a list of names"),
+    "a store": (in_split(split_parts={"train": ["s3://b/{a,b}*"]}), "expected names of tars inside the folder"),
     "braces": (in_split(split_parts={"train": ["tars/s{3..1}.tar"]}), "train: .*ascending range"),
     "outside": (in_split(split_parts={"train": ["../a.tar"]}), r"found '\.\./a\.tar', expected names of tars inside"),
     "absolute": (in_split(split_parts={"train": ["/a.tar"]}), "found '/a.tar', expected names of tars inside"),
@@ -293,6 +307,36 @@ BROKEN = {
                        r"index\.sqlite: cannot be read \(is a directory\)"),
     "no column": (in_index("ALTER TABLE samples DROP COLUMN sample_index"), "cannot be read .OperationalError: no"),
     "text": (in_index("UPDATE sample_parts SET content_byte_offset = 'x'"), "found a string, a string, a string"),
+    "bytes": (in_index("UPDATE sample_parts SET part_name = CAST(X'ff' AS TEXT)"), "cannot be read .*decode to UTF-8"),
+    "bytes in a key": (in_index("UPDATE samples SET sample_key = CAST(CAST(sample_key AS BLOB) || X'ff' AS TEXT)"),
+                       "cannot be read .*decode to UTF-8"),
+    "bytes in a schema": (in_index("PRAGMA writable_schema = ON", "CREATE INDEX i ON samples (sample_key)",
+                                   "UPDATE sqlite_master SET name = CAST(X'ff' AS TEXT) WHERE name = 'i'"),
+                          r"index\.sqlite: cannot be read \(UnicodeDecodeError"),
+    "a view": (in_index("DROP TABLE sample_parts", f"CREATE VIEW sample_parts AS {ENDLESS}"),
+               "found 'CREATE VIEW .*, expected a plain table, without computed columns"),
+    "a view as a table": (in_index("PRAGMA writable_schema = ON", "UPDATE sqlite_master SET sql = 'CREATE VIEW "
+                                   f"sample_parts AS {ENDLESS}' WHERE name = 'sample_parts'"),
+                          r"index\.sqlite: cannot be read \(DatabaseError: malformed"),
+    "a virtual table": (in_index("DROP TABLE sample_parts", "CREATE VIRTUAL TABLE sample_parts USING "
+                                 "rtree(sample_index, tar_file_id, content_byte_size, part_name, content_byte_offset)"),
+                        "found 'CREATE VIRTUAL TABLE .*, expected a plain table"),
+    "a generated key": (in_index(*samples_with("sample_key AS (printf('%.*c', 300000000, 'x')),")),
+                        "expected a plain table, without computed columns"),
+    "a stored key": (in_index(*samples_with("sample_key AS (printf('k%i', sample_index)) STORED,")),
+                     "expected a plain table, without computed columns"),
+    "a long key": (in_index("UPDATE samples SET sample_key = printf('%.*c', 5000, 'x') WHERE sample_index = 0 "
+                            "AND tar_file_id = 0"), r"cannot be read \(DataError: string or blob too big"),
+    "a key that no tar has room for": (in_index("UPDATE samples SET sample_key = printf('%.*c', 3000, 'x') WHERE "
+                                                "sample_index = 1 AND tar_file_id = 0"), "xxx.*not what index.sqlite"),
+    "samples twice": (in_index(*samples_with("sample_key,"), f"INSERT INTO samples {ROWS.format(0)}", "DELETE FROM "
+                               "sample_parts", f"INSERT INTO sample_parts SELECT 0, 0, 'txt', 512, 9 FROM ({NUMBERS})"),
+                      "part 'txt': not what index.sqlite"),
+    "rows for none": (in_index(*samples_with("sample_key,"), f"INSERT INTO samples {ROWS.format('x')}",
+                               f"INSERT INTO sample_parts SELECT 0, -x, 'txt', 512, 9 FROM ({NUMBERS})"),
+                      r"index\.sqlite: cannot be read \(more steps than tables of this size need\)"),
+    "another order": (in_index("CREATE INDEX idx_sample_parts_seq ON sample_parts (tar_file_id, part_name)"),
+                      "not what index.sqlite"),
     "null": (in_index("UPDATE sample_parts SET part_name = NULL"), "found a string, null, a number, a number"),
     "half": (in_index(SHIFT + "0.5"), "found a string, a string, a number, a number, expected"),
     "shifted a little": (in_index(SHIFT + "1"), "s0.tar: 'x/k00' part 'JPG': not what index.sqlite"),
@@ -311,6 +355,89 @@ BROKEN = {
 def test_broken_folders(tmp_path: Path, change: Callable[[Path], Any], message: str) -> None:
     change(prepare(tmp_path))
     with pytest.raises(UserError, match=message):
+        opened(tmp_path)
+
+
+def linked(name: str) -> Callable[[Path], Any]:
+    """Move a file out of the folder, with a link in its place."""
+
+    def change(folder: Path) -> None:
+        shutil.move(folder / name, folder.parent / "elsewhere")
+        (folder / name).symlink_to(folder.parent / "elsewhere")
+
+    return change
+
+
+META = [".info.json", "split.yaml", "dataset.yaml", "index.sqlite"]
+
+
+@pytest.mark.parametrize("name", ["tars/s1.tar", "tars", ".nv-meta", *(f".nv-meta/{name}" for name in META)])
+def test_links_out_of_a_folder_are_refused(tmp_path: Path, name: str) -> None:
+    folder = prepare(tmp_path / "data")
+    expected = shown(opened(folder))
+    linked(name)(folder)
+    with pytest.raises(UserError, match=f"{folder}/.*: found a link to {tmp_path}/elsewhere.*cp -rL FOLDER COPY"):
+        opened(folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert shown(opened(tmp_path / "copy")) == expected
+
+
+def test_links_inside_a_folder_and_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = prepare(tmp_path / "data")
+    expected = shown(opened(folder))
+    (folder / "tars").rename(folder / "moved")
+    (folder / "tars").symlink_to("moved")
+    (tmp_path / "link").symlink_to(folder)
+    assert shown(opened(tmp_path / "link")) == expected
+    monkeypatch.chdir(tmp_path)
+    assert shown(opened("link")) == expected
+    linked("moved/s1.tar")(folder)
+    with pytest.raises(UserError, match="^link/tars/s1.tar: found a link to"):
+        opened("link")
+    (folder / "tars").unlink()
+    (folder / "tars").symlink_to("tars")
+    with pytest.raises(UserError, match="too many levels of symbolic links"):
+        opened(folder)
+
+
+REACHING = """
+    {reference}://*::data:,{} {reference}://*::data:application/json,{} {tar}://*::file:///etc/passwd {zip,}://*::s3://b/a
+    {ftp}://user:pw@127.0.0.1:9/* {http,https}://127.0.0.1:9/* {s3}://b/* s3://b/* {simplecache}::s3://b/a {://}x
+    {{{a://,b}}}* {/etc}/* {/etc,tars}/s0.tar /etc/* {/etc/passwd} {file}:///etc/* {local,tars}:///etc/passwd {..}/*
+    {..,tars}/s0.tar tars/{.}./../* tars/{{s0,..}/x,..} {a,b}/../../* {a\0b} a\0b {a}\0* {a,\ud800}
+""".split()
+REACHING += ["{" * 3000, "{a}" * 3000, "{" * 3000 + "}" * 3000]
+
+
+@pytest.mark.parametrize("name", REACHING, ids=range(len(REACHING)))
+@pytest.mark.parametrize("kind", ["split", "exclude"])
+def test_names_reach_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
+    monkeypatch.delattr(fsspec.core, "url_to_fs")
+    for system, function in ((glob, "glob"), (glob, "iglob"), (os, "listdir"), (os, "scandir")):
+        monkeypatch.delattr(system, function)
+    names = {"split": ["tars/s0.tar"], "exclude": list[str]()}
+    names[kind].append(name)
+    prepare(tmp_path, split={"split_parts": {"train": names["split"]}, "exclude": names["exclude"]})
+    with pytest.raises(UserError, match=rf"split\.yaml: {'exclude' if kind == 'exclude' else 'train'}: found ['\"]"):
+        opened(tmp_path)
+
+
+def test_names_are_literal_but_for_braces(tmp_path: Path) -> None:
+    keys = {"a*.tar": ["k*", "k"], "b[0].tar": ["l[1]", "l1"], "c?.tar": ["m::", "m:/x"], "d::x.tar": ["n{", "n"]}
+    shards = {name: [(f"{key}.txt", key) for key in own] for name, own in keys.items()}
+    exclude = ["a*.tar/k*{,}", "b[0].tar/l[1]", "b[0].tar/*", "c?.tar/m::", "d::x.tar/n{", "{*,?}.tar", "a.tar/k"]
+    split = {"split_parts": {"train": ["a*.tar", "{b[0],c?}.tar", "d::x.tar"]}, "exclude": exclude}
+    with pytest.raises(UserError, match=r"b\[0\].tar: it does not have all of its excluded samples \(\*, l\[1\]\)"):
+        opened(prepare(tmp_path / "a", shards, {"__class__": "CrudeWebdataset"}, split))
+    exclude.remove("b[0].tar/*")
+    data = opened(prepare(tmp_path / "b", shards, {"__class__": "CrudeWebdataset"}, split))
+    assert [text for _, text in shown(data)] == ["k", "l1", "m:/x", "n"]
+
+
+def test_names_are_limited_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "MOST_FILES", 1000)
+    prepare(tmp_path, split={"split_parts": {"train": ["tars/s0.tar", "{0..599}", "{600..999}"]}})
+    with pytest.raises(UserError, match="train: found more than 1,000 files"):
         opened(tmp_path)
 
 

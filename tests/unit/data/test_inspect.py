@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import socket
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -15,6 +17,7 @@ from rich.console import Console
 from megatron_hetero.cli import inspect_data as inspect
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
+from tests.unit.data.test_energon import prepare
 
 
 @pytest.fixture
@@ -61,6 +64,40 @@ def test_flags_win_over_the_file(config_file: Path, capsys: pytest.CaptureFixtur
     ]
     assert inspect.main(arguments) == 0
     assert "→ 28×112 px, grid (1, 8, 2)" in capsys.readouterr().out
+
+
+CODE = "{{ cycler.__init__.__globals__.os.system('touch MARK') }}"
+REACHING = ["{reference}://*::data:;base64,CODE", "{ftp}://user:pw@HOST/*", "{ftp,http}://HOST/*", "{/etc}/*", "{a}\0",
+            "{tar}://*::file:///etc/passwd", "{" * 3000 + "}" * 3000]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["split", "exclude"])
+@pytest.mark.parametrize("name", REACHING, ids=range(len(REACHING)))
+def test_names_of_a_folder_reach_no_host_or_file(
+    config_file: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        mark = config_file.parent / "mark"
+        keys = {"key": CODE.replace("MARK", str(mark)), "url": "a", "dimensions": {"i": {"stop": 1}}}
+        references = json.dumps({"version": 1, "templates": {}, "gen": [keys], "refs": {}})
+        name = name.replace("HOST", f"127.0.0.1:{listener.getsockname()[1]}")
+        name = name.replace("CODE", base64.b64encode(references.encode()).decode())
+        tars = {"split": ["tars/s0.tar"], "exclude": []}
+        tars[kind].append(name)
+        split = {"split_parts": {"train": tars["split"]}, "exclude": tars["exclude"]}
+        registry = {"shapes": {"files": str(prepare(config_file.parent / "pages", split=split))}}
+        config = yaml.safe_load(config_file.read_text())
+        config_file.write_text(yaml.safe_dump(config | {"data": {"registry": registry, "datasets": ["shapes"]}}))
+        assert inspect.main(["--config", str(config_file)]) == 1
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        assert not mark.exists()
+    error = capsys.readouterr().err
+    assert "split.yaml: " in error and "root:" not in error and "Traceback" not in error
+    assert ("expected names of tars inside the folder" in error) != ("expected a pattern in UTF-8 without NUL" in error)
 
 
 def test_supervised_text_is_coloured_on_a_terminal(processor: Processor, make_record: Callable[..., Record]) -> None:

@@ -28,6 +28,7 @@ from megatron_hetero.data.records import Dataset, Turn
 from megatron_hetero.data.sources import parquet
 from megatron_hetero.data.sources.formats import Columns, Found, Place
 from megatron_hetero.data.sources.parquet import Cell, ParquetFiles
+from tests.unit.data.conftest import MemoryStore
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -257,13 +258,11 @@ def test_compression(tmp_path: Path, compression: str) -> None:
     assert opened(values(file)) == [{"answer": "A" * 100, "image": bytes(1000)}] * 5
 
 
-def test_files_in_a_store() -> None:
-    fsspec = pytest.importorskip("fsspec")
+def test_files_in_a_store(memory_store: MemoryStore) -> None:
     buffer = io.BytesIO()
     pq.write_table(pa.table({"answer": ["A"], "image": pa.array([A], ITEM)}), buffer)
-    with fsspec.open("memory://folder/a.parquet", "wb") as file:
-        file.write(buffer.getvalue())
-    assert opened(values(StoredFile("memory://folder/a.parquet"))) == [{"answer": "A", "image": b"a"}]
+    memory_store.pipe("/folder/a.parquet", buffer.getvalue())
+    assert opened(values(StoredFile("s3://folder/a.parquet"))) == [{"answer": "A", "image": b"a"}]
 
 
 # ----------------------------------------------------------------------------------- columns, files, row groups

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.registry import known_implementations
 
+from megatron_hetero.base.contents import STORES, StoredFile
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import Pattern
+from megatron_hetero.config.load import convert
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources.mapping import FieldMap
-from megatron_hetero.data.sources.patterns import files_of
+from megatron_hetero.data.sources.patterns import files_of, require_matches
 from megatron_hetero.data.validation import item_fields, validate_record
+from tests.unit.data.conftest import MemoryStore
 
 FIELDS = item_fields({"vision": ("image", "video")})
 
@@ -50,6 +56,15 @@ def test_wildcards_match_in_order(tmp_path: Path) -> None:
         ("/none/{5..2}", "ascending range"),
         ("/none/{0..99999999999}", "ascending range"),
         ("/none/{0..9999}{0..9999}", "more than 1,000,000 files"),
+        ("/none/{0..%s}" % ("9" * 5000), "ascending range"),
+        ("/none/{%s..1}" % ("0" * 5000), "ascending range"),
+        ("/none/" + "{" * 3000 + "a" + "}" * 3000, "at most 100 braces"),
+        ("/none/" + "{a}" * 3000, "at most 100 braces"),
+        ("/none/{a,b}" + "x" * 5000, "4,096 characters of a name"),
+        ("/none/{0..999999}" + "x" * 4000, "or 268,435,456 of all"),
+        ("/none/a\0b", "without NUL"),
+        ("/none/\0*", "without NUL"),
+        ("/none/\ud800", "in UTF-8"),
     ],
 )
 def test_bad_patterns(pattern: str, message: str) -> None:
@@ -155,18 +170,46 @@ def test_several_json_files_are_one_data_set(tmp_path: Path) -> None:
         opened(f"{tmp_path}/{{a,c}}.jsonl")
 
 
-def test_objects_of_a_store_are_read_in_ranges() -> None:
-    store = fsspec.filesystem("memory")
+def test_objects_of_a_store_are_read_in_ranges(memory_store: MemoryStore) -> None:
     rows = [{"question": f"{k}?", "answer": "It."} for k in range(5)]
-    store.pipe("/bucket/a.jsonl", "\n".join(map(json.dumps, rows)).encode())
-    store.pipe("/bucket/b.json", json.dumps(rows).encode())
-    data = opened("memory://bucket/*.json*")
+    memory_store.pipe("/bucket/a.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    memory_store.pipe("/bucket/b.json", json.dumps(rows).encode())
+    data = opened("s3://bucket/*.json*")
     assert [record.turns[0].text for record in data] == 2 * [f"{k}?" for k in range(5)]
-    assert data[0].where == "memory:///bucket/a.jsonl:1"
-    with pytest.raises(UserError, match=r"memory://bucket/none.jsonl: no such file"):
-        opened("memory://bucket/none.jsonl")
+    assert data[0].where == "s3:///bucket/a.jsonl:1"
+    with pytest.raises(UserError, match=r"s3://bucket/none.jsonl: no such file"):
+        opened("s3://bucket/none.jsonl")
 
 
-def test_stores_without_a_driver_are_refused() -> None:
-    with pytest.raises(UserError, match=r"nowhere://a/b\.jsonl: cannot be read \(.*nowhere.*pip install fsspec s3fs"):
-        opened("nowhere://a/b.jsonl")
+def test_stores_without_a_driver_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ossfs", None)
+    with pytest.raises(UserError, match=r"oss://a/b\.jsonl: cannot be read \(.*ossfs.*pip install s3fs"):
+        opened("oss://a/b.jsonl")
+
+
+NO_STORES = [
+    *(f"{scheme}://127.0.0.1/*" for scheme in known_implementations if scheme not in STORES),
+    *("S3://b/a", "://a", "reference://*::data:,{}", "tar://*::file:///etc/passwd", "zip::s3://b/a.zip"),
+    *("s3://b/a::b", "s3://*::s3://b/a", "simplecache::s3://b/a", "{s3,file}://b/a", "{file}:///etc/*", "s3{:,}://b/a"),
+]
+
+
+@pytest.mark.parametrize("files", NO_STORES)
+def test_other_urls_reach_no_file_system(monkeypatch: pytest.MonkeyPatch, files: str) -> None:
+    monkeypatch.delattr(fsspec.core, "url_to_fs")
+    monkeypatch.delattr(glob, "glob")
+    for reach in (opened, lambda files: require_matches(files, "data.registry.d.files")):
+        with pytest.raises(UserError, match=r"^data\.registry\.d\.files: found .* object in a store \(s3, "):
+            reach(files)
+    for read in (StoredFile.open, StoredFile.version, lambda file: file.read(0, 1)):
+        with pytest.raises(UserError, match="object in a store"):
+            read(StoredFile(files))
+
+
+def test_braces_hide_no_url(tmp_path: Path) -> None:
+    for files in ("{s3://b/a,/etc/passwd}", f"{{{tmp_path}/a,s3://b/a}}"):
+        with pytest.raises(UserError, match=r"^data\.registry\.d\.files: .* names both URLs and files of this machine"):
+            opened(files)
+    # Not taken for a path in the configuration's folder.
+    assert convert("{s3,file}://b/a", Pattern, tmp_path) == "{s3,file}://b/a"
+    assert DatasetConfig(files=Pattern("{s3,file}://b/a")).folder_of_files is None

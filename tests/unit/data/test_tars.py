@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -31,6 +30,7 @@ from megatron_hetero.data.sources.formats import Arrays, Columns, Found
 from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.validation import item_fields
+from tests.unit.data.conftest import MemoryStore
 
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 TURNS = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "It."}]
@@ -161,12 +161,11 @@ def test_sizes_of_long_members(write: Write) -> None:
     assert records(write(pack([("b.jpg", "y" * 9)], pax_headers={"size": "9"})))[0].value["jpg"].size == 9
 
 
-def test_a_store(write: Write) -> None:
-    with fsspec.open("memory://tars/a.tar", "wb") as file:
-        file.write(pack([("a.jpg", "picture"), ("a.txt", "text")]))  # type: ignore[union-attr]
-    [(value, where)] = records("memory://tars/a.tar")
-    assert value["txt"] == "text" and raw(value["jpg"]) == b"picture" and where == "memory://tars/a.tar: a"
-    TarFiles().read_ahead(StoredFile("memory://tars/a.tar"), {}, np.array([0]))
+def test_a_store(memory_store: MemoryStore) -> None:
+    memory_store.pipe("/tars/a.tar", pack([("a.jpg", "picture"), ("a.txt", "text")]))
+    [(value, where)] = records("s3://tars/a.tar")
+    assert value["txt"] == "text" and raw(value["jpg"]) == b"picture" and where == "s3://tars/a.tar: a"
+    TarFiles().read_ahead(StoredFile("s3://tars/a.tar"), {}, np.array([0]))
 
 
 def test_a_scan_stores_no_objects(write: Write) -> None:

@@ -22,7 +22,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_hetero.base import lock as file_lock
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.base.outputs import MARK, lock_of, partial_of
+from megatron_hetero.base.outputs import MARK, lock_of, mark, new_beside
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.hf import model_files as writer_module
 from megatron_hetero.hf.model_files import INDEX, SINGLE, folder_writer, plan_shards, read_companions, require_writable
@@ -137,17 +137,19 @@ def test_two_exports_do_not_mix(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "export"
     write(model, target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    partial_of(target).mkdir()
-    (partial_of(target) / SINGLE).write_text("of the other one")
+    others = new_beside(target, "partial")
+    others.mkdir()
+    (others / SINGLE).write_text("of the other one")
+    mark(others)
     with subprocess.Popen([sys.executable, "-c", HOLD, lock_of(target)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         who = rf"export: in use by another export \(process {other.pid} on .*export\.hf_dir"
         with pytest.raises(UserError, match=who):
             write(model, target, torch.bfloat16)
         other.kill()
-    assert (partial_of(target) / SINGLE).read_text() == "of the other one"
+    assert (others / SINGLE).read_text() == "of the other one"
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
-    write(model, target)  # A lock of one that was killed does no harm.
+    write(model, target)  # What is left of one that was killed is removed.
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
@@ -269,6 +271,47 @@ def test_what_takes_the_place_of_an_export_meanwhile_is_not_replaced(model: Path
     with mock.patch.object(writer_module, "mark", late), pytest.raises(UserError, match="thesis.txt, and no"):
         write(model, tmp_path / "export")
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["export", "export/thesis.txt"]
+
+
+@pytest.mark.parametrize("copy", [shutil.copytree, lambda old, new: shutil.unpack_archive(tarred(old), new)])
+def test_a_copy_of_an_export_is_not_replaced(copy: Callable[[Path, Path], object], model: Path, tmp_path: Path) -> None:
+    """Such as one that was published and downloaded again."""
+    write(model, tmp_path / "export")
+    copy(tmp_path / "export", tmp_path / "copy")
+    with pytest.raises(UserError, match=f"copy: found a {MARK} of another folder"):
+        write(model, tmp_path / "copy")
+    (tmp_path / "export").rename(tmp_path / "moved")
+    write(model, tmp_path / "moved")
+
+
+def tarred(folder: Path) -> str:
+    return shutil.make_archive(str(folder), "tar", folder)
+
+
+def test_an_export_removes_no_folder_of_others(model: Path, tmp_path: Path) -> None:
+    target, kept = tmp_path / "export", set[Path]()
+    write(model, target)
+    for name in (".export.partial", ".export.replaced", new_beside(target, "partial"), new_beside(target, "replaced")):
+        put_file(tmp_path / name, "thesis.txt")
+        shutil.copy(target / MARK, tmp_path / name)
+        kept.add(tmp_path / name / "thesis.txt")
+    (link := new_beside(target, "partial")).symlink_to(target)
+    for _ in range(2):
+        write(model, target)
+    assert all(path.read_text() == "thesis" for path in kept) and link.is_symlink()
+    assert {*tmp_path.iterdir()} == {target, link, *(path.parent for path in kept)}
+
+
+def test_what_a_killed_export_left_is_removed(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    write(model, target)
+    target.rename(new_beside(target, "replaced"))  # killed before the new one had its name
+    killed = mock.patch.object(writer_module, "_set_dtype", side_effect=KeyboardInterrupt)
+    with mock.patch.object(writer_module, "remove_marked"), killed, pytest.raises(KeyboardInterrupt):
+        write(model, target)
+    assert len(list(tmp_path.iterdir())) == 2
+    write(model, target)
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_links_are_not_replaced(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
 import shutil
 import subprocess
 import sys
@@ -17,7 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStepLR
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.base.outputs import prune, whole
+from megatron_hetero.base.outputs import MANIFEST, prune, record_file, whole
 from megatron_hetero.checkpoint import resume as shared_folder
 from megatron_hetero.checkpoint.library import load_checkpoint, save_checkpoint
 from megatron_hetero.groups.topology import Topology
@@ -26,6 +29,7 @@ from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_optimizers import build_optimizers
 from tests.functional.checkpoint.test_whose_folder import HOLD
 from tests.support.matrix import thinned
+from tests.support.mutations import ODD, at, places
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
 from tests.unit.step.test_optimizers import INPUTS, batch_of, loss_of_rows, of_pytorch, pictures, vision
@@ -242,6 +246,25 @@ def test_what_checkpoints_refuse(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, optimizer)
 
 
+@on_ranks(1)
+def test_records_with_values_of_other_kinds_are_one_error(tmp_path: Path) -> None:
+    optimizer = build_optimizers(running.topology_of_world(1, text="dp:1"), {"text": nn.Linear(2, 2)}, AdamW())
+    path = save_checkpoint(tmp_path, optimizer, 1, extra={"a": 1})
+    good = json.loads((path / "modules.json").read_text())
+    for place in list(places(good))[1:]:
+        for odd in (*ODD[3::7], 10**400, "params", [0.9, float("nan")]):
+            values = copy.deepcopy(good)
+            at(values, place[:-1])[place[-1]] = odd
+            (path / "modules.json").write_bytes(json.dumps(values).encode())
+            records = {each.name: record_file(each) for each in path.iterdir() if each.name != MANIFEST}
+            files = {name: {"size": of.size, "sha256": of.sha256} for name, of in records.items()}
+            (path / MANIFEST).write_text(json.dumps({"files": files}))
+            with contextlib.suppress(UserError):
+                load_checkpoint(tmp_path, optimizer)
+                for group in optimizer.sharded["text"].param_groups:
+                    assert abs(group["weight_decay"]) < 1e30 and group["params"], (place, odd)
+
+
 def one_module(weights: nn.Module | None = None) -> JointOptimizer:
     topology = running.topology_of_world(2, text="dp:2")
     return build_optimizers(topology, {"text": nn.Linear(4, 4) if weights is None else weights}, AdamW())
@@ -276,7 +299,9 @@ def test_one_run_alone_saves_into_a_folder(tmp_path: Path) -> None:
     dist.barrier()
     with (
         mock.patch.object(shared_folder, "_FREE_S", 0.1),
-        pytest.raises(UserError, match="in use by another run .the other one.*another folder of checkpoints, or end"),
+        pytest.raises(
+            UserError, match="in use by another run .process 1 on elsewhere.*another folder of checkpoints, or end"
+        ),
     ):
         save_checkpoint(tmp_path, optimizer, 1)
     assert (tmp_path / ".step-00000001.partial").is_dir()

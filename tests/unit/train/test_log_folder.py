@@ -74,7 +74,7 @@ def test_one_run_alone_writes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path / ".metrics.lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other, mock.patch.object(shared_folder, "_FREE_S", 0.1):
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match=r"log\.dir: .*in use by another run \(the other one\)"):
+        with pytest.raises(UserError, match=r"log\.dir: .*in use by another run \(process 1 on elsewhere\)"):
             write(tmp_path, B)
         other.kill()
     assert text(tmp_path / "metrics.jsonl") == A

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -129,8 +130,10 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_told_at_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with MetricsWriter(tmp_path, 1, console=plain()) as writer:
+    def full(*_: object, **__: object) -> IO[bytes]:
+        return Path("/dev/full").open("ab", 0)
+
+    with MetricsWriter(tmp_path, 1, console=plain()) as writer, mock.patch("megatron_hetero.train.log.open_own", full):
         assert not writer.faults
         writer.write(metrics())
         writer.write(metrics(2))
