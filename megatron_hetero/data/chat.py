@@ -49,9 +49,9 @@ def render(tokenizer: Any, record: Record, shown: Parts = PICTURES) -> list[Rend
     """Renders the record with the tokenizer's chat template. `shown`: see `Parts`.
 
     The runs joined are the rendered text. Each assistant turn's text and its ``<|im_end|>`` are supervised, nothing
-    else. A turn begins where the template's own generation prompt ends, so training matches generation. To find that for
-    each of n turns takes n renderings of all turns before; most templates render a turn by itself, and are asked for
-    the first turns and the last one only.
+    else. A turn begins where the template's own generation prompt ends, so training matches generation. The prompts of
+    the first turns and the last one are rendered whole. Between them a turn is rendered by itself, which costs no more
+    for many turns, and its prompt only if that is not in the text.
 
     Raises:
         UserError: the template fails, or rewrites earlier turns, or alters the assistant's text; or it does not render

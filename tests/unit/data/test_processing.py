@@ -309,10 +309,12 @@ UNFIT = {
     "counting": "{{ messages | length }}" + PLAIN.replace("CONTENT", "{{ m.content }}"),
     "without a prompt": PLAIN.split("{%- if")[0].replace("CONTENT", "{{ m.content }}"),
 }
-ROUNDS = """{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ ' ' ~ loop.index ~ '\\n' ~ m.content ~ '<|im_end|>\\n' }}
-{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant ' ~ (messages | length + 1) ~ '\\n' }}{% endif %}"""
-WITHOUT_MARKS = """{% for m in messages %}{{ {'system': '', 'user': 'USER: ', 'assistant': ' ASSISTANT: '}[m.role] + m.content }}
-{%- if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %} ASSISTANT: {% endif %}"""
+ROUNDS = """{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ ' ' ~ loop.index ~ '\\n' ~ m.content }}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant ' ~ (messages | length + 1) ~ '\\n' }}{% endif %}"""
+WITHOUT_MARKS = """{% set names = {'system': '', 'user': 'USER: ', 'assistant': ' ASSISTANT: '} %}
+{%- for m in messages %}{{ names[m.role] + m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %} ASSISTANT: {% endif %}"""
 SAID = st.lists(st.sampled_from(["a", " ", "\n", "</think>", "<think>\n", "assistant\n", "é"]), min_size=1, max_size=3)
 
 
@@ -389,7 +391,7 @@ def test_the_cost_of_turns_is_linear(processor: Processor, make_record: MakeReco
     tokenizer.chat_template = ROUNDS
     assert len(chat.render(tokenizer, make_record(*["What?", "A disc."] * (chat.MOST_TURNS // 2)))) == 513
     rendered.clear()
-    with pytest.raises(UserError, match=r"^train\.jsonl:1: found 4000 turns, expected at most 512, because the chat tem"):
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: found 4000 turns, expected at most 512, because the"):
         chat.render(tokenizer, record)
     assert sum(rendered) < 20 * 4000
 
