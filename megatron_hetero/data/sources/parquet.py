@@ -208,7 +208,8 @@ class ParquetFiles:
 
         file, columns, values = group.footer.file, group.footer.columns, None
         try:
-            size = sum(map(_size, batch.columns))
+            is_small = texts.size <= MOST_TEXT_BYTES and batch.num_columns == texts.table.num_columns
+            size = texts.size if is_small else sum(map(_size, batch.columns))
             found = f"{size:,} bytes of text"
             if size <= MOST_TEXT_BYTES:
                 values = [self._values(group, texts, column, batch, at) for column in columns]
@@ -502,10 +503,11 @@ def _is_list(kind: DataType) -> bool:
 @dataclass(frozen=True, eq=False)
 class _Texts:
     """A row group without bytes. `has_bytes`, by column and way: whether all items have bytes, or none; None if that is
-    unknown until they are read.
+    unknown until they are read. `size`: as of `_size`.
     """
 
     table: Table
+    size: int
     has_bytes: Mapping[tuple[str, Steps], bool | None]
 
     @property
@@ -530,7 +532,7 @@ def _load_texts(group: _Group) -> _Texts:
             elif _is_bytes(column.type):
                 count = group.rows
             has_bytes[column.name, leaf.steps] = _all_or_none(group.chunk(leaf), count)
-    return _Texts(table, has_bytes)
+    return _Texts(table, sum(_size(chunk) for column in table.columns for chunk in column.chunks), has_bytes)
 
 
 def _all_or_none(chunk: Any, items: int | None) -> bool | None:
