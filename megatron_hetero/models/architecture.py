@@ -90,14 +90,11 @@ class Architecture:
     @cached_property
     def tensors(self) -> TensorShapes:
         """All stored tensors with their shapes, in the order in which they are written."""
-        return {stored + name: shape for stored, part in self._parts() for name, shape in part.tensors().items()}
-
-    def _parts(self) -> Iterator[tuple[str, Part | Layer]]:
-        """Yield all parts with tensors of their own, and the prefixes of these."""
         ends = [end for end in (self.entry, *self.ends) if end.copies is None]
-        yield from ((end.stored, end.part) for end in ends if end.at == "first")
-        yield from ((f"{self.stored}{number}.", layer) for number, layer in enumerate(self.layers))
-        yield from ((end.stored, end.part) for end in ends if end.at != "first")
+        parts: list[tuple[str, Part | Layer]] = [(end.stored, end.part) for end in ends if end.at == "first"]
+        parts += [(f"{self.stored}{number}.", layer) for number, layer in enumerate(self.layers)]
+        parts += [(end.stored, end.part) for end in ends if end.at != "first"]
+        return {stored + name: shape for stored, part in parts for name, shape in part.tensors().items()}
 
     @property
     def stored_twice(self) -> dict[str, str]:

@@ -192,17 +192,12 @@ class EncoderModel(ModuleStage):
         assert batch.patches is not None, "the first stage embeds patches"
         hidden = self.get_submodule(self._entry)(batch.patches).unsqueeze(1)
         for name in self._added:
-            positions = self._own_positions(batch, len(hidden))
+            # Each tp rank embeds a share of the shard where activations are split.
+            start = len(hidden) * self.groups.tp.rank() if self.shards > 1 else 0
+            own = batch.positions[:, start : start + len(hidden)]
+            positions = F.pad(own, (0, len(hidden) - own.shape[1]))
             hidden = hidden + self.get_submodule(name)(positions).to(hidden.dtype).unsqueeze(1)
         return hidden
-
-    def _own_positions(self, batch: EncoderInput, patches: int) -> Tensor:
-        """Return the positions of the patches that this rank embeds, [dims, patches], zero for padding. With
-        sequence-parallel activations each tp rank embeds a share of the shard.
-        """
-        start = patches * self.groups.tp.rank() if self.shards > 1 else 0
-        own = batch.positions[:, start : start + patches]
-        return F.pad(own, (0, patches - own.shape[1]))
 
     def run_layers(self, batch: EncoderInput, hidden: Tensor, others: dict[str, Tensor]) -> Tensor:
         """Run the layers of this stage, and fill `others` with the rows of outputs of earlier layers than the last."""

@@ -113,11 +113,11 @@ def frame_table(item: Item, limits: Limits) -> FrameTable:
         UserError: the file is missing, not a video, truncated or too large, or takes too long.
     """
     with _named(item):
-        source = _Source(item.content)
-        try:
-            return _known(source, within(item.content, limits.seconds, lambda _: _version(item.content)), limits)
-        finally:
-            del source.content
+        version = within(item.content, limits.seconds, lambda _: _version(item.content))
+        known = _known(version, limits)
+        if not known:
+            known.append(_table(item.content, version, limits))
+        return known[0]
 
 
 def read_frames(
@@ -130,11 +130,26 @@ def read_frames(
     Raises:
         UserError: as `frame_table`, and where a wanted frame is damaged.
     """
-    numbers = sorted(set(wanted))
+    content, numbers = item.content, sorted(set(wanted))
+
+    def read(late: Late) -> dict[int, T]:
+        found = dict[int, T]()
+        with _open(content, table.stream) as (container, stream):
+            for number, run in enumerate(_runs(table.keys, numbers) if table.exact else [numbers] if numbers else []):
+                start = _key_before(table.keys, run[0]) if table.exact else 0
+                if number or start:
+                    container.seek(int(table.stamps[start]), stream=stream)
+                found |= _pass(content, table, start, run, _decoded(container, stream, late), convert)
+        # Some containers go to another place than was asked for.
+        if table.exact and (missing := sorted(set(numbers) - found.keys())):
+            with _open(content, table.stream) as (container, stream):
+                found |= _pass(content, table, 0, missing, _decoded(container, stream, late), convert)
+        if missing := sorted(set(numbers) - found.keys()):
+            raise _unusable(content, f"a video whose frame {missing[0]} of {len(table.stamps)} cannot be decoded")
+        return found
+
     with _named(item):
-        return within(
-            item.content, limits.seconds, lambda late: _read_frames(item.content, table, numbers, convert, late)
-        )
+        return within(content, limits.seconds, read)
 
 
 @contextlib.contextmanager
@@ -149,22 +164,15 @@ def _named(item: Item) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------- stored tables
 
 
-class _Source:
-    """Content to read if a table is not in the cache, whose key it is no part of: it may be a whole file in memory."""
-
-    def __init__(self, content: Content) -> None:
-        self.content = content
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Source)
-
-    def __hash__(self) -> int:
-        return 0
-
-
 @lru_cache(maxsize=64)
-def _known(source: _Source, version: Version, limits: Limits) -> FrameTable:
-    content = source.content
+def _known(version: Version, limits: Limits) -> list[FrameTable]:  # noqa: ARG001 (the key)
+    """The table of a file if it has been read, in a list to put it into: the file may be in memory, which no cache
+    should keep.
+    """
+    return []
+
+
+def _table(content: Content, version: Version, limits: Limits) -> FrameTable:
     key = repr((_FORMAT, *version)).encode()
     file = None if limits.folder is None else limits.folder / f"{hashlib.sha256(key).hexdigest()[:40]}.times"
 
@@ -301,11 +309,9 @@ def _problems(content: Content) -> Iterator[None]:
         ) from error
     except Exception as error:
         # FFmpeg's own errors have numbers below those of the system.
-        if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENAMETOOLONG, errno.EISDIR):
-            fix = "correct the record's 'video', or `images` in data.registry"
-            raise UserError.at(_place(content), problem=f"cannot be read ({reason(error)})", fix=fix) from error
-        if isinstance(error, PermissionError):
-            fix = "check the permissions"
+        missing, denied = (errno.ENOENT, errno.ENAMETOOLONG, errno.EISDIR), isinstance(error, PermissionError)
+        if isinstance(error, OSError) and (denied or error.errno in missing):
+            fix = "check the permissions" if denied else "correct the record's 'video', or `images` in data.registry"
             raise UserError.at(_place(content), problem=f"cannot be read ({reason(error)})", fix=fix) from error
         raise _unusable(content, f"a file that cannot be read as a video ({in_short(error)})") from error
 
@@ -427,25 +433,6 @@ def _decoded(container: InputContainer, stream: VideoStream, late: Late) -> Iter
     for packet in container.demux(stream):
         late()
         yield from packet.decode()  # type: ignore[misc]
-
-
-def _read_frames(
-    content: Content, table: FrameTable, wanted: Sequence[int], convert: Convert[T], late: Late
-) -> dict[int, T]:
-    found: dict[int, T] = {}
-    with _open(content, table.stream) as (container, stream):
-        for number, run in enumerate(_runs(table.keys, wanted) if table.exact else [wanted] if wanted else []):
-            start = _key_before(table.keys, run[0]) if table.exact else 0
-            if number or start:
-                container.seek(int(table.stamps[start]), stream=stream)
-            found |= _pass(content, table, start, run, _decoded(container, stream, late), convert)
-    # Some containers go to another place than was asked for.
-    if table.exact and (missing := sorted(set(wanted) - found.keys())):
-        with _open(content, table.stream) as (container, stream):
-            found |= _pass(content, table, 0, missing, _decoded(container, stream, late), convert)
-    if missing := sorted(set(wanted) - found.keys()):
-        raise _unusable(content, f"a video whose frame {missing[0]} of {len(table.stamps)} cannot be decoded")
-    return found
 
 
 def _runs(keys: np.ndarray, wanted: Sequence[int]) -> list[list[int]]:

@@ -103,9 +103,7 @@ class Sampling:
 
 def resized_frame(height: int, width: int, unit: int, low: float, high: float) -> tuple[int, int]:
     """`smart_resize` of Qwen2-VL: whole units, with an area from `low` to `high`. Raises `ValueError`."""
-    _check_sides(height, width)
-    sides = round(height / unit) * unit, round(width / unit) * unit
-    return _within(sides, math.prod(sides), (height, width), height * width, unit, low, high)
+    return _within((height, width), unit, low, high)
 
 
 def resized_video(frames: int, height: int, width: int, unit: int, low: float, high: float) -> tuple[int, int]:
@@ -113,24 +111,20 @@ def resized_video(frames: int, height: int, width: int, unit: int, low: float, h
     if height < unit or width < unit:
         scale = max(unit / height, unit / width)
         height, width = int(height * scale), int(width * scale)
-    _check_sides(height, width)
-    sides = round(height / unit) * unit, round(width / unit) * unit
-    area = round(frames / 2) * 2 * math.prod(sides)
-    return _within(sides, area, (height, width), frames * height * width, unit, low, high)
-
-
-def _check_sides(height: int, width: int) -> None:
-    if max(height, width) / min(height, width) > 200:
-        raise ValueError(f"sides of {width} x {height} pixels")
+    return _within((height, width), unit, low, high, frames, round(frames / 2) * 2)
 
 
 def _within(
-    sides: tuple[int, int], area: int, given: tuple[int, int], own: int, unit: int, low: float, high: float
+    given: tuple[int, int], unit: int, low: float, high: float, frames: int = 1, even: int = 1
 ) -> tuple[int, int]:
-    """The `sides`, or the `given` ones scaled to whole units if their `area` is too large or small. `own`: the area of
-    the given ones.
+    """The `given` height and width of so many `frames` in whole units, rounded, or scaled if their area is too large or
+    small, for which an `even` number of frames counts. Raises `ValueError`.
     """
     height, width = given
+    if max(given) / min(given) > 200:
+        raise ValueError(f"sides of {width} x {height} pixels")
+    sides = round(height / unit) * unit, round(width / unit) * unit
+    area, own = even * math.prod(sides), frames * height * width
     if area > high:
         scale = math.sqrt(own / high)
         return (

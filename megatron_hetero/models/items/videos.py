@@ -20,7 +20,7 @@ from megatron_hetero.config.sections import VideoConfig
 from megatron_hetero.models.items.image_files import load_picture, picture_size
 from megatron_hetero.models.items.pictures import ImageSize, pixels_of, require_patches, square
 from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, ItemType, Modality, Piece
-from megatron_hetero.models.items.video_files import Convert, FrameTable, Late, Limits, frame_table, read_frames, within
+from megatron_hetero.models.items.video_files import Convert, Late, Limits, frame_table, read_frames, within
 from megatron_hetero.models.items.video_sampling import (
     ANY_NUMBER,
     AUTHORS,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from megatron_hetero.config.sections import EstimateConfig
 
 T = TypeVar("T")
-_SAMPLED = ("fps", "min_frames", "max_frames")
 ASSUMED_RATE = 24.0
 """Frames per second of a list of frames without times, as in `transformers`."""
 
@@ -178,12 +177,17 @@ class VideoReader:
 
     def _shot(self, item: Item) -> Shot:
         """The frames of an item that the encoder takes."""
-        given, table = dict(item.given), None if item.frames else frame_table(item, self.limits)
-        times, rate, own = self._listed(item, given) if table is None else _of_file(table)
+        given = dict(item.given)
+        if item.frames:
+            times, rate, own = self._listed(item, given)
+        else:
+            table = frame_table(item, self.limits)
+            times, own = table.times, (table.width, table.height)
+            rate = table.rate if is_constant(times, table.rate) else mean_rate(times)
         sampling, (first, stop) = self.sampling, _segment(item, times, given)
         if not (constant := is_constant(times, rate)):
             rate = mean_rate(times[first:stop])
-        if "fps" in given and table is not None:
+        if "fps" in given and not item.frames:
             sampling = replace(sampling, fps=given["fps"])
         numbers = sampling.frames(stop - first, rate)
         count = len(numbers)
@@ -224,25 +228,23 @@ class VideoReader:
     def _read(self, item: Item, shot: Shot, numbers: Iterable[int], convert: Convert[T]) -> dict[int, T]:
         if not item.frames:
             return read_frames(item, frame_table(item, self.limits), numbers, self.limits, convert)
-        return within(
-            item.content, self.limits.seconds, lambda late: self._load(item, shot, sorted(numbers), convert, late)
-        )
 
-    def _load(self, item: Item, shot: Shot, numbers: Iterable[int], convert: Convert[T], late: Late) -> dict[int, T]:
-        """The frames of a list of pictures."""
-        found = {}
-        for number in numbers:
-            late()
-            picture = load_picture(item.frames[number], item.where)
-            if picture.size != shot.own:
-                raise UserError.at(
-                    f"{item.where}: image {item.frames[number]}",
-                    found=f"a frame of {picture.size[0]} x {picture.size[1]} pixels",
-                    expected=f"{shot.own[0]} x {shot.own[1]}, as the first of its video",
-                    fix="give the frames of a video one size",
-                )
-            found[number] = convert(picture)
-        return found
+        def load(late: Late) -> dict[int, T]:
+            found = {}
+            for number in sorted(numbers):
+                late()
+                picture = load_picture(item.frames[number], item.where)
+                if picture.size != shot.own:
+                    raise UserError.at(
+                        f"{item.where}: image {item.frames[number]}",
+                        found=f"a frame of {picture.size[0]} x {picture.size[1]} pixels",
+                        expected=f"{shot.own[0]} x {shot.own[1]}, as the first of its video",
+                        fix="give the frames of a video one size",
+                    )
+                found[number] = convert(picture)
+            return found
+
+        return within(item.content, self.limits.seconds, load)
 
     @cached_property
     def _values(self) -> np.ndarray:
@@ -265,13 +267,6 @@ class VideoReader:
 def fitted(picture: Image.Image, side: tuple[int, int]) -> Image.Image:
     """The picture in this width and height."""
     return picture if picture.size == side else picture.resize(side, Image.Resampling.BICUBIC)
-
-
-def _of_file(table: FrameTable) -> tuple[np.ndarray, float, tuple[int, int]]:
-    """Times, rate and size of the frames of a file."""
-    times = table.times
-    rate = table.rate if is_constant(times, table.rate) else mean_rate(times)
-    return times, rate, (table.width, table.height)
 
 
 def _segment(item: Item, times: np.ndarray, given: Mapping[str, Any]) -> tuple[int, int]:
@@ -309,9 +304,6 @@ PROCESSORS = ("processor_config.json", "video_preprocessor_config.json", "prepro
 """Files with the settings of a folder's video processor, the first that has them."""
 
 
-_TOKENS = ItemTokens("vision_start_token_id", "video_token_id", "vision_end_token_id")
-
-
 @dataclass(frozen=True)
 class Videos(ItemType):
     """See `megatron_hetero.models.items.types.ItemType`. `bounded`: see `Sampling`. `timestamps`: see `VideoReader`."""
@@ -320,7 +312,7 @@ class Videos(ItemType):
     bounded: Bounded
     timestamps: bool
     modality: Modality = "video"
-    tokens: ItemTokens = _TOKENS
+    tokens = ItemTokens("vision_start_token_id", "video_token_id", "vision_end_token_id")
     processor: str = "a video processor"
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> VideoReader:
@@ -349,7 +341,7 @@ class Videos(ItemType):
         fps = asked.fps or (settings.get("fps") or default.fps if samples else None)
         own = (settings.get("min_frames") or default.min_frames, settings.get("max_frames") or default.max_frames)
         if asked.rules == "authors":
-            fps, own = asked.fps or AUTHORS.fps, (AUTHORS.min_frames, AUTHORS.max_frames)
+            fps, own = asked.fps or AUTHORS.fps, AUTHORS[1:]
         return Sampling(
             rules=asked.rules,
             bounded=self.bounded,
@@ -380,10 +372,9 @@ class Videos(ItemType):
     def exported(self, folder: Path, data: Mapping[str, Any]) -> dict[str, str]:
         """The video processor's settings with the run's numbers, as far as `transformers` has them."""
         asked = data.get("video") or {}
-        chosen = {name: asked[name] for name in _SAMPLED if asked.get(name) is not None}
+        chosen = {name: asked[name] for name in AUTHORS._fields if asked.get(name) is not None}
         if asked.get("rules") == "authors":
-            chosen = {"fps": AUTHORS.fps, "min_frames": AUTHORS.min_frames, "max_frames": AUTHORS.max_frames} | chosen
-            chosen |= {"cap_pixels_per_frame": True}
+            chosen = AUTHORS._asdict() | chosen | {"cap_pixels_per_frame": True}
         pixels = asked.get("frame_pixels" if self.bounded == "frame" else "total_pixels")
         if not chosen and pixels is None:
             return {}

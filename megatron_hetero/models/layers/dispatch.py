@@ -51,43 +51,33 @@ class Copies(NamedTuple):
 
 def take(x: Tensor, copies: Copies) -> Tensor:
     """Return copies [copies, width] of rows `x` [rows, width]."""
-    return _Taken.apply(x, copies)  # pyright: ignore[reportReturnType]
+    return _Moved.apply(x, copies, False)  # pyright: ignore[reportReturnType]
 
 
 def add_up(x: Tensor, copies: Copies) -> Tensor:
     """Return the sums [rows, width] of copies `x` [copies, width]."""
-    return _AddedUp.apply(x, copies)  # pyright: ignore[reportReturnType]
+    return _Moved.apply(x, copies, True)  # pyright: ignore[reportReturnType]
 
 
-def _bags(x: Tensor, copies: Copies) -> Tensor:
-    # Sums in one order, and in fp32, which `index_add_` does not on a GPU.
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: Copies, adds: bool) -> Tensor:
+        ctx.copies, ctx.adds = copies, adds
+        return _moved(x, copies, adds)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _moved(grad, ctx.copies, not ctx.adds), None, None
+
+
+def _moved(x: Tensor, copies: Copies, adds: bool) -> Tensor:
+    if not adds:
+        return x.index_select(0, copies.rows)
     if not len(x):
         return x.new_zeros(len(copies.starts), x.shape[1])
+    # Sums in one order, and in fp32, which `index_add_` does not on a GPU.
     return F.embedding_bag(copies.order, x, copies.starts, mode="sum")
-
-
-class _Taken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies
-        return x.index_select(0, copies.rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _bags(grad, ctx.copies), None
-
-
-class _AddedUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies
-        return _bags(x, copies)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.index_select(0, ctx.copies.rows), None
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,12 @@ from megatron_hetero.hf.weight_map import (
     TensorShapes,
     WeightMap,
     columns,
-    share,
     split_length,
     split_rows,
     stack,
     whole,
 )
+from megatron_hetero.hf.weight_map import share as share_of
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import Operations, Part, Site, Tokens, kinds, named
 
@@ -88,7 +88,7 @@ class Merger(Part):
     def slices(self, stored: str, share: Share) -> WeightMap:
         """Split the first layer by rows, the second by columns."""
         norm, fc1, fc2 = (stored + name for name in self.stored)
-        part = _interval(self.width, share)
+        part, _ = share_of(self.width, *share)
         return {
             **named("norm", self.norm.slices(f"{norm}.", share)),
             "linear_fc1.weight": stack((f"{fc1}.weight", part)),
@@ -104,10 +104,6 @@ class Merger(Part):
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """Build the torch module."""
         return PatchMerger(self, site, number)
-
-
-def _interval(size: int, part: Share) -> tuple[int, int]:
-    return share(size, *part)[0]
 
 
 class PatchMerger(torch.nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,13 +111,6 @@ class ExpertMLP(MLPPart):
         return ExpertMLPModule(self, site, number)
 
 
-class _Routed(NamedTuple):
-    """Moves of tokens, and the weights [tokens, k] of their experts."""
-
-    dispatch: Dispatch
-    weights: Tensor
-
-
 class ExpertMLPModule(torch.nn.Module):
     """Torch module of an `ExpertMLP`.
 
@@ -179,9 +172,9 @@ class ExpertMLPModule(torch.nn.Module):
         padding = len(hidden) - len(out)
         return F.pad(out.unsqueeze(1), (0, 0, 0, 0, 0, padding)) if padding else out.unsqueeze(1)
 
-    def _route(self, tokens: Tensor, call: LayerCall, first: int) -> _Routed:
+    def _route(self, tokens: Tensor, call: LayerCall, first: int) -> tuple[Dispatch, Tensor]:
         """Choose experts for `tokens` [tokens, hidden], the first of which is the shard's token `first`; when a layer
-        is recomputed, those that were chosen the first time.
+        is recomputed, those that were chosen the first time. Returns the moves, and weights [tokens, k] of experts.
         """
         logits = F.linear(tokens, self.router)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
@@ -197,7 +190,7 @@ class ExpertMLPModule(torch.nn.Module):
         if call.balance is not None:
             probabilities = call.balance.balanced(call.balance.of(first, len(tokens)), probabilities)
         weights = probabilities.gather(1, dispatch.chosen)
-        return _Routed(dispatch, (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype))
+        return dispatch, (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype)
 
     def _count(self, chosen: Tensor) -> None:
         if self._loads is None:

@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_hetero.models.layers.segments import PackedSegments, ShapeBucket
+    from megatron_hetero.models.layers.segments import PackedSegments
 
 
 @dataclass(frozen=True)
@@ -226,34 +226,17 @@ def bucketed(
     keys = [bucket.keys * bucket.segments for bucket in segments.buckets]
     q_parts = _ordered(q_nHD, segments.order).split(queries)
     k_parts, v_parts = (_ordered(x, segments.key_order).split(keys) for x in (k_KhD, v_KhD))
-    inputs = zip(q_parts, k_parts, v_parts, segments.buckets, strict=True)
-    parts = [_bucket(q, k, v, bucket, segments, causal, attend) for q, k, v, bucket in inputs]
+    parts = []
+    for *inputs, bucket in zip(q_parts, k_parts, v_parts, segments.buckets, strict=True):
+        q, k, v = (x.unflatten(0, (bucket.segments, -1)).transpose(1, 2) for x in inputs)
+        # `is_causal` of this function aligns at the first query and key. A single query sees all keys.
+        masked = causal and 1 < bucket.queries < bucket.keys
+        mask = segments.causal_mask(bucket) if masked else None
+        options = {"is_causal": causal and bucket.queries == bucket.keys, "enable_gqa": q.shape[1] != k.shape[1]}
+        parts.append(attend(q, k, v, attn_mask=mask, **options).transpose(1, 2).flatten(0, 1))
     out, order = parts[0] if len(parts) == 1 else torch.cat(parts), segments.order
     return out if order is None else torch.empty_like(out).index_copy(0, order, out)
 
 
 def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
     return x if order is None else x.index_select(0, order)
-
-
-def _bucket(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bucket: ShapeBucket,
-    segments: PackedSegments,
-    causal: bool,
-    attend: Callable[..., Tensor],
-) -> Tensor:
-    q, k, v = (x.unflatten(0, (bucket.segments, -1)).transpose(1, 2) for x in (q, k, v))
-    # `is_causal` of this function aligns at the first query and key. A single query sees all keys.
-    masked = causal and 1 < bucket.queries < bucket.keys
-    out = attend(
-        q,
-        k,
-        v,
-        attn_mask=segments.causal_mask(bucket) if masked else None,
-        is_causal=causal and bucket.queries == bucket.keys,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out.transpose(1, 2).flatten(0, 1)

@@ -71,7 +71,7 @@ class ActivationOffload:
         hooks = [layer.register_forward_pre_hook(run.begin_layer) for layer in layers]
         hooks += [module.register_forward_pre_hook(run.end_layers) for module in after]
         try:
-            with saved_tensors_hooks(run.pack, _unpack):
+            with saved_tensors_hooks(run.pack, lambda saved: saved.unpack()):
                 yield
             run.end_layers()
         finally:
@@ -235,10 +235,6 @@ class _Moves:
         x = device.view(self.dtype).as_strided(*self.geometry)
         _require_unchanged(self.copy.overwritten, x)
         return x
-
-
-def _unpack(saved: _Stays | _Moves) -> Tensor:
-    return saved.unpack()
 
 
 def _require_unchanged(changed: bool, x: Tensor) -> None:

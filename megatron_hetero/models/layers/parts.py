@@ -144,25 +144,18 @@ class Site:
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool, name: str = "") -> Any:
         """Build a linear layer that is split by column. `name`: of its exchanges, for Transformer Engine."""
-        return self.backend.column_linear(inputs, outputs, gather_output=False, **self._of_linear(bias, False, name))
+        own = {"bias": bias, "skip_bias_add": False, "gather_output": False}
+        return self._linear(self.backend.column_linear, inputs, outputs, name, **own)
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, leaves_bias: bool = False, name: str = "") -> Any:
         """Build a linear layer that is split by row. `leaves_bias`: its caller adds the bias."""
-        return self.backend.row_linear(
-            inputs, outputs, input_is_parallel=True, **self._of_linear(bias, leaves_bias, name)
-        )
+        own = {"bias": bias, "skip_bias_add": leaves_bias, "input_is_parallel": True}
+        return self._linear(self.backend.row_linear, inputs, outputs, name, **own)
 
-    def _of_linear(self, bias: bool, leaves_bias: bool, name: str) -> dict[str, Any]:
+    def _linear(self, kind: Any, inputs: int, outputs: int, name: str, **own: Any) -> Any:
         named = {"tp_comm_buffer_name": name} if name else {}
-        return {
-            "config": self.config,
-            "init_method": None,
-            "bias": bias,
-            "skip_bias_add": leaves_bias,
-            "is_expert": False,
-            "tp_group": self.groups.tp,
-            **named,
-        }
+        shared = {"config": self.config, "init_method": None, "is_expert": False, "tp_group": self.groups.tp}
+        return kind(inputs, outputs, **shared, **own, **named)
 
     def mark(self, module: torch.nn.Module, *, split: bool | None = None) -> torch.nn.Module:
         """Mark the parameters of `module`, and return it: if `split`, by default where activations are, each tp rank

@@ -187,21 +187,20 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, table_2nD: Tensor) -> Tensor:
         ctx.save_for_backward(table_2nD)
-        if _in_one_pass(x, table_2nD):
-            return run(turned, x, *table_2nD.unbind())
-        out = torch.empty_like(x)
-        _turn(x, table_2nD, out)
-        return out
+        return _rotated(x, table_2nD, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (table_2nD,) = ctx.saved_tensors
-        if _in_one_pass(grad, table_2nD):
-            return run(turned_back, grad, *table_2nD.unbind()), None
-        out = torch.empty_like(grad)
-        _turn(grad, table_2nD, out, back=True)
-        return out, None
+        return _rotated(grad, *ctx.saved_tensors, back=True), None
+
+
+def _rotated(x: Tensor, table_2nD: Tensor, *, back: bool) -> Tensor:
+    if _in_one_pass(x, table_2nD):
+        return run(turned_back if back else turned, x, *table_2nD.unbind())
+    out = torch.empty_like(x)
+    _turn(x, table_2nD, out, back=back)
+    return out
 
 
 class _RotatedHeads(torch.autograd.Function):
