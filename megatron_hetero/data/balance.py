@@ -42,7 +42,11 @@ def assign(costs: Sequence[float], replicas: int) -> list[list[int]]:
     """
     values = np.asarray(costs, dtype=np.float64)
     owner, loads = _largest_first(values.tolist(), replicas)
-    _even_out(values, owner, loads)
+    floor = max(sum(loads.tolist()) / replicas, values.max(initial=0.0))
+    for _ in range(MAX_EXCHANGES):
+        fullest = int(loads.argmax())
+        if loads[fullest] <= floor * EVEN_ENOUGH or not _exchange(fullest, values, owner, loads):
+            break
     by_number, by_owner = np.argsort(values, kind="stable"), np.lexsort((owner, values))
     owner[by_number] = owner[by_owner]
     return _items_of(owner, replicas)
@@ -81,15 +85,6 @@ def _largest_first(costs: list[float], replicas: int) -> tuple[np.ndarray, np.nd
     for load, replica in heap:
         loads[replica] = load
     return np.array(owner, dtype=np.int64), loads
-
-
-def _even_out(costs: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> None:
-    """Improve an assignment in place, one exchange at a time."""
-    floor = max(sum(loads.tolist()) / len(loads), costs.max(initial=0.0))
-    for _ in range(MAX_EXCHANGES):
-        fullest = int(loads.argmax())
-        if loads[fullest] <= floor * EVEN_ENOUGH or not _exchange(fullest, costs, owner, loads):
-            return
 
 
 def _exchange(fullest: int, costs: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> bool:
@@ -167,9 +162,9 @@ def fill_bins(
     while True:
         bins = _Bins.of(sizes, budgets, np.asarray(costs), rounds * multiple)
         bins.even_out(0.0)
-        if bins.fit():
+        if (bins.loads <= bins.caps[:, None]).all():
             bins.even_out(COST_WEIGHT)
-            return bins.items()
+            return _items_of(bins.owner[: len(sizes)], bins.count)
         rounds += 1
 
 
@@ -230,14 +225,6 @@ class _Bins:
     def count(self) -> int:
         """Number of bins."""
         return self.loads.shape[1]
-
-    def fit(self) -> bool:
-        """Whether no bin exceeds a budget."""
-        return bool((self.loads <= self.caps[:, None]).all())
-
-    def items(self) -> list[list[int]]:
-        """The items of each bin, ascending."""
-        return _items_of(self.owner[: len(self.owner) - self.count], self.count)
 
     def even_out(self, cost_weight: float) -> None:
         """Exchanges items until bins are near the mean, no exchange helps, or the limit is reached."""

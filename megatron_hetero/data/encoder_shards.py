@@ -112,20 +112,12 @@ class EncoderShards:
             self.shape.order(self.sizes[i]).units + self._first_row[i] for pieces in self.assigned for i in pieces
         ]
         ids = np.concatenate([np.zeros(0, np.int64), *in_order])
-        groups = holding_groups(self.layout, self.sharded)
-        return Ownership(groups, ids, np.concatenate([self._starts.ravel(), [len(ids)]]))
-
-    @cached_property
-    def _units(self) -> np.ndarray:
-        """Units of each member's shard, int64 [replicas * members]."""
-        return np.concatenate([self.replica(number).units for number in range(len(self.assigned))])
-
-    @cached_property
-    def _starts(self) -> np.ndarray:
-        """The first unit of each rank of each member, int64 [replicas * members, tp ranks that share activations]."""
         tp = self.layout.tp if self.sharded else 1
-        within = np.minimum(self._units[:, None], tp_share(self._units, tp)[:, None] * np.arange(tp))
-        return (np.cumsum(self._units) - self._units)[:, None] + within
+        # Units of each member's shard, int64 [replicas * members], of which each of the tp ranks has a share.
+        units = np.concatenate([self.replica(number).units for number in range(len(self.assigned))])
+        within = np.minimum(units[:, None], tp_share(units, tp)[:, None] * np.arange(tp))
+        starts = (np.cumsum(units) - units)[:, None] + within
+        return Ownership(holding_groups(self.layout, self.sharded), ids, np.append(starts, len(ids)))
 
     def replica_ownership(self, replica: int) -> Ownership:
         """The part of `ownership` that is one replica's."""

@@ -9,22 +9,43 @@ from typing import Any, NamedTuple
 
 from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import UserError, quoted
+from megatron_hetero.models.items.types import Modality
 
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 """A list of files with these suffixes is one video."""
 
 PLURALS = {"image": "images", "video": "videos"}
 """Fields of the encoder `vision`, and their other names."""
-_MOST, _LEAST_RATE, _MOST_RATE = 1e9, 1e-3, 1000
+_MOST, _RATES = 1e9, (1e-3, 1000)
 """Largest number of seconds, and smallest and largest number of frames per second."""
+_VIDEOS = "the path of a video, a list of paths, or a list of frames"
 
 
-class Video(NamedTuple):
-    """A video of a record, as `ItemRef` has it: its file or first frame, its frames, further fields and values."""
+class ItemField(NamedTuple):
+    """Field `name` of records, with the paths of items of one type for one encoder; `key` is its name in stored
+    records.
+    """
 
+    encoder: str
+    modality: Modality
+    name: str
+    key: str
+
+    @property
+    def placeholder(self) -> str:
+        """Marks the place of an item in a human turn."""
+        return f"<{self.name}>"
+
+
+class ItemRef(NamedTuple):
+    """An item of a record: its field, and its path as written, or its content where the data set's own files have it.
+    `frames`, `given`: see `Item`.
+    """
+
+    field: ItemField
     file: str | Content
-    frames: tuple[str | Content, ...]
-    given: tuple[tuple[str, Any], ...]
+    frames: tuple[str | Content, ...] = ()
+    given: tuple[tuple[str, Any], ...] = ()
 
 
 def kind(value: Any) -> str:
@@ -39,17 +60,30 @@ def is_content(value: Any) -> bool:
     return not isinstance(value, str | list | dict) and hasattr(value, "label")
 
 
-def paths_of(value: dict[str, Any], field: str, where: str) -> list[str | Content]:
-    """The paths or contents in a field of a record. Raises `UserError`."""
-    field = _named(value, field, where)
-    given = value.get(field)
-    paths = [] if given is None else [given] if isinstance(given, str) or is_content(given) else given
-    if not isinstance(paths, list):
-        raise _no_paths(paths, f"{where}: field '{field}'", "a string, a list of strings, or null")
-    for k, path in enumerate(paths):
-        if not _is_plain(path):
-            _check_path(path, f"{where}: field '{field}'" + (f"[{k}]" if isinstance(given, list) else ""))
-    return paths
+def label_of(file: Any) -> Any:
+    """The name of a content, and any other value, such as a path, as it is."""
+    return file.label if is_content(file) else file
+
+
+def items_of(value: dict[str, Any], field: ItemField, where: str) -> list[ItemRef]:
+    """The items in a field of a record. A video is a file or a list of frames. Raises `UserError`."""
+    name, is_video = _named(value, field.name, where), field.modality == "video"
+    place, given = f"{where}: field '{name}'", value.get(name)
+    listed = [] if given is None else [given] if isinstance(given, str) or is_content(given) else given
+    if not isinstance(listed, list):
+        raise _no_paths(given, place, _VIDEOS if is_video else "a string, a list of strings, or null")
+    if is_video and isinstance(given, list):
+        listed = _videos(given, place)
+    for k, each in enumerate(listed):
+        for path in each if is_video and isinstance(each, list) else [each]:
+            _check_path(path, f"{place}[{k}]" if isinstance(given, list) else place)
+    if not is_video:
+        return [ItemRef(field, path) for path in listed]
+    videos = [
+        ItemRef(field, each[0], tuple(each)) if isinstance(each, list) else ItemRef(field, each) for each in listed
+    ]
+    fields = _further(value, videos, where)
+    return [video._replace(given=tuple(of_one)) for video, of_one in zip(videos, fields, strict=True)]
 
 
 def _named(value: dict[str, Any], field: str, where: str) -> str:
@@ -67,40 +101,12 @@ def _named(value: dict[str, Any], field: str, where: str) -> str:
     return plural
 
 
-def _is_plain(path: Any) -> bool:
-    """Whether a path needs no closer look."""
-    if not isinstance(path, str):
-        return is_content(path)
-    return path[:1] not in ("", "/") and ".." not in path and "\0" not in path and not path.isspace()
-
-
-def videos_of(value: dict[str, Any], field: str, where: str) -> list[Video]:
-    """The videos in a field of a record: a file, a list of frames, or a list of these. Raises `UserError`."""
-    field = _named(value, field, where)
-    place, given = f"{where}: field '{field}'", value.get(field)
-    listed = _listed(given, place)
-    for k, files in enumerate(listed):
-        for path in files if isinstance(files, list) else [files]:
-            if not _is_plain(path):
-                _check_path(path, f"{place}[{k}]" if isinstance(given, list) else place)
-    videos = [Video(each[0], tuple(each), ()) if isinstance(each, list) else Video(each, (), ()) for each in listed]
-    fields = _further(value, videos, where)
-    return [video._replace(given=tuple(of_one)) for video, of_one in zip(videos, fields, strict=True)]
-
-
-def _listed(given: Any, place: str) -> list[Any]:
-    """Each video of a field, as a file or as a list of frames."""
-    if given is None:
-        return []
-    if isinstance(given, str) or is_content(given):
-        return [given]
-    expected = "the path of a video, a list of paths, or a list of frames"
-    if not isinstance(given, list):
-        raise _no_paths(given, place, expected)
+def _videos(given: list[Any], place: str) -> list[Any]:
+    """Each video of a list, as a file or as a list of frames."""
     if any(isinstance(each, list) for each in given):
         for k, each in enumerate(given):
             if each == [] or not (isinstance(each, str | list) or is_content(each)):
-                raise _no_paths(each, f"{place}[{k}]", expected)
+                raise _no_paths(each, f"{place}[{k}]", _VIDEOS)
             if isinstance(each, list) and not all(map(_is_frame, each)):
                 raise UserError.at(
                     f"{place}[{k}]",
@@ -121,16 +127,16 @@ def _listed(given: Any, place: str) -> list[Any]:
 
 
 def _is_frame(path: Any) -> bool:
-    name = path.label if is_content(path) else path
+    name = label_of(path)
     return isinstance(name, str) and name.lower().endswith(FRAME_SUFFIXES)
 
 
-def _further(value: dict[str, Any], videos: Sequence[Video], where: str) -> list[list[tuple[str, Any]]]:
+def _further(value: dict[str, Any], videos: Sequence[ItemRef], where: str) -> list[list[tuple[str, Any]]]:
     """The further fields of each video."""
     found: list[list[tuple[str, Any]]] = [[] for _ in videos]
     for name, expected, is_one in (
-        ("fps", f"frames per second, {_LEAST_RATE:g} to {_MOST_RATE}", _is_rate),
-        ("video_start", "seconds, a number of at least 0", lambda x: _is_number(x) and x >= 0),
+        ("fps", "frames per second, {:g} to {}".format(*_RATES), lambda x: _is_number(x, *_RATES)),
+        ("video_start", "seconds, a number of at least 0", _is_number),
         ("video_end", "seconds, a number above 0", lambda x: _is_number(x) and x > 0),
         ("times", "the second at which each frame is shown, ascending", _is_ascending),
     ):
@@ -143,38 +149,28 @@ def _further(value: dict[str, Any], videos: Sequence[Video], where: str) -> list
             several = f", or a list of {len(videos)} of these" if len(videos) > 1 else ""
             raise UserError.at(place, found=quoted(str(given)), expected=expected + several, fix="correct the record")
         for video, of_one, values in zip(videos, each, found, strict=True):
-            if name == "times":
-                _check_times(of_one, video, place)
+            if name == "times" and len(of_one) != len(video.frames):
+                what = f"{len(video.frames)} frames" if video.frames else f"the file {quoted(str(video.file))}"
+                raise UserError.at(
+                    place,
+                    found=f"{len(of_one)} times for {what}",
+                    expected="one for each frame of a list of frames",
+                    because="a file has times of its own",
+                    fix="correct or remove the field",
+                )
             values.append((name, tuple(map(float, of_one)) if name == "times" else float(of_one)))
     return found
 
 
-def _check_times(times: Sequence[float], video: Video, place: str) -> None:
-    if len(times) != len(video.frames):
-        what = f"{len(video.frames)} frames" if video.frames else f"the file {quoted(str(video.file))}"
-        raise UserError.at(
-            place,
-            found=f"{len(times)} times for {what}",
-            expected="one for each frame of a list of frames",
-            because="a file has times of its own",
-            fix="correct or remove the field",
-        )
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a number of seconds, or per second, that a video may have."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST <= value <= _MOST
-
-
-def _is_rate(value: Any) -> bool:
-    return _is_number(value) and _LEAST_RATE <= value <= _MOST_RATE
+def _is_number(value: Any, least: float = 0, most: float = _MOST) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def _is_ascending(value: Any) -> bool:
     """Whether it is a list of times of which each is above the one before."""
     if not isinstance(value, list) or not all(map(_is_number, value)):
         return False
-    return all(low < high for low, high in itertools.pairwise(value)) and (not value or value[0] >= 0)
+    return all(low < high for low, high in itertools.pairwise(value))
 
 
 def _no_paths(value: Any, place: str, expected: str) -> UserError:
@@ -183,13 +179,14 @@ def _no_paths(value: Any, place: str, expected: str) -> UserError:
 
 
 def _check_path(path: Any, where: str) -> None:
+    if is_content(path):
+        return
     if not isinstance(path, str) or not path.strip() or "\0" in path:
         found = quoted(path) if isinstance(path, str) else kind(path)
         raise UserError.at(
             where, found=found, expected="the path of a file", fix="write a path relative to the image folder"
         )
-    normal = posixpath.normpath(path)
-    if posixpath.isabs(path) or normal == ".." or normal.startswith("../"):
+    if path.startswith("/") or (".." in path and posixpath.normpath(path).split("/")[0] == ".."):
         raise UserError.at(
             where,
             found=f"{quoted(path)}, which leaves the image folder",

@@ -43,7 +43,7 @@ from megatron_hetero.groups.collective import on_every, require_alike
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.job import JobSpec
-from megatron_hetero.models.items.types import ItemShape, Piece, Size
+from megatron_hetero.models.items.types import Piece, Size
 
 T = TypeVar("T")
 
@@ -307,7 +307,7 @@ class StepLoader:
     @cached_property
     def _communicators(self) -> dict[str, BoundaryCommunicator]:
         """Communicators for patches by encoder; a row is the patches of one unit."""
-        encoders: Mapping[str, ItemShape] = self.partitioner.encoders
+        encoders = self.partitioner.encoders
         return {
             name: BoundaryCommunicator(group, CPU, encoders[name].unit_width, torch.float32, check=False)
             for name, group in self.topology.host_replicas.items()

@@ -59,8 +59,7 @@ class Mixture:
             datasets: entries ``name`` or ``name%rate``; the rate is in percent of the data set's records per epoch,
                 over 100 repeats records.
             registry: the data sets by name.
-            shuffle: redraw samples and order every epoch.
-            seed: of the random draws; unused without shuffle.
+            shuffle, seed: see `Mixture`.
             reading: see `Dataset`.
 
         Raises:
@@ -69,9 +68,15 @@ class Mixture:
         if not datasets:
             raise UserError.at("data.datasets", problem="no data set", fix="name one of data.registry")
         sampled = [SampledDataset.parse(text) for text in datasets]
-        for each in sampled:
-            _check_name(each.name, registry)
         names = dict.fromkeys(each.name for each in sampled)
+        if unknown := [name for name in names if name not in registry]:
+            close, known = difflib.get_close_matches(unknown[0], registry, n=1), ", ".join(registry) or "no data sets"
+            raise UserError.at(
+                "data.datasets",
+                found=f"unknown data set {unknown[0]!r}",
+                expected=f"one of data.registry ({known})",
+                fix=f"did you mean {close[0]!r}?" if close else "add it to data.registry, or correct the name",
+            )
         loaded = {name: Dataset(name, registry[name], reading) for name in names}
         return cls([(loaded[each.name], each) for each in sampled], shuffle=shuffle, seed=seed)
 
@@ -170,16 +175,3 @@ def open_held_out(config: Config, processor: Processor) -> dict[str, Mixture]:
     """The data sets of `eval.datasets` by name, opened, in the order of their records. Raises `UserError`."""
     registry, seed, reading = config.data.registry, config.train.seed, reading_of(config, processor)
     return {name: Mixture.parse((name,), registry, False, seed, reading) for name in config.eval.datasets}
-
-
-def _check_name(name: str, registry: Mapping[str, DatasetConfig]) -> None:
-    if name in registry:
-        return
-    close = difflib.get_close_matches(name, registry, n=1)
-    known = ", ".join(registry) or "no data sets"
-    raise UserError.at(
-        "data.datasets",
-        found=f"unknown data set {name!r}",
-        expected=f"one of data.registry ({known})",
-        fix=f"did you mean {close[0]!r}?" if close else "add it to data.registry, or correct the name",
-    )

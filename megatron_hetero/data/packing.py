@@ -66,15 +66,12 @@ class PackedBatch:
 
 def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
     """Packs samples in the order given; there may be none, if all were too long and skipped."""
-    labels = _joined([_labels(sample) for sample in samples])
-    dims = len(samples[0].position_ids) if samples else 3
-    return PackedBatch(
-        input_ids=_joined([sample.input_ids for sample in samples]),
-        labels=labels,
-        position_ids=_joined([sample.position_ids for sample in samples], dims),
-        cu_seqlens=np.cumsum([0] + [len(sample) for sample in samples], dtype=np.int64),
-        supervised_tokens=int((labels != IGNORED).sum()),
-    )
+    ids, supervised = _joined([each.input_ids for each in samples]), _joined([each.supervised for each in samples])
+    ends = np.cumsum([0, *map(len, samples)], dtype=np.int64)
+    labels = np.where(np.roll(supervised, -1), np.roll(ids, -1), IGNORED)
+    labels[ends[1:] - 1] = IGNORED
+    positions = _joined([each.position_ids for each in samples], len(samples[0].position_ids) if samples else 3)
+    return PackedBatch(ids, labels, positions, cu_seqlens=ends, supervised_tokens=int((labels != IGNORED).sum()))
 
 
 @dataclass(frozen=True)
@@ -118,12 +115,6 @@ def _most_patches(sample: TokenizedSample, encoders: Mapping[str, ItemShape]) ->
         shape = encoders[ref.field.encoder]
         patches[ref.field.encoder] += sum(map(shape.rows, pieces)) * shape.unit
     return max(patches.values())
-
-
-def _labels(sample: TokenizedSample) -> np.ndarray:
-    labels = np.full(len(sample), IGNORED, dtype=np.int64)
-    labels[:-1] = np.where(sample.supervised[1:], sample.input_ids[1:], IGNORED)
-    return labels
 
 
 def _joined(parts: Sequence[np.ndarray], *dims: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -176,13 +176,9 @@ class StepPartitioner:
         lengths = tuple(p.lengths for p in packs)
         tokens = TokenShards(self.text.stage(0), self.sharded[TEXT], lengths, places)
         share = tokens.share(self.text.peer_at_stage(self.rank, 0)) if self.rank in self.text else None
-        wanted = {at: tokens if at == 0 else replace(tokens, layout=self.text.stage(at)) for at in self._entered}
+        entered = {edge.target_coordinate(self.text) for edge in self.edges}
+        wanted = {at: tokens if at == 0 else replace(tokens, layout=self.text.stage(at)) for at in entered}
         return _Reading(share, wanted)
-
-    @cached_property
-    def _entered(self) -> list[int]:
-        """The pipeline coordinates of the text module that rows enter."""
-        return sorted({edge.target_coordinate(self.text) for edge in self.edges})
 
     def _call(self, name: str, packs: tuple[Packs, ...]) -> _Call:
         shape, layout = self.encoders[name], self.layouts[name]
@@ -195,7 +191,8 @@ class StepPartitioner:
             shape, layout.stage(0), self.sharded[name], sizes, of_replicas, limit=self.limits.get(name)
         )
         ends = np.cumsum([0, *(sum(map(shape.rows, of_one)) for of_one in each)]).tolist()
-        edges = [edge for edge in self.edges if edge.source == name and self._takes_part(edge)]
+        leaving = [edge for edge in self.edges if edge.source == name]
+        edges = [edge for edge in leaving if self.rank in edge.source_ranks(layout) + edge.target_ranks(self.text)]
         stages = {at: replace(first, layout=layout.stage(at)) for at in {e.source_coordinate(layout) for e in edges}}
         owned = {at: shards.ownership().cut(ends) for at, shards in stages.items()}
         boundaries = []
@@ -204,10 +201,6 @@ class StepPartitioner:
             boundaries.append({edge: self._boundary(edge, rows, of_one) for edge, rows in sources.items()})
         share = first.shares(layout.peer_at_stage(self.rank, 0)) if self.rank in layout else None
         return _Call(first, share, tuple(loads_of(costs, assigned)), tuple(boundaries))
-
-    def _takes_part(self, edge: Edge) -> bool:
-        """Whether this rank is on a side of the edge."""
-        return self.rank in edge.source_ranks(self.layouts[edge.source]) + edge.target_ranks(self.text)
 
     def _boundary(self, edge: Edge, held: Ownership, packs: Packs) -> RankPlan:
         """This rank's plan for the rows of a micro-batch, which cross from the encoder's ownership `held`."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from megatron_hetero.base.worker_process import Processes
 from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import EncoderConfig
 from megatron_hetero.data import chat
+from megatron_hetero.data.item_fields import ItemField
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.tokenizer import (
@@ -30,22 +31,14 @@ from megatron_hetero.data.tokenizer import (
     open_tokenizer,
     with_token_ids,
 )
-from megatron_hetero.data.validation import ItemField, item_fields
+from megatron_hetero.data.validation import item_fields
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_config
-from megatron_hetero.models.items.types import Block, ItemReader, Piece, Size
+from megatron_hetero.models.items.types import Block, ItemReader, Piece
 from megatron_hetero.models.registry import family_of
 
 # Marks of boxes and object names are content, though the tokenizer lists them as special: grounding data uses them.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
-
-
-class _Tokens(NamedTuple):
-    """Tokens with all tokens of items, the number of tokens that replaced each token, and the blocks of each item."""
-
-    ids: np.ndarray
-    repeats: np.ndarray
-    blocks: list[Sequence[Block]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,31 +116,9 @@ class Processor:
             UserError: special tokens in the text, a missing or oversized item, or an unsuitable chat template.
         """
         self._refuse_special_tokens(record)
-        sizes = tuple(reader.size(record.item(k)) for k, reader in enumerate(self._readers(record)))
+        readers = [self.readers[ref.field] for ref in record.items]
+        sizes = tuple(reader.size(record.item(k)) for k, reader in enumerate(readers))
         short_ids, supervised = self._encode(record)
-        tokens = self._expanded(record, sizes, short_ids)
-        blocks = [block for of_item in tokens.blocks for block in of_item]
-        rows = np.array([block.places.shape[1] for block in blocks], np.int64)
-        row_positions = np.flatnonzero(np.isin(tokens.ids, self.row_tokens))
-        starts = row_positions[np.cumsum(rows) - rows]
-        return TokenizedSample(
-            input_ids=tokens.ids,
-            supervised=supervised.repeat(tokens.repeats),
-            sizes=sizes,
-            pieces=tuple(reader.pieces(size) for reader, size in zip(self._readers(record), sizes, strict=True)),
-            position_ids=family_of(self.model_type).positions(len(tokens.ids), starts, blocks),
-            row_positions=row_positions,
-            rows=np.array([sum(block.places.shape[1] for block in of_item) for of_item in tokens.blocks], np.int64),
-            record=record,
-        )
-
-    def _readers(self, record: Record) -> list[ItemReader]:
-        """The reader of each item."""
-        return [self.readers[ref.field] for ref in record.items]
-
-    def _expanded(self, record: Record, sizes: Sequence[Size], short_ids: np.ndarray) -> _Tokens:
-        """Replaces the one token of each item, which have these `sizes`, with all its tokens."""
-        readers = self._readers(record)
         is_item = np.isin(short_ids, self.row_tokens)
         if not np.array_equal(short_ids[is_item], [reader.token_id for reader in readers]):
             raise UserError.at(
@@ -156,13 +127,26 @@ class Processor:
                 expected=f"{len(sizes)}, one for each, in their order",
                 fix="use the chat template of the published model",
             )
-        blocks = [reader.blocks(size) for reader, size in zip(readers, sizes, strict=True)]
-        shown = [self._shown(reader.token_id, of_item) for reader, of_item in zip(readers, blocks, strict=True)]
+        of_items = [reader.blocks(size) for reader, size in zip(readers, sizes, strict=True)]
+        shown = [self._shown(reader.token_id, blocks) for reader, blocks in zip(readers, of_items, strict=True)]
         repeats = np.ones(len(short_ids), dtype=np.int64)
         repeats[is_item] = [len(tokens) for tokens in shown]
         ids = short_ids.repeat(repeats)
         ids[is_item.repeat(repeats)] = np.concatenate([np.zeros(0, np.int64), *shown])
-        return _Tokens(ids, repeats, blocks)
+        blocks = [block for of_item in of_items for block in of_item]
+        rows = np.array([block.places.shape[1] for block in blocks], np.int64)
+        row_positions = np.flatnonzero(np.isin(ids, self.row_tokens))
+        starts = row_positions[np.cumsum(rows) - rows]
+        return TokenizedSample(
+            input_ids=ids,
+            supervised=supervised.repeat(repeats),
+            sizes=sizes,
+            pieces=tuple(reader.pieces(size) for reader, size in zip(readers, sizes, strict=True)),
+            position_ids=family_of(self.model_type).positions(len(ids), starts, blocks),
+            row_positions=row_positions,
+            rows=np.array([sum(block.places.shape[1] for block in of_item) for of_item in of_items], np.int64),
+            record=record,
+        )
 
     def _shown(self, token_id: int, blocks: Sequence[Block]) -> np.ndarray:
         """All tokens of an item with these blocks."""

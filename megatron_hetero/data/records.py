@@ -15,10 +15,11 @@ import numpy as np
 from megatron_hetero.base.contents import Content, StoredFile
 from megatron_hetero.base.errors import UserError, quoted, reason
 from megatron_hetero.config.sections import DatasetConfig
-from megatron_hetero.data.sources.index import Blocks, Index, Indexer
+from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
+from megatron_hetero.data.sources.index import Blocks, Indexer
 from megatron_hetero.data.sources.mapping import FieldMap
 from megatron_hetero.data.sources.opening import open_files
-from megatron_hetero.data.validation import IMAGES, ItemField, ItemRef, Turns, validate_record
+from megatron_hetero.data.validation import IMAGES, Turns, validate_record
 from megatron_hetero.models.items.types import Header, Item, ItemReader
 
 ChatRole = Literal["system", "user", "assistant"]
@@ -104,49 +105,30 @@ class Dataset(Sequence[Record]):
     """The records of one data set."""
 
     def __init__(self, name: str, entry: DatasetConfig, reading: Reading = PLAIN) -> None:
-        """Opens the index of a data set, which is computed if there is none.
-
-        Args:
-            name: name of the data set in the registry.
-            entry: its files.
-            reading: how they are read; by default pictures alone, without a stored index.
+        """Opens the index of data set `name` of the registry, which is computed if there is none.
 
         Raises:
             UserError: a missing, broken or empty file, a missing image folder, or a malformed record.
         """
-        self._reading = reading
-        self._setting = f"data.registry.{name}"
-        self.name, self.entry = name, entry
+        self.name, self.entry, self._reading, setting = name, entry, reading, f"data.registry.{name}"
         if entry.images is not None and not os.path.isdir(entry.images):  # noqa: PTH112
             raise UserError.at(
-                f"{self._setting}.images",
+                f"{setting}.images",
                 problem=f"{entry.images} is not a readable folder",
                 fix="correct the path, or remove `images` for data without images in it",
             )
-        names = [field.name for field in reading.fields]
-        self._format, files, own = open_files(entry, self._setting, names)
-        self._map = FieldMap.parse(entry.fields or own, self._reading.fields, f"{self._setting}.fields")
-        self._index = self._open(files)
+        self._format, files, own = open_files(entry, setting, [field.name for field in reading.fields])
+        self._map = FieldMap.parse(entry.fields or own, reading.fields, f"{setting}.fields")
+        key = (self._format, entry.video_placeholder, entry.images is not None, self._map, *map(tuple, reading.fields))
+        scan, strict = reading.readers is not None, reading.strict
+        indexer = Indexer(name, files, self._format, self._checked, repr(key), reading.cache, scan=scan, strict=strict)
+        self._index = indexer.index()
         if not len(self._index):
             raise UserError.at(
                 self.path,
                 problem=f"no records for data set {name!r}",
-                fix=f"correct {self._setting}, or remove the data set from data.datasets",
+                fix=f"correct {setting}, or remove the data set from data.datasets",
             )
-
-    def _open(self, files: tuple[StoredFile, ...]) -> Index:
-        entry, reading = self.entry, self._reading
-        key = (self._format, entry.video_placeholder, entry.images is not None)
-        return Indexer(
-            self.name,
-            files,
-            self._format,
-            self._checked,
-            repr((*key, self._map, *map(tuple, reading.fields))),
-            reading.cache,
-            scan=reading.readers is not None,
-            strict=reading.strict,
-        ).index()
 
     @property
     def path(self) -> str:
@@ -227,9 +209,9 @@ class Dataset(Sequence[Record]):
         """See `megatron_hetero.data.sources.index.Check`."""
         turns, items = self._parsed(value, where)
         shown = [
-            (ref.field.key, _label(ref.file), [*map(_label, ref.frames)], ref.given)
+            (ref.field.key, label_of(ref.file), [*map(label_of, ref.frames)], ref.given)
             if ref.frames or ref.given
-            else (ref.field.key, _label(ref.file))
+            else (ref.field.key, label_of(ref.file))
             for ref in items
         ]
         text = msgspec.json.encode((turns, shown))
@@ -238,7 +220,3 @@ class Dataset(Sequence[Record]):
             return text, ()
         record = Record(self.name, 0, where, (), tuple(items), self.entry.images)
         return text, [readers[ref.field].header(record.item(k)) for k, ref in enumerate(items)]
-
-
-def _label(file: str | Content) -> str:
-    return file if isinstance(file, str) else file.label

@@ -100,21 +100,7 @@ class TokenShards:
         return {encoder: self._cut(places) for encoder, places in self.places.items()}
 
     def _cut(self, places: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
-        layout, tp = self.layout, self.layout.tp if self.sharded else 1
-        pack, member, place, total = self._place_in_context(places)
-        # The last run, of those that begin at floor(k * total / sp), that begins at or before the place.
-        sp_rank = ((place + 1) * layout.sp - 1) // total
-        start, stop = sp_rank * total // layout.sp, (sp_rank + 1) * total // layout.sp
-        share = tp_share(stop - start, tp)
-        tp_rank = (place - start) // share
-        group = ((pack * layout.cp + member) * layout.sp + sp_rank) * tp + tp_rank
-        return group, place - start - tp_rank * share
-
-    def _place_in_context(
-        self, places: tuple[np.ndarray, ...]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The pack and the cp member of each row, its place among that member's tokens, and their number."""
-        cp = self.layout.cp
+        cp, sp, tp = self.layout.cp, self.layout.sp, self.layout.tp if self.sharded else 1
         pack = np.repeat(np.arange(len(self.lengths)), [len(p) for p in places])
         lengths = np.array([n for samples in self.lengths for n in samples], np.int64)
         first_sample = np.cumsum([0, *map(len, self.lengths)])
@@ -129,13 +115,17 @@ class TokenShards:
         chunks = np.diff(bounds, axis=1)
         sizes = chunks[:, :cp] + chunks[:, : cp - 1 : -1]
         before = np.concatenate([np.zeros((1, cp), np.int64), np.cumsum(sizes, axis=0)])
-        start = before[first_sample[pack], member]
+        first = before[first_sample[pack], member]
         late = offset >= bounds[sample, 2 * cp - 1 - member]
         skipped = np.where(late, bounds[sample, 2 * cp - 1 - member] - chunks[sample, member], bounds[sample, member])
-        return (
-            pack, member, before[sample, member] - start + offset - skipped,
-            before[first_sample[pack + 1], member] - start,
-        )  # fmt: skip
+        # The place of each row among the tokens of its cp member, and the number of these.
+        place, total = before[sample, member] - first + offset - skipped, before[first_sample[pack + 1], member] - first
+        # The last run, of those that begin at floor(k * total / sp), that begins at or before the place.
+        sp_rank = ((place + 1) * sp - 1) // total
+        start, stop = sp_rank * total // sp, (sp_rank + 1) * total // sp
+        share = tp_share(stop - start, tp)
+        tp_rank = (place - start) // share
+        return ((pack * cp + member) * sp + sp_rank) * tp + tp_rank, place - start - tp_rank * share
 
 
 @lru_cache(maxsize=64)

@@ -108,12 +108,8 @@ def load_tokenizer(path: Path, template: str | None = None) -> Any:
             fix="use the folder of an instruct model, or add its template",
         )
     if (length := len(str(tokenizer.chat_template))) > MOST_TEMPLATE:
-        raise UserError.at(
-            f"model.hf_path: {path}",
-            found=f"a chat template of {length} characters",
-            expected=f"at most {MOST_TEMPLATE}",
-            fix=_FIX,
-        )
+        found, expected = f"a chat template of {length} characters", f"at most {MOST_TEMPLATE}"
+        raise UserError.at(f"model.hf_path: {path}", found=found, expected=expected, fix=_FIX)
     return tokenizer
 
 
@@ -175,13 +171,8 @@ def export_changes(folders: ModelFolders, data: Mapping[str, Any]) -> dict[str, 
     settings: dict[str, str | None] = {}
     for each in folders.family.items:
         settings |= each.exported(folders.vision, data)
-    return _other_folders(folders) | settings
-
-
-def _other_folders(folders: ModelFolders) -> dict[str, str | None]:
-    """Changes for files from two folders; none if there is one."""
     if folders.text == folders.vision:
-        return {}
+        return settings
     tokenizer = open_tokenizer(folders)
     changes: dict[str, str | None] = {
         name: path.read_text(encoding="utf-8") if (path := folders.vision / name).is_file() else None
@@ -192,7 +183,7 @@ def _other_folders(folders: ModelFolders) -> dict[str, str | None]:
         changes |= {"chat_template.jinja": tokenizer.chat_template, "chat_template.json": None}
         stored = folders.text / "tokenizer_config.json"
         if stored.is_file():
-            settings = json.loads(stored.read_text(encoding="utf-8"))
-            settings.pop("chat_template", None)
-            changes[stored.name] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-    return changes
+            own = json.loads(stored.read_text(encoding="utf-8"))
+            own.pop("chat_template", None)
+            changes[stored.name] = json.dumps(own, indent=2, ensure_ascii=False) + "\n"
+    return changes | settings

@@ -16,11 +16,10 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import VISION, UserError, quoted
-from megatron_hetero.data.item_fields import PLURALS, kind, paths_of, videos_of
+from megatron_hetero.data.item_fields import PLURALS, ItemField, ItemRef, items_of, kind
 from megatron_hetero.models.items.types import Modality
 
 # Names of LLaVA and of chat templates.
@@ -31,33 +30,6 @@ FURTHER = ("system", "fps", "times", "video_start", "video_end")
 """Fields that say more of text or videos."""
 
 Turns = list[tuple[str, str]]
-
-
-class ItemField(NamedTuple):
-    """Field `name` of records, with the paths of items of one type for one encoder; `key` is its name in stored
-    records.
-    """
-
-    encoder: str
-    modality: Modality
-    name: str
-    key: str
-
-    @property
-    def placeholder(self) -> str:
-        """Marks the place of an item in a human turn."""
-        return f"<{self.name}>"
-
-
-class ItemRef(NamedTuple):
-    """An item of a record: its field, and its path as written, or its content where the data set's own files have it.
-    `frames`, `given`: see `Item`.
-    """
-
-    field: ItemField
-    file: str | Content
-    frames: tuple[str | Content, ...] = ()
-    given: tuple[tuple[str, Any], ...] = ()
 
 
 def item_fields(encoders: Mapping[str, Sequence[Modality]]) -> tuple[ItemField, ...]:
@@ -89,10 +61,8 @@ def validate_record(
     """Checks one record, whose items may be in `fields`, and reduces it to what training needs.
 
     Args:
-        value: the decoded record.
         where: the record in messages.
         has_image_folder: whether items may be given by paths.
-        fields: the fields of items.
         video_placeholder: what stands for a video in records without pictures.
 
     Returns:
@@ -108,19 +78,23 @@ def validate_record(
     form = next((name for name in FORMS if value.get(name) is not None), FORMS[0])
     value, turns = _FORMS[form](value, where)
     _check_order(turns, form, where)
-    items = {field: _items(value, field, where) for field in fields}
+    items = {field: items_of(value, field, where) for field in fields}
     if video_placeholder != "<video>" and value.get("video") and not value.get("image"):
         turns = [(role, text.replace(video_placeholder, "<video>")) for role, text in turns]
     if form != FORMS[0]:
         turns = _with_placeholders(turns, items)
     everything = "\n".join([text for _, text in turns])
     if not any(field.modality == "video" for field in fields):
-        _refuse_videos(value, turns, everything, form, where)
+        _refuse_videos(value, turns, form, where)
     shown = split_at_placeholders(everything, fields)[1] if "<" in everything else []
     for field in fields:
         _check_placeholders(turns, len(items[field]), shown.count(field), field, form, where)
-        if not has_image_folder:
-            _refuse_paths(items[field], where)
+        if not has_image_folder and (paths := [ref.file for ref in items[field] if isinstance(ref.file, str)]):
+            raise UserError.at(
+                f"{where}: field '{field.name}'",
+                problem=f"{quoted(paths[0])} given, but the data set has no image folder",
+                fix="set `images` of the data set in data.registry",
+            )
     if len(shown) < 2:
         return turns, [items[field][0] for field in shown]
     coming = {field: iter(its_items) for field, its_items in items.items()}
@@ -140,10 +114,8 @@ def _placeholders(fields: tuple[ItemField, ...]) -> tuple[re.Pattern[str], dict[
     return re.compile("(" + "|".join(map(re.escape, by_placeholder)) + ")"), by_placeholder
 
 
-def _refuse_videos(value: dict[str, Any], turns: Turns, everything: str, form: str, where: str) -> None:
+def _refuse_videos(value: dict[str, Any], turns: Turns, form: str, where: str) -> None:
     fields = [f"field '{name}'" for name in ("video", "videos") if value.get(name)]
-    if not fields and "<video>" not in everything:
-        return
     fields += [f"field '{form}[{k}]'" for k, (_, text) in enumerate(turns) if "<video>" in text]
     if fields:
         raise UserError.at(
@@ -151,23 +123,6 @@ def _refuse_videos(value: dict[str, Any], turns: Turns, everything: str, form: s
             problem="a video or <video>, but the model does not support videos",
             fix="remove the record, or extract frames and list them in 'image'",
         )
-
-
-def _refuse_paths(items: Sequence[ItemRef], where: str) -> None:
-    for item in items:
-        if isinstance(item.file, str):
-            raise UserError.at(
-                f"{where}: field '{item.field.name}'",
-                problem=f"{quoted(item.file)} given, but the data set has no image folder",
-                fix="set `images` of the data set in data.registry",
-            )
-
-
-def _items(value: dict[str, Any], field: ItemField, where: str) -> list[ItemRef]:
-    """The items in a field of a record."""
-    if field.modality == "video":
-        return [ItemRef(field, *video) for video in videos_of(value, field.name, where)]
-    return [ItemRef(field, path) for path in paths_of(value, field.name, where)]
 
 
 def _with_placeholders(turns: Turns, items: Mapping[ItemField, Sequence[ItemRef]]) -> Turns:
@@ -194,7 +149,8 @@ def _conversations(value: dict[str, Any], where: str) -> tuple[dict[str, Any], T
         turns = [(ROLES[turn["from"]], turn["value"]) for turn in listed]
         if all(text.strip() for _, text in turns):
             return value, turns
-    return value, [_turn(turn, "from", "value", "conversations", k, where) for k, turn in enumerate(listed)]
+    place = f"{where}: field 'conversations"
+    return value, [_turn(turn, "from", "value", f"{place}[{k}]'") for k, turn in enumerate(listed)]
 
 
 def _messages(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]:
@@ -202,9 +158,10 @@ def _messages(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]
     listed, shown = _listed(value, "messages", where, fix), dict[str, list[Any]]()
     turns = []
     for k, message in enumerate(listed):
+        place = f"{where}: field 'messages[{k}]'"
         if isinstance(message, dict) and isinstance(message.get("content"), list):
-            message = {**message, "content": _joined(message["content"], shown, f"{where}: field 'messages[{k}]'")}
-        turns.append(_turn(message, "role", "content", "messages", k, where))
+            message = {**message, "content": _joined(message["content"], shown, place)}
+        turns.append(_turn(message, "role", "content", place))
     for name, items in shown.items():
         if any(value.get(other) for other in (name, PLURALS[name])):
             raise UserError.at(
@@ -242,15 +199,13 @@ def _texts(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]:
     fix = 'write [{"user": ..., "assistant": ...}]'
     turns: Turns = []
     for k, pair in enumerate(_listed(value, "texts", where, fix)):
+        place = f"{where}: field 'texts[{k}]'"
         both = (pair.get("user"), pair.get("assistant")) if isinstance(pair, dict) else (None, None)
         if not (isinstance(both[0], str) and isinstance(both[1], str)):
-            raise UserError.at(
-                f"{where}: field 'texts[{k}]'",
-                found=kind(pair) if not isinstance(pair, dict) else " and ".join(map(kind, both)),
-                expected="texts in 'user' and 'assistant'",
-                fix="correct or remove the record",
-            )
-        _check_answer(both[1], "texts", k, where)
+            found = kind(pair) if not isinstance(pair, dict) else " and ".join(map(kind, both))
+            expected, fix = "texts in 'user' and 'assistant'", "correct or remove the record"
+            raise UserError.at(place, found=found, expected=expected, fix=fix)
+        _check_answer(both[1], place)
         turns += [("user", both[0]), ("assistant", both[1])]
     return value, _with_system(value, turns, where)
 
@@ -269,7 +224,7 @@ def _question(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]
             fix = "name the field that has it in `fields` of the data set, or correct the record"
             raise UserError.at(f"{where}: field '{name}'", found=found, expected="a text", fix=fix)
         turns.append((role, text))
-    _check_answer(turns[1][1], "answer", None, where)
+    _check_answer(turns[1][1], f"{where}: field 'answer'")
     return value, _with_system(value, turns, where)
 
 
@@ -301,49 +256,35 @@ def _listed(value: dict[str, Any], form: str, where: str, fix: str) -> list[Any]
     return listed
 
 
-def _turn(turn: Any, role_key: str, text_key: str, form: str, k: int, where: str) -> tuple[str, str]:
-    if isinstance(turn, dict):
-        speaker, text = turn.get(role_key), turn.get(text_key)
-        if isinstance(speaker, str) and isinstance(text, str) and (role := ROLES.get(speaker)):
-            if role == "assistant":
-                _check_answer(text, form, k, where)
-            return role, text
-    raise _bad_turn(turn, role_key, text_key, f"{where}: field '{form}[{k}]'")
-
-
-def _bad_turn(turn: Any, role_key: str, text_key: str, place: str) -> UserError:
+def _turn(turn: Any, role_key: str, text_key: str, place: str) -> tuple[str, str]:
     if not isinstance(turn, dict):
         expected, fix = f"an object with '{role_key}' and '{text_key}'", "correct or remove the record"
-        return UserError.at(place, found=kind(turn), expected=expected, fix=fix)
-    speaker = turn.get(role_key)
+        raise UserError.at(place, found=kind(turn), expected=expected, fix=fix)
+    speaker, text = turn.get(role_key), turn.get(text_key)
     if not isinstance(speaker, str) or speaker not in ROLES:
         found = quoted(speaker) if isinstance(speaker, str) else f"{kind(speaker)} for '{role_key}'"
         names = "human, gpt or system" if role_key == "from" else "user, assistant or system"
-        return UserError.at(
-            place, found=found, expected=f"'{role_key}' to be {names}", fix="rename the speaker of this turn"
-        )
-    found, fix = f"{kind(turn.get(text_key))} for '{text_key}'", f"write the turn's text in '{text_key}'"
-    return UserError.at(place, found=found, expected="a string", fix=fix)
+        expected, fix = f"'{role_key}' to be {names}", "rename the speaker of this turn"
+        raise UserError.at(place, found=found, expected=expected, fix=fix)
+    if not isinstance(text, str):
+        found, fix = f"{kind(text)} for '{text_key}'", f"write the turn's text in '{text_key}'"
+        raise UserError.at(place, found=found, expected="a string", fix=fix)
+    if ROLES[speaker] == "assistant":
+        _check_answer(text, place)
+    return ROLES[speaker], text
 
 
-def _check_answer(text: str, form: str, k: int | None, where: str) -> None:
+def _check_answer(text: str, place: str) -> None:
     if not text or text.isspace():
-        raise UserError.at(
-            f"{where}: field '{form}'" if k is None else f"{where}: field '{form}[{k}]'",
-            problem="empty answer",
-            because="the model would be trained to say nothing",
-            fix="write the answer, or remove the record",
-        )
-
-
-_ALTERNATING = {2 * n: ["user", "assistant"] * n for n in range(1, 17)}
+        because, fix = "the model would be trained to say nothing", "write the answer, or remove the record"
+        raise UserError.at(place, problem="empty answer", because=because, fix=fix)
 
 
 def _check_order(turns: Turns, form: str, where: str) -> None:
     """An optional leading system turn, then user and assistant in turn, ending with the assistant."""
     roles = [role for role, _ in turns]
     start = 1 if roles[0] == "system" else 0
-    if len(roles) - start in _ALTERNATING and roles[start:] == _ALTERNATING[len(roles) - start]:
+    if len(roles) > start and roles[start:] == ["user", "assistant"] * ((len(roles) - start) // 2):
         return
     for k, role in enumerate(roles[start:], start=start):
         wanted = "assistant" if (k - start) % 2 else "user"
