@@ -32,7 +32,6 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import HIDDEN, ROWS, UserError
 from megatron_hetero.boundary.communicator import Crossing
-from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.layout.communicators import Link
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.actions import Action
@@ -415,12 +414,8 @@ class StepExecution:
             return
         key = _activation_key(action)
         tensor = grad_of(self.inputs.pop(key)) if action.kind == "B" else self._take(key, HIDDEN)
-        self._require(
-            tensor.dtype == self.graph.dtype,
-            action,
-            f"hidden states of {tensor.dtype}",
-            f"{self.graph.dtype}",
-        )
+        found, expected = f"hidden states of {tensor.dtype}", str(self.graph.dtype)
+        self._require(tensor.dtype == self.graph.dtype, action, found, expected)
         tensor = tensor.contiguous()
         if self.checks and action.kind != "B" and self.checks.is_new(link := self._link(action, self.rank)):
             self.checks.publish(f"{link} has", tensor.shape)
@@ -471,13 +466,10 @@ class StepExecution:
 
     def _require_shape(self, action: Action, sender: int, found: Sequence[int], expected: Sequence[int]) -> None:
         """Raise `UserError` unless hidden states fit the next stage's buffer."""
-        if tuple(found) != tuple(expected):
-            raise UserError.at(
-                f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}",
-                found=f"hidden states of shape {tuple(found)} from rank {sender}",
-                expected=f"{tuple(expected)}, the `hidden_shape` of the next stage",
-                fix="correct `hidden_shape`, or what the stage before it returns",
-            )
+        shape = f"hidden states of shape {tuple(found)} from rank {sender}"
+        wanted = f"{tuple(expected)}, the `hidden_shape` of the next stage"
+        wrong = "`hidden_shape`, or what the stage before it returns"
+        self._require(tuple(found) == tuple(expected), action, shape, wanted, wrong)
 
     def _link(self, action: Action, sender: int) -> str:
         """Name a transfer of hidden states between two stages, alike on both ranks."""
@@ -502,7 +494,12 @@ class StepExecution:
             return
         communicator = self.resources.communicators[edge]
         if plan.point_to_point == self.schedule.collective[edge]:
-            self._refuse_plan(action, plan)
+            where = f"micro-batch {action.micro_batch}, boundary {edge}"
+            found = f"a plan between ranks of which {'none' if plan.point_to_point else 'some'} hold and need rows"
+            because = "the schedule would deadlock: ranks in both ownerships take part in both sides, even with no rows"
+            fix = "let `Ownership`s name the ranks of the stage that rows leave, and of the one that they enter"
+            expected = "one between the ranks of its two stages"
+            raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
         if action.kind == "F":
             self.crossings[key] = communicator.start_forward(plan, self._encoded(action))
         else:
@@ -511,16 +508,6 @@ class StepExecution:
             if self.checks:
                 self.checks.require_fit(edge, plan, grads)
             self.crossings[key] = communicator.start_backward(plan, grads)
-
-    def _refuse_plan(self, action: Action, plan: LoadedPlan) -> None:
-        """Raise `UserError`: the sides of the plan share ranks and those of the schedule do not, or the reverse."""
-        raise UserError.at(
-            f"micro-batch {action.micro_batch}, boundary {action.edge}",
-            found=f"a plan between ranks of which {'none' if plan.point_to_point else 'some'} hold and need rows",
-            expected="one between the ranks of its two stages",
-            because="the schedule would deadlock: ranks in both ownerships, even with no rows, take part in both sides",
-            fix="let `Ownership`s name the ranks of the stage that rows leave, and of the one that they enter",
-        )
 
     def _encoded(self, action: Action) -> Tensor:
         """This rank's rows that cross, outputs side by side; no rows on ranks that only receive."""
@@ -577,11 +564,13 @@ class StepExecution:
                 holds = f"{expected}, what this rank holds in the plan"
                 self._require(outputs[name].shape == expected, action, found, holds)
 
-    def _require(self, fits: bool, action: Action, found: str, expected: str) -> None:
+    def _require(
+        self, fits: bool, action: Action, found: str, expected: str, wrong: str = "what the model of the stage returns"
+    ) -> None:
         """Raise `UserError` unless a model's output `fits`."""
         if not fits:
             where = f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}"
-            raise UserError.at(where, found=found, expected=expected, fix="correct what the model of the stage returns")
+            raise UserError.at(where, found=found, expected=expected, fix=f"correct {wrong}")
 
     def _no_rows(self, width: int) -> Tensor:
         return torch.zeros(0, width, dtype=self.graph.dtype, device=self.device)
