@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from megatron_hetero.checkpoint.record import require_tensors
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.checkpoint.storage import read_entries, save, verified
 from megatron_hetero.groups.collective import all_or_none, on_every, on_first, on_first_of_all
+from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_modules import global_names
 from megatron_hetero.step.module import TrainedModule
@@ -59,6 +61,7 @@ class Loaded:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+@partial(watched, patient=True)
 def save_checkpoint(
     folder: str | Path,
     optimizer: JointOptimizer,
@@ -87,19 +90,23 @@ def save_checkpoint(
             or another run is writing there.
     """
     group, folder, locks = optimizer.topology.files, Path(folder).absolute(), list[Lock]()
+    working = optimizer.topology.watchdog.working
     on_every(group, lambda: _require_own(optimizer, keep_last))
-    text, writers = on_first_of_all(group, lambda: _described(optimizer), lambda every: _joined(every, step, extra))
+    text, writers = on_first_of_all(
+        group, lambda: _described(optimizer), lambda every: _joined(every, step, extra), working
+    )
     optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     buffers = {n: _entry(n, b) for n, b in _buffers(optimizer.modules) if writers.get(n) == optimizer.topology.rank}
     entries = [*written(optimizer.modules, optimizers, _shapes(optimizer.modules)), *buffers.values()]
     try:
         on_first(group, lambda: _lock(folder, step, locks))
-        return save(entries, folder, step, lambda: {RECORD: text}, keep_last, group).path
+        return save(entries, folder, step, lambda: {RECORD: text}, keep_last, group, working).path
     finally:
         for lock in locks:
             lock.release(remove=True)
 
 
+@partial(watched, patient=True)
 def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | None:
     """Load weights, buffers, and states and settings of optimizers, in any layout. All ranks call it.
 
@@ -114,13 +121,13 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     Raises:
         UserError: on all ranks. The checkpoint is missing, damaged, or of other modules or optimizers.
     """
-    group = optimizer.topology.files
+    group, working = optimizer.topology.files, optimizer.topology.watchdog.working
     on_every(group, lambda: _require_own(optimizer))
     chosen = on_first(group, lambda: _chosen(Path(folder).absolute()))
     if chosen is None:
         return None
-    manifest = verified(chosen, (INDEX, RECORD), group)
-    index = on_first(group, lambda: open_index(chosen, manifest))
+    manifest = verified(chosen, (INDEX, RECORD), group, working)
+    index = on_first(group, lambda: open_index(chosen, manifest), working)
     record = on_first(group, lambda: read_as(chosen / RECORD, _KINDS, _FIX))
     on_first(group, lambda: require_own_name(chosen, record["step"], RECORD))
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
@@ -132,7 +139,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     optimizer.wait_for_weights()
     entries = chain(read(optimizer.modules, optimizers, shapes, stored), _read_buffers(buffers))
-    read_entries(chosen, index, entries, group)
+    read_entries(chosen, index, entries, group, working)
     for each in optimizer.sharded.values():
         each.renew_weights()
     optimizer.wait_for_weights()
