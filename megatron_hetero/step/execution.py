@@ -225,7 +225,9 @@ class StepExecution:
                     self.in_parts[*key[:2], self._call(action)[-1]] = given, read()
                 if action.kind == "R" and action.stage == module.stages - 1:
                     return  # Its backward pass will run the parts again.
-                outputs = self._forward_in_parts(action, given, inputs)
+                each = inputs_of_parts(self._model(action), given, next(iter(inputs), None))
+                calls = zip(given.parts, each, strict=True)
+                outputs = joined_outputs([self._outputs(action, *call) for call in calls])
         self._require_result(action, outputs)
         if action.kind == "R" and not keeps:
             outputs = {HIDDEN: outputs[HIDDEN]}  # Rows have crossed.
@@ -263,11 +265,6 @@ class StepExecution:
             found = f"a loss of shape {tuple(outputs[LOSS].shape)}"
             self._require(outputs[LOSS].dim() == 0, action, found, "a scalar, the sum of losses")
         return outputs
-
-    def _forward_in_parts(self, action: Action, given: InParts, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Call the model of a stage once for each part."""
-        each = inputs_of_parts(self._model(action), given, next(iter(inputs), None))
-        return joined_outputs([self._outputs(action, *of_part) for of_part in zip(given.parts, each, strict=True)])
 
     def _add_metrics(self, action: Action, metrics: Mapping[str, Any]) -> None:
         sums = self.metrics[action.module]
@@ -341,7 +338,8 @@ class StepExecution:
         if not edges:
             # The text module takes rows even if no encoder enters its first stage.
             takes_rows = action.stage == 0 and self.schedule.module[action.module].style == "text"
-            return [self._no_rows(self.resources.width)] if takes_rows else []
+            width = self.graph.width if isinstance(self.graph.width, int) else 0
+            return [self._no_rows(width)] if takes_rows else []
         return [found[ROWS] if found.keys() == {ROWS} else found]
 
     def _embed(self, module: str, micro_batch: int) -> None:
@@ -359,9 +357,10 @@ class StepExecution:
         grads = {HIDDEN: self.received.pop(("B", key), None), LOSS: None}
         self._return_rows_early(action)
         for edge in self._leaving(action):
-            if (arrived := self._row_grads_of(edge, call)) is not None:
-                names = self.graph.outputs_of(edge)
-                for name, grad in zip(names, arrived.chunk(len(names), dim=1), strict=True):
+            names = self.graph.outputs_of(edge)
+            if arrived := [self.row_grads.pop((edge, m)) for m in call if (edge, m) in self.row_grads]:
+                whole = torch.cat(arrived) if len(arrived) > 1 else arrived[0]
+                for name, grad in zip(names, whole.chunk(len(names), dim=1), strict=True):
                     # Rows that several modules take have gradients from each.
                     grads[name] = grad if (other := grads.get(name)) is None else other + grad
         if key in self.in_parts:
@@ -401,11 +400,6 @@ class StepExecution:
                 del outputs  # Or the next part would run beside them.
         if hidden is not None and hidden.requires_grad:
             hidden.grad = torch.cat([grad_of(leaf) for (leaf,) in each])
-
-    def _row_grads_of(self, edge: Edge, call: range) -> Tensor | None:
-        """The gradients that returned along an edge for the rows of a call; None if none cross."""
-        arrived = [self.row_grads.pop((edge, m)) for m in call if (edge, m) in self.row_grads]
-        return torch.cat(arrived) if len(arrived) > 1 else next(iter(arrived), None)
 
     # ------------------------------------------------------------------------------------------- pipelines
 

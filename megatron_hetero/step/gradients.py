@@ -471,6 +471,8 @@ def require_ready(modules: Iterable[TrainedModule], *, finished: bool) -> None:
     """Check that gradients belong to this step, and are `finished` or not. Raises `UserError`."""
     for module in modules:
         gradient, problem, because, fix = _finished_gradient(module), "", "", ""
+        # Buffers live on, and may have been zeroed since.
+        changed = gradient is not None and gradient._version != gradient.finished_version
         if gradient is not None and gradient.is_applied:
             problem = "they are those of the step before, which has applied them"
             because = "gradients of this step are added to them"
@@ -478,12 +480,7 @@ def require_ready(modules: Iterable[TrainedModule], *, finished: bool) -> None:
         elif finished and module.trained and gradient is None:
             problem, because = "they are not finished", "each rank has those of its own tokens"
             fix = "give `tokens`, or call `finish_gradients` before"
-        # Buffers live on, and may have been zeroed since.
-        elif (
-            not finished
-            and gradient is not None
-            and not (module.data_parallel.lives_on and gradient._version != gradient.finished_version)
-        ):
+        elif not finished and gradient is not None and not (changed and module.data_parallel.lives_on):
             problem, because = "they are finished already", "they would be summed and divided again"
             fix = (
                 "call `finish_gradients` and then `step(tokens=None)`, or `step(tokens=...)` alone, once after the "

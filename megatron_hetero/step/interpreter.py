@@ -53,24 +53,22 @@ class Interpreter(RankResources):
                 stage after the first has no `hidden_shape`; or the edges of the graph are not the topology's; or ranks
                 differ in dtypes or `check`.
         """
-        named = graph
 
         def require() -> tuple[str, dict[str, str]]:
-            nonlocal named
             _require_placed(topology, modules)
-            named = _in_topology(topology, graph)
+            _require_graph(topology, graph.in_layouts(topology.layouts))
             facts = {"dtype": graph.dtype, "transport": graph.transport or graph.dtype, "check": check}
             return uuid.uuid4().hex, {name: str(fact) for name, fact in facts.items()}
 
         keys, facts = zip(*on_every(topology.host, require), strict=True)
         require_alike("interpreter", facts, range(topology.world_size), "build it alike")
+        named = graph.in_layouts(topology.layouts)
         widths = {edge: named.width_of(edge) * len(named.outputs_of(edge)) for edge in topology.boundaries}
         return cls(
             topology=topology,
             graph=named,
             modules=modules,
             communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
-            width=graph.width if isinstance(graph.width, int) else 0,
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=topology.watchdog,
             timeout_s=timeout_s,
@@ -138,11 +136,10 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
                 raise UserError.at(where, found=found, expected=expected, fix=fix)
 
 
-def _in_topology(topology: Topology, graph: Graph) -> Graph:
-    """The graph with the names of the topology, whose edges on this rank it must have. Rows of one name that enter one
-    stage must be equally wide, since they are in one tensor. Raises `UserError`.
+def _require_graph(topology: Topology, named: Graph) -> None:
+    """Check that a graph with the names of the topology has its edges on this rank, and that rows of one name that
+    enter one stage are equally wide, since they are in one tensor. Raises `UserError`.
     """
-    named = graph.in_layouts(topology.layouts)
     mine = [edge for edge in named.edges if topology.rank in edge_ranks(topology.layouts, edge)]
     _require_edges(topology, "graph", mine, "give `Topology.build` the edges of the graph in `edges`")
     first: dict[tuple[str, int, str], Edge] = {}
@@ -154,7 +151,6 @@ def _in_topology(topology: Topology, graph: Graph) -> Graph:
                 because, fix = "the stage gets all rows of a name in one tensor", "name them differently, in `outputs`"
                 expected = "one width, or several names"
                 raise UserError.at("width", found=found, expected=expected, because=because, fix=fix)
-    return named
 
 
 def _require_edges(topology: Topology, what: str, mine: Collection[Edge], fix: str) -> None:

@@ -225,17 +225,13 @@ def _trained_module(
         owned={each: (0, local(of.parameter).numel()) for each, of in trained.items()},
         sharded=False,
         sums_shares=False,
-        device=topology.platform.device,
+        platform=topology.platform,
         remaining={each: here.remaining(of) for each, of in trained.items()},
         in_main_grad=in_main_grad,
         ddps=ddps,
-        prefers_all_reduce=topology.platform.prefers_all_reduce,
     )
-    over_tp: dict[str, OverTp] = {
-        each: how
-        for each, of in trained.items()
-        if view == MAIN and layout.tp > 1 and (how := _over_tp(of)) is not None
-    }
+    known: dict[str, OverTp | None] = {n: _over_tp(of) for n, of in trained.items() if view == MAIN and layout.tp > 1}
+    over_tp: dict[str, OverTp] = {each: how for each, how in known.items() if how is not None}
     holders = prod(here.degrees[axis] for axis in view.part_axes)
     maps = tuple({each: here.slices(each, of, rank) for each, of in found.items()} for rank in range(holders))
     tied = _tied(topology, name, parameters)

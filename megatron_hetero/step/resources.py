@@ -194,7 +194,6 @@ class RankResources:
         modules: the modules of this rank, by name.
         communicators: communicators of the edges that include this rank, without `check`: the two sides start crossings
             in different orders.
-        width: elements of a row for a text module without an encoder.
         watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
         watchdog: is notified of every action before it begins.
         timeout_s: seconds that an action may take; None: those of the watchdog.
@@ -205,7 +204,6 @@ class RankResources:
     graph: Graph
     modules: Mapping[str, ModuleOnRank]
     communicators: Mapping[Edge, BoundaryCommunicator]
-    width: int
     watch: Stopwatch
     watchdog: Watchdog
     timeout_s: float | None

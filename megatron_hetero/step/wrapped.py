@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._utils import _take_tensors
 from typing_extensions import override
 
+from megatron_hetero.groups.platform import Platform
 from megatron_hetero.step.module import DataParallel, Range
 
 BUCKET = 1 << 25
@@ -84,19 +85,17 @@ class Wrapped(DataParallel):
     """Weights and gradients are where the user's wrapper stores them, if there is one.
 
     Attributes:
-        device: where this rank computes.
+        platform: of the topology.
         remaining: by trained parameter.
         in_main_grad: parameters whose gradients are in the buffers of Megatron's `DistributedDataParallel`; with its
             distributed optimizer each rank has the sums of its own share only.
         ddps: these wrappers.
-        prefers_all_reduce: whether the platform sums everything for each rank.
     """
 
-    device: torch.device
+    platform: Platform
     remaining: Mapping[str, Remaining]
     in_main_grad: frozenset[str]
     ddps: tuple[Any, ...]
-    prefers_all_reduce: bool
 
     @override
     def copies(self, name: str) -> int:
@@ -150,14 +149,14 @@ class Wrapped(DataParallel):
         """Check gradients that no wrapper has reduced, or may be reducing; of others the sums show it."""
         plain = [n for n, each in self.remaining.items() if n not in self.in_main_grad and each.factor == 1]
         own = [p.grad for p in map(self.parameters.__getitem__, plain) if p.grad is not None and not is_sharded(p)]
-        extremes = [torch.zeros((), device=self.device), *(torch._foreach_norm(own, math.inf) if own else ())]
+        extremes = [torch.zeros((), device=self.platform.device), *(torch._foreach_norm(own, math.inf) if own else ())]
         return torch.stack([each.double() for each in extremes]).isfinite().all().double()
 
     @torch.no_grad()
     @override
     def reduce(self) -> None:
         for ddp in self.ddps:
-            ddp.finish_grad_sync(force_all_reduce=self.prefers_all_reduce)
+            ddp.finish_grad_sync(force_all_reduce=self.platform.prefers_all_reduce)
         for groups in dict.fromkeys(each.groups for each in self.remaining.values()):
             gradients = [self._gradient(name) for name, each in self.remaining.items() if each.groups == groups]
             for group in groups:
