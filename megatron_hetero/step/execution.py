@@ -360,6 +360,7 @@ class StepExecution:
             names = self.graph.outputs_of(edge)
             if arrived := [self.row_grads.pop((edge, m)) for m in call if (edge, m) in self.row_grads]:
                 whole = torch.cat(arrived) if len(arrived) > 1 else arrived[0]
+                arrived.clear()  # Or they would stay beside it during the backward pass.
                 for name, grad in zip(names, whole.chunk(len(names), dim=1), strict=True):
                     # Rows that several modules take have gradients from each.
                     grads[name] = grad if (other := grads.get(name)) is None else other + grad
