@@ -275,6 +275,8 @@ TEMPLATES = {
     "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "generation prompt",
     "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "0 tokens of images",
     "{% if %}": "fails (TemplateSyntaxError",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "fails (SecurityError",
+    "{{ messages.append(messages[0]) }}": "fails (SecurityError",
 }
 
 
