@@ -5,14 +5,44 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class _Settings:
+    """The settings that all optimizers have, see `AdamW`."""
+
+    lr: float | Callable[[str], float] = 1e-3
+    master: Literal["float32", "split", "none"] = "float32"
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    zero: Literal[1, 2, 3] = 1
+    offload: bool = False
+    seed: int = 0
+
+    def __post_init__(self: Any) -> None:
+        """Check the values. Raises `UserError`."""
+        kinds, lr = get_type_hints(type(self)), 0.0 if callable(self.lr) else self.lr
+        expected = {name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal}
+        problems = {
+            name: f"one of {', '.join(map(repr, known))}"
+            for name, known in expected.items()
+            if getattr(self, name) not in known
+        }
+        for name, value in {"lr": lr, "eps": self.eps, "weight_decay": self.weight_decay}.items():
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                problems[name] = "a finite number of 0 or more"
+        if not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
+            problems["betas"] = "two numbers in [0, 1)"
+        for name, possible in problems.items():
+            where, found = f"{type(self).__name__}: {name}", repr(getattr(self, name))
+            raise UserError.at(where, found=found, expected=possible, fix="correct it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(_Settings):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with states that are sharded over the ranks of a module.
 
     Attributes:
@@ -32,61 +62,23 @@ class AdamW:
         UserError: a setting is out of range.
     """
 
-    lr: float | Callable[[str], float] = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    master: Literal["float32", "split", "none"] = "float32"
     moments: Literal["float32", "bfloat16", "8bit"] = "float32"
-    gradients: Literal["float32", "bfloat16"] = "float32"
-    zero: Literal[1, 2, 3] = 1
-    offload: bool = False
-    seed: int = 0
 
     kind: ClassVar[OptimizerKind] = OPTIMIZERS["adamw"]
 
-    def __post_init__(self) -> None:
-        _require_possible(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SGD:
+class SGD(_Settings):
     """Plain SGD, w -= lr * g, replicated. The attributes are those of `AdamW`."""
-
-    lr: float | Callable[[str], float] = 1e-3
-    master: Literal["float32", "split", "none"] = "float32"
-    gradients: Literal["float32", "bfloat16"] = "float32"
-    zero: Literal[1, 2, 3] = 1
-    offload: bool = False
-    seed: int = 0
 
     kind: ClassVar[OptimizerKind] = OPTIMIZERS["sgd"]
     betas: ClassVar[tuple[float, float]] = (0.0, 0.0)
     eps: ClassVar[float] = 0.0
     weight_decay: ClassVar[float] = 0.0
     moments: ClassVar[Literal["float32"]] = "float32"
-
-    def __post_init__(self) -> None:
-        _require_possible(self)
-
-
-def _require_possible(settings: AdamW | SGD) -> None:
-    """Check the values of settings. Raises `UserError`."""
-    kinds, lr = get_type_hints(type(settings)), 0.0 if callable(settings.lr) else settings.lr
-    expected = {name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal}
-    problems = {
-        name: f"one of {', '.join(map(repr, known))}"
-        for name, known in expected.items()
-        if getattr(settings, name) not in known
-    }
-    for name, value in {"lr": lr, "eps": settings.eps, "weight_decay": settings.weight_decay}.items():
-        if not (isinstance(value, int | float) and 0 <= value < math.inf):
-            problems[name] = "a finite number of 0 or more"
-    if not (len(settings.betas) == 2 and all(0 <= beta < 1 for beta in settings.betas)):
-        problems["betas"] = "two numbers in [0, 1)"
-    for name, possible in problems.items():
-        where, found = f"{type(settings).__name__}: {name}", repr(getattr(settings, name))
-        raise UserError.at(where, found=found, expected=possible, fix="correct it")
 
 
 Algorithm = AdamW | SGD

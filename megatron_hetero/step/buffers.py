@@ -136,49 +136,35 @@ def _allocate(
     Returns:
         The gradients, their buckets, and the elements of each parameter that this rank updates, by identity.
     """
-    ordered = list(reversed(parameters))
+    ordered: list[Any] = list(reversed(parameters))
+    ranks, rank = (group.size(), group.rank()) if sharded else (1, 0)
     alone = [n for n, p in enumerate(ordered) if getattr(p, "shared_embedding", False)]
-    places = cut([p.numel() for p in ordered], most, group.size() if sharded else None, alone)
+    places = cut([p.numel() for p in ordered], most, ranks if sharded else None, alone)
     device = ordered[0].device
     gradients = torch.zeros(places.size, dtype=dtype, device=device)
     weights = torch.zeros(places.size, dtype=ordered[0].dtype, device=device) if sharded else None
     for parameter, start in zip(ordered, places.starts, strict=True):
-        _map(parameter, start, gradients, weights)
+        stop = start + parameter.numel()
+        if weights is not None:
+            place = weights[start:stop].view(parameter.shape)
+            place.copy_(parameter.detach())
+            parameter.data = place
+        parameter.main_grad = gradients[start:stop].view(parameter.shape)
+        parameter.grad_added_to_main_grad = False
     buckets, owned = list[Bucket](), dict[int, Range]()
     for (first, stop), numbers in places.buckets:
-        low, high = (first, stop) if not sharded else _share(first, stop, group)
-        own, whole = None if weights is None else weights[low:high], gradients[first:stop]
-        buckets.append(
-            Bucket(
-                whole,
-                gradients[low:high] if sums_shares else whole,
-                None if weights is None else weights[first:stop],
-                own,
-                tuple(ordered[n] for n in numbers),
-            )
-        )
+        size = (stop - first) // ranks
+        low, high = first + size * rank, first + size * (rank + 1)
+        whole, stored, own = gradients[first:stop], None, None
+        if weights is not None:
+            stored, own = weights[first:stop], weights[low:high]
+        summed = gradients[low:high] if sums_shares else whole
+        buckets.append(Bucket(whole, summed, stored, own, tuple(ordered[n] for n in numbers)))
         for n in numbers:
             start, size = places.starts[n], ordered[n].numel()
             begin = min(max(0, low - start), size)
             owned[id(ordered[n])] = begin, max(begin, min(size, high - start))
     return gradients, buckets, owned
-
-
-def _map(parameter: nn.Parameter, start: int, gradients: Tensor, weights: Tensor | None) -> None:
-    """Make a parameter's gradient, and its values if they have a buffer, views of the buffers."""
-    stop = start + parameter.numel()
-    if weights is not None:
-        place = weights[start:stop].view(parameter.shape)
-        place.copy_(parameter.detach())
-        parameter.data = place
-    accumulated: Any = parameter
-    accumulated.main_grad = gradients[start:stop].view(parameter.shape)
-    accumulated.grad_added_to_main_grad = False
-
-
-def _share(first: int, stop: int, group: Any) -> Range:
-    size = (stop - first) // group.size()
-    return first + size * group.rank(), first + size * (group.rank() + 1)
 
 
 def accumulate(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Any]]:

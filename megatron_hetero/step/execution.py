@@ -32,7 +32,6 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import HIDDEN, ROWS, UserError
 from megatron_hetero.boundary.communicator import Crossing
-from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.layout.communicators import Link
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.actions import Action
@@ -226,7 +225,9 @@ class StepExecution:
                     self.in_parts[*key[:2], self._call(action)[-1]] = given, read()
                 if action.kind == "R" and action.stage == module.stages - 1:
                     return  # Its backward pass will run the parts again.
-                outputs = self._forward_in_parts(action, given, inputs)
+                each = inputs_of_parts(self._model(action), given, next(iter(inputs), None))
+                calls = zip(given.parts, each, strict=True)
+                outputs = joined_outputs([self._outputs(action, *call) for call in calls])
         self._require_result(action, outputs)
         if action.kind == "R" and not keeps:
             outputs = {HIDDEN: outputs[HIDDEN]}  # Rows have crossed.
@@ -264,11 +265,6 @@ class StepExecution:
             found = f"a loss of shape {tuple(outputs[LOSS].shape)}"
             self._require(outputs[LOSS].dim() == 0, action, found, "a scalar, the sum of losses")
         return outputs
-
-    def _forward_in_parts(self, action: Action, given: InParts, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Call the model of a stage once for each part."""
-        each = inputs_of_parts(self._model(action), given, next(iter(inputs), None))
-        return joined_outputs([self._outputs(action, *of_part) for of_part in zip(given.parts, each, strict=True)])
 
     def _add_metrics(self, action: Action, metrics: Mapping[str, Any]) -> None:
         sums = self.metrics[action.module]
@@ -342,7 +338,8 @@ class StepExecution:
         if not edges:
             # The text module takes rows even if no encoder enters its first stage.
             takes_rows = action.stage == 0 and self.schedule.module[action.module].style == "text"
-            return [self._no_rows(self.resources.width)] if takes_rows else []
+            width = self.graph.width if isinstance(self.graph.width, int) else 0
+            return [self._no_rows(width)] if takes_rows else []
         return [found[ROWS] if found.keys() == {ROWS} else found]
 
     def _embed(self, module: str, micro_batch: int) -> None:
@@ -360,9 +357,11 @@ class StepExecution:
         grads = {HIDDEN: self.received.pop(("B", key), None), LOSS: None}
         self._return_rows_early(action)
         for edge in self._leaving(action):
-            if (arrived := self._row_grads_of(edge, call)) is not None:
-                names = self.graph.outputs_of(edge)
-                for name, grad in zip(names, arrived.chunk(len(names), dim=1), strict=True):
+            names = self.graph.outputs_of(edge)
+            if arrived := [self.row_grads.pop((edge, m)) for m in call if (edge, m) in self.row_grads]:
+                whole = torch.cat(arrived) if len(arrived) > 1 else arrived[0]
+                arrived.clear()  # Or they would stay beside it during the backward pass.
+                for name, grad in zip(names, whole.chunk(len(names), dim=1), strict=True):
                     # Rows that several modules take have gradients from each.
                     grads[name] = grad if (other := grads.get(name)) is None else other + grad
         if key in self.in_parts:
@@ -403,11 +402,6 @@ class StepExecution:
         if hidden is not None and hidden.requires_grad:
             hidden.grad = torch.cat([grad_of(leaf) for (leaf,) in each])
 
-    def _row_grads_of(self, edge: Edge, call: range) -> Tensor | None:
-        """The gradients that returned along an edge for the rows of a call; None if none cross."""
-        arrived = [self.row_grads.pop((edge, m)) for m in call if (edge, m) in self.row_grads]
-        return torch.cat(arrived) if len(arrived) > 1 else next(iter(arrived), None)
-
     # ------------------------------------------------------------------------------------------- pipelines
 
     def _send(self, action: Action) -> None:
@@ -415,12 +409,8 @@ class StepExecution:
             return
         key = _activation_key(action)
         tensor = grad_of(self.inputs.pop(key)) if action.kind == "B" else self._take(key, HIDDEN)
-        self._require(
-            tensor.dtype == self.graph.dtype,
-            action,
-            f"hidden states of {tensor.dtype}",
-            f"{self.graph.dtype}",
-        )
+        found, expected = f"hidden states of {tensor.dtype}", str(self.graph.dtype)
+        self._require(tensor.dtype == self.graph.dtype, action, found, expected)
         tensor = tensor.contiguous()
         if self.checks and action.kind != "B" and self.checks.is_new(link := self._link(action, self.rank)):
             self.checks.publish(f"{link} has", tensor.shape)
@@ -471,13 +461,10 @@ class StepExecution:
 
     def _require_shape(self, action: Action, sender: int, found: Sequence[int], expected: Sequence[int]) -> None:
         """Raise `UserError` unless hidden states fit the next stage's buffer."""
-        if tuple(found) != tuple(expected):
-            raise UserError.at(
-                f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}",
-                found=f"hidden states of shape {tuple(found)} from rank {sender}",
-                expected=f"{tuple(expected)}, the `hidden_shape` of the next stage",
-                fix="correct `hidden_shape`, or what the stage before it returns",
-            )
+        shape = f"hidden states of shape {tuple(found)} from rank {sender}"
+        wanted = f"{tuple(expected)}, the `hidden_shape` of the next stage"
+        wrong = "`hidden_shape`, or what the stage before it returns"
+        self._require(tuple(found) == tuple(expected), action, shape, wanted, wrong)
 
     def _link(self, action: Action, sender: int) -> str:
         """Name a transfer of hidden states between two stages, alike on both ranks."""
@@ -502,7 +489,12 @@ class StepExecution:
             return
         communicator = self.resources.communicators[edge]
         if plan.point_to_point == self.schedule.collective[edge]:
-            self._refuse_plan(action, plan)
+            where = f"micro-batch {action.micro_batch}, boundary {edge}"
+            found = f"a plan between ranks of which {'none' if plan.point_to_point else 'some'} hold and need rows"
+            because = "the schedule would deadlock: ranks in both ownerships take part in both sides, even with no rows"
+            fix = "let `Ownership`s name the ranks of the stage that rows leave, and of the one that they enter"
+            expected = "one between the ranks of its two stages"
+            raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
         if action.kind == "F":
             self.crossings[key] = communicator.start_forward(plan, self._encoded(action))
         else:
@@ -511,16 +503,6 @@ class StepExecution:
             if self.checks:
                 self.checks.require_fit(edge, plan, grads)
             self.crossings[key] = communicator.start_backward(plan, grads)
-
-    def _refuse_plan(self, action: Action, plan: LoadedPlan) -> None:
-        """Raise `UserError`: the sides of the plan share ranks and those of the schedule do not, or the reverse."""
-        raise UserError.at(
-            f"micro-batch {action.micro_batch}, boundary {action.edge}",
-            found=f"a plan between ranks of which {'none' if plan.point_to_point else 'some'} hold and need rows",
-            expected="one between the ranks of its two stages",
-            because="the schedule would deadlock: ranks in both ownerships, even with no rows, take part in both sides",
-            fix="let `Ownership`s name the ranks of the stage that rows leave, and of the one that they enter",
-        )
 
     def _encoded(self, action: Action) -> Tensor:
         """This rank's rows that cross, outputs side by side; no rows on ranks that only receive."""
@@ -577,11 +559,13 @@ class StepExecution:
                 holds = f"{expected}, what this rank holds in the plan"
                 self._require(outputs[name].shape == expected, action, found, holds)
 
-    def _require(self, fits: bool, action: Action, found: str, expected: str) -> None:
+    def _require(
+        self, fits: bool, action: Action, found: str, expected: str, wrong: str = "what the model of the stage returns"
+    ) -> None:
         """Raise `UserError` unless a model's output `fits`."""
         if not fits:
             where = f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}"
-            raise UserError.at(where, found=found, expected=expected, fix="correct what the model of the stage returns")
+            raise UserError.at(where, found=found, expected=expected, fix=f"correct {wrong}")
 
     def _no_rows(self, width: int) -> Tensor:
         return torch.zeros(0, width, dtype=self.graph.dtype, device=self.device)

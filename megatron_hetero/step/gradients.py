@@ -125,9 +125,9 @@ def add_up(
     topology: Topology,
     squares: Iterable[tuple[str, Tensor]],
     finite: Mapping[str, Tensor] | None,
-    loss_sum: Tensor,
+    loss_sum: Tensor | None = None,
     *,
-    loss_counts_here: bool,
+    loss_counts_here: bool = False,
 ) -> GradientTable:
     """Step 4. Every rank calls it.
 
@@ -135,7 +135,7 @@ def add_up(
         topology: topology of all modules.
         squares: names of modules, and `squares_of` this rank's trained parameters of them in each view.
         finite: what `sum_gradients` returned; None to take gradients for finite.
-        loss_sum: the fp32 sum of this rank's token losses.
+        loss_sum: the fp32 sum of this rank's token losses, if the step has a loss.
         loss_counts_here: whether the loss of the step includes that sum.
     """
     sums = dict[str, Tensor]()
@@ -143,10 +143,10 @@ def add_up(
         sums[name] = sums[name] + own if name in sums else own
     ones = {name: torch.ones_like(own) for name, own in sums.items()}
     columns = {name: torch.stack([ones[name], (finite or ones)[name], own]) for name, own in sums.items()}
-    absent = torch.zeros(3, dtype=torch.float64, device=loss_sum.device)
-    counts = torch.full_like(loss_sum, float(loss_counts_here), dtype=torch.float64)
-    names = tuple(topology.layouts)
-    mine = torch.cat([torch.stack([loss_sum.double(), counts]), *(columns.get(name, absent) for name in names)])
+    absent, names = torch.zeros(3, dtype=torch.float64, device=topology.platform.device), tuple(topology.layouts)
+    loss = absent[0] if loss_sum is None else loss_sum.double()
+    loss = torch.stack([loss, torch.full_like(loss, float(loss_counts_here))])
+    mine = torch.cat([loss, *(columns.get(name, absent) for name in names)])
     table = mine.new_empty(topology.world_size * len(mine))
     dist.all_gather_into_tensor(table, mine, group=topology.world)
     return GradientTable(table.view(topology.world_size, -1), names)
@@ -453,9 +453,7 @@ def finish(modules: Sequence[TrainedModule], factor: float | Tensor, finite_on: 
     finite = sum_gradients(modules)
     if finite_on is not None:
         squares = [(module.name, squares_of(module)) for module in modules if module.trained]
-        no_loss = torch.zeros((), device=finite_on.platform.device)
-        table = add_up(finite_on, squares, finite, no_loss, loss_counts_here=False)
-        require_finite_sums(finite_on, modules, table)
+        require_finite_sums(finite_on, modules, add_up(finite_on, squares, finite))
     scale_gradients(modules, factor)
     mark(modules)
 
@@ -473,6 +471,8 @@ def require_ready(modules: Iterable[TrainedModule], *, finished: bool) -> None:
     """Check that gradients belong to this step, and are `finished` or not. Raises `UserError`."""
     for module in modules:
         gradient, problem, because, fix = _finished_gradient(module), "", "", ""
+        # Buffers live on, and may have been zeroed since.
+        changed = gradient is not None and gradient._version != gradient.finished_version
         if gradient is not None and gradient.is_applied:
             problem = "they are those of the step before, which has applied them"
             because = "gradients of this step are added to them"
@@ -480,12 +480,7 @@ def require_ready(modules: Iterable[TrainedModule], *, finished: bool) -> None:
         elif finished and module.trained and gradient is None:
             problem, because = "they are not finished", "each rank has those of its own tokens"
             fix = "give `tokens`, or call `finish_gradients` before"
-        # Buffers live on, and may have been zeroed since.
-        elif (
-            not finished
-            and gradient is not None
-            and not (module.data_parallel.lives_on and gradient._version != gradient.finished_version)
-        ):
+        elif not finished and gradient is not None and not (changed and module.data_parallel.lives_on):
             problem, because = "they are finished already", "they would be summed and divided again"
             fix = (
                 "call `finish_gradients` and then `step(tokens=None)`, or `step(tokens=...)` alone, once after the "

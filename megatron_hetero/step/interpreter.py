@@ -53,24 +53,22 @@ class Interpreter(RankResources):
                 stage after the first has no `hidden_shape`; or the edges of the graph are not the topology's; or ranks
                 differ in dtypes or `check`.
         """
-        named = graph
 
         def require() -> tuple[str, dict[str, str]]:
-            nonlocal named
             _require_placed(topology, modules)
-            named = _in_topology(topology, graph)
+            _require_graph(topology, graph.in_layouts(topology.layouts))
             facts = {"dtype": graph.dtype, "transport": graph.transport or graph.dtype, "check": check}
             return uuid.uuid4().hex, {name: str(fact) for name, fact in facts.items()}
 
         keys, facts = zip(*on_every(topology.host, require), strict=True)
         require_alike("interpreter", facts, range(topology.world_size), "build it alike")
+        named = graph.in_layouts(topology.layouts)
         widths = {edge: named.width_of(edge) * len(named.outputs_of(edge)) for edge in topology.boundaries}
         return cls(
             topology=topology,
             graph=named,
             modules=modules,
             communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
-            width=graph.width if isinstance(graph.width, int) else 0,
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=topology.watchdog,
             timeout_s=timeout_s,
@@ -122,32 +120,26 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
         first = layout.coordinate(rank).pp if rank in layout else None
         if (not stages) if first is None else first in stages:
             continue
-        raise UserError.at(
-            where,
-            found=f"stages {stages} of `{name}`" if stages else f"no stage of `{name}`",
-            expected=f"none of `{name}`" if first is None else f"stage {first} of `{name}`",
-            because=f"its layout is {layout}",
-            fix="give each rank the stages of its layouts, `layout.coordinate(rank).pp` being the first",
-        )
+        found = f"stages {stages} of `{name}`" if stages else f"no stage of `{name}`"
+        expected = f"none of `{name}`" if first is None else f"stage {first} of `{name}`"
+        fix = "give each rank the stages of its layouts, `layout.coordinate(rank).pp` being the first"
+        raise UserError.at(where, found=found, expected=expected, because=f"its layout is {layout}", fix=fix)
     for name, module in modules.items():
         if name not in topology.layouts:
             expected = one_of(topology.layouts, "layouts", "some of")
             raise UserError.at(where, found=f"`{name}`", expected=expected, fix="name it as in the layouts")
         for number, model in module.stages.items():
             if number and not callable(getattr(model, "hidden_shape", None)):
-                raise UserError.at(
-                    where,
-                    found=f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`",
-                    expected="the shape of the hidden states that it receives",
-                    fix="add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`",
-                )
+                found = f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`"
+                fix = "add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`"
+                expected = "the shape of the hidden states that it receives"
+                raise UserError.at(where, found=found, expected=expected, fix=fix)
 
 
-def _in_topology(topology: Topology, graph: Graph) -> Graph:
-    """The graph with the names of the topology, whose edges on this rank it must have. Rows of one name that enter one
-    stage must be equally wide, since they are in one tensor. Raises `UserError`.
+def _require_graph(topology: Topology, named: Graph) -> None:
+    """Check that a graph with the names of the topology has its edges on this rank, and that rows of one name that
+    enter one stage are equally wide, since they are in one tensor. Raises `UserError`.
     """
-    named = graph.in_layouts(topology.layouts)
     mine = [edge for edge in named.edges if topology.rank in edge_ranks(topology.layouts, edge)]
     _require_edges(topology, "graph", mine, "give `Topology.build` the edges of the graph in `edges`")
     first: dict[tuple[str, int, str], Edge] = {}
@@ -155,14 +147,10 @@ def _in_topology(topology: Topology, graph: Graph) -> Graph:
         for name in named.outputs_of(edge):
             other = first.setdefault((edge.target, edge.target_stage or 0, name), edge)
             if (width := named.width_of(edge)) != named.width_of(other):
-                raise UserError.at(
-                    "width",
-                    found=f"{named.width_of(other)} of `{name}` along `{other}` and {width} along `{edge}`",
-                    expected="one width, or several names",
-                    because="the stage gets all rows of a name in one tensor",
-                    fix="name them differently, in `outputs`",
-                )
-    return named
+                found = f"{named.width_of(other)} of `{name}` along `{other}` and {width} along `{edge}`"
+                because, fix = "the stage gets all rows of a name in one tensor", "name them differently, in `outputs`"
+                expected = "one width, or several names"
+                raise UserError.at("width", found=found, expected=expected, because=because, fix=fix)
 
 
 def _require_edges(topology: Topology, what: str, mine: Collection[Edge], fix: str) -> None:

@@ -71,7 +71,7 @@ class JointOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The groups of all parts, in the order of the topology."""
-        return [group for each in self.optimizers.values() for group in each.param_groups]
+        return [group for part in self.parts.values() for group in part.param_groups]
 
     # ------------------------------------------------------------------------------------------ within a step
 
@@ -119,12 +119,9 @@ class JointOptimizer(Optimizer):
     # -------------------------------------------------------------------------------------- the end of a step
 
     @torch.no_grad()
-    def reduce(self, loss_sum: Tensor, *, loss_counts_here: bool) -> GradientTable:
-        """Sum the gradients over ranks (steps 1 to 4 of the rule) without scaling them. All ranks call it.
-
-        Args:
-            loss_sum: fp32 [], the sum of this rank's losses.
-            loss_counts_here: whether the losses of the step include it.
+    def reduce(self, loss_sum: Tensor | None = None, *, loss_counts_here: bool = False) -> GradientTable:
+        """Sum the gradients over ranks (steps 1 to 4 of the rule) without scaling them. All ranks call it. The loss is
+        as in `add_up`.
         """
         finite, self._started = sum_gradients(self.modules, self._started), {}
         return add_up(self.topology, self._squares(), finite, loss_sum, loss_counts_here=loss_counts_here)
@@ -160,11 +157,8 @@ class JointOptimizer(Optimizer):
         if closure is not None:
             raise UserError.at("JointOptimizer.step", found="a closure", expected="none", fix="call backward before")
         all_or_none(self.topology.host, lambda: self._require_ready(finished=tokens is None))
-        factor, no_loss = factor_of(self.topology, tokens), torch.zeros((), device=self.topology.platform.device)
-        if tokens is None:
-            table = add_up(self.topology, self._squares(), None, no_loss, loss_counts_here=False)
-        else:
-            table = self.reduce(no_loss, loss_counts_here=False)
+        factor = factor_of(self.topology, tokens)
+        table = add_up(self.topology, self._squares(), None) if tokens is None else self.reduce()
         if self.error_if_nonfinite:
             require_finite_sums(self.topology, self.modules, table)
         squares = table.squares

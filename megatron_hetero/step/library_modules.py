@@ -40,14 +40,11 @@ def trained_modules(topology: Topology, modules: Mapping[str, Chunks | None]) ->
     given = {name: chunks for name, chunks in given.items() if chunks}
     expected = [name for name, layout in topology.layouts.items() if topology.rank in layout]
     if wrong := sorted(given.keys() ^ expected):
-        missing = wrong[0] in expected
-        raise UserError.at(
-            f"modules on rank {topology.rank}",
-            found=f"{'no' if missing else 'a'} module `{wrong[0]}`",
-            expected=f"those of this rank: {', '.join(expected) or 'none'}",
-            because="all ranks of a module reduce its gradients",
-            fix="pass the part of each module that this rank holds, and None or nothing for others",
-        )
+        found = f"{'no' if wrong[0] in expected else 'a'} module `{wrong[0]}`"
+        where, own = f"modules on rank {topology.rank}", f"those of this rank: {', '.join(expected) or 'none'}"
+        fix = "pass the part of each module that this rank holds, and None or nothing for others"
+        because = "all ranks of a module reduce its gradients"
+        raise UserError.at(where, found=found, expected=own, because=because, fix=fix)
     for chunks in given.values():
         reshard(chunks)
     found = tuple(view for name in expected for view in _trained_views(topology, name, given[name]))
@@ -187,11 +184,8 @@ def _trained_views(topology: Topology, name: str, chunks: tuple[nn.Module, ...])
     layout = topology.layouts[name]
     _require_known_views(name, layout)
     stages = tuple(layout.coordinate(topology.rank).pp + i * layout.pp for i in range(len(chunks)))
-    here = _Module(topology, name, MAIN)
-    found, ddps = (
-        _parameters(here, dict(zip(stages, chunks, strict=True))),
-        tuple(filter(is_megatrons_ddp, _wrappers(chunks))),
-    )
+    found = _parameters(_Module(topology, name, MAIN), dict(zip(stages, chunks, strict=True)))
+    ddps = tuple(filter(is_megatrons_ddp, _wrappers(chunks)))
     of_views: dict[View, dict[str, _Parameter]] = {MAIN: {}}
     for each, of in found.items():
         of_views.setdefault(_view_of(layout, of), {})[each] = of
@@ -219,32 +213,25 @@ def _trained_module(
     parameters = {each: of.parameter for each, of in found.items()}
     trained = {each: of for each, of in found.items() if of.parameter.requires_grad}
     in_main_grad = frozenset(each for each, of in trained.items() if of.around.megatrons_ddp is not None)
-    if taken := [
-        each for each, of in trained.items() if each not in in_main_grad and hasattr(of.parameter, "main_grad")
-    ]:
-        raise UserError.at(
-            f"module `{name}`",
-            problem=f"{taken[0]} is in the buffers of an optimizer already",
-            because="they have the gradients, and ranks share the states",
-            fix="call `step` or `finish_gradients` of that optimizer, or build the module anew",
-        )
+    others = trained.keys() - in_main_grad
+    if taken := next((each for each in parameters if each in others and hasattr(parameters[each], "main_grad")), None):
+        problem = f"{taken} is in the buffers of an optimizer already"
+        because = "they have the gradients, and ranks share the states"
+        fix = "call `step` or `finish_gradients` of that optimizer, or build the module anew"
+        raise UserError.at(f"module `{name}`", problem=problem, because=because, fix=fix)
     sharing = Wrapped(
         parameters=parameters,
         group=topology.group(name, *view.sum_axes),
         owned={each: (0, local(of.parameter).numel()) for each, of in trained.items()},
         sharded=False,
         sums_shares=False,
-        device=topology.platform.device,
+        platform=topology.platform,
         remaining={each: here.remaining(of) for each, of in trained.items()},
         in_main_grad=in_main_grad,
         ddps=ddps,
-        prefers_all_reduce=topology.platform.prefers_all_reduce,
     )
-    over_tp: dict[str, OverTp] = {
-        each: how
-        for each, of in trained.items()
-        if view == MAIN and layout.tp > 1 and (how := _over_tp(of)) is not None
-    }
+    known: dict[str, OverTp | None] = {n: _over_tp(of) for n, of in trained.items() if view == MAIN and layout.tp > 1}
+    over_tp: dict[str, OverTp] = {each: how for each, how in known.items() if how is not None}
     holders = prod(here.degrees[axis] for axis in view.part_axes)
     maps = tuple({each: here.slices(each, of, rank) for each, of in found.items()} for rank in range(holders))
     tied = _tied(topology, name, parameters)
@@ -430,13 +417,11 @@ def _require_known_views(name: str, layout: Layout) -> None:
     """
     for view in layout.views:
         if view != EXPERTS and layout.groups(*view.sum_axes) != layout.groups(*GRADIENT_AXES):
-            raise UserError.at(
-                f"module `{name}`",
-                found=f"layout {layout}, whose view `{view.name}` sums gradients over other ranks than the main one",
-                expected="the same ranks in both",
-                because="parameters would be summed, and replicas made equal, over those of the main view",
-                fix="leave the further view out, or sum gradients over its groups with an optimizer of your own",
-            )
+            found = f"layout {layout}, whose view `{view.name}` sums gradients over other ranks than the main one"
+            because = "parameters would be summed, and replicas made equal, over those of the main view"
+            fix = "leave the further view out, or sum gradients over its groups with an optimizer of your own"
+            where, same = f"module `{name}`", "the same ranks in both"
+            raise UserError.at(where, found=found, expected=same, because=because, fix=fix)
 
 
 def _require_megatron_fits(here: _Module, around: Mapping[int, _Around], fsdp: Mapping[int, Any]) -> None:
@@ -445,12 +430,10 @@ def _require_megatron_fits(here: _Module, around: Mapping[int, _Around], fsdp: M
     """
     layout, where = here.layout, f"module `{here.name}`"
     ep = layout.degrees_in(EXPERTS)["ep"] if EXPERTS in layout.views else 1
-    expected = {"expert_model_parallel_size": ep} | (
-        {"expert_tensor_parallel_size": 1} if EXPERTS in layout.views else {}
-    )
+    whole = {"expert_tensor_parallel_size": 1} if EXPERTS in layout.views else {}
     configs = [each.config for each in around.values() if getattr(each.config, "num_moe_experts", None)]
     because = f"the layout {layout} says which ranks have which experts"
-    for config, (field, size) in product(configs, expected.items()):
+    for config, (field, size) in product(configs, [("expert_model_parallel_size", ep), *whole.items()]):
         if (found := getattr(config, field)) != size:
             fix = "set it, or give the layout `ep` in the view `experts` (docs/library.md)"
             raise UserError.at(where, found=f"config.{field} {found}", expected=str(size), because=because, fix=fix)
@@ -465,13 +448,10 @@ def _require_megatron_fits(here: _Module, around: Mapping[int, _Around], fsdp: M
         # Weights of layers that are split over tp say so.
         split = [p for part, p in sharded if hasattr(part, "tp_group") and p is getattr(part, "weight", None)]
         if sharded and not all(hasattr(p, "tensor_model_parallel") for p in split or [p for _, p in sharded]):
-            raise UserError.at(
-                where,
-                problem="parameters have lost the attributes that Megatron gave them, such as `tensor_model_parallel`",
-                because="FSDP2 puts new ones in their place, and sums over tp and between stages depend on them",
-                fix="keep vars(p) of each parameter by name before `fully_shard` and put them back after "
-                "(docs/library.md)",
-            )
+            problem = "parameters have lost the attributes that Megatron gave them, such as `tensor_model_parallel`"
+            because = "FSDP2 puts new ones in their place, and sums over tp and between stages depend on them"
+            fix = "keep vars(p) of each parameter by name before `fully_shard`, put them back after (docs/library.md)"
+            raise UserError.at(where, problem=problem, because=because, fix=fix)
 
 
 def _axes_between(here: _Module, ranks: Sequence[int], name: str, *, parts: bool) -> tuple[str, ...]:
@@ -484,13 +464,10 @@ def _axes_between(here: _Module, ranks: Sequence[int], name: str, *, parts: bool
     axes = tuple(axis for axis, index in mine.items() if any(place[axis] != index for place in places))
     along = {axis for axis in axes if axis in view.sum_axes or (axis in view.part_axes and parts)}
     if sorted(ranks) != list(layout.group_of(topology.rank, *along)):
-        raise UserError.at(
-            f"parameter {name} of `{here.name}`",
-            found=f"a wrapper over ranks {format_ranks(sorted(ranks))}",
-            expected=f"ranks along axes of its layout {layout}",
-            because="its gradients are summed along the other axes",
-            fix=f'wrap the module with a mesh or group of the topology, such as topology.mesh("{here.name}")["dp"]',
-        )
+        where, found = f"parameter {name} of `{here.name}`", f"a wrapper over ranks {format_ranks(sorted(ranks))}"
+        expected, because = f"ranks along axes of its layout {layout}", "its gradients are summed along the other axes"
+        fix = f'wrap the module with a mesh or group of the topology, such as topology.mesh("{here.name}")["dp"]'
+        raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
     return axes
 
 

@@ -252,8 +252,6 @@ class ModuleOptimizer(ABC):
     """The optimizer of a module on this rank, whose gradients are summed."""
 
     module: TrainedModule
-    param_groups: list[dict[str, Any]]
-    """Groups as in PyTorch's optimizers."""
 
     @abstractmethod
     def squares(self) -> Tensor:

@@ -84,13 +84,10 @@ def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
     """
 
     def refuse(*_: object, **__: object) -> None:
-        raise UserError.at(
-            f"interpreter on rank {rank}",
-            found=f"DistributedDataParallel in stage {stage} of `{module}`",
-            expected="the module itself",
-            because="DDP averages gradients in every backward pass, and expects one per forward pass",
-            fix="leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients",
-        )
+        where, found = f"interpreter on rank {rank}", f"DistributedDataParallel in stage {stage} of `{module}`"
+        because = "DDP averages gradients in every backward pass, and expects one per forward pass"
+        fix = "leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients"
+        raise UserError.at(where, found=found, expected="the module itself", because=because, fix=fix)
 
     # Hooks on modules would be seen by torch.compile.
     forward = DistributedDataParallel.forward
@@ -106,14 +103,11 @@ def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any]
     given = [each for some in inputs for each in (some.values() if isinstance(some, Mapping) else [some])]
     trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
     if (trains or any(each.requires_grad and each.numel() for each in given)) and loss.item():
-        raise UserError.at(
-            f"stage {stage} of `{module}`",
-            found="a loss that requires no gradient",
-            expected="one with a graph",
-            because="nothing would be trained by it",
-            fix="return it without `detach()`; where it is to be measured only, run inside `torch.no_grad()`, name "
-            "the module in `forward_only`, or return it among `metrics`",
-        )
+        found, because = "a loss that requires no gradient", "nothing would be trained by it"
+        only = "run inside `torch.no_grad()`, name the module in `forward_only`, or return it among `metrics`"
+        fix = f"return it without `detach()`; where it is to be measured only, {only}"
+        where = f"stage {stage} of `{module}`"
+        raise UserError.at(where, found=found, expected="one with a graph", because=because, fix=fix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +194,6 @@ class RankResources:
         modules: the modules of this rank, by name.
         communicators: communicators of the edges that include this rank, without `check`: the two sides start crossings
             in different orders.
-        width: elements of a row for a text module without an encoder.
         watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
         watchdog: is notified of every action before it begins.
         timeout_s: seconds that an action may take; None: those of the watchdog.
@@ -211,7 +204,6 @@ class RankResources:
     graph: Graph
     modules: Mapping[str, ModuleOnRank]
     communicators: Mapping[Edge, BoundaryCommunicator]
-    width: int
     watch: Stopwatch
     watchdog: Watchdog
     timeout_s: float | None

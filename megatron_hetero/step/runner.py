@@ -335,10 +335,8 @@ class Runner:
         """The numbers of the micro-batches in which a module of this rank has an input."""
         if not self.topology.has(name):
             return None
-        given = {m: each.inputs.get(name) for m, each in enumerate(micro_batches)}
-        parts = {
-            m: len(each.parts) if isinstance(each, InParts) else 1 for m, each in given.items() if each is not None
-        }
+        given = {m: own for m, each in enumerate(micro_batches) if (own := each.inputs.get(name)) is not None}
+        parts = {m: len(each.parts) if isinstance(each, InParts) else 1 for m, each in given.items()}
         return f"[{', '.join(f'{m}' if n == 1 else f'{m} in {n} parts' for m, n in parts.items())}]"
 
     def _require_known(self, micro_batches: Sequence[MicroBatchInputs], *, trains: bool) -> None:
@@ -365,13 +363,10 @@ class Runner:
                 rows = rows.counted(self.topology, edge)
                 for name, ids, what in ((edge.source, rows.held, "held"), (edge.target, rows.needed, "needed")):
                     if _number_of(ids) and name in own and each.inputs.get(name) is None:
-                        raise UserError.at(
-                            f"Runner on rank {rank}: inputs",
-                            found=f"none of `{name}`, and {_number_of(ids)} {what} rows of `{edge}`",
-                            expected="an input where there are rows",
-                            because="a module without an input is not run",
-                            fix="give it one, such as `()` for a module that takes only rows",
-                        )
+                        found = f"none of `{name}`, and {_number_of(ids)} {what} rows of `{edge}`"
+                        where, because = f"Runner on rank {rank}: inputs", "a module without an input is not run"
+                        fix, expected = "give it one: `()` if it takes only rows", "an input where there are rows"
+                        raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
 
 
 def _number_of(ids: Any) -> int:

@@ -94,18 +94,7 @@ def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, 
         other.update({name: value for name, value in own.items() if name != "params"})
 
 
-class InnerOptimizer(ModuleOptimizer):
-    """A module's optimizer around an `optimizer` of PyTorch or Megatron."""
-
-    optimizer: Any
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The groups of the inner optimizer."""
-        return self.optimizer.param_groups
-
-
-class TorchOptimizer(InnerOptimizer):
+class TorchOptimizer(ModuleOptimizer):
     """An optimizer of PyTorch for a module. With `masters`, it updates fp32 copies of 16-bit parameters."""
 
     def __init__(self, module: TrainedModule, make: Callable[[list[nn.Parameter]], Optimizer], masters: bool = False):
@@ -169,10 +158,8 @@ class TorchOptimizer(InnerOptimizer):
 @torch.no_grad()
 def _create_states(optimizer: Optimizer) -> None:
     """Create states by a step with gradients of zeros at a rate of 0, which changes no weights."""
-    groups, gradients = (
-        optimizer.param_groups,
-        [(p, p.grad) for group in optimizer.param_groups for p in group["params"]],
-    )
+    groups = optimizer.param_groups
+    gradients = [(p, p.grad) for group in groups for p in group["params"]]
     for p, _ in gradients:
         p.grad = torch.zeros_like(p)
     optimizer.param_groups = [{**group, "lr": group["lr"] * 0} if "lr" in group else group for group in groups]
@@ -182,7 +169,7 @@ def _create_states(optimizer: Optimizer) -> None:
         p.grad = gradient
 
 
-class MegatronOptimizer(InnerOptimizer):
+class MegatronOptimizer(ModuleOptimizer):
     """Megatron's optimizer of a module in its `DistributedDataParallel`."""
 
     def __init__(self, module: TrainedModule, ddps: Sequence[Any], config: Any):

@@ -10,19 +10,21 @@ Megatron's DDP              of this rank's tokens, in `main_grad`      its own `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _take_tensors
 from typing_extensions import override
 
+from megatron_hetero.groups.platform import Platform
 from megatron_hetero.step.module import DataParallel, Range
 
 BUCKET = 1 << 25
-"""Elements of one all-reduce: 128 MiB of fp32."""
+"""Elements of one all-reduce in fp32: 128 MiB."""
 
 
 @torch.no_grad()
@@ -30,7 +32,7 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Sum each tensor over the ranks of a group, in place; all ranks pass tensors of the same shapes."""
     if group.size() == 1:
         return
-    for bucket in _buckets(tensors):
+    for bucket in _take_tensors(filter(torch.numel, tensors), BUCKET * 4):  # By dtype.
         if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].element_size() >= 4:
             dist.all_reduce(bucket[0], group=group)
             continue
@@ -39,24 +41,6 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         dist.all_reduce(flat, group=group)
         parts = flat.split([tensor.numel() for tensor in bucket])
         torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype, of at most `BUCKET` elements or one larger tensor, without empty ones."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in alike:
-            if bucket and size + tensor.numel() > BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.numel()
-        yield bucket
 
 
 @torch.no_grad()
@@ -101,19 +85,17 @@ class Wrapped(DataParallel):
     """Weights and gradients are where the user's wrapper stores them, if there is one.
 
     Attributes:
-        device: where this rank computes.
+        platform: of the topology.
         remaining: by trained parameter.
         in_main_grad: parameters whose gradients are in the buffers of Megatron's `DistributedDataParallel`; with its
             distributed optimizer each rank has the sums of its own share only.
         ddps: these wrappers.
-        prefers_all_reduce: whether the platform sums everything for each rank.
     """
 
-    device: torch.device
+    platform: Platform
     remaining: Mapping[str, Remaining]
     in_main_grad: frozenset[str]
     ddps: tuple[Any, ...]
-    prefers_all_reduce: bool
 
     @override
     def copies(self, name: str) -> int:
@@ -167,14 +149,14 @@ class Wrapped(DataParallel):
         """Check gradients that no wrapper has reduced, or may be reducing; of others the sums show it."""
         plain = [n for n, each in self.remaining.items() if n not in self.in_main_grad and each.factor == 1]
         own = [p.grad for p in map(self.parameters.__getitem__, plain) if p.grad is not None and not is_sharded(p)]
-        extremes = [torch.zeros((), device=self.device), *(torch._foreach_norm(own, math.inf) if own else ())]
+        extremes = [torch.zeros((), device=self.platform.device), *(torch._foreach_norm(own, math.inf) if own else ())]
         return torch.stack([each.double() for each in extremes]).isfinite().all().double()
 
     @torch.no_grad()
     @override
     def reduce(self) -> None:
         for ddp in self.ddps:
-            ddp.finish_grad_sync(force_all_reduce=self.prefers_all_reduce)
+            ddp.finish_grad_sync(force_all_reduce=self.platform.prefers_all_reduce)
         for groups in dict.fromkeys(each.groups for each in self.remaining.values()):
             gradients = [self._gradient(name) for name, each in self.remaining.items() if each.groups == groups]
             for group in groups:

@@ -98,12 +98,9 @@ class HeldOutEvaluation:
             supervised += batch.supervised
             samples += len(batch.sample_lengths)
         if supervised == 0:
-            raise SharedError.at(
-                f"eval.datasets: {name}",
-                problem="no supervised token",
-                because="the loss divides by their number",
-                fix="raise data.max_seq_length, correct the data set, or remove it",
-            )
+            because, where = "the loss divides by their number", f"eval.datasets: {name}"
+            fix = "raise data.max_seq_length, correct the data set, or remove it"
+            raise SharedError.at(where, problem="no supervised token", because=because, fix=fix)
         # In fp64, so that the sum of many batches is as accurate as that of one.
         with self.run.watched(f"the sums over ranks of the evaluation of {name} after step {step}"):
             total = float(self.run.all_gather([mine if self.run.counts_loss else 0.0]).sum())

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import Working, on_first
+from megatron_hetero.groups.collective import FIRST, Working, on_first
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.model_files import Companions, require_writable
 from megatron_hetero.hf.weight_map import Interval, TensorSlice, extract_slice
@@ -25,14 +26,10 @@ from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import model_writer, stored_shapes
 from megatron_hetero.step.module import TrainedModule
 
-WRITER = 0
-
 OwnedSlices = tuple[tuple[TensorSlice, ...], Tensor]
 """A rank's values of a parameter, behind their slices of stored tensors."""
 Value = Callable[[TrainedModule, str], Tensor]
 """Returns a tensor in the shape of a parameter of a module. Collective."""
-Header = tuple[tuple[TensorSlice, ...], tuple[int, ...], torch.dtype]
-"""Message before the values of a parameter: its slices, and shape and dtype of the values."""
 
 
 def export_model(
@@ -66,20 +63,15 @@ def export_model(
                 with working():
                     writing.close()
         except Exception as error:
-            _exhaust(parts)  # Others send regardless.
+            deque(parts, maxlen=0)  # Others send regardless.
             if isinstance(error, UserError):
                 raise
             problem = f"internal error, the model was not written:\n{traceback.format_exc()}"
             raise UserError(f"{target}: {problem}") from error
 
-    if topology.rank != WRITER:
-        _exhaust(parts)
+    if topology.rank != FIRST:
+        deque(parts, maxlen=0)
     on_first(topology.files, write)
-
-
-def _exhaust(parts: Iterable[OwnedSlices]) -> None:
-    for _ in parts:
-        pass
 
 
 def gather_parameters(
@@ -97,23 +89,19 @@ def gather_parameters(
     for name, layout in topology.layouts.items():
         for stage, view in product(map(layout.stage, range(layout.pp)), layout.every_view):
             holders = stage.groups(*view.part_axes)[0]
-            if topology.rank == WRITER:
-                yield from _in_turns([_from(holder, own.get((name, view)), value, topology) for holder in holders])
+            if topology.rank == FIRST:
+                # In turns: holders have parts of the same stored tensors in the same order.
+                streams = [_from(holder, own.get((name, view)), value, topology) for holder in holders]
+                yield from chain.from_iterable(zip(*streams, strict=True))
             elif topology.rank in holders:
                 _send(_own_parts(own[name, view], value), topology)
             elif topology.rank in stage:
-                _exhaust(_own_parts(own[name, view], value))
-
-
-def _in_turns(streams: Sequence[Iterator[OwnedSlices]]) -> Iterator[OwnedSlices]:
-    # These ranks hold parts of the same stored tensors in the same order.
-    for parts in zip(*streams, strict=True):
-        yield from parts
+                deque(_own_parts(own[name, view], value), maxlen=0)
 
 
 def _from(holder: int, own: TrainedModule | None, value: Value, topology: Topology) -> Iterator[OwnedSlices]:
     """Return the parameters of `holder`, on the writer's CPU."""
-    if holder != WRITER:
+    if holder != FIRST:
         return _received(holder, topology)
     assert own is not None, "the writer holds a part of the module"
     return ((slices, values.cpu()) for slices, values in _own_parts(own, value))
@@ -127,17 +115,17 @@ def _own_parts(module: TrainedModule, value: Value) -> Iterator[OwnedSlices]:
 
 
 def _send(parts: Iterable[OwnedSlices], topology: Topology) -> None:
-    send_header = partial(dist.send_object_list, dst=WRITER, group=topology.world, device=topology.platform.device)
+    send_header = partial(dist.send_object_list, dst=FIRST, group=topology.world, device=topology.platform.device)
     for slices, values in parts:
         send_header([(slices, tuple(values.shape), values.dtype)])
-        dist.send(values.contiguous(), WRITER, group=topology.world)
+        dist.send(values.contiguous(), FIRST, group=topology.world)
     send_header([None])
 
 
 def _received(holder: int, topology: Topology) -> Iterator[OwnedSlices]:
     world, device = topology.world, topology.platform.device
     while True:
-        header: list[Header | None] = [None]
+        header: list[tuple[tuple[TensorSlice, ...], tuple[int, ...], torch.dtype] | None] = [None]
         dist.recv_object_list(header, holder, group=world, device=device)
         if header[0] is None:
             return

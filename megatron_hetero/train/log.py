@@ -33,13 +33,11 @@ from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics, Value
 
 
-def unwritable(path: Path, error: OSError) -> UserError:
+def unwritable(path: Path, error: OSError, setting: str = "log.dir") -> UserError:
     """Return the error for something in `log.dir` that cannot be written."""
-    return UserError.at(
-        f"log.dir: {path}",
-        problem=f"cannot be written ({in_the_way(path, error)})",
-        fix="free space or grant access, or choose another folder with --log.dir DIR",
-    )
+    problem = f"cannot be written ({in_the_way(path, error)})"
+    fix = "free space or grant access, or choose another folder with --log.dir DIR"
+    return UserError.at(f"{setting}: {path}", problem=problem, fix=fix)
 
 
 class LogFolder:
@@ -159,11 +157,9 @@ class WandB:
             with replacing(file) as new:
                 new.write_text(f"{self._run.id}\n", encoding="utf-8")
         except Exception as error:  # Its exceptions share no base class with those of its dependencies.
-            raise UserError.at(
-                "log.wandb (--log.wandb)",
-                problem=f"Weights & Biases does not start ({in_short(error)})",
-                fix="run `wandb login`, or set WANDB_MODE=offline, or remove log.wandb",
-            ) from None
+            problem = f"Weights & Biases does not start ({in_short(error)})"
+            fix = "run `wandb login`, or set WANDB_MODE=offline, or remove log.wandb"
+            raise UserError.at("log.wandb (--log.wandb)", problem=problem, fix=fix) from None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record values by metric name."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_hetero.base.errors import TEXT, UserError, parts_of, reason
+from megatron_hetero.base.errors import TEXT, parts_of
 from megatron_hetero.base.files import replacing
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.groups.platform import Platform
@@ -19,6 +19,7 @@ from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.items.types import Size
 from megatron_hetero.models.layers.parts import Tokens
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.train.log import unwritable
 
 
 def utilisation(
@@ -121,10 +122,5 @@ class StepProfiler:
             with replacing(self._file) as new:  # The exporter itself reports no errors.
                 trace.export_chrome_trace(str(new))
         except OSError as error:
-            wrong = UserError.at(
-                f"train.profile: {self._file}",
-                problem=f"cannot be written ({reason(error)})",
-                fix="free space or grant access, or choose another folder with --log.dir DIR",
-            )
             with contextlib.suppress(OSError):  # A terminal may have gone.
-                print(f"warning: {wrong}", file=sys.stderr, flush=True)
+                print(f"warning: {unwritable(self._file, error, 'train.profile')}", file=sys.stderr, flush=True)

@@ -83,12 +83,11 @@ def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
     if resumed.step == 0 and job.folders.fresh_projector and frozen:
         part = parts_of(VISION)[-1]
         which = part if not job.frozen.trains(part) else f"{part} ({listed(frozen)})"
-        raise SharedError.at(
-            "model.freeze (--model.freeze)" if not job.config.model.train else "model.train (--model.train)",
-            problem=f"{which} is frozen, but starts with random weights",
-            because="model.fresh_projector is set, or the folder's projector does not match the language model",
-            fix="train it first, or take folders that match",
-        )
+        where = "model.train" if job.config.model.train else "model.freeze"
+        problem = f"{which} is frozen, but starts with random weights"
+        because = "model.fresh_projector is set, or the folder's projector does not match the language model"
+        fix = "train it first, or take folders that match"
+        raise SharedError.at(f"{where} (--{where})", problem=problem, because=because, fix=fix)
 
 
 def _open_writer(config: Config, topology: Topology, resumed: Resumed) -> Writer:

@@ -44,11 +44,9 @@ class Trainer(StepTrainer):
                 in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped
                 if in_a_row >= min(len(self.loader.mixture), everything):  # The whole mixture, or the whole run.
                     longest = self.config.data.max_seq_length
-                    raise SharedError.at(
-                        f"data.max_seq_length (--data.max_seq_length), step {step}",
-                        problem=f"all of {in_a_row} samples in a row are longer than {longest} tokens and were skipped",
-                        fix="raise it, or lower data.max_pixels",
-                    )
+                    problem = f"all of {in_a_row} samples in a row are longer than {longest} tokens and were skipped"
+                    where, fix = "data.max_seq_length (--data.max_seq_length)", "raise it, or lower data.max_pixels"
+                    raise SharedError.at(f"{where}, step {step}", problem=problem, fix=fix)
                 yield step, batch, time.perf_counter() - start
 
     def export(self, target: Path) -> None:
