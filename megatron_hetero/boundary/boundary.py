@@ -132,21 +132,14 @@ def ownerships_of(
     held, needed = dict[int, np.ndarray](), dict[int, np.ndarray]()
     for rank, each in zip(ranks, rows, strict=True):
         if len(missing := np.setdiff1d(each.needed, numbers)):
-            raise UserError.at(
-                f"boundary {boundary}: needed",
-                found=f"row {missing[0]} on rank {rank}",
-                expected=f"one of the {len(numbers)} rows that ranks hold",
-                fix="give the rows the same ids on both sides, of the same batch",
-            )
+            where, found = f"boundary {boundary}: needed", f"row {missing[0]} on rank {rank}"
+            fix = "give the rows the same ids on both sides, of the same batch"
+            raise UserError.at(where, found=found, expected=f"one of the {len(numbers)} rows that ranks hold", fix=fix)
         for what, ids, end, does in (("held", each.held, source, "leave"), ("needed", each.needed, target, "enter")):
             if len(ids) and rank not in end.ranks:
-                raise UserError.at(
-                    f"boundary {boundary}: {what}",
-                    found=f"{len(ids)} rows on rank {rank}",
-                    expected="none",
-                    because=f"rows {does} a stage that is not on that rank",
-                    fix=f"leave `{what}` out there",
-                )
+                where, found = f"boundary {boundary}: {what}", f"{len(ids)} rows on rank {rank}"
+                because, fix = f"rows {does} a stage that is not on that rank", f"leave `{what}` out there"
+                raise UserError.at(where, found=found, expected="none", because=because, fix=fix)
         held[rank] = np.where(each.held == PADDING, PADDING, np.searchsorted(numbers, each.held))
         needed[rank] = np.searchsorted(numbers, each.needed)
     holders = _grouped(boundary, "held", source, held, numbers)
@@ -239,23 +232,17 @@ class Boundary:
         timeout_s: float | None = None,
     ):
         if edge not in topology.planned_edges:
-            raise UserError.at(
-                f"boundary {edge} on rank {topology.rank}",
-                found="an edge that is not planned",
-                expected=one_of(topology.planned_edges, "planned edges"),
-                because="all ranks create its groups when they build the topology",
-                fix="add the edge to the graph of `build`, or to `planned` of `Topology.build`",
-            )
+            where = f"boundary {edge} on rank {topology.rank}"
+            expected = one_of(topology.planned_edges, "planned edges")
+            because = "all ranks create its groups when they build the topology"
+            fix = "add the edge to the graph of `build`, or to `planned` of `Topology.build`"
+            raise UserError.at(where, found="an edge that is not planned", expected=expected, because=because, fix=fix)
         if graph := topology.graph:
             of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
             width, dtype, transport = width or of_edge, dtype or graph.dtype, transport or graph.transport
         if width is None or dtype is None:
-            raise UserError.at(
-                f"boundary {edge}",
-                found=f"width {width}, dtype {dtype}",
-                expected="both, where the topology has no graph",
-                fix="give `width` and `dtype`",
-            )
+            found, expected = f"width {width}, dtype {dtype}", "both, where the topology has no graph"
+            raise UserError.at(f"boundary {edge}", found=found, expected=expected, fix="give `width` and `dtype`")
         self.edge, self._topology = edge, topology
         self._watchdog, self._timeout_s = topology.watchdog, timeout_s
         with self._doing("the opening"):
@@ -381,12 +368,9 @@ class Boundary:
                 `torch.utils.checkpoint`.
         """
         if not isinstance(plan, LoadedPlan):
-            raise UserError.at(
-                f"boundary {self.edge}: plan",
-                found=f"a {type(plan).__name__}",
-                expected="what `Boundary.plan` or `load_plan` returns",
-                fix="give the plan first, then the rows",
-            )
+            where, found = f"boundary {self.edge}: plan", f"a {type(plan).__name__}"
+            expected = "what `Boundary.plan` or `load_plan` returns"
+            raise UserError.at(where, found=found, expected=expected, fix="give the plan first, then the rows")
         require_no_backward(self._micro_batch)
         rows = self.communicator.no_rows() if rows is None or self._hosts is None else rows
         with self._doing("a crossing"):
@@ -418,12 +402,9 @@ class Boundary:
     def _cross_without_gradients(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
         check = self.communicator.check
         if returns_gradients(self.communicator, plan, rows) if check else requires_grad(rows):
-            raise UserError.at(
-                f"boundary {self.edge}",
-                problem="rows that require gradients cross outside of a `micro_batch`",
-                because="a rank without a loss, or whose loss uses no row, would leave the others waiting",
-                fix="enter `micro_batch(boundary)`",
-            )
+            where, problem = f"boundary {self.edge}", "rows that require gradients cross outside of a `micro_batch`"
+            because = "a rank without a loss, or whose loss uses no row, would leave the others waiting"
+            raise UserError.at(where, problem=problem, because=because, fix="enter `micro_batch(boundary)`")
         return self.communicator.forward(plan, widened(rows, self.communicator.dtype))
 
     def _doing(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -444,12 +425,9 @@ def micro_batch(*boundaries: Boundary) -> Iterator[None]:
         UserError: a boundary is inside a micro-batch already.
     """
     if busy := [boundary for boundary in boundaries if boundary._micro_batch is not None]:
-        raise UserError.at(
-            f"boundary {busy[0].edge}",
-            problem="is inside a micro-batch already",
-            because="its crossings go back at the end of that one",
-            fix="give all boundaries to one `micro_batch`",
-        )
+        where, problem = f"boundary {busy[0].edge}", "is inside a micro-batch already"
+        because = "its crossings go back at the end of that one"
+        raise UserError.at(where, problem=problem, because=because, fix="give all boundaries to one `micro_batch`")
     current = MicroBatchCrossings()
     for boundary in boundaries:
         boundary._micro_batch = current

@@ -164,13 +164,11 @@ def require_calls(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule)
         if call and call[0] == micro_batch and any(set(call) <= set(run) for run in known):
             continue
         runs = ", ".join(f"{run[0]}-{run[-1]}" for run in known if micro_batch in run)
-        raise UserError.at(
-            f"micro-batch {micro_batch}: `calls` of its `DeviceMicroBatch`",
-            found=f"{call} of `{module}`",
-            expected=f"a range that begins with it, within {runs or 'the micro-batches of a module in waves'}",
-            because="these are encoded in one turn, and their gradients come back in one",
-            fix=f"leave `{module}` out, or take micro-batches of one run of `schedule.in_one_call({module!r})`",
-        )
+        where = f"micro-batch {micro_batch}: `calls` of its `DeviceMicroBatch`"
+        expected = f"a range that begins with it, within {runs or 'the micro-batches of a module in waves'}"
+        because = "these are encoded in one turn, and their gradients come back in one"
+        fix = f"leave `{module}` out, or take micro-batches of one run of `schedule.in_one_call({module!r})`"
+        raise UserError.at(where, found=f"{call} of `{module}`", expected=expected, because=because, fix=fix)
 
 
 def random_states(platform: Platform) -> tuple[Callable[[], Any], Callable[[Any], None]]:

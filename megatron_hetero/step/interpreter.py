@@ -155,13 +155,10 @@ def _in_topology(topology: Topology, graph: Graph) -> Graph:
         for name in named.outputs_of(edge):
             other = first.setdefault((edge.target, edge.target_stage or 0, name), edge)
             if (width := named.width_of(edge)) != named.width_of(other):
-                raise UserError.at(
-                    "width",
-                    found=f"{named.width_of(other)} of `{name}` along `{other}` and {width} along `{edge}`",
-                    expected="one width, or several names",
-                    because="the stage gets all rows of a name in one tensor",
-                    fix="name them differently, in `outputs`",
-                )
+                where, because = "width", "the stage gets all rows of a name in one tensor"
+                found = f"{named.width_of(other)} of `{name}` along `{other}` and {width} along `{edge}`"
+                fix = "name them differently, in `outputs`"
+                raise UserError.at(where, found=found, expected="one width, or several names", because=because, fix=fix)
     return named
 
 

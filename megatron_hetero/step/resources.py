@@ -84,13 +84,10 @@ def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
     """
 
     def refuse(*_: object, **__: object) -> None:
-        raise UserError.at(
-            f"interpreter on rank {rank}",
-            found=f"DistributedDataParallel in stage {stage} of `{module}`",
-            expected="the module itself",
-            because="DDP averages gradients in every backward pass, and expects one per forward pass",
-            fix="leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients",
-        )
+        where, found = f"interpreter on rank {rank}", f"DistributedDataParallel in stage {stage} of `{module}`"
+        because = "DDP averages gradients in every backward pass, and expects one per forward pass"
+        fix = "leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients"
+        raise UserError.at(where, found=found, expected="the module itself", because=because, fix=fix)
 
     # Hooks on modules would be seen by torch.compile.
     forward = DistributedDataParallel.forward
