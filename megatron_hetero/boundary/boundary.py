@@ -72,21 +72,18 @@ class Rows(NamedTuple):
             return self
         where = f"boundary {edge} on rank {topology.rank}: samples"
         ends = ends_of(topology, edge)
-        if split := [
-            f"`{end.module}` with {end.layout}" for end in ends if end.layout and end.layout.sp * end.layout.cp > 1
-        ]:
+        if split := [end for end in ends if end.layout and end.layout.ways("tokens") > 1]:
             because, fix = "its rows are those of a rank's own tokens", "give the ids of rows, `held` and `needed`"
-            raise UserError.at(where, found=split[0], expected="no sp and no cp", because=because, fix=fix)
+            found = f"`{split[0].module}` with {split[0].layout}"
+            raise UserError.at(where, found=found, expected="no sp and no cp", because=because, fix=fix)
         samples, counts = self.samples, _array(self.rows_per_sample)
         are_counts = counts.shape in ((), (samples,)) and (not counts.size or counts.dtype.kind in "iu")
         has_ids = _array(self.held).size + _array(self.needed).size > 0
         if has_ids or not isinstance(samples, int) or samples < 0 or not are_counts or counts.min(initial=0) < 0:
-            raise UserError.at(
-                where,
-                found=f"{samples!r}, with rows_per_sample={self.rows_per_sample!r}{' and ids of rows' * has_ids}",
-                expected="a number of samples, and the rows of all or of each, without `held` and `needed`",
-                fix="give both numbers for the whole micro-batch, or ids only",
-            )
+            found = f"{samples!r}, with rows_per_sample={self.rows_per_sample!r}{' and ids of rows' * has_ids}"
+            expected = "a number of samples, and the rows of all or of each, without `held` and `needed`"
+            fix = "give both numbers for the whole micro-batch, or ids only"
+            raise UserError.at(where, found=found, expected=expected, fix=fix)
         starts = [0, *accumulate(np.broadcast_to(counts, samples).tolist())]
         held, needed = (
             range(starts[own.start], starts[own.stop]) if topology.rank in ranks else ()
@@ -184,7 +181,7 @@ def _grouped(
     """Group ranks that have the same rows in the same order. Raises `UserError` if two groups, or replicas, share a
     row.
     """
-    by_rows: dict[bytes, list[int]] = {}
+    by_rows, where = dict[bytes, list[int]](), f"boundary {boundary}: {what}"
     for rank in end.ranks:
         mine = rows[rank]
         by_rows.setdefault(mine.tobytes() if len(mine) else b"of rank %d" % rank, []).append(rank)
@@ -196,23 +193,18 @@ def _grouped(
         replicas = end.layout.replica_of if end.layout else lambda _: 0
         if apart := [rank for rank in others if replicas(rank) != replicas(ranks[0])]:
             first, last = sorted((apart[0], ranks[0]))
+            row, expected = numbers[(taken if len(taken) else mine)[0]], "each row in one replica"
+            found = f"row {row} on ranks {first} and {last}, in two replicas of `{end.module}`"
+            because = "its gradient would count twice" if what == "held" else "one replica's gradient alone returns"
             shared = ', or `gradient="partial"` if their samples differ and share a picture' * (what == "needed")
-            raise UserError.at(
-                f"boundary {boundary}: {what}",
-                found=f"row {numbers[(taken if len(taken) else mine)[0]]} on ranks {first} and {last}, in two replicas "
-                f"of `{end.module}`",
-                expected="each row in one replica",
-                because="its gradient would count twice" if what == "held" else "one replica's gradient alone returns",
-                fix=f'give each replica its own samples, `topology.shard("{end.module}", samples)`{shared}',
-            )
+            fix = f'give each replica its own samples, `topology.shard("{end.module}", samples)`{shared}'
+            raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
         if len(taken):
-            raise UserError.at(
-                f"boundary {boundary}: {what}",
-                found=f"row {numbers[taken[0]]} on ranks {owner[taken[0]]} and {ranks[0]}, which differ in rows or "
-                "order",
-                expected="ranks with a common row to have the same rows in the same order",
-                fix="give such ranks the union of their rows, and index what arrives",
-            )
+            on = f"ranks {owner[taken[0]]} and {ranks[0]}"
+            found = f"row {numbers[taken[0]]} on {on}, which differ in rows or order"
+            expected = "ranks with a common row to have the same rows in the same order"
+            fix = "give such ranks the union of their rows, and index what arrives"
+            raise UserError.at(where, found=found, expected=expected, fix=fix)
         owner[mine] = ranks[0]
     return {tuple(ranks): rows[ranks[0]] for ranks in by_rows.values()}
 
@@ -388,15 +380,10 @@ class Boundary:
                 rows that crossed this boundary.
         """
         if self._micro_batch is None or loss.numel() != 1 or not loss.requires_grad:
-            inside = "outside of" if self._micro_batch is None else "inside"
-            found = (
-                f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}, {inside} a `micro_batch`"
-            )
-            expected, fix = (
-                "a scalar that requires gradients, inside of one",
-                "give the sum of the module's losses there",
-            )
-            raise UserError.at(f"boundary {self.edge}: backward", found=found, expected=expected, fix=fix)
+            found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+            found += f", {'outside of' if self._micro_batch is None else 'inside'} a `micro_batch`"
+            where, expected = f"boundary {self.edge}: backward", "a scalar that requires gradients, inside of one"
+            raise UserError.at(where, found=found, expected=expected, fix="give the sum of the module's losses there")
         self._micro_batch.losses[self.edge.source].append(loss)
 
     def _cross_without_gradients(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
@@ -460,12 +447,11 @@ def place_rows(embedded: Tensor, rows: Tensor, places: Tensor, *, length_first: 
     """
     shape = tuple(embedded.shape[1::-1] if length_first else embedded.shape[:2])
     if tuple(places.shape) != shape or places.dtype != torch.bool or rows.shape[1:] != embedded.shape[2:]:
-        found = (
-            f"shapes {', '.join(str(tuple(x.shape)) for x in (embedded, rows, places))} and places of {places.dtype}"
-        )
+        shapes = ", ".join(str(tuple(x.shape)) for x in (embedded, rows, places))
         what = "[length, samples, hidden]" if length_first else "[samples, length, hidden]"
         expected = f"{what}, [rows, hidden], [samples, length] and torch.bool"
-        raise UserError.at("place_rows", found=found, expected=expected, fix="reshape them, or change `length_first`")
+        found, fix = f"shapes {shapes} and places of {places.dtype}", "reshape them, or change `length_first`"
+        raise UserError.at("place_rows", found=found, expected=expected, fix=fix)
     if torch.compiler.is_compiling():  # An error of the compiled graph, in which the host does not know how many.
         torch._assert_async(places.sum() == len(rows), f"place_rows: another number of places than {len(rows)} rows")
     sample, at = places.nonzero().unbind(1)
