@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
     from megatron_hetero.groups.platform import Platform
 
-__all__ = ["FINAL", "INTERRUPTED", "STOPPED_FILE", "ended", "guarded", "leave", "process_group", "rank", "world_size"]
-
 T = TypeVar("T")
 INTERRUPTED = 130
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"

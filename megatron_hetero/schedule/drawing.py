@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import replacing
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
@@ -113,7 +113,7 @@ def write_plot(figure: Any, file: Path) -> None:
         with replacing(file) as new:
             figure.savefig(new, format=file.suffix[1:], dpi=130)
     except OSError as error:
-        found, fix = (error.strerror or str(error)).lower(), "free space or grant access, or choose another place"
+        found, fix = reason(error), "free space or grant access, or choose another place"
         raise UserError.at(f"plot {file}", found=found, expected="a file that can be written", fix=fix) from None
 
 
