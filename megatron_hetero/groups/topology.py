@@ -153,7 +153,7 @@ class Topology:
             groups = [(kind, _create(kind, everybody, platform, watchdog)) for kind in kinds]
             mine = {kind: group for kind, group in groups if group is not None}
             if check:
-                _check_sum(world, everybody, platform.device)
+                _check_sum(world, everybody, rank, platform.device)
                 for kind, group in mine.items():
                     _check_kind(kind, group, layouts, rank, platform.device)
                 if platform.connects_late:
@@ -161,7 +161,7 @@ class Topology:
                         _connect(group, platform.device)
                 for ranks, group in (*hosts.items(), ((everybody,), files)):
                     if group is not None and (members := group_of(ranks, rank)):
-                        _check_sum(group, members, CPU)
+                        _check_sum(group, members, rank, CPU)
             by_use = {use: group for kind, group in mine.items() for use in kind.uses_of(rank)}
             of_edges = {edge: edge_ranks(layouts, edge) for edge in declared}
             return cls(
@@ -347,15 +347,15 @@ def _check_kind(
     """
     for use in kind.uses_of(rank):
         if isinstance(use, Link):
-            _check_message(group, layouts[use.module].coordinate(rank).pp == use.sender, device)
+            _check_message(group, rank, layouts[use.module].coordinate(rank).pp == use.sender, device)
         elif isinstance(use, EdgeUse):
-            _check_messages(group, edge_ranks(layouts, use.edge), *edge_peers(layouts, use, rank), device)
+            _check_messages(group, edge_ranks(layouts, use.edge), rank, *edge_peers(layouts, use, rank), device)
     ranks = group_of(kind.groups, rank)
     if ranks is not None and isinstance(kind.uses[0], Axes):
-        _check_sum(group, ranks, device)
+        _check_sum(group, ranks, rank, device)
         if any(isinstance(use, Axes) and use.exchanges for use in kind.uses):
             others = tuple(r for r in ranks if r != rank)
-            _check_messages(group, ranks, others, others, device)
+            _check_messages(group, ranks, rank, others, others, device)
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -375,37 +375,38 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
             dist.all_gather_into_tensor(whole, mine, group=group)
 
 
-def _check_sum(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> None:
+def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.device) -> None:
     """Add up a known value."""
-    total = torch.tensor([dist.get_rank() + 1], dtype=torch.int64, device=device)
+    total = torch.tensor([rank + 1], dtype=torch.int64, device=device)
     dist.all_reduce(total, group=group)
-    _require(ranks, f"sum {total.item()}", f"sum {sum(r + 1 for r in ranks)}", group)
+    _require(ranks, rank, f"sum {total.item()}", f"sum {sum(r + 1 for r in ranks)}", group)
 
 
-def _check_message(group: dist.ProcessGroup, sends: bool, device: torch.device) -> None:
+def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: torch.device) -> None:
     """Send a known value one way, by the call that a pipeline uses: PyTorch may have a communicator for that alone."""
-    ranks, rank = _ranks(group), dist.get_rank()
+    ranks = _ranks(group)
     (peer,) = (r for r in ranks if r != rank)
     value = torch.tensor([rank if sends else -1], dtype=torch.int64, device=device)
     if sends:
         dist.send(value, peer, group=group)
     else:
         dist.recv(value, peer, group=group)
-    _require(ranks, f"message {value.item()}", f"message {rank if sends else peer}", group)
+    _require(ranks, rank, f"message {value.item()}", f"message {rank if sends else peer}", group)
 
 
-def _check_messages(group: dist.ProcessGroup, ranks: Ranks, to: Ranks, back: Ranks, device: torch.device) -> None:
+def _check_messages(
+    group: dist.ProcessGroup, ranks: Ranks, rank: int, to: Ranks, back: Ranks, device: torch.device
+) -> None:
     """Send a known value `to` ranks, and receive one from each in `back`."""
-    _require(ranks, f"ranks {_ranks(group)}", f"ranks {ranks}", group)
-    mine = torch.full((len(to),), dist.get_rank(), dtype=torch.int64, device=device)
+    _require(ranks, rank, f"ranks {_ranks(group)}", f"ranks {ranks}", group)
+    mine = torch.full((len(to),), rank, dtype=torch.int64, device=device)
     values = torch.full((len(back),), -1, dtype=torch.int64, device=device)
     counts = ([int(r in peers) for r in ranks] for peers in (back, to))
     dist.all_to_all_single(values, mine, *counts, group=group)
-    _require(ranks, f"messages {values.tolist()}", f"messages {list(back)}", group)
+    _require(ranks, rank, f"messages {values.tolist()}", f"messages {list(back)}", group)
 
 
-def _require(ranks: Ranks, found: str, expected: str, group: dist.ProcessGroup) -> None:
-    rank = dist.get_rank()
+def _require(ranks: Ranks, rank: int, found: str, expected: str, group: dist.ProcessGroup) -> None:
     if found != expected or dist.get_rank(group) != ranks.index(rank):
         raise RuntimeError(
             f"process group of ranks {ranks}: found {found} and position {dist.get_rank(group)}, "

@@ -103,5 +103,6 @@ def contiguous_segments(sequences: Sequence[int], shard_lengths: Sequence[int], 
     low = sum(shard_lengths[:member])
     high = low + shard_lengths[member]
     queries = np.minimum(ends, high) - np.maximum(starts, low)
-    runs = zip(queries.tolist(), starts.tolist(), ends.tolist(), strict=True)
-    return AttentionSegments.of([(own, np.arange(start, end)) for own, start, end in runs if own > 0])
+    seen = np.flatnonzero(queries > 0)
+    segments: list[tuple[int, np.ndarray]] = [(int(queries[i]), np.arange(starts[i], ends[i])) for i in seen]
+    return AttentionSegments.of(segments)
