@@ -139,12 +139,10 @@ def require_known(
     """
     for name, found, known in (("inputs", batch.inputs, modules), ("boundaries", batch.boundaries, edges)):
         if unknown := [key for key in found if key not in known]:
-            raise UserError.at(
-                f"micro-batch {micro_batch}: `{name}` of its `DeviceMicroBatch`",
-                found=f"`{unknown[0]}`",
-                expected=one_of((f"`{each}`" for each in known), {"inputs": "modules"}.get(name, "edges"), "some of"),
-                fix="name modules as in the layouts, and edges by `Edge(source, target)`",
-            )
+            where = f"micro-batch {micro_batch}: `{name}` of its `DeviceMicroBatch`"
+            expected = one_of((f"`{each}`" for each in known), {"inputs": "modules"}.get(name, "edges"), "some of")
+            fix = "name modules as in the layouts, and edges by `Edge(source, target)`"
+            raise UserError.at(where, found=f"`{unknown[0]}`", expected=expected, fix=fix)
     for name, given in batch.inputs.items():
         if not isinstance(given, InParts):
             continue

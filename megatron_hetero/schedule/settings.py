@@ -98,9 +98,9 @@ def _require_known(
 ) -> None:
     if text not in layouts:
         known = f" among {', '.join(layouts)}" if layouts else ""
-        where, found = "layouts", f"no layout for module `{text}`{known}"
+        found, because = f"no layout for module `{text}`{known}", "it is the module that all others feed"
         fix = f"give the layout of `{text}`, or name that module in `text`"
-        raise UserError.at(where, found=found, expected="one", because="it is the module that all others feed", fix=fix)
+        raise UserError.at("layouts", found=found, expected="one", because=because, fix=fix)
     _require_least("micro-batches", micro_batches, 1)
     _require_least(f"{place}.waves", settings.waves, 1)
     _require_least(f"{place}.run_ahead", settings.run_ahead, 0)

@@ -122,25 +122,20 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
         first = layout.coordinate(rank).pp if rank in layout else None
         if (not stages) if first is None else first in stages:
             continue
-        raise UserError.at(
-            where,
-            found=f"stages {stages} of `{name}`" if stages else f"no stage of `{name}`",
-            expected=f"none of `{name}`" if first is None else f"stage {first} of `{name}`",
-            because=f"its layout is {layout}",
-            fix="give each rank the stages of its layouts, `layout.coordinate(rank).pp` being the first",
-        )
+        found = f"stages {stages} of `{name}`" if stages else f"no stage of `{name}`"
+        expected = f"none of `{name}`" if first is None else f"stage {first} of `{name}`"
+        fix = "give each rank the stages of its layouts, `layout.coordinate(rank).pp` being the first"
+        raise UserError.at(where, found=found, expected=expected, because=f"its layout is {layout}", fix=fix)
     for name, module in modules.items():
         if name not in topology.layouts:
             expected = one_of(topology.layouts, "layouts", "some of")
             raise UserError.at(where, found=f"`{name}`", expected=expected, fix="name it as in the layouts")
         for number, model in module.stages.items():
             if number and not callable(getattr(model, "hidden_shape", None)):
-                raise UserError.at(
-                    where,
-                    found=f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`",
-                    expected="the shape of the hidden states that it receives",
-                    fix="add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`",
-                )
+                found = f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`"
+                expected = "the shape of the hidden states that it receives"
+                fix = "add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`"
+                raise UserError.at(where, found=found, expected=expected, fix=fix)
 
 
 def _in_topology(topology: Topology, graph: Graph) -> Graph:
