@@ -60,13 +60,10 @@ def require_trained_through(schedule: Schedule) -> None:
     for edge in schedule.edges:
         source, target = schedule.module[edge.source], schedule.module[edge.target]
         if source.backward and not target.backward:
-            where, expected = "forward_only", "all modules that feed it, too"
-            found, because = (
-                f"`{target.name}` without `{source.name}`",
-                f"`{source.name}` gets its gradients through it",
-            )
+            where, found = "forward_only", f"`{target.name}` without `{source.name}`"
+            because = f"`{source.name}` gets its gradients through it"
             fix = f"add `{source.name}`, or leave `{target.name}` out (its parameters may be frozen all the same)"
-            raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
+            raise UserError.at(where, found=found, expected="all modules that feed it, too", because=because, fix=fix)
 
 
 def _following(schedule: Schedule) -> dict[StageId, list[StageId]]:
