@@ -72,21 +72,18 @@ class Rows(NamedTuple):
             return self
         where = f"boundary {edge} on rank {topology.rank}: samples"
         ends = ends_of(topology, edge)
-        if split := [
-            f"`{end.module}` with {end.layout}" for end in ends if end.layout and end.layout.sp * end.layout.cp > 1
-        ]:
+        if split := [end for end in ends if end.layout and end.layout.ways("tokens") > 1]:
             because, fix = "its rows are those of a rank's own tokens", "give the ids of rows, `held` and `needed`"
-            raise UserError.at(where, found=split[0], expected="no sp and no cp", because=because, fix=fix)
+            found = f"`{split[0].module}` with {split[0].layout}"
+            raise UserError.at(where, found=found, expected="no sp and no cp", because=because, fix=fix)
         samples, counts = self.samples, _array(self.rows_per_sample)
         are_counts = counts.shape in ((), (samples,)) and (not counts.size or counts.dtype.kind in "iu")
         has_ids = _array(self.held).size + _array(self.needed).size > 0
         if has_ids or not isinstance(samples, int) or samples < 0 or not are_counts or counts.min(initial=0) < 0:
-            raise UserError.at(
-                where,
-                found=f"{samples!r}, with rows_per_sample={self.rows_per_sample!r}{' and ids of rows' * has_ids}",
-                expected="a number of samples, and the rows of all or of each, without `held` and `needed`",
-                fix="give both numbers for the whole micro-batch, or ids only",
-            )
+            found = f"{samples!r}, with rows_per_sample={self.rows_per_sample!r}{' and ids of rows' * has_ids}"
+            expected = "a number of samples, and the rows of all or of each, without `held` and `needed`"
+            fix = "give both numbers for the whole micro-batch, or ids only"
+            raise UserError.at(where, found=found, expected=expected, fix=fix)
         starts = [0, *accumulate(np.broadcast_to(counts, samples).tolist())]
         held, needed = (
             range(starts[own.start], starts[own.stop]) if topology.rank in ranks else ()
@@ -132,21 +129,14 @@ def ownerships_of(
     held, needed = dict[int, np.ndarray](), dict[int, np.ndarray]()
     for rank, each in zip(ranks, rows, strict=True):
         if len(missing := np.setdiff1d(each.needed, numbers)):
-            raise UserError.at(
-                f"boundary {boundary}: needed",
-                found=f"row {missing[0]} on rank {rank}",
-                expected=f"one of the {len(numbers)} rows that ranks hold",
-                fix="give the rows the same ids on both sides, of the same batch",
-            )
+            where, found = f"boundary {boundary}: needed", f"row {missing[0]} on rank {rank}"
+            fix = "give the rows the same ids on both sides, of the same batch"
+            raise UserError.at(where, found=found, expected=f"one of the {len(numbers)} rows that ranks hold", fix=fix)
         for what, ids, end, does in (("held", each.held, source, "leave"), ("needed", each.needed, target, "enter")):
             if len(ids) and rank not in end.ranks:
-                raise UserError.at(
-                    f"boundary {boundary}: {what}",
-                    found=f"{len(ids)} rows on rank {rank}",
-                    expected="none",
-                    because=f"rows {does} a stage that is not on that rank",
-                    fix=f"leave `{what}` out there",
-                )
+                where, found = f"boundary {boundary}: {what}", f"{len(ids)} rows on rank {rank}"
+                because, fix = f"rows {does} a stage that is not on that rank", f"leave `{what}` out there"
+                raise UserError.at(where, found=found, expected="none", because=because, fix=fix)
         held[rank] = np.where(each.held == PADDING, PADDING, np.searchsorted(numbers, each.held))
         needed[rank] = np.searchsorted(numbers, each.needed)
     holders = _grouped(boundary, "held", source, held, numbers)
@@ -191,7 +181,7 @@ def _grouped(
     """Group ranks that have the same rows in the same order. Raises `UserError` if two groups, or replicas, share a
     row.
     """
-    by_rows: dict[bytes, list[int]] = {}
+    by_rows, where = dict[bytes, list[int]](), f"boundary {boundary}: {what}"
     for rank in end.ranks:
         mine = rows[rank]
         by_rows.setdefault(mine.tobytes() if len(mine) else b"of rank %d" % rank, []).append(rank)
@@ -203,23 +193,18 @@ def _grouped(
         replicas = end.layout.replica_of if end.layout else lambda _: 0
         if apart := [rank for rank in others if replicas(rank) != replicas(ranks[0])]:
             first, last = sorted((apart[0], ranks[0]))
+            row, expected = numbers[(taken if len(taken) else mine)[0]], "each row in one replica"
+            found = f"row {row} on ranks {first} and {last}, in two replicas of `{end.module}`"
+            because = "its gradient would count twice" if what == "held" else "one replica's gradient alone returns"
             shared = ', or `gradient="partial"` if their samples differ and share a picture' * (what == "needed")
-            raise UserError.at(
-                f"boundary {boundary}: {what}",
-                found=f"row {numbers[(taken if len(taken) else mine)[0]]} on ranks {first} and {last}, in two replicas "
-                f"of `{end.module}`",
-                expected="each row in one replica",
-                because="its gradient would count twice" if what == "held" else "one replica's gradient alone returns",
-                fix=f'give each replica its own samples, `topology.shard("{end.module}", samples)`{shared}',
-            )
+            fix = f'give each replica its own samples, `topology.shard("{end.module}", samples)`{shared}'
+            raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
         if len(taken):
-            raise UserError.at(
-                f"boundary {boundary}: {what}",
-                found=f"row {numbers[taken[0]]} on ranks {owner[taken[0]]} and {ranks[0]}, which differ in rows or "
-                "order",
-                expected="ranks with a common row to have the same rows in the same order",
-                fix="give such ranks the union of their rows, and index what arrives",
-            )
+            on = f"ranks {owner[taken[0]]} and {ranks[0]}"
+            found = f"row {numbers[taken[0]]} on {on}, which differ in rows or order"
+            expected = "ranks with a common row to have the same rows in the same order"
+            fix = "give such ranks the union of their rows, and index what arrives"
+            raise UserError.at(where, found=found, expected=expected, fix=fix)
         owner[mine] = ranks[0]
     return {tuple(ranks): rows[ranks[0]] for ranks in by_rows.values()}
 
@@ -239,23 +224,17 @@ class Boundary:
         timeout_s: float | None = None,
     ):
         if edge not in topology.planned_edges:
-            raise UserError.at(
-                f"boundary {edge} on rank {topology.rank}",
-                found="an edge that is not planned",
-                expected=one_of(topology.planned_edges, "planned edges"),
-                because="all ranks create its groups when they build the topology",
-                fix="add the edge to the graph of `build`, or to `planned` of `Topology.build`",
-            )
+            where = f"boundary {edge} on rank {topology.rank}"
+            expected = one_of(topology.planned_edges, "planned edges")
+            because = "all ranks create its groups when they build the topology"
+            fix = "add the edge to the graph of `build`, or to `planned` of `Topology.build`"
+            raise UserError.at(where, found="an edge that is not planned", expected=expected, because=because, fix=fix)
         if graph := topology.graph:
             of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
             width, dtype, transport = width or of_edge, dtype or graph.dtype, transport or graph.transport
         if width is None or dtype is None:
-            raise UserError.at(
-                f"boundary {edge}",
-                found=f"width {width}, dtype {dtype}",
-                expected="both, where the topology has no graph",
-                fix="give `width` and `dtype`",
-            )
+            found, expected = f"width {width}, dtype {dtype}", "both, where the topology has no graph"
+            raise UserError.at(f"boundary {edge}", found=found, expected=expected, fix="give `width` and `dtype`")
         self.edge, self._topology = edge, topology
         self._watchdog, self._timeout_s = topology.watchdog, timeout_s
         with self._doing("the opening"):
@@ -381,12 +360,9 @@ class Boundary:
                 `torch.utils.checkpoint`.
         """
         if not isinstance(plan, LoadedPlan):
-            raise UserError.at(
-                f"boundary {self.edge}: plan",
-                found=f"a {type(plan).__name__}",
-                expected="what `Boundary.plan` or `load_plan` returns",
-                fix="give the plan first, then the rows",
-            )
+            where, found = f"boundary {self.edge}: plan", f"a {type(plan).__name__}"
+            expected = "what `Boundary.plan` or `load_plan` returns"
+            raise UserError.at(where, found=found, expected=expected, fix="give the plan first, then the rows")
         require_no_backward(self._micro_batch)
         rows = self.communicator.no_rows() if rows is None or self._hosts is None else rows
         with self._doing("a crossing"):
@@ -404,26 +380,18 @@ class Boundary:
                 rows that crossed this boundary.
         """
         if self._micro_batch is None or loss.numel() != 1 or not loss.requires_grad:
-            inside = "outside of" if self._micro_batch is None else "inside"
-            found = (
-                f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}, {inside} a `micro_batch`"
-            )
-            expected, fix = (
-                "a scalar that requires gradients, inside of one",
-                "give the sum of the module's losses there",
-            )
-            raise UserError.at(f"boundary {self.edge}: backward", found=found, expected=expected, fix=fix)
+            found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+            found += f", {'outside of' if self._micro_batch is None else 'inside'} a `micro_batch`"
+            where, expected = f"boundary {self.edge}: backward", "a scalar that requires gradients, inside of one"
+            raise UserError.at(where, found=found, expected=expected, fix="give the sum of the module's losses there")
         self._micro_batch.losses[self.edge.source].append(loss)
 
     def _cross_without_gradients(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
         check = self.communicator.check
         if returns_gradients(self.communicator, plan, rows) if check else requires_grad(rows):
-            raise UserError.at(
-                f"boundary {self.edge}",
-                problem="rows that require gradients cross outside of a `micro_batch`",
-                because="a rank without a loss, or whose loss uses no row, would leave the others waiting",
-                fix="enter `micro_batch(boundary)`",
-            )
+            where, problem = f"boundary {self.edge}", "rows that require gradients cross outside of a `micro_batch`"
+            because = "a rank without a loss, or whose loss uses no row, would leave the others waiting"
+            raise UserError.at(where, problem=problem, because=because, fix="enter `micro_batch(boundary)`")
         return self.communicator.forward(plan, widened(rows, self.communicator.dtype))
 
     def _doing(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -444,12 +412,9 @@ def micro_batch(*boundaries: Boundary) -> Iterator[None]:
         UserError: a boundary is inside a micro-batch already.
     """
     if busy := [boundary for boundary in boundaries if boundary._micro_batch is not None]:
-        raise UserError.at(
-            f"boundary {busy[0].edge}",
-            problem="is inside a micro-batch already",
-            because="its crossings go back at the end of that one",
-            fix="give all boundaries to one `micro_batch`",
-        )
+        where, problem = f"boundary {busy[0].edge}", "is inside a micro-batch already"
+        because = "its crossings go back at the end of that one"
+        raise UserError.at(where, problem=problem, because=because, fix="give all boundaries to one `micro_batch`")
     current = MicroBatchCrossings()
     for boundary in boundaries:
         boundary._micro_batch = current
@@ -482,12 +447,11 @@ def place_rows(embedded: Tensor, rows: Tensor, places: Tensor, *, length_first: 
     """
     shape = tuple(embedded.shape[1::-1] if length_first else embedded.shape[:2])
     if tuple(places.shape) != shape or places.dtype != torch.bool or rows.shape[1:] != embedded.shape[2:]:
-        found = (
-            f"shapes {', '.join(str(tuple(x.shape)) for x in (embedded, rows, places))} and places of {places.dtype}"
-        )
+        shapes = ", ".join(str(tuple(x.shape)) for x in (embedded, rows, places))
         what = "[length, samples, hidden]" if length_first else "[samples, length, hidden]"
         expected = f"{what}, [rows, hidden], [samples, length] and torch.bool"
-        raise UserError.at("place_rows", found=found, expected=expected, fix="reshape them, or change `length_first`")
+        found, fix = f"shapes {shapes} and places of {places.dtype}", "reshape them, or change `length_first`"
+        raise UserError.at("place_rows", found=found, expected=expected, fix=fix)
     if torch.compiler.is_compiling():  # An error of the compiled graph, in which the host does not know how many.
         torch._assert_async(places.sum() == len(rows), f"place_rows: another number of places than {len(rows)} rows")
     sample, at = places.nonzero().unbind(1)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.loaded import (
+    BufferLease,
     BufferPool,
     LoadedPlan,
     RowIndex,
@@ -136,7 +137,7 @@ class BoundaryCommunicator:
         direction, group = (plan.forward, self.group) if forward else (plan.backward, self.backward_group)
         problem = problem or self._problem(name, plan, direction, rows)
         if self.check:
-            require_agreement(self.title, name, problem, plan, rows, group, self.device)
+            self._require_agreement(name, problem, plan, rows, group)
         elif problem:
             raise UserError(problem)
         assert direction is not None, "a plan without this direction has been refused"
@@ -173,6 +174,28 @@ class BoundaryCommunicator:
             return None
         where = f"{self.title} {name} on rank {dist.get_rank()}"
         return str(UserError.at(where, found=found, expected=expected, fix=fix))
+
+    def _require_agreement(
+        self, name: str, problem: str | None, plan: LoadedPlan, rows: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Check that no rank has a `problem`, that all have parts of one plan, and that gradients of rows on several
+        ranks (`name` is "backward") are what it says: whole and so equal, or parts and so not. Raises the same
+        `UserError` on every rank, at the price of one small gather.
+        """
+        mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0], dtype=torch.float64, device=self.device)
+        if name == "backward" and problem is None and can_compare(plan, rows):
+            mine[2:] = summarize(plan, rows)
+        everyone = mine.new_empty(group.size() * len(mine))
+        dist.all_gather_into_tensor(everyone, mine, group=group)
+        stated = everyone.view(group.size(), -1).tolist()
+        if any(has_problem for has_problem, *_ in stated):
+            raise_first(group, problem)
+        plans = [{"plan": f"{int(digest):08x}"} for _, digest, *_ in stated]
+        fix = "plan with ownerships of the same batch on all ranks"
+        require_alike(f"{self.title} {name}", plans, self._ranks, fix)
+        copies = {rank: GradientCopy(*copy) for rank, (_, _, *copy) in zip(self._ranks, stated, strict=True)}
+        for first in sorted({copy.leader for copy in copies.values()} - {-1}):
+            require_fit(self.title, {rank: copy for rank, copy in copies.items() if copy.leader == first})
 
 
 def _require_rows(title: str, width: int, dtype: torch.dtype, transport: torch.dtype) -> None:
@@ -223,8 +246,13 @@ class Crossing:
     ):
         self._communicator, self._group, self._point_to_point = communicator, group, point_to_point
         self._dtype, self._wire_dtype = communicator.dtype, communicator.transport
-        self._lease = communicator._buffers.lease()
-        self._output = self._allocate_output(direction)
+        self._lease = BufferLease(communicator._buffers)
+        if self._wire_dtype == self._dtype:
+            self._output = rows.new_empty(direction.needed, communicator.width)
+        else:  # A buffer for the rows that arrive.
+            self._output = self._lease.acquire(direction.needed, self._wire_dtype)
+        if not direction.complete:
+            self._output.zero_()
         self._phases = self._run_phases(direction, rows)
         next(self._phases, None)
 
@@ -236,15 +264,6 @@ class Crossing:
         result = self._output.to(self._dtype)
         self._lease.close()
         return result
-
-    def _allocate_output(self, direction: DirectionPlan[RowIndex]) -> Tensor:
-        """Allocate the result, or take a buffer for the rows that arrive if the wire has its own dtype."""
-        if self._wire_dtype == self._dtype:
-            shape = direction.needed, self._communicator.width
-            output = torch.empty(shape, dtype=self._dtype, device=self._communicator.device)
-        else:
-            output = self._lease.acquire(direction.needed, self._wire_dtype)
-        return output if direction.complete else output.zero_()
 
     def _run_phases(self, direction: DirectionPlan[RowIndex], rows: Tensor) -> Iterator[None]:
         """Run all phases. Yields while an exchange is in flight."""
@@ -258,7 +277,7 @@ class Crossing:
         rows = self._to_wire_dtype(rows)
         scatter, gather = direction.exchange("scatter"), direction.exchange("gather")
         finish = None if scatter is None else self._launch(scatter, rows, self._output)
-        with closing(self._communicator._buffers.lease()) as lease:
+        with closing(BufferLease(self._communicator._buffers)) as lease:
             scatter_rows(self._output, direction.local_to, gather_rows(rows, direction.local_from, lease))
         if finish is not None:
             yield
@@ -273,7 +292,7 @@ class Crossing:
 
     def _launch(self, plan: Exchange[RowIndex], source: Tensor, target: Tensor) -> Callable[[], None]:
         """Start an exchange. Returns the function that waits for it and unpacks the rows into `target`."""
-        lease = self._communicator._buffers.lease()
+        lease = BufferLease(self._communicator._buffers)
         sent = gather_rows(source, plan.send, lease)
         # A contiguous run is received in place; other rows, and summands, go through a buffer.
         in_place = isinstance(plan.receive, slice) and plan.phase != "reduce"
@@ -344,35 +363,6 @@ def summarize(plan: LoadedPlan, grads: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(grads, 1, dtype=torch.float64)
     pooled = (grads == grads[:1]).all().to(size)
     return torch.stack([_projection(grads), size, *size.new_tensor([min(plan.copies), plan.summed]), pooled])
-
-
-def require_agreement(
-    title: str,
-    name: str,
-    problem: str | None,
-    plan: LoadedPlan,
-    rows: Tensor,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> None:
-    """Check that no rank has a `problem`, that all have parts of one plan, and that gradients of rows on several ranks
-    (`name` is "backward") are what it says: whole and so equal, or parts and so not. Raises the same `UserError` on
-    every rank, at the price of one small gather.
-    """
-    mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0], dtype=torch.float64, device=device)
-    if name == "backward" and problem is None and can_compare(plan, rows):
-        mine[2:] = summarize(plan, rows)
-    everyone = mine.new_empty(group.size() * len(mine))
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    stated = everyone.view(group.size(), -1).tolist()
-    if any(has_problem for has_problem, *_ in stated):
-        raise_first(group, problem)
-    plans = [{"plan": f"{int(digest):08x}"} for _, digest, *_ in stated]
-    ranks = dist.get_process_group_ranks(group)
-    require_alike(f"{title} {name}", plans, ranks, "plan with ownerships of the same batch on all ranks")
-    copies = {rank: GradientCopy(*copy) for rank, (_, _, *copy) in zip(ranks, stated, strict=True)}
-    for first in sorted({copy.leader for copy in copies.values()} - {-1}):
-        require_fit(title, {rank: copy for rank, copy in copies.items() if copy.leader == first})
 
 
 def require_fit(title: str, copies: Mapping[int, GradientCopy]) -> None:

@@ -10,10 +10,10 @@ are identified by the names of their edges, not by what a rank's rows were compu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,32 +26,19 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.layout.graph import Edge
 
-_NOT_ACCUMULATED = str(
-    UserError.at(
-        "micro_batch",
-        problem="`torch.autograd.grad` computed the gradient of rows that arrived, and none reached the rows",
-        because="what it returns does not go back",
-        fix="call `rows.backward(gradient)` with what it returned; for a gradient that is only looked at, take that of "
-        "`rows.detach().requires_grad_()`",
-    )
+_NOT_ACCUMULATED = (
+    "micro_batch: `torch.autograd.grad` computed the gradient of rows that arrived, and none reached the rows, because "
+    "what it returns does not go back. Call `rows.backward(gradient)` with what it returned; for a gradient that is "
+    "only looked at, take that of `rows.detach().requires_grad_()`."
 )
-_IN_BACKWARD = str(
-    UserError.at(
-        "micro_batch",
-        problem="a plan or a crossing amid a backward pass",
-        because="rows would cross twice, as under `torch.utils.checkpoint`, which calls its function again",
-        fix="plan and cross outside of what is checkpointed",
-    )
+_IN_BACKWARD = (
+    "micro_batch: a plan or a crossing amid a backward pass, because rows would cross twice, as under "
+    "`torch.utils.checkpoint`, which calls its function again. Plan and cross outside of what is checkpointed."
 )
-_AFTER_ITS_END = str(
-    UserError.at(
-        "micro_batch",
-        problem="a backward pass after its end",
-        because="the gradients of the rows that arrived have gone back",
-        fix="call backward inside the block",
-    )
+_AFTER_ITS_END = (
+    "micro_batch: a backward pass after its end, because the gradients of the rows that arrived have gone back. Call "
+    "backward inside the block."
 )
-
 _FREED = (
     "micro_batch: the backward pass of a loss has freed the graph of rows that left, whose gradients are back. Call "
     "`boundary.backward(loss)`, of the boundary that the rows of its module leave by, in place of `loss.backward()`."
@@ -121,11 +108,8 @@ class _Arrival(torch.autograd.Function):
         return None, None, None
 
 
-class _Returned(NamedTuple):
-    """Rows, and their gradients from the crossings that have gone back so far."""
-
-    rows: Tensor
-    grad: Tensor
+_Returned = dict[Tensor, Tensor]
+"""The gradients of rows from the crossings that have gone back so far."""
 
 
 @dataclass(eq=False)
@@ -163,7 +147,7 @@ class MicroBatchCrossings:
             raise UserError(self.problem)
 
     def _end(self) -> None:
-        waiting: dict[str, dict[int, _Returned]] = {}  # by the module that computed the rows
+        waiting: dict[str, _Returned] = {}  # by the module that computed the rows
         for source in sorted(self.losses.keys() - {crossing.edge.source for crossing in self.crossings}):
             self._backward(source, {})  # Its rows get no gradients.
         while self.crossings:
@@ -179,28 +163,27 @@ class MicroBatchCrossings:
             crossing.rows = None
             if rows is not None and rows.requires_grad:
                 of_module = waiting.setdefault(crossing.edge.source, {})
-                earlier = of_module.get(id(rows))
-                of_module[id(rows)] = _Returned(rows, grad if earlier is None else earlier.grad + grad)
+                of_module[rows] = of_module[rows] + grad if rows in of_module else grad
             if not any(left.edge.source == crossing.edge.source for left in self.crossings):
                 self._backward(crossing.edge.source, waiting.pop(crossing.edge.source, {}))
 
-    def _may_wait(self, source: str, waiting: Mapping[int, _Returned]) -> bool:
+    def _may_wait(self, source: str, waiting: _Returned) -> bool:
         """Whether no rows of `source` were computed from the rows of the last crossing. Rows that crossed before it
         cannot be.
         """
-        last, before = self.crossings[-1], {id(earlier.rows) for earlier in self.crossings}
-        later = [each.rows for id, each in waiting.items() if id not in before]
+        last, before = self.crossings[-1], {earlier.rows for earlier in self.crossings}
+        later = [rows for rows in waiting if rows not in before]
         return not later or not (last.edge.target == source or any(_computed_from(rows, last) for rows in later))
 
-    def _backward(self, source: str, waiting: Mapping[int, _Returned]) -> None:
+    def _backward(self, source: str, waiting: _Returned) -> None:
         """Continue into the module that computed rows, once with all of them and its losses."""
         losses = self.losses.pop(source, [])
-        roots = [*losses, *(each.rows for each in waiting.values())]
+        roots = [*losses, *waiting]
         if not roots or self.problem:
             return
         # Other rows may share parts of the graph.
         shared = any(left.rows is not None and left.rows.requires_grad for left in self.crossings)
-        grads = [*(None for _ in losses), *(each.grad.to(each.rows.dtype) for each in waiting.values())]
+        grads = [*(None for _ in losses), *(grad.to(rows.dtype) for rows, grad in waiting.items())]
         try:
             torch.autograd.backward(roots, grads, retain_graph=shared)
         except RuntimeError as error:
@@ -264,20 +247,14 @@ def returns_gradients(communicator: BoundaryCommunicator, plan: LoadedPlan, rows
     dist.all_reduce(votes, dist.ReduceOp.MAX, group=communicator.group)
     wanted, off, one_way = map(bool, votes.tolist())
     if wanted and off:
-        raise UserError.at(
-            communicator.title,
-            found="rows that require gradients on some ranks and `torch.no_grad()` on others",
-            expected="grad mode on all ranks or on none",
-            because="gradients go back through all of them",
-            fix="enter `torch.no_grad()` on all ranks",
-        )
+        found = "rows that require gradients on some ranks and `torch.no_grad()` on others"
+        because, fix = "gradients go back through all of them", "enter `torch.no_grad()` on all ranks"
+        expected = "grad mode on all ranks or on none"
+        raise UserError.at(communicator.title, found=found, expected=expected, because=because, fix=fix)
     if wanted and one_way:
-        raise UserError.at(
-            communicator.title,
-            found="rows that require gradients and a plan of the forward direction only",
-            expected="one of both, as `plan.rank(rank)` returns",
-            fix="plan both directions, or detach the rows",
-        )
+        found = "rows that require gradients and a plan of the forward direction only"
+        expected, fix = "one of both, as `plan.rank(rank)` returns", "plan both directions, or detach the rows"
+        raise UserError.at(communicator.title, found=found, expected=expected, fix=fix)
     return wanted
 
 

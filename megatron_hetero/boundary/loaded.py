@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,10 +29,6 @@ class BufferPool:
         self.width = width
         self._device = device
         self._free: list[Tensor] = []
-
-    def lease(self) -> BufferLease:
-        """Return a lease without buffers."""
-        return BufferLease(self)
 
     def acquire(self, size: int) -> Tensor:
         """Take an uninitialized buffer of at least `size` bytes."""
@@ -120,23 +117,15 @@ def load_plan(plan: RankPlan[np.ndarray], device: torch.device, *, edge: str = "
         UserError: `plan` is not one rank's part.
     """
     if not isinstance(plan, RankPlan):
-        raise UserError.at(
-            "load_plan: plan",
-            found=f"a {type(plan).__name__}",
-            expected="the part of this rank, a RankPlan",
-            fix="give it `plan.rank(rank)`",
-        )
+        found, expected = f"a {type(plan).__name__}", "the part of this rank, a RankPlan"
+        raise UserError.at("load_plan: plan", found=found, expected=expected, fix="give it `plan.rank(rank)`")
     forward = _load_direction(plan.forward, device)
     backward = None if plan.backward is None else _load_direction(plan.backward, device)
-    return LoadedPlan(
-        plan.rank, plan.ranks, plan.digest, plan.point_to_point, plan.copies, plan.summed, forward, backward, edge
-    )
+    return LoadedPlan(**vars(plan) | {"forward": forward, "backward": backward}, edge=edge)
 
 
 def _load_direction(plan: DirectionPlan[np.ndarray], device: torch.device) -> DirectionPlan[RowIndex]:
-    def load(index: np.ndarray) -> RowIndex:
-        return load_index(index, device)
-
+    load = partial(load_index, device=device)
     exchanges = tuple(
         Exchange(e.phase, load(e.send), e.send_counts, load(e.receive), e.receive_counts) for e in plan.exchanges
     )

@@ -27,6 +27,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.layout.grammar import format_ranks
 
 Gradient = Literal["invariant", "partial"]
 Groups = tuple[tuple[int, ...], ...]
@@ -173,16 +174,12 @@ class Ownership:
             parts = [_read_group(number, part) for number, part in enumerate(filter(str.strip, body.split(";")))]
             return cls._concatenated(tuple(ranks for ranks, _ in parts), [rows for _, rows in parts], gradient)
         except ValueError as error:
-            raise UserError.at(
-                f"ownership `{text}`",
-                found=str(error),
-                expected="`RANK[,RANK…]: ROWS[; …][ partial]`, such as `0: 0-3,8; 1,2: 4-7`",
-                fix="correct the text",
-            ) from None
+            where, expected = f"ownership `{text}`", "`RANK[,RANK…]: ROWS[; …][ partial]`, such as `0: 0-3,8; 1,2: 4-7`"
+            raise UserError.at(where, found=str(error), expected=expected, fix="correct the text") from None
 
     def __str__(self) -> str:
         holders = (
-            f"{','.join(map(str, ranks))}: {_runs(rows)}".rstrip()
+            f"{','.join(map(str, ranks))}: {format_ranks(rows.tolist())}".rstrip()
             for ranks, rows in zip(self.groups, self.rows, strict=True)
         )
         return "; ".join(holders) + (" partial" if self.gradient == "partial" else "")
@@ -235,13 +232,6 @@ class Ownership:
         group, index = np.full(size, -1, np.int64), np.zeros(size, np.int64)
         group[self.ids], index[self.ids] = self.group_of_entry, self.index_of_entry
         return group[ids], index[ids]
-
-
-def _runs(rows: np.ndarray) -> str:
-    """Write ids as ascending runs, such as ``0-3,8``."""
-    edges = np.flatnonzero(np.diff(rows) != 1) + 1
-    runs = np.split(rows, edges) if len(rows) else []
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 _GROUP = re.compile(r"[0-9]+(,[0-9]+)*:([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?")

@@ -166,13 +166,9 @@ def require_alike(
         having = [(rank, fact) for rank, facts in distinct if (fact := facts.get(name, absent)) is not None]
         for rank, fact in having:
             if fact != having[0][1]:
-                raise SharedError.at(
-                    f"{where}: {name}",
-                    found=f"{_short(having[0][1])} on rank {having[0][0]} and {_short(fact)} on rank {rank}",
-                    expected="the same on all ranks",
-                    because=because,
-                    fix=fix,
-                )
+                found = f"{_short(having[0][1])} on rank {having[0][0]} and {_short(fact)} on rank {rank}"
+                expected = "the same on all ranks"
+                raise SharedError.at(f"{where}: {name}", found=found, expected=expected, because=because, fix=fix)
 
 
 def _attempt(work: Callable[[], T], working: Working) -> tuple[T | None, str | None]:

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
     from megatron_hetero.groups.platform import Platform
 
-__all__ = ["FINAL", "INTERRUPTED", "STOPPED_FILE", "ended", "guarded", "leave", "process_group", "rank", "world_size"]
-
 T = TypeVar("T")
 INTERRUPTED = 130
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
@@ -152,13 +150,9 @@ def connect(address: str, port: int, setting: str, *, serves: bool, timeout_s: f
         timeout = timedelta(seconds=timeout_s)
         return TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
-        raise UserError.at(
-            f"{setting}, {address}:{port}",
-            found=str(error).splitlines()[0],
-            expected="to open a port there" if serves else "a store there",
-            because="the run meets in it",
-            fix="correct them, or choose another port",
-        ) from None
+        where, found = f"{setting}, {address}:{port}", str(error).splitlines()[0]
+        expected, fix = "to open a port there" if serves else "a store there", "correct them, or choose another port"
+        raise UserError.at(where, found=found, expected=expected, because="the run meets in it", fix=fix) from None
 
 
 def join(store: dist.Store, what: str, number: int, size: int, timeout_s: float) -> None:
@@ -184,13 +178,10 @@ def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout_s: float
     while not done():
         waited = time.monotonic() - start
         if waited > timeout_s:
-            raise UserError.at(
-                "start of the run",
-                found=f"no {missing()} after {waited:.0f} s",
-                expected="all hosts and ranks to join",
-                because="training begins with all of them",
-                fix="check the output of the missing ones, and whether the network lets them through",
-            )
+            where, found = "start of the run", f"no {missing()} after {waited:.0f} s"
+            because = "training begins with all of them"
+            fix = "check the output of the missing ones, and whether the network lets them through"
+            raise UserError.at(where, found=found, expected="all hosts and ranks to join", because=because, fix=fix)
         if reports and waited > next_report_s:
             next_report_s = 2 * waited
             print(f"waiting for {missing()} since {waited:.0f} s", file=sys.stderr, flush=True)

@@ -62,21 +62,18 @@ class LocalGroup(dist.ProcessGroup):
     def _into_one(self, output: Tensor, tensor: Tensor, *_: Any, **options: Any) -> dist.Work:
         return self._copied([output], [tensor])
 
-    def _into_several(self, outputs: list[Tensor], tensors: list[Tensor], *_: Any, **options: Any) -> dist.Work:
-        return self._copied(outputs, tensors)
-
     def _in_lists(self, outputs: list[Any], tensors: list[Any], *_: Any, **options: Any) -> dist.Work:
-        """One of both has a list of the ranks' tensors for each tensor."""
+        """One of both may have a list of the ranks' tensors for each tensor."""
         mine = [[each[0] if isinstance(each, list) else each for each in side] for side in (outputs, tensors)]
         return self._copied(*mine)
 
     allreduce = allreduce_coalesced = broadcast = reduce = barrier = _in_place
     allgather = gather = scatter = reduce_scatter = alltoall = _in_lists
     all_gather_single = reduce_scatter_single = all_to_all_single = _into_one
-    all_gather_single_coalesced = reduce_scatter_single_coalesced = _into_several
+    all_gather_single_coalesced = reduce_scatter_single_coalesced = _in_lists
     # Names in PyTorch 2.12 and earlier.
     _allgather_base = _reduce_scatter_base = alltoall_base = _into_one
-    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _into_several
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _in_lists
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:

@@ -134,12 +134,9 @@ class Platform:
         if not torch.cuda.is_available():
             return cls(CPU, "gloo")
         if local_rank >= (devices := torch.cuda.device_count()):
-            raise UserError.at(
-                f"rank {local_rank} of this host (environment variable LOCAL_RANK)",
-                found=f"{devices} GPU{'s' * (devices != 1)} on it",
-                expected="one for each rank",
-                fix=f"start {devices} ranks there (--nproc-per-node {devices}), or look at CUDA_VISIBLE_DEVICES",
-            )
+            where, expected = f"rank {local_rank} of this host (environment variable LOCAL_RANK)", "one for each rank"
+            fix = f"start {devices} ranks there (--nproc-per-node {devices}), or look at CUDA_VISIBLE_DEVICES"
+            raise UserError.at(where, found=f"{devices} GPU{'s' * (devices != 1)} on it", expected=expected, fix=fix)
         return cls(torch.device("cuda", local_rank), "nccl")
 
     @property

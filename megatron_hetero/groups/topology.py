@@ -150,19 +150,20 @@ class Topology:
             kinds = communicators(layouts, edges=declared, tied=tied, interleaved=interleaved, megatron=own)
             if platform.backend == "nccl":
                 require_streams(kinds, everybody)
-            groups = dict[CommunicatorKind, dist.ProcessGroup | None]()
-            for kind in kinds:  # One by one: all of them may take long.
-                with watchdog.waiting(
-                    lambda kind=kind: f"the creation of process groups {kind}, with all other ranks,"
-                ):
-                    groups[kind] = _create(kind, everybody, platform)
-            mine = {kind: group for kind, group in groups.items() if group is not None}
+            groups = [(kind, _create(kind, everybody, platform, watchdog)) for kind in kinds]
+            mine = {kind: group for kind, group in groups if group is not None}
             if check:
-                _check(mine, layouts, world, platform)
+                _check_sum(world, everybody, rank, platform.device)
+                for kind, group in mine.items():
+                    _check_kind(kind, group, layouts, rank, platform.device)
+                if platform.connects_late:
+                    for group in dict.fromkeys([world, *(group for kind, group in mine.items() if kind.collects)]):
+                        _connect(group, platform.device)
                 for ranks, group in (*hosts.items(), ((everybody,), files)):
                     if group is not None and (members := group_of(ranks, rank)):
                         _check_sum(group, members, rank, CPU)
             by_use = {use: group for kind, group in mine.items() for use in kind.uses_of(rank)}
+            of_edges = {edge: edge_ranks(layouts, edge) for edge in declared}
             return cls(
                 platform,
                 rank,
@@ -172,7 +173,7 @@ class Topology:
                 host,
                 files,
                 {name: group for name, groups in replicas.items() if (group := hosts[groups]) is not None},
-                _boundaries(by_use, layouts, declared, rank),
+                {edge: _boundary(by_use, edge, ranks, rank) for edge, ranks in of_edges.items() if rank in ranks},
                 {edge: group for edge, groups in planning.items() if (group := hosts[groups]) is not None},
                 {name: _links(by_use, name) for name, layout in layouts.items() if rank in layout and layout.pp > 1},
                 MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
@@ -312,26 +313,19 @@ def _level(platform: Platform) -> None:
     world.group_count = named + most
 
 
-def _create(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup | None:
+def _create(
+    kind: CommunicatorKind, everybody: Ranks, platform: Platform, watchdog: Watchdog
+) -> dist.ProcessGroup | None:
     """Create the communicator of this rank; None if it has none of that kind."""
     if kind.is_worlds(everybody):
         return dist.group.WORLD
-    return platform.split(kind.groups, str(kind), max_ctas=max_ctas(kind.uses[0]), urgent=kind.is_urgent)
+    with watchdog.waiting(lambda: f"the creation of process groups {kind}, with all other ranks,"):  # may take long
+        return platform.split(kind.groups, str(kind), max_ctas=max_ctas(kind.uses[0]), urgent=kind.is_urgent)
 
 
-def _boundaries(
-    by_use: Mapping[Use, dist.ProcessGroup],
-    layouts: Mapping[str, Layout],
-    edges: Collection[Edge],
-    rank: int,
-) -> dict[Edge, BoundaryGroups]:
-    found = {}
-    for edge in edges:
-        ranks = edge_ranks(layouts, edge)
-        if rank in ranks:
-            alone = None if len(ranks) > 1 else LocalGroup(ranks, rank, f"boundary {edge}")
-            found[edge] = BoundaryGroups(*(alone or by_use[EdgeUse(edge, direction)] for direction in DIRECTIONS))
-    return found
+def _boundary(by_use: Mapping[Use, dist.ProcessGroup], edge: Edge, ranks: Ranks, rank: int) -> BoundaryGroups:
+    alone = None if len(ranks) > 1 else LocalGroup(ranks, rank, f"boundary {edge}")
+    return BoundaryGroups(*(alone or by_use[EdgeUse(edge, direction)] for direction in DIRECTIONS))
 
 
 def _links(by_use: Mapping[Use, dist.ProcessGroup], module: str) -> Links:
@@ -340,22 +334,6 @@ def _links(by_use: Mapping[Use, dist.ProcessGroup], module: str) -> Links:
 
 
 # ---------------------------------------------------------------------------------------- the self-check
-
-
-def _check(
-    mine: Mapping[CommunicatorKind, dist.ProcessGroup],
-    layouts: Mapping[str, Layout],
-    world: dist.ProcessGroup,
-    platform: Platform,
-) -> None:
-    """Check all communicators of this rank, and connect their ranks."""
-    rank = dist.get_rank()
-    _check_sum(world, _ranks(world), rank, platform.device)
-    for kind, group in mine.items():
-        _check_kind(kind, group, layouts, rank, platform.device)
-    if platform.connects_late:
-        for group in dict.fromkeys([world, *(group for kind, group in mine.items() if kind.collects)]):
-            _connect(group, platform.device)
 
 
 def _check_kind(

@@ -136,13 +136,6 @@ class LayoutProblem(Exception):
         self.found, self.expected, self.why, self.axis = found, expected, why, axis
 
 
-def why_unknown(axis: str, known: Iterable[str]) -> str:
-    """Return why an axis is not among the `known` ones of a module, if there is more to say than that."""
-    if axis not in (*EXPERTS.names, SPLIT_EXPERTS):
-        return ""
-    return WHOLE_EXPERTS if {*EXPERTS.names} <= {*known} else "the module has no experts"
-
-
 # A layout suits a module where
 #   1. tp divides the query heads,
 #   2. sp divides the heads that tp left,

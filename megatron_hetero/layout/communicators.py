@@ -191,13 +191,10 @@ def require_streams(kinds: Collection[CommunicatorKind], everybody: Ranks) -> No
     counts = Counter((*everybody, *(rank for kind in urgent for ranks in kind.groups for rank in ranks)))
     rank, count = max(counts.items(), key=itemgetter(1))
     if count > POOL_STREAMS:
-        raise UserError.at(
-            f"communicators of rank {rank}",
-            found=f"{count} for the world, `tp`, links of pipelines, edges and gradients",
-            expected=f"at most {POOL_STREAMS}",
-            because="PyTorch has that many streams, and two on one would wait for each other",
-            fix="give modules ranks of their own, or use fewer modules",
-        )
+        where, fix = f"communicators of rank {rank}", "give modules ranks of their own, or use fewer modules"
+        found = f"{count} for the world, `tp`, links of pipelines, edges and gradients"
+        because = "PyTorch has that many streams, and two on one would wait for each other"
+        raise UserError.at(where, found=found, expected=f"at most {POOL_STREAMS}", because=because, fix=fix)
 
 
 def group_of(groups: Sequence[Ranks], rank: int) -> Ranks | None:

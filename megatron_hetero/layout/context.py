@@ -38,6 +38,12 @@ class AttentionSegments:
     key_index: np.ndarray | None = None
 
     @classmethod
+    def of(cls, segments: Sequence[tuple[int, np.ndarray]]) -> AttentionSegments:
+        """From the number of queries of each segment, and the index of its keys."""
+        index = np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in segments)])
+        return cls(tuple(queries for queries, _ in segments), tuple(len(keys) for _, keys in segments), index)
+
+    @classmethod
     def whole(cls, lengths: Sequence[int] | np.ndarray) -> AttentionSegments:
         """All of every sequence on one member."""
         tokens = tuple(int(n) for n in lengths if n)
@@ -80,17 +86,12 @@ def zigzag_segments(lengths: Sequence[int] | np.ndarray, cp: int, member: int) -
     last = 2 * cp - 1 - member
     runs = [(member, last + 1)] if member == cp - 1 else [(member, member + 1), (last, last + 1)]
     segments = [
-        (int(start), int(ends[stop] - ends[first]), int(ends[stop]))
+        (int(ends[stop] - ends[first]), place[start : start + ends[stop]])
         for start, ends in zip(starts, bounds, strict=True)
         for first, stop in runs
         if ends[stop] > ends[first]
     ]
-    index = [place[start : start + keys] for start, _, keys in segments]
-    return AttentionSegments(
-        tuple(queries for _, queries, _ in segments),
-        tuple(keys for _, _, keys in segments),
-        np.concatenate([np.zeros(0, np.int64), *index]),
-    )
+    return AttentionSegments.of(segments)
 
 
 def contiguous_segments(sequences: Sequence[int], shard_lengths: Sequence[int], member: int) -> AttentionSegments:
@@ -103,9 +104,5 @@ def contiguous_segments(sequences: Sequence[int], shard_lengths: Sequence[int], 
     high = low + shard_lengths[member]
     queries = np.minimum(ends, high) - np.maximum(starts, low)
     seen = np.flatnonzero(queries > 0)
-    index: list[np.ndarray] = [np.arange(starts[i], ends[i]) for i in seen]
-    return AttentionSegments(
-        tuple(int(n) for n in queries[seen]),
-        tuple(int(ends[i] - starts[i]) for i in seen),
-        np.concatenate([np.zeros(0, np.int64), *index]),
-    )
+    segments: list[tuple[int, np.ndarray]] = [(int(queries[i]), np.arange(starts[i], ends[i])) for i in seen]
+    return AttentionSegments.of(segments)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-from megatron_hetero.layout.axes import AXES, LayoutProblem, why_unknown
+from megatron_hetero.layout.axes import AXES, EXPERTS, SPLIT_EXPERTS, WHOLE_EXPERTS, LayoutProblem
 
 MOST_PLANNED = 20_000
 """Ranks of the largest world that is estimated or suggested."""
@@ -64,7 +64,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def unknown_axis(axis: str, known: Sequence[str]) -> LayoutProblem:
     """The fault of an axis that is not one of the `known` ones."""
-    why = why_unknown(axis, known)
+    why = ""
+    if axis in (*EXPERTS.names, SPLIT_EXPERTS):
+        why = WHOLE_EXPERTS if {*EXPERTS.names} <= {*known} else "the module has no experts"
     found = f"axis `{axis}`{'' if why else did_you_mean(axis, known)}"
     return LayoutProblem(found, f"one of {', '.join(known)}", why or "the module has no other axes", axis)
 
@@ -84,12 +86,11 @@ def _read_degree(item: str, axes: Sequence[str]) -> tuple[str, int]:
 def _read_ranks(text: str) -> tuple[int, ...]:
     ranks: list[int] = []
     for item in text.split(","):
-        ends = _ends(item)
-        if ends is None:
-            raise LayoutProblem(
-                f"ranks `{item}`", "first-last or one rank, such as 0-3 or 8", "ranks are integers from 0"
-            )
-        first, last = ends
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
+        if match is None:
+            expected = "first-last or one rank, such as 0-3 or 8"
+            raise LayoutProblem(f"ranks `{item}`", expected, "ranks are integers from 0")
+        first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise LayoutProblem(f"ranks `{item}`", "the lower rank first", "ranges ascend")
         if last >= _MOST_RANKS:
@@ -99,8 +100,3 @@ def _read_ranks(text: str) -> tuple[int, ...]:
             raise LayoutProblem(f"ranks `{item}` after rank {ranks[-1]}", "each rank once, ascending", why)
         ranks.extend(range(first, last + 1))
     return tuple(ranks)
-
-
-def _ends(item: str) -> tuple[int, int] | None:
-    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
-    return (int(match[1]), int(match[2] or match[1])) if match else None

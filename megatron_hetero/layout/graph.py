@@ -30,12 +30,8 @@ class Edge:
 
     def __post_init__(self) -> None:
         if (self.source_stage is None) != (self.target_stage is None):
-            raise UserError.at(
-                f"edge {self.source} to {self.target}",
-                found="a stage at one end",
-                expected="one at both or at none",
-                fix="give `source_stage` and `target_stage`",
-            )
+            where, fix = f"edge {self.source} to {self.target}", "give `source_stage` and `target_stage`"
+            raise UserError.at(where, found="a stage at one end", expected="one at both or at none", fix=fix)
 
     @classmethod
     def of(cls, source: str, source_stage: int, source_stages: int, target: str, target_stage: int) -> Edge:
@@ -82,12 +78,8 @@ def edge_of(ends: Ends) -> Edge:
     if isinstance(ends, Edge):
         return ends
     if isinstance(ends, str) or len(ends) != 2:
-        raise UserError.at(
-            "edges",
-            found=repr(ends),
-            expected="pairs of modules, or `Edge`s",
-            fix='write `edges=[("vision", "text")]`, and an edge between two stages as an `Edge`',
-        )
+        fix = 'write `edges=[("vision", "text")]`, and an edge between two stages as an `Edge`'
+        raise UserError.at("edges", found=repr(ends), expected="pairs of modules, or `Edge`s", fix=fix)
     return Edge(*ends)
 
 
@@ -100,12 +92,9 @@ def as_edge(ends: Ends, layouts: Mapping[str, Layout]) -> Edge:
     edge = edge_of(ends)
     for module in (edge.source, edge.target):
         if module not in layouts:
-            raise UserError.at(
-                f"edge {edge}",
-                found=f"no module `{module}`{did_you_mean(str(module), layouts)}",
-                expected=one_of(layouts, "layouts", "modules among"),
-                fix="use the names in the layouts",
-            )
+            found = f"no module `{module}`{did_you_mean(str(module), layouts)}"
+            expected = one_of(layouts, "layouts", "modules among")
+            raise UserError.at(f"edge {edge}", found=found, expected=expected, fix="use the names in the layouts")
     if edge.source_stage is None or edge.target_stage is None:
         return edge
     return Edge.of(edge.source, edge.source_stage, layouts[edge.source].pp, edge.target, edge.target_stage)

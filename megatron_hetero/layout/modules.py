@@ -21,13 +21,9 @@ def resolve(
     """
     for name in texts:
         if name not in modules:
-            raise UserError.at(
-                f"--{name}-parallel" if flags else f"layout of `{name}`",
-                found=f"module `{name}`{did_you_mean(name, modules)}",
-                expected=one_of(modules, "modules"),
-                because="the model has no other modules",
-                fix="rename or remove it",
-            )
+            where, expected = f"--{name}-parallel" if flags else f"layout of `{name}`", one_of(modules, "modules")
+            found, because = f"module `{name}`{did_you_mean(name, modules)}", "the model has no other modules"
+            raise UserError.at(where, found=found, expected=expected, because=because, fix="rename or remove it")
     layouts = {
         name: Layout.parse(texts.get(name, f"dp:{world_size}"), world_size, module=name, flags=flags, shape=shape)
         for name, shape in modules.items()
@@ -72,10 +68,6 @@ def _require_all_covered(
     wider = closest_layout(layouts[name].stated, ranks, shape, shape.views)
     used = max(rank for layout in layouts.values() for rank in layout.ranks) + 1
     fewer = f", or start {used} ranks only" if idle[0] == used else ""
-    raise UserError.at(
-        f"ranks {format_ranks(idle)}",
-        found="no module that covers them",
-        expected=f"every one of the {world_size} ranks to have work",
-        because="idle ranks waste their devices",
-        fix=f"widen a layout{fewer}; {advice(name, wider, world_size, flags=flags)}",
-    )
+    where, expected = f"ranks {format_ranks(idle)}", f"every one of the {world_size} ranks to have work"
+    found, fix = "no module that covers them", f"widen a layout{fewer}; {advice(name, wider, world_size, flags=flags)}"
+    raise UserError.at(where, found=found, expected=expected, because="idle ranks waste their devices", fix=fix)

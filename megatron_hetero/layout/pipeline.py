@@ -62,13 +62,10 @@ def cut_stages(
     assert pp > 1 or per_rank == 1, "virtual stages need pipeline ranks"
     count = pp * per_rank
     if layers < count:
-        raise UserError.at(
-            f"{module} stages (--{module}-parallel, axis pp)",
-            found=f"{layers} layers for {count} stages (pp:{pp}, {per_rank} per rank)",
-            expected=f"at most {layers} stages",
-            because="each pipeline stage has a layer or more",
-            fix="lower pp or the stages per rank",
-        )
+        where, because = f"{module} stages (--{module}-parallel, axis pp)", "each pipeline stage has a layer or more"
+        found = f"{layers} layers for {count} stages (pp:{pp}, {per_rank} per rank)"
+        fix = "lower pp or the stages per rank"
+        raise UserError.at(where, found=found, expected=f"at most {layers} stages", because=because, fix=fix)
     if split is not None:
         _check_split(layers, count, tuple(split), module)
     ends = tuple(accumulate(even_split(layers, count) if split is None else split))

@@ -141,13 +141,9 @@ def _require_edges_fit(layouts: Mapping[str, Layout], text: str, virtual: int, e
         own, stage = edge.source_stage or 0, edge.target_stage or 0
         if edge.source not in encoders or edge.target != text or own >= layouts[edge.source].pp or stage >= into:
             stages = ", ".join(f"`{name}` with {layouts[name].pp} stages" for name in encoders)
-            raise UserError.at(
-                "edges",
-                found=f"`{edge}`",
-                expected=f"an edge from a stage of {stages or 'an encoder'} to one of the {into} of `{text}`",
-                because=f"encoders feed `{text}`",
-                fix="number stages from 0",
-            )
+            because, fix = f"encoders feed `{text}`", "number stages from 0"
+            expected = f"an edge from a stage of {stages or 'an encoder'} to one of the {into} of `{text}`"
+            raise UserError.at("edges", found=f"`{edge}`", expected=expected, because=because, fix=fix)
         if edge.source not in sharing and stage % layouts[text].pp > last_entered(virtual):
             raise UserError.at(
                 "edges",
@@ -161,13 +157,8 @@ def _require_edges_fit(layouts: Mapping[str, Layout], text: str, virtual: int, e
 
 def _require_no_settings(settings: ScheduleSettings) -> None:
     if settings != ScheduleSettings():
-        raise UserError.at(
-            "settings",
-            found=str(settings),
-            expected="none",
-            because="they are about encoders and the one module that all of them feed",
-            fix="leave `settings` out",
-        )
+        because, fix = "they are about encoders and the one module that all of them feed", "leave `settings` out"
+        raise UserError.at("settings", found=str(settings), expected="none", because=because, fix=fix)
 
 
 def _require_forward_only_exists(layouts: Mapping[str, Layout], forward_only: Collection[str]) -> None:

@@ -86,13 +86,9 @@ def _excerpt(schedule: Schedule, points: Sequence[Point]) -> list[str]:
 def _check_roles(schedule: Schedule) -> None:
     expected = find_roles(schedule.modules)
     if tuple(replace(role, actions=()) for role in schedule.roles) != expected:
-        raise ScheduleError.at(
-            "schedule, roles",
-            found=", ".join(map(str, schedule.roles)),
-            expected=", ".join(map(str, expected)),
-            because="ranks of a role hold the same stages",
-            fix="take the roles of `find_roles`",
-        )
+        where, found = "schedule, roles", ", ".join(map(str, schedule.roles))
+        because, fix = "ranks of a role hold the same stages", "take the roles of `find_roles`"
+        raise ScheduleError.at(where, found=found, expected=", ".join(map(str, expected)), because=because, fix=fix)
 
 
 def expected_actions(schedule: Schedule, role: Role) -> list[Action]:

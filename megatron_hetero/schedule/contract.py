@@ -139,12 +139,10 @@ def require_known(
     """
     for name, found, known in (("inputs", batch.inputs, modules), ("boundaries", batch.boundaries, edges)):
         if unknown := [key for key in found if key not in known]:
-            raise UserError.at(
-                f"micro-batch {micro_batch}: `{name}` of its `DeviceMicroBatch`",
-                found=f"`{unknown[0]}`",
-                expected=one_of((f"`{each}`" for each in known), {"inputs": "modules"}.get(name, "edges"), "some of"),
-                fix="name modules as in the layouts, and edges by `Edge(source, target)`",
-            )
+            where = f"micro-batch {micro_batch}: `{name}` of its `DeviceMicroBatch`"
+            expected = one_of((f"`{each}`" for each in known), {"inputs": "modules"}.get(name, "edges"), "some of")
+            fix = "name modules as in the layouts, and edges by `Edge(source, target)`"
+            raise UserError.at(where, found=f"`{unknown[0]}`", expected=expected, fix=fix)
     for name, given in batch.inputs.items():
         if not isinstance(given, InParts):
             continue
@@ -164,13 +162,11 @@ def require_calls(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule)
         if call and call[0] == micro_batch and any(set(call) <= set(run) for run in known):
             continue
         runs = ", ".join(f"{run[0]}-{run[-1]}" for run in known if micro_batch in run)
-        raise UserError.at(
-            f"micro-batch {micro_batch}: `calls` of its `DeviceMicroBatch`",
-            found=f"{call} of `{module}`",
-            expected=f"a range that begins with it, within {runs or 'the micro-batches of a module in waves'}",
-            because="these are encoded in one turn, and their gradients come back in one",
-            fix=f"leave `{module}` out, or take micro-batches of one run of `schedule.in_one_call({module!r})`",
-        )
+        where = f"micro-batch {micro_batch}: `calls` of its `DeviceMicroBatch`"
+        expected = f"a range that begins with it, within {runs or 'the micro-batches of a module in waves'}"
+        because = "these are encoded in one turn, and their gradients come back in one"
+        fix = f"leave `{module}` out, or take micro-batches of one run of `schedule.in_one_call({module!r})`"
+        raise UserError.at(where, found=f"{call} of `{module}`", expected=expected, because=because, fix=fix)
 
 
 def random_states(platform: Platform) -> tuple[Callable[[], Any], Callable[[Any], None]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import replacing
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
@@ -113,12 +113,8 @@ def write_plot(figure: Any, file: Path) -> None:
         with replacing(file) as new:
             figure.savefig(new, format=file.suffix[1:], dpi=130)
     except OSError as error:
-        raise UserError.at(
-            f"plot {file}",
-            found=(error.strerror or str(error)).lower(),
-            expected="a file that can be written",
-            fix="free space or grant access, or choose another place",
-        ) from None
+        found, fix = reason(error), "free space or grant access, or choose another place"
+        raise UserError.at(f"plot {file}", found=found, expected="a file that can be written", fix=fix) from None
 
 
 def new_figure(size: tuple[float, float]) -> Any:
@@ -126,12 +122,8 @@ def new_figure(size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError.at(
-            "plot",
-            found="no matplotlib",
-            expected="it to be installed",
-            fix="run `pip install matplotlib`, or print without a plot",
-        ) from error
+        fix = "run `pip install matplotlib`, or print without a plot"
+        raise UserError.at("plot", found="no matplotlib", expected="it to be installed", fix=fix) from error
     return Figure(figsize=size, layout="constrained")
 
 

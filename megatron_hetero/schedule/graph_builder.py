@@ -60,13 +60,10 @@ def require_trained_through(schedule: Schedule) -> None:
     for edge in schedule.edges:
         source, target = schedule.module[edge.source], schedule.module[edge.target]
         if source.backward and not target.backward:
-            raise UserError.at(
-                "forward_only",
-                found=f"`{target.name}` without `{source.name}`",
-                expected="all modules that feed it, too",
-                because=f"`{source.name}` gets its gradients through it",
-                fix=f"add `{source.name}`, or leave `{target.name}` out (its parameters may be frozen all the same)",
-            )
+            where, found = "forward_only", f"`{target.name}` without `{source.name}`"
+            because = f"`{source.name}` gets its gradients through it"
+            fix = f"add `{source.name}`, or leave `{target.name}` out (its parameters may be frozen all the same)"
+            raise UserError.at(where, found=found, expected="all modules that feed it, too", because=because, fix=fix)
 
 
 def _following(schedule: Schedule) -> dict[StageId, list[StageId]]:
@@ -88,13 +85,9 @@ def _sorted(preceding: Mapping[StageId, Collection[StageId]]) -> tuple[StageId, 
         return tuple(TopologicalSorter(preceding).static_order())
     except CycleError as error:
         cycle = " > ".join(f"{module}.{stage}" for module, stage in error.args[1])
-        raise UserError.at(
-            "edges",
-            found=f"a cycle, {cycle}",
-            expected="none",
-            because="a stage would need rows of its own micro-batch before it has run it",
-            fix="remove one of these edges",
-        ) from None
+        because = "a stage would need rows of its own micro-batch before it has run it"
+        fix = "remove one of these edges"
+        raise UserError.at("edges", found=f"a cycle, {cycle}", expected="none", because=because, fix=fix) from None
 
 
 class _Run:

@@ -98,33 +98,22 @@ def _require_known(
 ) -> None:
     if text not in layouts:
         known = f" among {', '.join(layouts)}" if layouts else ""
-        raise UserError.at(
-            "layouts",
-            found=f"no layout for module `{text}`{known}",
-            expected="one",
-            because="it is the module that all others feed",
-            fix=f"give the layout of `{text}`, or name that module in `text`",
-        )
+        found, because = f"no layout for module `{text}`{known}", "it is the module that all others feed"
+        fix = f"give the layout of `{text}`, or name that module in `text`"
+        raise UserError.at("layouts", found=found, expected="one", because=because, fix=fix)
     _require_least("micro-batches", micro_batches, 1)
     _require_least(f"{place}.waves", settings.waves, 1)
     _require_least(f"{place}.run_ahead", settings.run_ahead, 0)
     _require_least(f"{place}.virtual_stages", settings.virtual_stages, 1)
     if settings.virtual_stages > 1 and layouts[text].pp == 1:
-        raise UserError.at(
-            f"{place}.virtual_stages",
-            found=f"{settings.virtual_stages} with {text} layout `{layouts[text]}`",
-            expected="1",
-            because="stages of a pipeline of one rank have nothing to overlap",
-            fix=f"set {place}.virtual_stages to 1, or give `{text}` a pp of 2 or more",
-        )
+        found = f"{settings.virtual_stages} with {text} layout `{layouts[text]}`"
+        because = "stages of a pipeline of one rank have nothing to overlap"
+        fix = f"set {place}.virtual_stages to 1, or give `{text}` a pp of 2 or more"
+        raise UserError.at(f"{place}.virtual_stages", found=found, expected="1", because=because, fix=fix)
     kinds = get_args(ScheduleKind)
     if settings.kind not in kinds:
-        raise UserError.at(
-            f"{place}.kind",
-            found=f"`{settings.kind}`{did_you_mean(settings.kind, kinds)}",
-            expected=f"one of {', '.join(kinds)}",
-            fix="set it to auto",
-        )
+        found = f"`{settings.kind}`{did_you_mean(settings.kind, kinds)}"
+        raise UserError.at(f"{place}.kind", found=found, expected=f"one of {', '.join(kinds)}", fix="set it to auto")
 
 
 def _require_least(where: str, found: int | None, least: int) -> None:
@@ -135,21 +124,14 @@ def _require_least(where: str, found: int | None, least: int) -> None:
 def _require_kind_fits(kind: str, sharing: Collection[str], text: str, place: str) -> None:
     if kind == "ahead" and sharing:
         names = ", ".join(f"`{name}`" for name in sharing)
-        raise UserError.at(
-            f"{place}.kind",
-            found=f"`ahead`, while {names} and `{text}` share ranks",
-            expected="waves or recompute",
-            because="modules that share ranks take turns on them",
-            fix=f"set {place}.kind to auto, or give the modules ranks of their own",
-        )
+        found = f"`ahead`, while {names} and `{text}` share ranks"
+        because = "modules that share ranks take turns on them"
+        fix = f"set {place}.kind to auto, or give the modules ranks of their own"
+        raise UserError.at(f"{place}.kind", found=found, expected="waves or recompute", because=because, fix=fix)
     if kind != "ahead" and not sharing:
-        raise UserError.at(
-            f"{place}.kind",
-            found=f"`{kind}`, while no encoder shares ranks with `{text}`",
-            expected="ahead",
-            because="encoders on ranks of their own run concurrently with it",
-            fix=f"set {place}.kind to auto",
-        )
+        where, found = f"{place}.kind", f"`{kind}`, while no encoder shares ranks with `{text}`"
+        because = "encoders on ranks of their own run concurrently with it"
+        raise UserError.at(where, found=found, expected="ahead", because=because, fix=f"set {place}.kind to auto")
 
 
 def _require_applies(where: str, value: int | None, applies: bool, why: str) -> None:

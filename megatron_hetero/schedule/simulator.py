@@ -138,14 +138,13 @@ def _awaited(schedule: Schedule, role: int, action: Action) -> list[Event]:
 def _lookup(name: str, durations: Durations) -> Callable[[DurationKey], float]:
     if callable(durations):
         return lambda key: durations(*key)
-    if isinstance(durations, Mapping):
-        return lambda key: _found(name, durations, key)
-    return lambda key: durations
+    if not isinstance(durations, Mapping):
+        return lambda key: durations
 
+    def find(key: DurationKey) -> float:
+        if key not in durations:
+            where, expected = f"simulation, {name}", "seconds for each module, kind and stage"
+            raise UserError.at(where, found=f"nothing for {key}", expected=expected, fix=f"add {key} to them")
+        return durations[key]
 
-def _found(name: str, durations: Mapping[DurationKey, float], key: DurationKey) -> float:
-    if key not in durations:
-        where = f"simulation, {name}"
-        expected = "seconds for each module, kind and stage"
-        raise UserError.at(where, found=f"nothing for {key}", expected=expected, fix=f"add {key} to them")
-    return durations[key]
+    return find

@@ -131,8 +131,8 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
         for number, model in module.stages.items():
             if number and not callable(getattr(model, "hidden_shape", None)):
                 found = f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`"
-                fix = "add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`"
                 expected = "the shape of the hidden states that it receives"
+                fix = "add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`"
                 raise UserError.at(where, found=found, expected=expected, fix=fix)
 
 
@@ -147,10 +147,10 @@ def _require_graph(topology: Topology, named: Graph) -> None:
         for name in named.outputs_of(edge):
             other = first.setdefault((edge.target, edge.target_stage or 0, name), edge)
             if (width := named.width_of(edge)) != named.width_of(other):
+                where, because = "width", "the stage gets all rows of a name in one tensor"
                 found = f"{named.width_of(other)} of `{name}` along `{other}` and {width} along `{edge}`"
-                because, fix = "the stage gets all rows of a name in one tensor", "name them differently, in `outputs`"
-                expected = "one width, or several names"
-                raise UserError.at("width", found=found, expected=expected, because=because, fix=fix)
+                fix = "name them differently, in `outputs`"
+                raise UserError.at(where, found=found, expected="one width, or several names", because=because, fix=fix)
 
 
 def _require_edges(topology: Topology, what: str, mine: Collection[Edge], fix: str) -> None:

@@ -363,9 +363,10 @@ class Runner:
                 rows = rows.counted(self.topology, edge)
                 for name, ids, what in ((edge.source, rows.held, "held"), (edge.target, rows.needed, "needed")):
                     if _number_of(ids) and name in own and each.inputs.get(name) is None:
-                        found = f"none of `{name}`, and {_number_of(ids)} {what} rows of `{edge}`"
                         where, because = f"Runner on rank {rank}: inputs", "a module without an input is not run"
-                        fix, expected = "give it one: `()` if it takes only rows", "an input where there are rows"
+                        found = f"none of `{name}`, and {_number_of(ids)} {what} rows of `{edge}`"
+                        expected = "an input where there are rows"
+                        fix = "give it one, such as `()` for a module that takes only rows"
                         raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
 
 
