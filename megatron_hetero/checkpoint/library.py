@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, in_short, listed
@@ -45,10 +46,15 @@ from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.wrapped import Wrapped, is_sharded
 
 RECORD = "modules.json"
-_SETTINGS = Mapping[str, Mapping[str, Any]]
-_KINDS = {"step": int, "extra": Mapping[str, Any], "optimizers": Mapping[str, str], "settings": _SETTINGS}
 _FIX = "use another checkpoint"
 _ELSEWHERE = "save `optimizer.state_for_dcp()` with torch.distributed.checkpoint (docs/library.md)"
+
+
+class _Record(Struct):
+    step: int
+    extra: dict[str, Any]
+    optimizers: dict[str, str]
+    settings: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,8 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
         return None
     manifest = verified(chosen, (INDEX, RECORD), group)
     index = on_first(group, lambda: open_index(chosen, manifest))
-    record = on_first(group, lambda: read_as(chosen / RECORD, _KINDS, _FIX))
-    on_first(group, lambda: require_own_name(chosen, record["step"], RECORD))
+    record = on_first(group, lambda: read_as(chosen / RECORD, _Record, _FIX))
+    on_first(group, lambda: require_own_name(chosen, record.step, RECORD))
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
     own = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
     own |= {(entry := _entry(*each)).key: entry.size for each in buffers}
@@ -138,7 +144,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     optimizer.wait_for_weights()
     for param_group, found in settings:
         param_group.update(found)
-    return Loaded(record["step"], record["extra"])
+    return Loaded(record.step, record.extra)
 
 
 def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> None:
@@ -209,14 +215,14 @@ def _joined(every: Sequence[_Described], step: int, extra: Mapping[str, Any] | N
     return _json(record, "extra"), {name: rank for name, (rank, _) in buffers.items()}
 
 
-def _settings(optimizer: JointOptimizer, record: Any, checkpoint: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+def _settings(optimizer: JointOptimizer, record: _Record, checkpoint: Path) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yield groups of parameters with their saved settings. Raises `UserError`, also if another optimizer was saved."""
     for key, each in optimizer.sharded.items():
-        if (kind := each.algorithm.kind.name) != (found := record["optimizers"].get(key, kind)):
+        if (kind := each.algorithm.kind.name) != (found := record.optimizers.get(key, kind)):
             fix = "build the optimizer that was saved, or load another checkpoint"
             raise UserError.at(checkpoint, found=f"{found} of module `{key}`", expected=kind, fix=fix)
     for group, names in _groups(optimizer):
-        found = [record["settings"][name] for name in names if name in record["settings"]]  # Not of what was frozen.
+        found = [record.settings[name] for name in names if name in record.settings]  # Not of what was frozen.
         if any(each != found[0] for each in found):
             fix = "choose `lr` and `weight_decay` that group parameters as before"
             raise UserError.at(checkpoint, problem=f"other settings in each of one group ({listed(names)})", fix=fix)

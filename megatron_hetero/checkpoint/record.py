@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from msgspec import convert, defstruct
+
 from megatron_hetero.base.errors import VISION, UserError, in_short, listed, reason
-from megatron_hetero.base.files import as_kind, read_bytes, read_text
+from megatron_hetero.base.files import read_bytes, read_text
 from megatron_hetero.checkpoint.contents import expected_shapes
 from megatron_hetero.checkpoint.index import RANDOM, Shape
 from megatron_hetero.config.optimizers import optimizer_kind
@@ -197,12 +199,10 @@ class DatasetRecord:
 
 
 _DTYPE = Literal["float32", "bfloat16"] | None
-_READ: Mapping[str, Any] = {
-    "model": {"freeze": list[str], "train": list[str] | None, "dtype": _DTYPE},
-    "precision": Mapping[str, Mapping[str, Any]] | None,
-    **dict.fromkeys(("data", "train"), Mapping[str, Any] | None),
-}
-"""The settings that are read from `RunRecord.config`, as `as_kind` takes them."""
+_MODEL = defstruct("Model", [("freeze", list[str]), ("train", list[str] | None, None), ("dtype", _DTYPE, None)])
+_SECTIONS = {"precision": dict[str, dict[str, Any]], "data": dict[str, Any], "train": dict[str, Any]}
+_READ = defstruct("Config", [("model", _MODEL), *((name, kind | None, None) for name, kind in _SECTIONS.items())])
+"""The settings that are read from `RunRecord.config`."""
 
 
 @dataclass(frozen=True)
@@ -239,9 +239,10 @@ class RunRecord:
             values = json.loads(read_text(path))
             ModelSources.recorded(values["config"])
             optimizer_kind(values["config"]["optimizer"]["name"])
-            record = as_kind(values, cls, "the record")
-            as_kind(record.config, _READ, "config")
-            return record
+            record, datasets = cls(**values), tuple(DatasetRecord(**each) for each in values["datasets"])
+            convert(values, cls)
+            convert(record.config, _READ)
+            return replace(record, datasets=datasets)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError.at(
                 path,
