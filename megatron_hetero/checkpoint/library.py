@@ -95,9 +95,8 @@ def save_checkpoint(
     group, folder, locks = optimizer.topology.files, Path(folder).absolute(), list[Lock]()
     on_every(group, lambda: _require_own(optimizer, keep_last))
     text, writers = on_first_of_all(group, lambda: _described(optimizer), lambda every: _joined(every, step, extra))
-    optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     buffers = {n: _entry(n, b) for n, b in _buffers(optimizer.modules) if writers.get(n) == optimizer.topology.rank}
-    entries = [*written(optimizer.modules, optimizers, _shapes(optimizer.modules)), *buffers.values()]
+    entries = [*written(optimizer, _shapes(optimizer.modules)), *buffers.values()]
     try:
         on_first(group, lambda: _lock(folder, step, locks))
         return save(entries, folder, step, lambda: {RECORD: text}, keep_last, group).path
@@ -135,10 +134,8 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     saved = {key: shape for key, shape in stored.items() if key.startswith((f"{WEIGHTS}/", f"{BUFFERS}/"))}
     on_first_of_all(group, lambda: own, lambda every: _require_same(every, saved, chosen))
     settings = all_or_none(group, lambda: list(_settings(optimizer, record, chosen)))
-    optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     optimizer.wait_for_weights()
-    entries = chain(read(optimizer.modules, optimizers, shapes, stored), _read_buffers(buffers))
-    read_entries(chosen, index, entries, group)
+    read_entries(chosen, index, chain(read(optimizer, shapes, stored), _read_buffers(buffers)), group)
     for each in optimizer.sharded.values():
         each.renew_weights()
     optimizer.wait_for_weights()
