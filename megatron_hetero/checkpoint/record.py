@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from msgspec import convert, defstruct
 
-from megatron_hetero.base.errors import VISION, UserError, in_short, listed, reason
+from megatron_hetero.base.errors import VISION, UserError, faults_of, in_short, reason
 from megatron_hetero.base.files import read_bytes, read_text
 from megatron_hetero.checkpoint.contents import expected_shapes
 from megatron_hetero.checkpoint.index import RANDOM, Shape
@@ -296,9 +296,7 @@ def require_tensors(
         for key, shape in expected.items()
         if key in found and list(found[key]) != list(shape)
     }
-    kinds = {"missing": missing, "unexpected": extra, "of another shape": wrong}
-    faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
-    if faults:
+    if faults := faults_of({"missing": missing, "unexpected": extra, "of another shape": wrong}):
         given = "the model that the checkpoint was saved from (model.hf_path of a run, --model of an export)"
-        problem = f"tensors do not match the model ({'; '.join(faults)})"
+        problem = f"tensors do not match the model ({faults})"
         raise UserError.at(checkpoint, problem=problem, fix=f"give {given}, or use another checkpoint")
