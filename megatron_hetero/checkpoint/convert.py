@@ -263,7 +263,8 @@ def import_folders(
         entries.append(Entry(f"{WEIGHTS}/{name}", size, (0,) * len(size), values, bind(load, name, size)))
     partial, record = partial_of(target), _record(sources, seed, weights[TEXT].transposed)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.parent.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
         with file_lock.alone(lock_of(target), target, "import"):
             try:
                 discard(partial)  # left by a killed import
