@@ -1,16 +1,26 @@
-"""Errors that the user can fix, how messages quote files and records, and the names of modules and their parts."""
+"""Errors that the user can fix, how messages quote files, records and lines of programs, and the names of modules and
+their parts.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import sysconfig
+import threading
+import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Self
 
 MOST_QUOTED = 200
 """Characters shown of a quoted text."""
 MOST_FOUND = 2000
 """Characters shown of a place and of what was found there, which may be a long list."""
+_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
 # Advice of torch and transformers to load untrusted files, which is never right here.
 _UNSAFE_ADVICE = re.compile(
     "weights[ _]only|safe_globals|allow_pickle|trust_remote_code|you trust|trusted source|file an issue", re.IGNORECASE
@@ -136,3 +146,18 @@ def parts_of(module: str) -> tuple[str, ...]:
 def is_pattern(entry: str) -> bool:
     """Whether an entry of `model.freeze` is a pattern of stored tensors' names rather than a part."""
     return any(mark in entry for mark in ".*?[")
+
+
+def main_place() -> str:
+    """The line of the user's program at which the main thread is."""
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    return place(traceback.walk_stack(frames.get(threading.main_thread().ident or 0)))
+
+
+def place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The first line of the user's program in a stack."""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith(_INSTALLED) and "site-packages" not in file:
+            return f", at {Path(file).name}:{line}"
+    return ""

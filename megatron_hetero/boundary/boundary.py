@@ -35,7 +35,6 @@ from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.groups.collective import on_every, require_alike
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.layout.graph import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
 
@@ -226,18 +225,18 @@ def _grouped(
 
 
 class Boundary:
-    """The boundary along one edge, on one of its ranks, with their `watchdog`. Loops of users call `open`."""
+    """The boundary along one edge, on one of its ranks. Loops of users call `open`."""
 
     def __init__(
         self,
         topology: Topology,
         edge: Edge,
-        watchdog: Watchdog,
         *,
         width: int | None = None,
         dtype: torch.dtype | None = None,
         transport: torch.dtype | None = None,
         check: bool = True,
+        timeout_s: float | None = None,
     ):
         if edge not in topology.planned_edges:
             raise UserError.at(
@@ -257,9 +256,12 @@ class Boundary:
                 expected="both, where the topology has no graph",
                 fix="give `width` and `dtype`",
             )
-        communicators = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)
-        self.edge, self.communicator, self._topology = edge, communicators[edge], topology
-        self._hosts, self._watchdog = topology.planned.get(edge), watchdog  # No hosts on a rank that takes no part.
+        self.edge, self._topology = edge, topology
+        self._watchdog, self._timeout_s = topology.watchdog, timeout_s
+        with self._doing("the opening"):
+            communicators = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)
+        self.communicator = communicators[edge]
+        self._hosts = topology.planned.get(edge)  # None on a rank that takes no part.
         self._micro_batch: MicroBatchCrossings | None = None
 
     @classmethod
@@ -273,7 +275,7 @@ class Boundary:
         dtype: torch.dtype | None = None,
         transport: torch.dtype | None = None,
         check: bool = True,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
     ) -> Boundary:
         """Open the boundary from module `source` to `target`. A rank that has neither the last stage of `source` nor
         the first one of `target` takes no part: there plans and crossings do nothing, and return no rows.
@@ -281,14 +283,15 @@ class Boundary:
         The topology was built by `build`, or with the edge in `planned`. `width`: elements of a row;
         `transport`, `check`: see `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
         back, also where no rank's rows require them. Defaults are those of the topology's graph. A plan or crossing
-        that other ranks have not reached after `timeout_s` seconds ends the process with a message; 0: never.
+        that other ranks have not reached after `timeout_s` seconds (by default those of `build`) ends the process with
+        a message; 0: never.
 
         Raises:
             UserError: the topology has no such edge, or no graph that has a default.
         """
         edge = as_edge((source, target), topology.layouts)
-        watchdog = Watchdog.of_world(timeout_s, topology.platform)
-        return cls(topology, edge, watchdog, width=width, dtype=dtype, transport=transport, check=check)
+        options: Any = {"width": width, "dtype": dtype, "transport": transport, "check": check, "timeout_s": timeout_s}
+        return cls(topology, edge, **options)
 
     @_disable_dynamo
     def plan(
@@ -425,7 +428,8 @@ class Boundary:
 
     def _doing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Watch what waits for the other ranks of the boundary."""
-        return self._watchdog.doing(lambda: f"{what} of boundary {self.edge}, with all its ranks,")
+        described = f"{what} of boundary {self.edge}, with all its ranks,"
+        return self._watchdog.doing(lambda: described, self._timeout_s)
 
     def __repr__(self) -> str:
         return f"Boundary({self.edge}, rows of {self.communicator.width} {self.communicator.dtype})"

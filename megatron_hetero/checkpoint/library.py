@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from megatron_hetero.checkpoint.record import require_tensors
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.checkpoint.storage import read_entries, save, verified
 from megatron_hetero.groups.collective import all_or_none, on_every, on_first, on_first_of_all
+from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_modules import global_names
 from megatron_hetero.step.module import TrainedModule
@@ -65,6 +67,7 @@ class Loaded:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+@partial(watched, patient=True)
 def save_checkpoint(
     folder: str | Path,
     optimizer: JointOptimizer,
@@ -93,18 +96,22 @@ def save_checkpoint(
             or another run is writing there.
     """
     group, folder, locks = optimizer.topology.files, Path(folder).absolute(), list[Lock]()
+    working = optimizer.topology.watchdog.working
     on_every(group, lambda: _require_own(optimizer, keep_last))
-    text, writers = on_first_of_all(group, lambda: _described(optimizer), lambda every: _joined(every, step, extra))
+    text, writers = on_first_of_all(
+        group, lambda: _described(optimizer), lambda every: _joined(every, step, extra), working
+    )
     buffers = {n: _entry(n, b) for n, b in _buffers(optimizer.modules) if writers.get(n) == optimizer.topology.rank}
     entries = [*written(optimizer, _shapes(optimizer.modules)), *buffers.values()]
     try:
         on_first(group, lambda: _lock(folder, step, locks))
-        return save(entries, folder, step, lambda: {RECORD: text}, keep_last, group).path
+        return save(entries, folder, step, lambda: {RECORD: text}, keep_last, group, working).path
     finally:
         for lock in locks:
             lock.release(remove=True)
 
 
+@partial(watched, patient=True)
 def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | None:
     """Load weights, buffers, and states and settings of optimizers, in any layout. All ranks call it.
 
@@ -119,13 +126,13 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     Raises:
         UserError: on all ranks. The checkpoint is missing, damaged, or of other modules or optimizers.
     """
-    group = optimizer.topology.files
+    group, working = optimizer.topology.files, optimizer.topology.watchdog.working
     on_every(group, lambda: _require_own(optimizer))
     chosen = on_first(group, lambda: _chosen(Path(folder).absolute()))
     if chosen is None:
         return None
-    manifest = verified(chosen, (INDEX, RECORD), group)
-    index = on_first(group, lambda: open_index(chosen, manifest))
+    manifest = verified(chosen, (INDEX, RECORD), group, working)
+    index = on_first(group, lambda: open_index(chosen, manifest), working)
     record = on_first(group, lambda: read_as(chosen / RECORD, _Record, _FIX))
     on_first(group, lambda: require_own_name(chosen, record.step, RECORD))
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
@@ -135,7 +142,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     on_first_of_all(group, lambda: own, lambda every: _require_same(every, saved, chosen))
     settings = all_or_none(group, lambda: list(_settings(optimizer, record, chosen)))
     optimizer.wait_for_weights()
-    read_entries(chosen, index, chain(read(optimizer, shapes, stored), _read_buffers(buffers)), group)
+    read_entries(chosen, index, chain(read(optimizer, shapes, stored), _read_buffers(buffers)), group, working)
     for each in optimizer.sharded.values():
         each.renew_weights()
     optimizer.wait_for_weights()

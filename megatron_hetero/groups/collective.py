@@ -1,4 +1,8 @@
-"""Runs work whose outcome all ranks must know, and compares facts that must be the same on all of them."""
+"""Runs work whose outcome all ranks must know, and compares facts that must be the same on all of them.
+
+Each begins with `meet`: ranks that call different ones on a group get an error that names both, where their collectives
+would take each other's values.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.base.errors import SharedError, UserError
+from megatron_hetero.base.errors import SharedError, UserError, main_place
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -24,6 +28,29 @@ Facts = Mapping[str, str | None]
 """Values that must be the same on all ranks, by name; None on a rank that does not know one."""
 _MOST_SHOWN = 120
 """Characters of a fact in a message."""
+_NUMBERS = 62
+"""The most numbers that `meet` compares."""
+_PART = ".<locals>"
+_LOWEST = torch.iinfo(torch.int64).min
+
+
+def meet(group: dist.ProcessGroup, call: str, numbers: Sequence[int] = ()) -> list[int]:
+    """The highest of each of up to `_NUMBERS` numbers over the ranks of a group, in one small all-reduce, of the same
+    size for any `call`. Raises `SharedError` if another rank has come for another call.
+    """
+    tag = zlib.crc32(call.encode())
+    mine = [tag, -tag, *numbers, *[_LOWEST] * (_NUMBERS - len(numbers))]
+    highest = torch.tensor(mine, device=dist.distributed_c10d._get_object_coll_device(group))
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    most, least, *found = highest.tolist()
+    if most != -least:
+        calls: list[Any] = [None] * group.size()
+        dist.all_gather_object(calls, (call, main_place()), group=group)
+        shown = {name.partition(_PART)[0]: place for name, place in reversed(calls)}
+        because, fix = "they would take each other's values", "make each call on all ranks, in the same order"
+        facts = [{"call": f"`{(own := name.partition(_PART)[0])}`{shown[own]}", "part": name} for name, _ in calls]
+        require_alike("calls of all ranks", facts, dist.get_process_group_ranks(group), fix, because)
+    return found[: len(numbers)]
 
 
 def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> list[T]:
@@ -33,6 +60,7 @@ def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Wo
     if group is None:
         return [work()]
     mine, problem = _attempt(work, working)
+    meet(group, _call(on_every, work))
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (mine, problem), group=group)
     for _, found in gathered:
@@ -48,6 +76,7 @@ def on_first(group: dist.ProcessGroup | None, work: Callable[[], T], working: Wo
     if group is None:
         return work()
     outcome: list[Any] = [_attempt(work, working) if dist.get_rank(group) == FIRST else None]
+    meet(group, _call(on_first, work))
     dist.broadcast_object_list(outcome, src=FIRST, group=group)
     result, problem = outcome[0]
     if problem is not None:
@@ -64,6 +93,7 @@ def on_first_of_all(
     if group is None:
         return then([work()])
     mine, is_first = _attempt(work, working), dist.get_rank(group) == FIRST
+    meet(group, _call(on_first_of_all, work))
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.gather_object(mine, gathered if is_first else None, dst=FIRST, group=group)
 
@@ -80,9 +110,7 @@ def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], working: Workin
     """
     mine: Any
     mine, problem = _attempt(work, working)
-    failed = torch.tensor([problem is not None], dtype=torch.int32)
-    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-    if failed.item():
+    if any(meet(group, _call(all_or_none, work), [problem is not None])):
         raise_first(group, problem)
     return mine
 
@@ -99,25 +127,24 @@ def require_equal(group: dist.ProcessGroup, where: str, facts: Facts, fix: str) 
     """Check that each fact is the same on all ranks of a host group that know it. All of them call it, with the same
     names; equal facts cost one small all-reduce. Raises `SharedError`.
     """
-    lowest = torch.iinfo(torch.int64).min
     digests = [None if fact is None else zlib.crc32(fact.encode()) for fact in facts.values()]
-    ends = [[lowest, lowest] if digest is None else [digest, -digest] for digest in digests]
-    extremes = torch.tensor(ends, dtype=torch.int64)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    if not all(most in (-least, lowest) for most, least in extremes.tolist()):
+    ends = [end for each in digests for end in ([_LOWEST, _LOWEST] if each is None else [each, -each])]
+    found = [each for at in range(0, len(ends), _NUMBERS) for each in meet(group, where, ends[at : at + _NUMBERS])]
+    if not all(most in (-least, _LOWEST) for most, least in zip(found[::2], found[1::2], strict=True)):
         require_alike(where, on_every(group, lambda: dict(facts)), dist.get_process_group_ranks(group), fix)
 
 
 def require_same(group: dist.ProcessGroup | None, where: str, facts: Facts, fix: str, because: str = "") -> None:
     """Check that facts are the same on all ranks of a group of any device. Raises `SharedError`."""
-    if of_ranks := unlike(group, facts):
+    if of_ranks := unlike(group, where, facts):
         require_alike(where, of_ranks, dist.get_process_group_ranks(group), fix, because)
 
 
-def unlike(group: dist.ProcessGroup | None, facts: Facts) -> list[Facts]:
+def unlike(group: dist.ProcessGroup | None, where: str, facts: Facts) -> list[Facts]:
     """The facts of all ranks, by rank; empty if they are equal. They are exchanged only if their digests differ."""
     digest = zlib.crc32(repr(list(facts.items())).encode())
-    return on_every(group, lambda: facts) if len(set(on_every(group, lambda: digest))) > 1 else []
+    most, least = (digest, -digest) if group is None else meet(group, where, [digest, -digest])
+    return on_every(group, lambda: facts) if most != -least else []
 
 
 def require_alike(
@@ -154,6 +181,11 @@ def _attempt(work: Callable[[], T], working: Working) -> tuple[T | None, str | N
             return work(), None
     except UserError as error:
         return None, str(error)
+
+
+def _call(kind: Callable[..., Any], work: Callable[..., Any]) -> str:
+    """The name of a call: the function in which `work` is defined, and which part of it this is."""
+    return f"{getattr(work, '__qualname__', type(work).__name__)}{_PART}.{kind.__name__}"
 
 
 def _raise(problem: str | None) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -38,7 +39,7 @@ from megatron_hetero.base.environment import (
     stay_on_host,
     world_size,
 )
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import UserError, main_place, place
 from megatron_hetero.base.terminal import prepare_outputs
 from megatron_hetero.layout.grammar import format_ranks
 
@@ -59,6 +60,9 @@ FINAL = "final"
 _MOST_SILENT_S = 15.0
 """Longest silent wait for others."""
 _SLOWEST_POLL_S = 0.25
+_SLOWEST_REPORT_S = 2.0
+_LINGERING_S = 1.0
+_OTHERS_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _DROPPED_S = 0.2
 _LOST_PEER = (
@@ -94,14 +98,25 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     prepare_environment()
     import torch.distributed as dist
 
+    from megatron_hetero.groups.peers import Peers
     from megatron_hetero.groups.platform import Platform
 
     timeout = group_timeout(timeout_s)
     platform = replace(Platform.detect(local_rank()), timeout=timeout)
     store = dist.HashStore() if alone else meet(start_s)
     platform.init_process_group(store=store, rank=rank(), world_size=world_size(), timeout=timeout)
-    yield platform
+    peers = Peers.of_world()
+    try:
+        yield platform
+    except BaseException as error:
+        if peers is not None:
+            how = f" by {type(error).__name__}{place(reversed([*traceback.walk_tb(error.__traceback__)]))}"
+            with contextlib.suppress(Exception):  # The store may be gone, or on a host that has stopped.
+                in_background(partial(peers.fail, how), "the end").result(_SLOWEST_REPORT_S)
+        raise
     # Only after success: a group that lost a member may hang when it is torn down, and `guarded` leaves without it.
+    if peers is not None:  # Not yet by a collective: those of a rank that has not come would pair with it.
+        peers.leave(f" `process_group`{main_place()}", timeout.total_seconds())
     dist.barrier()
     dist.destroy_process_group()
     # gloo's threads drop the tensors of the last collectives: amid the end of the interpreter they would abort it.
@@ -226,16 +241,15 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         raise
     except UserError as error:
-        # An error of one rank is usually an error of all: the others leave the first one time to report it.
-        if rank() > 0:
-            _wait_for_torchrun(2.0)
-        leave(f"error: {error}", 1, final=True)
+        leave(f"error: {error}" if _is_first(str(error), _OTHERS_S * (rank() > 0)) else "", 1, final=True)
     except BaseException as error:
         if not is_lost_peer(error):
-            leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
-        _wait_for_torchrun(10.0)
+            lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+            first = _is_first(f"{type(error)} {lines}", _OTHERS_S * (rank() > 0))
+            leave(f"rank {rank()} failed:\n{traceback.format_exc()}" if first else "", 1)
+        first = _is_first("lost rank", 10.0)
         short = "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
-        leave(f"rank {rank()} lost another rank, whose error is the cause: {short}", 1)
+        leave(f"rank {rank()} lost another rank, whose error is the cause: {short}" if first else "", 1)
 
 
 def hide_stack_traces() -> None:
@@ -262,9 +276,23 @@ def ended(work: Callable[[], str | None]) -> int:
     return 0
 
 
-def _wait_for_torchrun(patience_s: float) -> None:
-    """Wait for torchrun to end this rank, which it does once the rank that is the cause has reported it and left."""
-    time.sleep(patience_s + 0.5 * (rank() % 16))
+def _is_first(error: str, patience_s: float) -> bool:
+    """Whether this rank is to report an error, which is usually one of all ranks. It leaves an earlier one
+    `patience_s` to do so, and torchrun to end the others. Without torchrun, the store knows what has been reported.
+    """
+    end, first = time.monotonic() + (patience_s := patience_s + 0.5 * (rank() % 16)), True
+    with contextlib.suppress(Exception):  # There is no store yet, or no more.
+        if "torch" in sys.modules and world_size() > 1:
+            from megatron_hetero.groups.peers import Peers
+
+            peers = Peers.of_world()
+            assert peers is not None, "there are several ranks"
+            found = in_background(partial(peers.is_first, error, patience_s), "report")
+            first = found.result(patience_s + _SLOWEST_REPORT_S)
+            if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                time.sleep(_LINGERING_S)  # The store ends with this rank.
+    time.sleep(max(0.0, end - time.monotonic()))
+    return first
 
 
 def _end_with_torchrun() -> None:

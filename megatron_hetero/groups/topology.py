@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.layout.communicators import (
     DIRECTIONS,
@@ -72,6 +73,7 @@ class Topology:
     the same ranks, for edges that are planned from what each rank knows, which are `planned_edges` on all ranks.
     `pipelines`: for each of this rank's modules with stages, its links to the neighbouring stages.
     Groups that this rank has no part in are missing.
+    `watchdog`: ends the process if a call of all ranks waits for too long.
     `graph`: graph of the modules, if the topology was built for one.
     """
 
@@ -87,6 +89,7 @@ class Topology:
     planned: Mapping[Edge, dist.ProcessGroup]
     pipelines: Mapping[str, Links]
     _groups: Mapping[Axes, dist.ProcessGroup]
+    watchdog: Watchdog
     planned_edges: tuple[Edge, ...] = ()
     graph: Graph | None = None
 
@@ -103,6 +106,8 @@ class Topology:
         interleaved: Collection[str] = (),
         megatron: Collection[str] | None = None,
         check: bool = True,
+        timeout_s: float = 300.0,
+        watchdog: Watchdog | None = None,
     ) -> Topology:
         """Create all groups on the initialised default process group, and check them.
 
@@ -118,51 +123,62 @@ class Topology:
                 default.
             check: whether each group is checked, which also connects its ranks: on NCCL schedules rest on that. Not
                 possible if the backend does not communicate.
+            timeout_s: a call of all ranks, here or later with this topology, that takes longer, in seconds, ends the
+                process with a message that says where each rank is. 0: never.
+            watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
 
         Raises:
             UserError: on all ranks. Layouts, modules or edges do not fit each other or the world.
             RuntimeError: a group does not reduce to the value that its ranks imply.
         """
-        _require_layouts(layouts, dist.get_world_size())
-        _require_modules(layouts, decoding=decoding, tied=tied, interleaved=interleaved)
-        planned = [as_edge(edge, layouts) for edge in _ordered(planned)]
-        declared = dict.fromkeys([*(as_edge(edge, layouts) for edge in _ordered(edges)), *planned])
-        rank, world = dist.get_rank(), dist.group.WORLD
-        assert world is not None, "the default process group is initialised"
-        everybody = tuple(range(dist.get_world_size()))
-        _level(platform)
-        # Hosts first: the groups of some of them are named by how many groups a rank has.
-        host, files = platform.host_group("host"), platform.host_group("files")
-        replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
-        planning = {edge: (edge_ranks(layouts, edge),) for edge in planned}
-        hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
-        own = layouts if megatron is None else megatron
-        kinds = communicators(layouts, edges=declared, tied=tied, interleaved=interleaved, megatron=own)
-        if platform.backend == "nccl":
-            require_streams(kinds, everybody)
-        groups = {kind: _create(kind, everybody, platform) for kind in kinds}
-        mine = {kind: group for kind, group in groups.items() if group is not None}
-        if check:
-            _check(mine, layouts, world, platform)
-            for ranks, group in (*hosts.items(), ((everybody,), files)):
-                if group is not None and (members := group_of(ranks, rank)):
-                    _check_sum(group, members, rank, CPU)
-        by_use = {use: group for kind, group in mine.items() for use in kind.uses_of(rank)}
-        return cls(
-            platform,
-            rank,
-            len(everybody),
-            MappingProxyType(dict(layouts)),
-            world,
-            host,
-            files,
-            {name: group for name, groups in replicas.items() if (group := hosts[groups]) is not None},
-            _boundaries(by_use, layouts, declared, rank),
-            {edge: group for edge, groups in planning.items() if (group := hosts[groups]) is not None},
-            {name: _links(by_use, name) for name, layout in layouts.items() if rank in layout and layout.pp > 1},
-            MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
-            tuple(planned),
-        )
+        watchdog = watchdog or Watchdog.of_world(timeout_s, platform)
+        with watchdog.waiting(lambda: "the creation of process groups, with all other ranks,"):
+            _require_layouts(layouts, dist.get_world_size())
+            _require_modules(layouts, decoding=decoding, tied=tied, interleaved=interleaved)
+            planned = [as_edge(edge, layouts) for edge in _ordered(planned)]
+            declared = dict.fromkeys([*(as_edge(edge, layouts) for edge in _ordered(edges)), *planned])
+            rank, world = dist.get_rank(), dist.group.WORLD
+            assert world is not None, "the default process group is initialised"
+            everybody = tuple(range(dist.get_world_size()))
+            _level(platform)
+            # Hosts first: the groups of some of them are named by how many groups a rank has.
+            host, files = platform.host_group("host"), platform.host_group("files")
+            replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
+            planning = {edge: (edge_ranks(layouts, edge),) for edge in planned}
+            hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
+            own = layouts if megatron is None else megatron
+            kinds = communicators(layouts, edges=declared, tied=tied, interleaved=interleaved, megatron=own)
+            if platform.backend == "nccl":
+                require_streams(kinds, everybody)
+            groups = dict[CommunicatorKind, dist.ProcessGroup | None]()
+            for kind in kinds:  # One by one: all of them may take long.
+                with watchdog.waiting(
+                    lambda kind=kind: f"the creation of process groups {kind}, with all other ranks,"
+                ):
+                    groups[kind] = _create(kind, everybody, platform)
+            mine = {kind: group for kind, group in groups.items() if group is not None}
+            if check:
+                _check(mine, layouts, world, platform)
+                for ranks, group in (*hosts.items(), ((everybody,), files)):
+                    if group is not None and (members := group_of(ranks, rank)):
+                        _check_sum(group, members, rank, CPU)
+            by_use = {use: group for kind, group in mine.items() for use in kind.uses_of(rank)}
+            return cls(
+                platform,
+                rank,
+                len(everybody),
+                MappingProxyType(dict(layouts)),
+                world,
+                host,
+                files,
+                {name: group for name, groups in replicas.items() if (group := hosts[groups]) is not None},
+                _boundaries(by_use, layouts, declared, rank),
+                {edge: group for edge, groups in planning.items() if (group := hosts[groups]) is not None},
+                {name: _links(by_use, name) for name, layout in layouts.items() if rank in layout and layout.pp > 1},
+                MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
+                watchdog,
+                tuple(planned),
+            )
 
     def has(self, module: str) -> bool:
         """Whether this rank has a part of `module`. Raises `KeyError` if there is no such module."""

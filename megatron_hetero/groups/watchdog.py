@@ -7,29 +7,26 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
-import os
 import sys
-import sysconfig
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_hetero.base.environment import write_trace
+from megatron_hetero.base.errors import main_place
 from megatron_hetero.groups.launch import in_background, leave
+from megatron_hetero.groups.peers import PAUSE_S, UNWATCHED, Peers, listed, suspected
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.layout.grammar import format_ranks
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
+P = ParamSpec("P")
+T = TypeVar("T")
 Mark = Callable[[], bool]
 """Whether all work that was issued to a device before the mark has ended. Does not block; called by one thread at a
 time, and not again after it has returned True.
@@ -40,12 +37,6 @@ MAX_ISSUED = 1024
 """The most actions tracked on the device. Its launch queue holds no more, so the host is rarely further ahead."""
 EXIT_TIMEOUT_S = 30.0
 """Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
-_PREFIX = "watchdog"
-_UNWATCHED = "nothing that is watched"
-_MOST_LINES = 32
-_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
-_PAUSE_S = 2.0
-"""The most seconds between requests of a rank that waits; all have three times as long to answer what they wait in."""
 
 
 class Stopwatch:
@@ -104,61 +95,17 @@ def clock_of(device: torch.device) -> Clock | None:
     return mark
 
 
-class Peers:
-    """The ranks of a process group, as one of them sees them in a store."""
-
-    def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        self._shared, self._rank, self._ranks = store, rank, ranks
-        self._work: int | None = None
-
-    @classmethod
-    def of_world(cls) -> Peers | None:
-        """The ranks of the default process group; None if it has one rank."""
-        if dist.get_world_size() == 1:
-            return None
-        return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-
-    @cached_property
-    def _store(self) -> Any:
-        # A separate connection: the main thread may block in the other one, which serves one request at a time.
-        return self._shared.clone()  # pyright: ignore[reportAttributeAccessIssue] (the stub lacks it)
-
-    def any_works(self, works: bool) -> bool:
-        """Report whether this rank works. Returns whether any rank has reported work since the last call."""
-        before, self._work = self._work, self._store.add(f"{_PREFIX}/work", int(works))
-        return before is not None and before != self._work
-
-    def given_up(self) -> bool:
-        """Whether any rank has given up."""
-        return self._store.add(f"{_PREFIX}/given up", 0) > 0
-
-    def answer(self, doing: str) -> None:
-        """Report what this rank waits in."""
-        self._store.set(f"{_PREFIX}/{self._rank} waits", doing)
-
-    def roll_call(self, seconds: float, doing: str) -> dict[int, str | None] | None:
-        """Give up `doing`, and wait up to `seconds` for the others to answer what they wait in: None for those that do
-        not. Returns None if another rank has given up before, which reports for all.
-        """
-        self.answer(doing)
-        if self._store.add(f"{_PREFIX}/given up", 1) > 1:
-            return None
-        keys, end = [f"{_PREFIX}/{rank} waits" for rank in range(self._ranks)], time.monotonic() + seconds
-        while not self._store.check(keys) and time.monotonic() < end:
-            time.sleep(min(0.2, seconds / 10))
-        return {n: self._store.get(key).decode() if self._store.check([key]) else None for n, key in enumerate(keys)}
-
-
 class _Activity(NamedTuple):
-    """What the rank does. `patient`: it may last while any rank works."""
+    """What the rank does, for `limit_s` seconds at most. `patient`: it may last while any rank works."""
 
     described: Callable[[], str]
     began: float
     patient: bool
+    limit_s: float
 
 
 class Watchdog:
-    """Ends the process if one action takes longer than `timeout_s`, and names the action. 0: never.
+    """Ends the process if an action takes longer than `timeout_s`, and names it. 0: never.
 
     Otherwise a rank whose peers are gone, or wait for something else, would wait silently until the process group times
     out.
@@ -181,16 +128,14 @@ class Watchdog:
         peers: Peers | None = None,
         setting: str = "timeout_s",
     ):
-        self.timeout_s, self.rank, self._setting = timeout_s, rank, setting
-        self._clock = clock if timeout_s > 0 else None
+        self.timeout_s, self.rank, self._setting = timeout_s or math.inf, rank, setting
+        self._shortest_s, self._clock = self.timeout_s, clock
         self._on_exit, self._peers = on_exit, peers
         self._current: _Activity | None = None
         # Actions whose work has been issued to the device. One thread appends, another pops from the front.
         self._issued: deque[tuple[_Activity, Mark]] = deque()
         self._device_idle_since = self._heard = self._resumed = time.monotonic()
         self._lock, self._at_work, self._worked = threading.Lock(), 0, -math.inf
-        if timeout_s <= 0:
-            return
         # In threads of their own: the guard would be late if the device or the store is slow to answer.
         _repeat("schedule-watchdog", self, Watchdog._guard)
         if clock is not None:
@@ -204,18 +149,25 @@ class Watchdog:
         rank = dist.get_rank()
         return cls(timeout_s, rank, clock_of(platform.device), partial(_traced, rank), Peers.of_world(), setting)
 
-    def doing(self, described: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
-        """Watch an action. `described` returns its description if it takes too long."""
-        return self._watch(described, patient=False)
+    def doing(
+        self, described: Callable[[], str], timeout_s: float | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Watch an action. `described` returns its description if it takes too long. `timeout_s`: by default that of
+        the action around it, or of the watchdog.
+        """
+        return self._watch(described, patient=False, timeout_s=timeout_s)
 
     def waiting(self, described: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
         """Watch a wait for other ranks, which may last as long as any rank is `working`."""
         return self._watch(described, patient=True)
 
     @contextlib.contextmanager
-    def _watch(self, described: Callable[[], str], patient: bool) -> Iterator[None]:
+    def _watch(self, described: Callable[[], str], patient: bool, timeout_s: float | None = None) -> Iterator[None]:
         outer = self._current
-        self._current = own = _Activity(described, time.monotonic(), patient)
+        limit_s = outer.limit_s if outer else self.timeout_s
+        limit_s = limit_s if timeout_s is None else timeout_s or math.inf
+        self._current = own = _Activity(described, time.monotonic(), patient, limit_s)
+        self._shortest_s = min(self._shortest_s, limit_s)
         try:
             yield
         finally:
@@ -224,7 +176,7 @@ class Watchdog:
             self._current = outer and outer._replace(began=self._resumed)
         # If the queue is full, the time of the action counts towards the next one that fits.
         clock = self._clock
-        if clock is not None and not patient and len(self._issued) < MAX_ISSUED:
+        if clock is not None and own.limit_s < math.inf and not patient and len(self._issued) < MAX_ISSUED:
             self._issued.append((own, clock()))
 
     @contextlib.contextmanager
@@ -239,29 +191,29 @@ class Watchdog:
                 self._at_work -= 1
                 self._worked = time.monotonic()
 
-    def oldest(self) -> tuple[Callable[[], str], float] | None:
-        """The first action that has not ended, and the time since which nothing before it delays it; None if idle."""
+    def oldest(self) -> _Activity | None:
+        """The first action that has not ended, with the time since which nothing before it delays it; None if idle."""
         current = self._current
         with contextlib.suppress(IndexError):
             first, _ = self._issued[0]
             # In this order: the other thread pops the first only after it has set the time.
-            return first.described, max(first.began, self._device_idle_since)
+            return first._replace(began=max(first.began, self._device_idle_since))
         if current is None:
             return None
         heard = self._heard if current.patient else current.began
-        return current.described, max(current.began, self._device_idle_since, heard)
+        return current._replace(began=max(current.began, self._device_idle_since, heard))
 
     def _doing(self) -> str:
         """What this rank does, in a watched action or outside of any."""
         oldest = self.oldest()
-        return f"{_UNWATCHED if oldest is None else oldest[0]().rstrip(',')}{_place()}"
+        return f"{UNWATCHED if oldest is None else oldest.described().rstrip(',')}{main_place()}"
 
     def _guard(self) -> float:
         """Check whether an action takes too long. Returns the seconds until the next check."""
         oldest = self.oldest()
-        if oldest is not None and time.monotonic() - oldest[1] > self.timeout_s:
-            self._give_up(*oldest)
-        return min(1.0, self.timeout_s / 4)
+        if oldest is not None and time.monotonic() - oldest.began > oldest.limit_s:
+            self._give_up(oldest)
+        return min(1.0, self._shortest_s / 4)
 
     def _follow_device(self) -> float | None:
         """Pop the actions that the device has finished, as long as it can be queried."""
@@ -273,12 +225,12 @@ class Watchdog:
             self._clock = None
             self._issued.clear()
             return None
-        return min(0.2, self.timeout_s / 20)
+        return min(0.2, self._shortest_s / 20)
 
     def _follow_peers(self) -> float | None:
         """Answer a rank that has given up, and exchange reports of work, as long as the store answers."""
-        now, current, oldest, pause = time.monotonic(), self._current, self.oldest(), self.timeout_s / 16
-        waits = now - (oldest[1] if oldest else self._resumed) > 2 * pause
+        now, current, oldest, pause = time.monotonic(), self._current, self.oldest(), self._shortest_s / 16
+        waits = now - (oldest.began if oldest else self._resumed) > 2 * pause
         # Work that comes in short pieces may be over at each call.
         works = self._at_work > 0 or now - self._worked < 2 * pause
         assert self._peers is not None, "this is called with peers only"
@@ -288,19 +240,19 @@ class Watchdog:
             patient = waits and current is not None and current.patient
             if (works or patient) and self._peers.any_works(works):
                 self._heard = now
-            return min(_PAUSE_S, pause) if waits else pause
+            return min(PAUSE_S, pause)
         return None
 
-    def _give_up(self, described: Callable[[], str], since: float) -> None:
-        waited, what, answers = time.monotonic() - since, described(), self._roll_call()
+    def _give_up(self, action: _Activity) -> None:
+        waited, what, answers = time.monotonic() - action.began, action.described(), self._roll_call()
         # A terminal may have gone, and `on_exit` may block in a driver with the GIL held.
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True)
         with contextlib.suppress(OSError):
             if answers is not None:
                 print(
                     f"rank {self.rank}: found {what} unfinished after {waited:.0f} s, expected it within "
-                    f"{self._setting} = {self.timeout_s:g}, because {_suspected(answers)}. Look for the first error of "
-                    f"another rank, or raise {self._setting}{_listed(answers)}",
+                    f"{self._setting} = {action.limit_s:g}, because {suspected(answers)}. Look for the first error of "
+                    f"another rank, or raise {self._setting}{listed(answers)}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -320,7 +272,7 @@ class Watchdog:
 
     @property
     def _roll_call_s(self) -> float:
-        return min(3 * _PAUSE_S, self.timeout_s / 2)
+        return min(3 * PAUSE_S, self._shortest_s / 2)
 
 
 def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | None]) -> None:
@@ -339,39 +291,21 @@ def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | N
     threading.Thread(target=run, name=name, daemon=True).start()
 
 
-def _suspected(answers: Mapping[int, str | None]) -> str:
-    if not answers:
-        return "a rank that it waits for is gone or does something else"
-    if absent := [rank for rank, doing in answers.items() if doing is None]:
-        return f"{_named(absent)} did not report to wait too, and may be stopped, gone or busy"
-    if elsewhere := [rank for rank, doing in answers.items() if (doing or "").startswith(_UNWATCHED)]:
-        return f"{_named(elsewhere)} did not come"
-    return "all ranks wait for each other"
+def watched(call: Callable[P, T], *, patient: bool = False) -> Callable[P, T]:
+    """Have the watchdog of a topology watch a call of all ranks. The topology, or what has it, is an argument;
+    `timeout_s` may be another, or an attribute of `self`.
+    """
 
+    @wraps(call)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        given: list[Any] = [getattr(each, "topology", each) for each in (*args, *kwargs.values())]
+        watchdog = next(each.watchdog for each in given if hasattr(each, "watchdog"))
+        timeout_s: Any = kwargs.get("timeout_s", getattr(args[0], "timeout_s", None) if args else None)
+        described = f"`{call.__qualname__}`, with all other ranks,"
+        with watchdog._watch(lambda: described, patient, timeout_s):
+            return call(*args, **kwargs)
 
-def _listed(answers: Mapping[int, str | None]) -> str:
-    """A line for each thing that ranks wait in."""
-    ranks: dict[str, list[int]] = {}
-    for rank, doing in answers.items():
-        if doing is not None:
-            ranks.setdefault(doing, []).append(rank)
-    lines = [f"\n  {_named(own)}: {doing}" for doing, own in ranks.items()]
-    return "".join(lines[:_MOST_LINES]) + ("\n  ..." if len(lines) > _MOST_LINES else "")
-
-
-def _named(ranks: Collection[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
-
-
-def _place() -> str:
-    """The line of the user's program at which the main thread is."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_INSTALLED) and "site-packages" not in file:
-            return f", at {Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    return run
 
 
 def _traced(rank: int) -> str:

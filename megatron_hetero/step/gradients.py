@@ -28,9 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.base.errors import NotFiniteError, UserError
-from megatron_hetero.groups.collective import all_or_none, on_every, require_equal
+from megatron_hetero.groups.collective import all_or_none, meet, on_every, require_equal
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.hf.weight_map import Held, TensorSlice
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.step.library_modules import Chunks, trained_modules, unreduced
@@ -356,6 +357,7 @@ def _counted_parts(module: TrainedModule, name: str) -> Iterator[tuple[Tensor, f
 Tokens = int | float | Tensor
 
 
+@watched
 def finish_gradients(
     topology: Topology, modules: Mapping[str, Chunks | None], tokens: Tokens, *, error_if_nonfinite: bool = True
 ) -> None:
@@ -394,6 +396,7 @@ def finish_gradients(
     finish(own, factor_of(topology, tokens), topology if error_if_nonfinite else None)
 
 
+@watched
 def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
     """Count the tokens of the whole step, int64 [] on the device. All ranks call it.
 
@@ -412,6 +415,7 @@ def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
     return total
 
 
+@watched
 def total_loss(topology: Topology, module: str, mine: float | Tensor | StepResult) -> Tensor:
     """Add up the loss of the whole step, fp32 [] on the device. All ranks call it.
 
@@ -436,6 +440,7 @@ def _total(topology: Topology, function: str, module: str, mine: Tensor) -> Tens
     place = layout.coordinate(topology.rank) if topology.has(module) else None
     if place is None or place.tp or place.pp != layout.pp - 1:
         summed.zero_()
+    meet(topology.host, f"{function} of {module}")  # The device says too late that ranks add up different things.
     dist.all_reduce(summed, group=topology.world)
     return summed
 

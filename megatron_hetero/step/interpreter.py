@@ -9,7 +9,7 @@ from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.boundary.communicator import boundary_communicators
 from megatron_hetero.groups.collective import on_every, require_alike
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
+from megatron_hetero.groups.watchdog import Stopwatch, watched
 from megatron_hetero.layout.communicators import edge_ranks
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, StepResult
@@ -22,15 +22,15 @@ class Interpreter(RankResources):
     """Executes schedules on this rank."""
 
     @classmethod
+    @watched
     def build(
         cls,
         topology: Topology,
         modules: Mapping[str, ModuleOnRank],
         graph: Graph,
         *,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         watch: Stopwatch | None = None,
-        watchdog: Watchdog | None = None,
         check: bool = True,
     ) -> Interpreter:
         """Build an interpreter on the groups of a topology that was built with the edges of `graph`. All ranks call it.
@@ -39,9 +39,9 @@ class Interpreter(RankResources):
             topology: with this rank and its groups.
             modules: the modules of this rank, by name.
             graph: what crosses along which edges, and the dtype of rows and hidden states.
-            timeout_s: an action that takes longer, in seconds, ends the process with a message. 0: never.
+            timeout_s: an action that takes longer, in seconds, ends the process with a message. 0: never. The default
+                is that of the topology.
             watch: measures times; by default none are recorded.
-            watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
             check: whether to compare the first hidden states between any two stages with the receiver's
                 `hidden_shape`, and the first gradients of rows that several ranks need with the plan; and to refuse
                 PyTorch's `DistributedDataParallel` in stages, and losses without a graph of modules that train.
@@ -72,10 +72,12 @@ class Interpreter(RankResources):
             communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
             width=graph.width if isinstance(graph.width, int) else 0,
             watch=watch or Stopwatch(topology.platform, record=False),
-            watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
+            watchdog=topology.watchdog,
+            timeout_s=timeout_s,
             checks=RunChecks(keys[0]) if check else None,
         )
 
+    @watched
     def run(
         self,
         schedule: Schedule,

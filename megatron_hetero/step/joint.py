@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import all_or_none
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.step.gradients import (
     GradientTable,
     Tokens,
@@ -137,6 +138,7 @@ class JointOptimizer(Optimizer):
         for each in self.optimizers.values():
             each.update(scale, step)
 
+    @watched
     @torch.no_grad()
     def step(self, closure: None = None, *, tokens: Tokens | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Finish the gradients, clip them and update. All ranks call it, also those with nothing to train.
@@ -175,6 +177,7 @@ class JointOptimizer(Optimizer):
         mark(self.modules, applied=True)
         return norm
 
+    @watched
     def finish_gradients(self, tokens: Tokens) -> None:
         """Finish the gradients of the modules of this optimizer; `step(tokens=None)` applies them."""
         all_or_none(self.topology.host, lambda: self._require_ready(finished=False))
@@ -210,6 +213,7 @@ class JointOptimizer(Optimizer):
         for module in self.modules:
             module.data_parallel.wait_for_weights()
 
+    @watched
     def state_for_dcp(self) -> dict[str, Any]:
         """Weights, persistent buffers and optimizers of this rank's modules for `torch.distributed.checkpoint`, which
         loads them in place; then call `load_from_dcp`. All ranks call it.
@@ -234,6 +238,7 @@ class JointOptimizer(Optimizer):
         _require_visible(state)
         return state
 
+    @watched
     def load_from_dcp(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_for_dcp`, once `torch.distributed.checkpoint` has loaded it. All ranks call it."""
         self.wait_for_weights()

@@ -78,7 +78,7 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
         for axes, facts in along.items():
             group = module.topology.group(module.name, *axes)
             numbered = {f"parameter {n}": fact for n, fact in enumerate(facts)}
-            if group.size() > 1 and (of_ranks := unlike(group, numbered)):
+            if group.size() > 1 and (of_ranks := unlike(group, f"module `{module.name}`", numbered)):
                 gathered.append((module.name, of_ranks, dist.get_process_group_ranks(group)))
     fix = "build, freeze and wrap the module alike on all its ranks, whose gradients are summed"
     for name, of_ranks, ranks in gathered:  # Only now: ranks that raise would leave those of other groups waiting.

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import all_or_none, on_every, require_equal
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.buffers import Replicated
@@ -30,6 +31,7 @@ Config = Any  # A union with a function would hide the fields of the others.
 """
 
 
+@watched
 def build_optimizers(
     topology: Topology,
     modules: Mapping[str, Chunks | None],

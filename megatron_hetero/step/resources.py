@@ -203,6 +203,7 @@ class RankResources:
         width: elements of a row for a text module without an encoder.
         watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
         watchdog: is notified of every action before it begins.
+        timeout_s: seconds that an action may take; None: those of the watchdog.
         checks: checks of the first step; None to skip them.
     """
 
@@ -213,4 +214,5 @@ class RankResources:
     width: int
     watch: Stopwatch
     watchdog: Watchdog
+    timeout_s: float | None
     checks: RunChecks | None

@@ -19,7 +19,7 @@ from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.groups.collective import all_or_none, require_equal, require_same
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
+from megatron_hetero.groups.watchdog import Stopwatch, Watchdog, watched
 from megatron_hetero.layout.graph import Edge, Graph, as_edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
@@ -43,6 +43,8 @@ def build(
     decoding: Collection[str] = (),
     planned: bool = True,
     check: bool = True,
+    timeout_s: float = 300.0,
+    watchdog: Watchdog | None = None,
     **named: str | Layout,
 ) -> Topology:
     """Build the topology for the modules of `graph`, each in the layout with its name. All ranks call it alike.
@@ -57,6 +59,7 @@ def build(
         tied, interleaved, megatron, decoding: as for `Topology.build`.
         planned: whether ranks exchange which rows cross, as a `Runner` does (see `Boundary.plan`).
         check: whether ranks compare their arguments, and check each group, as for `Topology.build`.
+        timeout_s, watchdog: as for `Topology.build`.
 
     Raises:
         UserError: on all ranks. A module has no layout, or the graph not the module; a layout does not fit the ranks;
@@ -65,6 +68,8 @@ def build(
     if not dist.is_initialized():
         fix = "call `torch.distributed.init_process_group`, or be inside `process_group()`"
         raise UserError.at("build", problem="no process group is initialised", fix=fix)
+    platform = platform or _platform()
+    watchdog = watchdog or Watchdog.of_world(timeout_s, platform)
     try:
         parsed = _parsed(graph, {**(layouts or {}), **named})
         graph, problem = graph.in_layouts(parsed), None
@@ -77,12 +82,13 @@ def build(
             "interleaved": str(sorted(interleaved)),
             "megatron": "all" if megatron is None else str(sorted(megatron)),
         }
-        require_same(dist.group.WORLD, "build", facts, "call it with the same graph and layouts on all ranks")
+        with watchdog.waiting(lambda: "`build`, with all other ranks,"):
+            require_same(dist.group.WORLD, "build", facts, "call it with the same graph and layouts on all ranks")
     if problem is not None:
         raise problem
     topology = Topology.build(
         parsed,
-        platform or _platform(),
+        platform,
         edges=graph.edges,
         planned=graph.edges if planned else (),
         decoding=decoding,
@@ -90,6 +96,7 @@ def build(
         interleaved=interleaved,
         megatron=megatron,
         check=check,
+        watchdog=watchdog,
     )
     return replace(topology, graph=graph)
 
@@ -185,12 +192,13 @@ class Runner:
             then begin within the last backward pass of a step.
         settings: see `ScheduleSettings`; for graphs in which all modules feed one.
         forward_only: modules without a backward pass, which nothing that trains feeds.
-        timeout_s, watch, watchdog, check: as for `Interpreter.build`.
+        timeout_s, watch, check: as for `Interpreter.build`.
 
     Raises:
         UserError: on all ranks, see `Interpreter.build`, `build_schedule` and `check_schedule`.
     """
 
+    @watched
     def __init__(
         self,
         topology: Topology,
@@ -199,15 +207,14 @@ class Runner:
         optimizer: JointOptimizer | None = None,
         settings: ScheduleSettings | None = None,
         forward_only: Collection[str] = (),
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         watch: Stopwatch | None = None,
-        watchdog: Watchdog | None = None,
         check: bool = True,
     ):
         graph = topology.graph
         if graph is None:
             raise UserError.at("Runner", problem="the topology has no graph", fix="build it with `build`")
-        self.topology, self.graph, self._check = topology, graph, check
+        self.topology, self.graph, self._check, self.timeout_s = topology, graph, check, timeout_s
         self._settings, self._forward_only, self._optimizer = settings, tuple(forward_only), optimizer
         facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(self._forward_only))}
         require_equal(topology.host, "Runner", facts, "build it alike on all ranks")
@@ -217,12 +224,13 @@ class Runner:
         self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
         if check:
             self.schedule(1)  # Refuse now what cannot run.
-        watchdog = watchdog or Watchdog.of_world(timeout_s, topology.platform)
-        self._boundaries = {edge: Boundary(topology, edge, watchdog, check=check) for edge in topology.planned}
+        planned = topology.planned
+        self._boundaries = {edge: Boundary(topology, edge, check=check, timeout_s=timeout_s) for edge in planned}
         given = {name: each for name, each in modules.items() if each is not None}
         own = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
-        self.interpreter = Interpreter.build(topology, own, graph, watch=watch, watchdog=watchdog, check=check)
+        self.interpreter = Interpreter.build(topology, own, graph, timeout_s=timeout_s, watch=watch, check=check)
 
+    @watched
     def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> StepResult:
         """Run a step; gradients accumulate in the parameters. If it sums gradients in buffers, the next one with a
         backward pass needs `optimizer.zero_grad()` before.

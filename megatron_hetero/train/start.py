@@ -154,7 +154,6 @@ def build_step_trainer(
             _on_rank(job, optimizer.modules),
             optimizer=optimizer,
             watch=watch,
-            watchdog=watchdog,
             check=False,  # Stages of our own.
         ),
         partitioner=StepPartitioner(
@@ -187,6 +186,7 @@ def _build_topology(job: JobSpec, platform: Platform, watchdog: Watchdog, check:
             megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
             planned=False,  # The loader plans them, on each rank alike.
             check=check,
+            watchdog=watchdog,
         )
     if check:
         with watchdog.waiting(lambda: "the first kernels that all other ranks compile"):

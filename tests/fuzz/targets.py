@@ -8,11 +8,14 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import sqlite3
+import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -33,13 +36,14 @@ from megatron_hetero.config.schema import Config, load_command
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import open_held_out, open_mixture
 from megatron_hetero.data.processor import Processor, open_processor
-from megatron_hetero.data.records import Dataset, Record, Turn
+from megatron_hetero.data.records import Dataset, Reading, Record, Turn
+from megatron_hetero.data.sources import parquet
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.items.image_files import load_picture
 from megatron_hetero.models.weights import open_modules
 from tests.fuzz import good_input, words
 from tests.support.items import pictures, whole
-from tests.support.mutations import ODD, SMALL, mutated_bytes, mutated_json, mutated_text, mutated_value
+from tests.support.mutations import ODD, SMALL, changed_index, mutated_bytes, mutated_json, mutated_text, mutated_value
 
 LONGEST = 8000
 """Characters of a message. A path alone may have half of them."""
@@ -295,6 +299,89 @@ def _change_meta(meta: Path, rng: random.Random) -> None:
         database.commit()
 
 
+def _run_crafted(good: Path, rng: random.Random, case: Path) -> bool:
+    """Files that no program writes: small, and decoded large."""
+    kind = rng.choice(("parquet", "tar", "index", "turns"))
+    path = case / {"parquet": "a.parquet", "tar": "a.tar"}.get(kind, "a.jsonl")
+    figures = min(rng.choice((1, 10, 1000, 20_000)), {"index": 10, "turns": 300}.get(kind, 20_000))
+    if kind == "parquet":
+        _write_dictionary(path, rng, figures)
+    elif kind == "tar":
+        keys = ("path", "size", "GNU.sparse.map", "mtime", "a", "1 path=", "path\0")
+        headers = {
+            f"{rng.choice(keys)}{'' if rng.random() < 0.5 else k}": rng.choice(
+                ("1", "a.txt", "../a.txt", "-1", "x" * 5000, "\u20ac.jpg")
+            )
+            for k in range(figures)
+        }
+        data = bytearray(tarfile.TarInfo.create_pax_global_header(headers))
+        data[156:157] = rng.choice((b"g", b"x", b"x"))
+        data[148:156] = b"%06o\0 " % (256 + sum(data[:148]) + sum(data[156:512]))
+        path.write_bytes(
+            data * rng.choice((1, 2, 50)) + next((good / "formats" / "webdataset").glob("*.tar")).read_bytes()
+        )
+    else:
+        turns = [
+            {"from": ("human", "gpt")[k % 2], "value": rng.choice(("Yes", "a b", "\n", "assistant\n"))}
+            for k in range(2 * figures)
+        ]
+        path.write_text(
+            "".join(json.dumps({"conversations": turns[: rng.choice((2, 2 * figures))]}) + "\n" for _ in range(3))
+        )
+    entry = DatasetConfig(
+        files=Pattern(str(path)), fields={"answer": "txt"} if kind == "tar" and rng.random() < 0.5 else {}
+    )
+
+    def change(arrays: dict[str, np.ndarray], header: dict[str, Any]) -> None:
+        column = arrays[rng.choice(list(arrays))]
+        if len(column):
+            column[rng.randrange(len(column))] = rng.choice((-(2**63), -1, 0, 1, 7, 2**31, 2**62))
+        if rng.random() < 0.3:
+            name = rng.choice(list(header))
+            header[name] = mutated_value(rng, header[name])
+
+    def read() -> None:
+        data = Dataset("d", entry, Reading(cache=case / "index"))
+        if kind == "index":
+            changed_index(next((case / "index").glob("*.index")), change)
+            data = Dataset("d", entry, Reading(cache=case / "index"))
+        for record in data:
+            if kind == "turns":
+                _processor(good).tokenize(record)
+
+    with mock.patch.object(parquet, "MOST_GROUP_BYTES", 1 << 28):
+        refused = _refused(read)
+    if (peak := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 20) > 3:
+        raise Odd(f"{peak} GiB of memory")
+    return refused
+
+
+def _model_and_sources(folder: Path) -> Path:
+    good_input.sources(folder / "sources")
+    (folder / "formats").symlink_to("sources/formats")
+    return good_input.model(folder)
+
+
+def _write_dictionary(path: Path, rng: random.Random, count: int) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    values = ["x" * rng.choice((1, 1000, 1 << 16)) for _ in range(rng.choice((1, 2, 5)))]
+    texts: Any = pa.DictionaryArray.from_arrays(
+        pa.array([k % len(values) for k in range(count)], pa.int32()), pa.array(values)
+    )
+    if rng.random() < 0.5:
+        ends = sorted(rng.choices(range(count + 1), k=rng.choice((0, 1, 50))))
+        texts = pa.ListArray.from_arrays([0, *ends, count], texts)
+    options = {
+        "store_schema": rng.random() < 0.5,
+        "dictionary_pagesize_limit": 1 << 30,
+        "data_page_version": rng.choice(("1.0", "2.0")),
+    }
+    pq.write_table(pa.table({"answer": texts}), path, compression="zstd", **options)
+    path.write_bytes(mutated_bytes(rng, path.read_bytes()) if rng.random() < 0.5 else path.read_bytes())
+
+
 # -------------------------------------------------------------------------------------------------- pictures
 
 _TURNS = (Turn("user", "<image>What?"), Turn("assistant", "A disc."))
@@ -444,6 +531,7 @@ TARGETS = {
         Target("configurations", good_input.model, _run_configurations),
         Target("annotations", good_input.model, _run_annotations),
         Target("sources", good_input.sources, _run_sources),
+        Target("crafted", _model_and_sources, _run_crafted),
         Target("pictures", good_input.model, _run_pictures),
         Target("models", good_input.model, _run_models),
         Target("imports", good_input.model, _run_imports),

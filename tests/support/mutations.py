@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ODD: tuple[Any, ...] = (
     0, 1, -1, 2, 0.5, -0.0, 10**9, -(10**9), 10**30, 1e308, float("nan"), float("inf"), True, False, None,
@@ -98,3 +102,26 @@ def _change(rng: random.Random, root: Any, holder: Any, key: Any, odd: Sequence[
         holder[key] = TWICE
     else:
         holder[key] = copy.deepcopy(rng.choice(list(odd)))  # What is drawn next may change it.
+
+
+def changed_index(path: Path, change: Callable[[dict[str, np.ndarray], dict[str, Any]], object]) -> None:
+    """Write an index of a data set with other figures, as anyone can: with a checksum that is right."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    arrays = {
+        name: np.frombuffer(data, kind, count, 8 + length + start).copy()
+        for name, (start, count, kind) in header["arrays"].items()
+    }
+    change(arrays, header)
+    body, where, checksum = b"", {}, 0
+    for name, values in arrays.items():
+        where[name] = (len(body), len(values), values.dtype.str)
+        checksum = zlib.crc32(values.tobytes(), checksum)
+        body += values.tobytes() + bytes(-values.nbytes % 64)
+    header |= {"arrays": where, "checksum": checksum}
+    header["arrays"] |= header.pop("last", {})
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    path.unlink()  # Others have mapped it.
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)

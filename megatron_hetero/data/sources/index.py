@@ -2,7 +2,9 @@
 
 An index is one file: the length of a header, the header as JSON, and arrays, each at a multiple of 64 bytes. It names
 the files that it was computed from with their sizes and times, and is computed anew if one differs. It is written
-beside its place and then moved there, so that nobody reads half of one, and has a checksum.
+beside its place and then moved there, so that nobody reads half of one, and has a checksum. In a folder that users
+share, each has indexes of his own: whoever can write an index chooses what is read as a record. One that belongs to
+somebody else, that others may write to, or whose figures do not fit its files is computed anew.
 
 One process of a machine, or of all machines that share the folder, computes an index, while others wait for its lock.
 """
@@ -14,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -214,8 +217,8 @@ class Indexer:
         if self.folder is None:
             return None
         # A file that another run has mapped must not be replaced without need: NFS would take its pages away.
-        names = repr((VERSION, self.key, self.scan, [file.name for file in files])).encode(errors="surrogatepass")
-        return self.folder / f"{hashlib.sha256(names).hexdigest()[:40]}.index"
+        names = repr((VERSION, self.key, self.scan, [file.name for file in files], os.getuid()))
+        return self.folder / f"{hashlib.sha256(names.encode(errors='surrogatepass')).hexdigest()[:40]}.index"
 
     def _stored(self, path: Path, files: tuple[StoredFile, ...]) -> Index:
         """The index that this or another process has computed and stored."""
@@ -254,7 +257,10 @@ class Indexer:
         found = _read(path)
         if found is None or [file.known for file in found.files] != [file.known for file in files]:
             return None
-        return found
+        if "bad" not in found._columns:
+            return None
+        # These files, not those that the index names.
+        return replace(found, files=tuple(files))
 
     # ----------------------------------------------------------------------------------------------- scanning
 
@@ -447,7 +453,7 @@ def _write(path: Path, index: Index) -> None:
     text += b" " * (-(_LENGTH + len(text)) % _ALIGN)
     new = path.with_suffix(f".{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}")
     try:
-        with open(new, "wb") as file:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
             file.write(len(text).to_bytes(_LENGTH, "little") + text)
             for entries in arrays.values():
                 file.write(_bytes(entries))
@@ -466,21 +472,26 @@ def _bytes(entries: Any) -> memoryview:
 
 
 def _read(path: Path) -> Index | None:
-    """The index in a file; None if there is none, or not all of it."""
+    """The index in a file; None if there is none, not all of it, or not one of ours."""
     try:
-        data = np.memmap(path, np.uint8, "r")
+        # Nonblocking: opening a pipe without a writer would wait.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+                return None
+            data: Any = np.memmap(file, np.uint8, "r")
         length = int.from_bytes(data[:_LENGTH].tobytes(), "little")
         header = json.loads(data[_LENGTH : _LENGTH + length].tobytes())
         if header["version"] != VERSION:
             return None
         arrays, checksum = {}, 0
         for name, (start, entries, dtype) in header["arrays"].items():
-            kind = np.dtype(dtype)
+            kind = np.dtype({"<i8": np.int64, "|u1": np.uint8}[dtype])
             first = _LENGTH + length + start
             part = data[first : first + entries * kind.itemsize]
             arrays[name] = part.view(kind)
             checksum = zlib.crc32(_bytes(part), checksum)
-            if len(arrays[name]) != entries:
+            if len(arrays[name]) != entries or start < 0:
                 return None
         if checksum != header["checksum"]:
             return None
@@ -490,7 +501,54 @@ def _read(path: Path) -> Index | None:
             for name, of_all in arrays.items()
             if f"{name} of files" in arrays
         }
-        files = tuple(StoredFile(name, tuple(known)) for name, known in header["files"])
-        return Index(files, starts, header["digest"], header["scanned"], tuple(header["problems"]), columns)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        files = tuple(StoredFile(str(name), tuple(known)) for name, known in header["files"])
+        problems = tuple(map(str, header["problems"]))
+        found = Index(files, starts, str(header["digest"]), header["scanned"] is True, problems, columns)
+        return found if _fits(found) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
+
+
+def _fits(index: Index) -> bool:
+    """Whether all figures of an index are places in its files. Raises an exception for some that are not."""
+    for starts, count in [(index.starts, len(index)), *((each, len(of)) for of, each in index._columns.values())]:
+        if len(starts) != len(index.files) + 1 or starts[0] or not _ascend(starts, count):
+            return False
+    records = np.diff(index.starts).tolist()
+    return all(
+        _columns_fit(index.columns(k), records[k], int(file.version()[1]), index.scanned)
+        for k, file in enumerate(index.files)
+    )
+
+
+def _columns_fit(own: Mapping[str, np.ndarray], records: int, size: int, scanned: bool) -> bool:
+    """Whether the columns of a file of so many records and bytes fit each other, see the formats."""
+    none = np.zeros(0, np.int64)
+    blocks, starts, sizes, names = (
+        own["blocks"],
+        own.get("starts", none),
+        own.get("sizes", none),
+        own.get("names", none),
+    )
+    names.tobytes().decode()
+    fits = len(blocks) == len(own["block_sizes"]) and not blocks[:1].any() and bool(len(blocks)) == bool(records)
+    fits &= _within(own.get("bad", none), records) and _within(blocks, records) and bool((np.diff(blocks) > 0).all())
+    fits &= _within(starts, size + 1) and _within(sizes, size + 1) and bool((starts + sizes <= size).all())
+    if scanned:
+        fits &= len(own["item_ends"]) == records and _ascend(own["item_ends"], len(own["headers"]) // 2)
+    if "parts" in own:  # Of tars.
+        fits &= len(own["key_ends"]) == len(own["part_ends"]) == records and len(own["parts"]) == len(starts)
+        fits &= _ascend(own["key_ends"], len(own["keys"])) and _ascend(own["part_ends"], len(starts))
+        fits &= _ascend(own["name_ends"], len(names)) and _within(own["parts"], len(own["name_ends"]))
+    elif "starts" in own:  # Of JSON.
+        fits &= len(starts) == len(sizes) == records and len(own.get("lines", none)) in (0, records)
+    return fits
+
+
+def _within(numbers: np.ndarray, end: int) -> bool:
+    return not len(numbers) or bool(numbers.min() >= 0 and numbers.max() < end)
+
+
+def _ascend(ends: np.ndarray, last: int) -> bool:
+    """Whether these are ends of consecutive runs, the last one of which ends there."""
+    return bool((np.diff(ends, prepend=0) >= 0).all()) and (int(ends[-1]) if len(ends) else 0) == last

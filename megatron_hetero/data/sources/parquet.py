@@ -24,7 +24,9 @@ import numpy as np
 from megatron_hetero.base.contents import InMemory, StoredFile, Version
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
+from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import keys_of, known_fields
+from megatron_hetero.data.sources.parquet_pages import decoded, values_of_dictionary
 from megatron_hetero.data.validation import FORMS
 
 CACHE_BYTES, TEXT_BYTES = 1 << 30, 1 << 25
@@ -37,6 +39,8 @@ MOST_GROUP_ROWS = 1 << 24
 """Limit of the rows of a row group."""
 MOST_FOOTERS = 256
 """Files whose footers stay in memory."""
+VALUE_BYTES = 16
+"""Bytes that a value of any type counts, since nulls and empty texts take memory too."""
 BATCH_ROWS = 1 << 10
 """Rows that are converted to Python's objects at a time."""
 BATCH_BYTES = 1 << 30
@@ -127,13 +131,7 @@ class ParquetFiles:
         for group in map(footer.group, range(footer.groups)):
             size = sum(group.size(column.leaves) for column in footer.columns)
             if group.rows > MOST_GROUP_ROWS or not 0 <= size <= MOST_GROUP_BYTES:
-                raise UserError.at(
-                    group,
-                    found=f"{group.rows:,} rows with {size:,} bytes",
-                    expected=f"at most {MOST_GROUP_ROWS:,} rows and {MOST_GROUP_BYTES:,} bytes",
-                    because="a row group is read whole",
-                    fix="write row groups of 100 to 1,000 rows",
-                )
+                raise _too_large(group, size)
             if group.rows:
                 share = (group.first + group.rows) / int(footer.starts[-1])
                 yield from repeat(Place(size // group.rows, share, group.number), group.rows)
@@ -208,16 +206,24 @@ class ParquetFiles:
         """The records of some rows, the first of which has the number `at`."""
         import pyarrow as pa
 
-        file, columns = group.footer.file, group.footer.columns
+        file, columns, values = group.footer.file, group.footer.columns, None
         try:
-            values = [self._values(group, texts, column, batch, at) for column in columns]
+            is_small = texts.size <= MOST_TEXT_BYTES and batch.num_columns == texts.table.num_columns
+            size = texts.size if is_small else sum(map(_size, batch.columns))
+            found = f"{size:,} bytes of text"
+            if size <= MOST_TEXT_BYTES:
+                values = [self._values(group, texts, column, batch, at) for column in columns]
         except (ValueError, ArithmeticError, LookupError, TypeError, pa.ArrowException) as error:
-            if batch.num_rows == 1:
-                where, found = f"{file} row {at + 1}", f"a value that cannot be decoded ({in_short(error)})"
-                yield Found(UserError.at(where, found=found, expected="UTF-8 text", fix=_COPY), where)
-            else:
-                for row in range(batch.num_rows):
-                    yield from self._found(group, texts, batch.slice(row, 1), at + row)
+            found = f"a value that cannot be decoded ({in_short(error)})"
+        if values is None and batch.num_rows > 1:
+            half = batch.num_rows // 2
+            yield from self._found(group, texts, batch.slice(0, half), at)
+            yield from self._found(group, texts, batch.slice(half), at + half)
+            return
+        if values is None:
+            where, expected = f"{file} row {at + 1}", f"UTF-8 text of at most {MOST_TEXT_BYTES:,} bytes"
+            fix = "split or remove the record; if the file is damaged, copy it again"
+            yield Found(UserError.at(where, found=found, expected=expected, fix=fix), where)
             return
         names = [column.name for column in columns]
         for number, row in enumerate(zip(*values, strict=True), start=at + 1):
@@ -264,13 +270,14 @@ class _Wanted(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """A part of a column that is stored by itself: its number and path in the file, and the way to the items whose
-    bytes it has; None for other values.
+    """A part of a column that is stored by itself: its number and path in the file, the way to the items whose bytes it
+    has (None for other values), and how many values of a fixed size a null is stored as.
     """
 
     number: int
     path: str
     steps: Steps | None
+    width: int
 
 
 class _Column(NamedTuple):
@@ -339,6 +346,16 @@ class _Group(NamedTuple):
     def size(self, leaves: Sequence[_Leaf]) -> int:
         """Bytes of leaves when decompressed."""
         return sum(self.chunk(leaf).total_uncompressed_size for leaf in leaves)
+
+
+def _too_large(group: _Group, size: int) -> UserError:
+    return UserError.at(
+        group,
+        found=f"{group.rows:,} rows with {size:,} bytes",
+        expected=f"at most {MOST_GROUP_ROWS:,} rows and {MOST_GROUP_BYTES:,} bytes",
+        because="a row group is decoded whole",
+        fix="write row groups of 100 to 1,000 rows, and leave out a row that is larger by itself",
+    )
 
 
 @contextlib.contextmanager
@@ -422,7 +439,7 @@ def _columns(schema: Any, paths: Sequence[str], chosen: Collection[str]) -> tupl
     numbered, columns = iter(enumerate(paths)), []
     for each in schema:
         kinds = list(_leaves(each.type))
-        leaves = tuple(_Leaf(*next(numbered), steps) for steps, _ in kinds)
+        leaves = tuple(_Leaf(*next(numbered), steps, _width(each.type)) for steps, _ in kinds)
         if each.name in chosen:
             columns.append(_Column(each.name, each.type, leaves, all(is_light for _, is_light in kinds)))
     return tuple(columns)
@@ -448,6 +465,15 @@ def _leaves(kind: DataType, steps: Steps = ()) -> Iterator[tuple[Steps | None, b
         yield from _leaves(kind.value_type, (*steps, None))
     else:
         yield (steps, False) if _is_bytes(kind) else (None, True)
+
+
+def _width(kind: DataType) -> int:
+    """The most values, or bytes, of fixed size that a null of a type is stored as."""
+    from pyarrow import types
+
+    size = kind.list_size if types.is_fixed_size_list(kind) else 1
+    size = kind.byte_width if types.is_fixed_size_binary(kind) else size
+    return max(1, size) * max((_width(kind.field(k).type) for k in range(kind.num_fields)), default=1)
 
 
 def _is_bytes(kind: DataType) -> bool:
@@ -477,10 +503,11 @@ def _is_list(kind: DataType) -> bool:
 @dataclass(frozen=True, eq=False)
 class _Texts:
     """A row group without bytes. `has_bytes`, by column and way: whether all items have bytes, or none; None if that is
-    unknown until they are read.
+    unknown until they are read. `size`: as of `_size`.
     """
 
     table: Table
+    size: int
     has_bytes: Mapping[tuple[str, Steps], bool | None]
 
     @property
@@ -505,7 +532,7 @@ def _load_texts(group: _Group) -> _Texts:
             elif _is_bytes(column.type):
                 count = group.rows
             has_bytes[column.name, leaf.steps] = _all_or_none(group.chunk(leaf), count)
-    return _Texts(table, has_bytes)
+    return _Texts(table, sum(_size(chunk) for column in table.columns for chunk in column.chunks), has_bytes)
 
 
 def _all_or_none(chunk: Any, items: int | None) -> bool | None:
@@ -520,24 +547,75 @@ def _all_or_none(chunk: Any, items: int | None) -> bool | None:
 
 
 def _load(group: _Group, leaves: Sequence[_Leaf]) -> Table:
-    """Leaves of a row group. Raises `UserError`, `OSError`."""
+    """Leaves of a row group. Raises `OSError`, and `UserError` before more than `MOST_GROUP_BYTES` are decoded."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    file, size = group.footer.file, group.size(leaves)
-    rows = max(1, min(group.rows, group.rows * BATCH_BYTES // max(1, size)))
-    with (
-        _reading(group),
-        file.open() as opened,
-        pq.ParquetFile(opened, metadata=group.footer.metadata, page_checksum_verification=True) as parquet,
-    ):
-        paths = [leaf.path for leaf in leaves]
-        table = pa.Table.from_batches(list(parquet.iter_batches(rows, [group.number], paths, use_threads=False)))
+    chunks, once, repeated = dict[int, bytes](), 0, dict[_Leaf, int]()
+    with _reading(group), group.footer.file.open() as opened:
+        for leaf in leaves:
+            chunk, schema = group.chunk(leaf), group.footer.metadata.schema.column(leaf.number)
+            start = min(at for at in (chunk.data_page_offset, chunk.dictionary_page_offset) if at and at > 0)
+            opened.seek(start)
+            chunks[start] = opened.read(chunk.total_compressed_size)
+            size = decoded(chunks[start])
+            levels = schema.max_definition_level + schema.max_repetition_level
+            once += size.pages + size.after_prefix + size.values * leaf.width * (VALUE_BYTES + 4 * levels)
+            if schema.physical_type == "BYTE_ARRAY":
+                repeated[leaf] = size.of_dictionary
+        if once <= MOST_GROUP_BYTES < once + sum(repeated.values()):
+            repeated = {leaf: _of_dictionary(opened, chunks, group, leaf) for leaf in repeated if repeated[leaf]}
+        if (total := once + sum(repeated.values())) > MOST_GROUP_BYTES:
+            raise _too_large(group, total)
+        rows = max(1, min(group.rows, group.rows * BATCH_BYTES // max(1, total)))
+        table = pa.Table.from_batches(list(_batches(opened, chunks, group, leaves, rows)))
     if table.num_rows != group.rows:
         raise UserError.at(
             group, found=f"{table.num_rows:,} rows", expected=f"{group.rows:,} as in its footer", fix=_COPY
         )
     return table
+
+
+def _of_dictionary(opened: BinaryIO, chunks: Mapping[int, bytes], group: _Group, leaf: _Leaf) -> int:
+    """Bytes of the values of a leaf that are in its dictionary."""
+    batches = _batches(opened, chunks, group, [leaf], BATCH_ROWS, values_of_dictionary, read_dictionary=[leaf.path])
+    return sum(_size(batch.column(0)) for batch in batches)
+
+
+def _batches(
+    opened: BinaryIO,
+    chunks: Mapping[int, bytes],
+    group: _Group,
+    leaves: Sequence[_Leaf],
+    rows: int,
+    change: Callable[[bytes], bytes] = bytes,
+    **options: Any,
+) -> Iterator[Table]:
+    """Batches of so many rows, of leaves whose chunks start at these places, after a change."""
+    import pyarrow.parquet as pq
+
+    def read(size: int) -> bytes:
+        return change(chunks[opened.tell()])[:size]
+
+    file = SimpleNamespace(read=read, seek=opened.seek, tell=opened.tell, closed=False, mode="rb")
+    options |= {"metadata": group.footer.metadata, "pre_buffer": False, "page_checksum_verification": True}
+    with pq.ParquetFile(file, **options) as parquet:
+        # By number: another leaf may have the same path.
+        yield from parquet.reader.iter_batches(rows, [group.number], [leaf.number for leaf in leaves], False)
+
+
+def _size(array: Array) -> int:
+    """Bytes of an array without those of items, and one for each value at any depth."""
+    import pyarrow.compute as pc
+    from pyarrow import types
+
+    if types.is_dictionary(array.type):
+        lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)
+        return len(array) + (pc.call_function("sum", [lengths]).as_py() or 0)
+    if types.is_struct(array.type):
+        return len(array) + sum(map(_size, array.flatten()))
+    if _is_list(array.type):
+        return len(array) + _size(array.flatten())
+    return len(array) + (0 if _is_bytes(array.type) else array.nbytes)
 
 
 def _flat(array: Array, steps: Steps) -> Array:

@@ -31,7 +31,10 @@ _MOST_BEHIND = 1 << 20
 _REGULAR = (b"0", b"\0", b"7")
 _FOLDER = b"5"
 _EXTENDED = (b"x", b"X", b"g", b"L", b"K")
-_WANTED = re.compile(rb"\d (path|size|GNU\.sparse[^=]*)=")
+_WANTED = re.compile(rb"\d (path|size|GNU\.sparse)")
+_MOST_NAME = 1 << 12
+"""Bytes of a name, as paths of a system have at most."""
+_SPARSE = b"GNU.sparse"
 _REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe",
             b"S": "a sparse file"}  # fmt: skip
 _COMPRESSED = {
@@ -168,17 +171,35 @@ def _number(field: bytes) -> int:
     return int(digits or b"0", 8)
 
 
-def is_header_of(block: bytes, member: str, size: int) -> bool:
-    """Whether a block is the header of that member. Long names, or in other letters, are in extended headers."""
+def is_header_of(block: bytes, member: str, size: int, before: Callable[[], bytes]) -> bool:
+    """Whether a block is the header of that member, with the extended headers at the end of the blocks `before` it."""
     header = _header(block)
-    if header is None or header[0] not in _REGULAR or header[2] != size:
+    if header is None or header[0] not in _REGULAR:
         return False
-    return not member.isascii() or len(member) > 100 or header[1].lower() == member.lower().encode()
+    kind, name, own_size = header
+    if own_size != size or name.lower() != member.lower().encode():
+        name, own_size, kind = _replaced(name, own_size, kind, _given_before(before()))
+    is_named = not member.isascii() or len(member) > 100 or name.lower() == member.lower().encode()
+    return is_named and kind in _REGULAR and own_size == size
+
+
+def _given_before(blocks: bytes) -> dict[bytes, bytes]:
+    """What extended headers at the end of some blocks give."""
+    for start in range(len(blocks) - 2 * BLOCK, -1, -BLOCK):
+        header = _header(blocks[start : start + BLOCK])
+        if (
+            header is not None
+            and header[0] in _EXTENDED
+            and -len(blocks) // BLOCK == -(start + BLOCK + header[2]) // BLOCK
+        ):
+            found = _extended(header[0], blocks[start + BLOCK :][: header[2]]) or {}
+            return _given_before(blocks[:start]) | found
+    return {}
 
 
 def _replaced(name: bytes, size: int, kind: bytes, given: dict[bytes, bytes]) -> tuple[bytes, int, bytes]:
     """What extended headers say of a member."""
-    if any(key.startswith(b"GNU.sparse") for key in given):
+    if _SPARSE in given:
         kind = b"S"
     if kind in _REGULAR and (own := given.get(b"size")) is not None:
         size = int(own) if own.isdigit() and len(own) < 20 else -1
@@ -188,7 +209,8 @@ def _replaced(name: bytes, size: int, kind: bytes, given: dict[bytes, bytes]) ->
 def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes] | None:
     """The path, size and kind that an extended header gives; None if it is damaged."""
     if kind == b"L":
-        return {b"path": data.partition(b"\0")[0]}
+        name = data.partition(b"\0")[0]
+        return {b"path": name} if len(name) <= _MOST_NAME else None
     found = dict[bytes, bytes]()
     if kind == b"K" or not _WANTED.search(data):  # Mostly the fraction of a time.
         return found
@@ -199,8 +221,12 @@ def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes] | None:
         if end <= at or data[end - 1 : end] != b"\n":
             return None
         key, _, value = data[at + len(length) + 1 : end - 1].partition(b"=")
-        found[key], at = value, end
-    return found
+        at = end
+        if key in (b"path", b"size"):
+            found[key] = value
+        elif key.startswith(_SPARSE):
+            found[_SPARSE] = b""
+    return found if len(found.get(b"path", b"")) <= _MOST_NAME else None
 
 
 def _key_and_part(name: bytes, file: StoredFile) -> tuple[bytes, bytes] | None:

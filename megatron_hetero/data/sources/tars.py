@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from megatron_hetero.data.sources.tar_records import TEXTS, decoded, with_defaul
 MOST_PARTS = 4096
 """Limit of the parts of a sample."""
 
+_BEFORE = 16 * BLOCK
+"""Bytes that extended headers are looked for in."""
 _NEAR = 1 << 17
 """Bytes between two parts that are read ahead with them."""
 
@@ -89,7 +92,9 @@ class TarFiles:
             return size
         # Its header comes along, and shows whether the columns are right.
         raw = file.read(start - BLOCK, BLOCK + size)
-        if len(raw) < BLOCK + size or not is_header_of(raw[:BLOCK], f"{key}.{part}", size):
+        first = max(0, start - BLOCK - _BEFORE)
+        before = partial(file.read, first, start - BLOCK - first)
+        if len(raw) < BLOCK + size or not is_header_of(raw[:BLOCK], f"{key}.{part}", size, before):
             raise self._moved(f"{file.name}: {key} part {part}")
         return raw[BLOCK:]
 

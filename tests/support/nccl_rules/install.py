@@ -78,10 +78,10 @@ def _follow_actions(client: Client) -> None:
     real = Watchdog.doing
 
     @contextlib.contextmanager
-    def doing(self: Watchdog, described: Callable[[], str]) -> Iterator[None]:
+    def doing(self: Watchdog, described: Callable[[], str], timeout_s: float | None = None) -> Iterator[None]:
         client.actions.described = described
         try:
-            with real(self, described):
+            with real(self, described, timeout_s):
                 yield
         finally:
             client.actions.described = None

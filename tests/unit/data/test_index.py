@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +19,14 @@ import pytest
 from PIL import Image
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources import index
 from megatron_hetero.data.sources.index import Indexer
 from tests.support.items import annotated
+from tests.support.mutations import changed_index
 
 
 def write(path: Path, count: int, bad: tuple[int, ...] = ()) -> Path:
@@ -94,6 +98,114 @@ def test_damaged_indexes_are_not_used(tmp_path: Path, opened: Any, damage: Calla
     path.write_bytes(damage(path.read_bytes()))
     assert opened().digest == expected and computed(opened) == 2
     assert opened()[29].where.endswith(":30") and computed(opened) == 2
+
+
+def put(name: str, at: int, value: int) -> Callable[..., None]:
+    return lambda arrays, header: arrays[name].__setitem__(at, value)
+
+
+FORGED: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    **{f"{name}[{at}] = {value}": put(name, at, value)
+       for name in ("", "starts", "sizes", "blocks", "starts of files", "bad of files", "lines of files")
+       for at in (0, -1) for value in (-1, 1 << 40, -(1 << 63))},
+    "fewer records": lambda arrays, header: arrays.update({"": np.array([0, 7])}),
+    "no column": lambda arrays, header: arrays.pop("blocks"),
+    "no starts of a column": lambda arrays, header: arrays.pop("blocks of files"),
+    "other files": lambda arrays, header: header["files"].append(["/etc/passwd", ["/etc/passwd", 1, 1]]),
+    "texts for numbers": lambda arrays, header: header.update(last={"": ["0", [], None]}),
+    "objects": lambda arrays, header: header.update(last={"": [0, 1, "|O"]}),
+    "a place before the file": lambda arrays, header: header.update(last={"": [-8, 1, "<i8"]}),
+    "a large number": lambda arrays, header: header.update(last={"": [1e400, 1 << 80, "<i8"]}),
+    "no files": lambda arrays, header: header.update(files=None),
+    "problems that are none": lambda arrays, header: header.update(problems=7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_figures_that_do_not_fit_are_not_used(tmp_path: Path, opened: Any, forged: str) -> None:
+    write(tmp_path / "d.jsonl", 30)
+    expected = opened()
+    path = stored(tmp_path)
+    changed_index(path, lambda arrays, header: None)
+    assert opened()[29] == expected[29] and computed(opened) == 1
+    changed_index(path, FORGED[forged])
+    again = opened()
+    assert [again[k] for k in range(30)] == [expected[k] for k in range(30)] and computed(opened) == 2
+
+
+def test_figures_of_tars_and_headers_that_do_not_fit_are_not_used(tmp_path: Path, opened: Any) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for k in range(5):
+            info = tarfile.TarInfo(f"{k}.txt")
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"x"))
+
+    def data() -> Dataset:
+        return Dataset(
+            "t", DatasetConfig(files=Pattern(f"{tmp_path}/a.tar")), Reading(cache=tmp_path / "cache", readers={})
+        )
+
+    expected = [*data()]
+    for name in ("starts", "sizes", "parts", "key_ends", "part_ends", "name_ends", "item_ends"):
+        for at, value in ((0, -1), (0, 1 << 40), (-1, -1), (-1, 1 << 40)):
+            before = computed(opened)
+            changed_index(stored(tmp_path), put(name, at, value))
+            assert [*data()] == expected and computed(opened) == before + 1, (name, at, value)
+
+
+def test_an_index_reads_the_files_that_were_asked_for(tmp_path: Path, opened: Any) -> None:
+    write(tmp_path / "d.jsonl", 30)
+    secret = write(tmp_path / "secret.jsonl", 30, bad=(3,))
+    opened()
+    changed_index(stored(tmp_path), lambda arrays, header: header["files"][0].__setitem__(0, str(secret)))
+    assert opened()[3].where == f"{tmp_path}/d.jsonl:4"
+
+
+def other_owner(path: Path) -> None:
+    os.chown(path, 12345, -1)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_suffix(".other"))
+    path.symlink_to(path.with_suffix(".other"))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+OTHERS = {
+    "others may write": lambda path: path.chmod(0o666),
+    "a group may write": lambda path: path.chmod(0o664),
+    "a link": link,
+    "a pipe": pipe,
+    "another owner": pytest.param(other_owner, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root")),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_an_index_that_is_not_our_own_is_not_used(tmp_path: Path, opened: Any, change: Callable[[Path], None]) -> None:
+    write(tmp_path / "d.jsonl", 30)
+    umask = os.umask(0)
+    try:
+        opened()
+    finally:
+        os.umask(umask)
+    assert len(opened()) == 30 and computed(opened) == 1
+    change(stored(tmp_path))
+    assert len(opened()) == 30 and computed(opened) == 2
+    assert len(opened()) == 30 and computed(opened) == 2, "it has been replaced"
+
+
+def test_users_of_a_shared_folder_have_indexes_of_their_own(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "d.jsonl", 30)
+    opened()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    opened()
+    assert computed(opened) == 2 and len(list((tmp_path / "cache").glob("*.index"))) == 2
 
 
 def test_settings_that_records_depend_on_have_indexes_of_their_own(tmp_path: Path, opened: Any) -> None:
@@ -174,6 +286,7 @@ def test_headers_of_items_are_stored(tmp_path: Path, processor: Processor) -> No
 OPENS = """
 import sys, time
 from pathlib import Path
+from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources.index import Indexer

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import re
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -527,6 +529,135 @@ def test_large_row_groups_are_decompressed_in_parts(tmp_path: Path, monkeypatch:
     for row in expected:
         row.update(image=of_cell(row["image"]), images=list(map(of_cell, row["images"])))
     assert opened(values(file)) == expected
+
+
+READ_LITTLE = """
+import resource, sys
+from megatron_hetero.base.contents import StoredFile
+from megatron_hetero.data.sources.parquet import ParquetFiles
+from megatron_hetero.data.sources.formats import finished
+import pyarrow.parquet
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+for name in sys.argv[1:]:
+    file, files, columns = StoredFile(name), ParquetFiles({}), {}
+    rows = len(list(files.scan(file, columns)))
+    try:
+        [found, *_] = files.read(file, {key: finished(column) for key, column in columns.items()}, range(rows))
+        found.value.get("image", found.value.get("images", [None])[0]).open()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_a_dictionary_that_is_repeated_takes_no_memory(tmp_path: Path) -> None:
+    # 20 GiB in columns of 1 MiB: texts, lists of them, pictures, and lists of them.
+    many, one = 20 << 10, "x" * (1 << 20)
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * many, pa.int32()), pa.array([one]))
+    items = pa.DictionaryArray.from_arrays(texts.indices, pa.array([one.encode()]))
+    items = pa.StructArray.from_arrays([items, pa.nulls(many, pa.string())], ["bytes", "path"])
+    columns: list[dict[str, Any]] = [
+        {"answer": texts},
+        {"answer": pa.ListArray.from_arrays([0, many], texts)},
+        {"answer": ["A"] * many, "image": items},
+        {"answer": ["A"], "images": pa.ListArray.from_arrays([0, many], items)},
+    ]
+    options = {"store_schema": False, "dictionary_pagesize_limit": 1 << 30, "data_page_size": 1 << 30}
+    files = [save(tmp_path / f"{k}.parquet", each, **options) for k, each in enumerate(columns)]
+    assert all(Path(file.name).stat().st_size < 100_000 for file in files)
+    argv = [sys.executable, "-c", READ_LITTLE, *(file.name for file in files)]
+    said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(said) == len(files)
+    for file, message in zip(files, said, strict=True):
+        start = rf"UserError: {file} row group 0 .*: found [\d,]+ rows with 2\d,\d{{3}},\d{{3}},\d{{3}} bytes, expected"
+        assert re.match(start, message), message
+
+
+REPEATED = {
+    "prefixes": (pa.array(["x" * 2000] * 1000), {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"}),
+    "a list of nulls": (pa.ListArray.from_arrays([0, 50_000], pa.nulls(50_000, pa.string())), {}),
+    "nulls of a fixed size": (pa.array([None] * 3, pa.list_(pa.string(), 50_000)), {}),
+    "bytes of a fixed size": (pa.array([b"x" * 2000] + [None] * 1000, pa.binary(2000)), {}),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_other_values_that_are_stored_small_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(parquet, "MOST_GROUP_BYTES", 1_000_000)
+    monkeypatch.setattr(parquet, "_batches", None)  # Nothing is decoded.
+    column, options = REPEATED[name]
+    file = save(tmp_path / "a.parquet", {"answer": column}, **options)
+    assert Path(file.name).stat().st_size < 10_000
+    with pytest.raises(
+        UserError, match=r"row group 0 .*: found [\d,]+ rows with \d+,\d{3},\d{3} bytes, expected at most"
+    ):
+        values(file)
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "list", "struct"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_values_of_a_dictionary_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, version: str
+) -> None:
+    texts = ["x" * 5000, *"abcdefgh" * 50, *(f"{k:050}" for k in range(100))]  # The last ones are not in a dictionary.
+    answers: dict[str, Any] = {
+        "list": pa.array([[text, None, text] for text in texts]),
+        "struct": pa.array([[{"a": {"b": text}}, {}] for text in texts]),
+        "binary": pa.array([text.encode() for text in texts]),
+    }
+    column = answers.get(kind, pa.array(texts, "large_string" if kind == "large_string" else "string"))
+    options = {"data_page_version": version, "dictionary_pagesize_limit": 5000, "write_batch_size": 200}
+    file = save(tmp_path / "a.parquet", {"answer": ["A"] * len(texts), "image": column}, **options)
+    expected, counted = opened(values(file)), list[int]()
+    of_dictionary = parquet._of_dictionary
+    monkeypatch.setattr(parquet, "_of_dictionary", lambda *each: counted.append(of_dictionary(*each)) or counted[-1])
+    monkeypatch.setattr(parquet, "MOST_GROUP_BYTES", 200_000)
+    monkeypatch.setattr(parquet, "_CACHE", parquet._Cache(1 << 20))
+    monkeypatch.setattr(parquet, "_TEXT_CACHE", parquet._Cache(1 << 20))
+    assert opened(values(file)) == expected
+    assert 5000 * (1 + (kind == "list")) <= max(counted) < 30_000
+
+
+def test_no_byte_of_a_page_can_hide_what_it_decodes_to(tmp_path: Path) -> None:
+    texts = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 20, pa.int32()), pa.array(["a" * 9, "b"]))
+    for options in ({}, {"data_page_version": "2.0"}, {"use_dictionary": False}):
+        file = save(tmp_path / "a.parquet", {"answer": texts}, store_schema=False, compression="none", **options)
+        data, expected = Path(file.name).read_bytes(), values(file)
+        chunk = pq.read_metadata(file.name).row_group(0).column(0)
+        for at in range(4, 4 + chunk.total_compressed_size):
+            for change in (1, 128):
+                Path(file.name).write_bytes(data[:at] + bytes([(data[at] + change) % 256]) + data[at + 1 :])
+                parquet._TEXT_CACHE._entries.clear()
+                try:
+                    found = values(file)
+                except UserError as error:
+                    assert "row group 0" in str(error)
+                else:
+                    assert len(found) == len(expected)
+
+
+LARGE: dict[str, tuple[Any, Any]] = {
+    "text": (pa.string(), "x" * (1 << 23)),
+    "large text": (pa.large_string(), "x" * (1 << 23)),
+    "text of a dictionary": (pa.dictionary(pa.int32(), pa.string()), "x" * (1 << 23)),
+    "list": (pa.list_(pa.string()), ["x" * 1000] * 9000),
+    "list of nothing": (pa.list_(pa.struct({"a": pa.bool_(), "b": pa.null()})), [{}] * 3_000_000),
+    "map": (pa.map_(pa.string(), pa.string()), [("x" * (1 << 22), "y" * (1 << 22))]),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_texts_are_errors_of_their_rows(tmp_path: Path, name: str) -> None:
+    kind, large = LARGE[name]
+    small = large[:1]
+    if name == "map":
+        small = [("x", "y")]
+    found = values(save(tmp_path / "a.parquet", {"answer": pa.array([small, small, large, small], kind)}))
+    assert [isinstance(value, UserError) for value in found] == [False, False, True, False]
+    message = rf"{tmp_path}/a.parquet row 3: found [\d,]+ bytes of text, expected UTF-8 text of at most 8,388,608 bytes"
+    assert re.match(message, str(found[2])), "another message"
+    assert found[0] == found[3], "rows beside it changed"
 
 
 BAD = {

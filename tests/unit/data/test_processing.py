@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -275,6 +275,8 @@ TEMPLATES = {
     "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "generation prompt",
     "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "0 tokens of images",
     "{% if %}": "fails (TemplateSyntaxError",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "fails (SecurityError",
+    "{{ messages.append(messages[0]) }}": "fails (SecurityError",
 }
 
 
@@ -309,6 +311,12 @@ UNFIT = {
     "counting": "{{ messages | length }}" + PLAIN.replace("CONTENT", "{{ m.content }}"),
     "without a prompt": PLAIN.split("{%- if")[0].replace("CONTENT", "{{ m.content }}"),
 }
+ROUNDS = """{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ ' ' ~ loop.index ~ '\\n' ~ m.content }}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant ' ~ (messages | length + 1) ~ '\\n' }}{% endif %}"""
+WITHOUT_MARKS = """{% set names = {'system': '', 'user': 'USER: ', 'assistant': ' ASSISTANT: '} %}
+{%- for m in messages %}{{ names[m.role] + m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %} ASSISTANT: {% endif %}"""
 SAID = st.lists(st.sampled_from(["a", " ", "\n", "</think>", "<think>\n", "assistant\n", "é"]), min_size=1, max_size=3)
 
 
@@ -330,6 +338,64 @@ def test_answers_are_where_prompts_end(
             assert run.text == record.turns[k].text + "<|im_end|>"
         text += run.text
     assert text == tokenizer.apply_chat_template(messages, tokenize=False) and next(answers, None) is None
+
+
+def by_whole_prompts(tokenizer: Any, record: Record) -> list[chat.RenderedText] | None:
+    """The runs of a record by the definition, or None if the template is refused."""
+    messages, text, runs = chat.to_messages(record), "", []
+    full = tokenizer.apply_chat_template(messages, tokenize=False)
+    for k, turn in enumerate(record.turns):
+        if turn.role == "assistant":
+            prompt = tokenizer.apply_chat_template(messages[:k], tokenize=False, add_generation_prompt=True)
+            answer = turn.text + "<|im_end|>"
+            if len(prompt) < len(text) or not full.startswith(prompt + answer):
+                return None
+            runs += [chat.RenderedText(prompt[len(text) :], False), chat.RenderedText(answer, True)]
+            text = prompt + answer
+    return [run for run in [*runs, chat.RenderedText(full[len(text) :], False)] if run.text]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("name", [*FITTING, *UNFIT, "rounds", "without marks"])
+@given(texts=st.lists(SAID.map("".join), min_size=1, max_size=6), system=st.none() | st.just("Look."))
+def test_turns_by_themselves_are_those_of_whole_prompts(
+    processor: Processor,
+    make_record: MakeRecord,
+    name: str,
+    texts: list[str],
+    system: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat, "NEAR_TURNS", 2)
+    tokenizer = copy.copy(processor.tokenizer)
+    others = {"rounds": ROUNDS, "without marks": WITHOUT_MARKS}
+    tokenizer.chat_template = (FITTING | UNFIT | others)[name] or tokenizer.chat_template
+    record = make_record(*[text for answer in texts for text in (answer[::-1], answer)], system=system)
+    try:
+        assert chat.render(tokenizer, record) == by_whole_prompts(tokenizer, record)
+    except UserError as error:
+        assert "does not render turn" in str(error) and by_whole_prompts(tokenizer, record) is None
+
+
+def test_the_cost_of_turns_is_linear(processor: Processor, make_record: MakeRecord) -> None:
+    tokenizer, rendered = copy.copy(processor.tokenizer), list[int]()
+    apply = tokenizer.apply_chat_template
+
+    def counted(messages: list[Any], **options: Any) -> str:
+        rendered.append(len(messages))
+        return apply(messages, **options)
+
+    tokenizer.apply_chat_template = counted
+    record = make_record(*["What is it?", "A disc."] * 2000)
+    runs = chat.render(tokenizer, record)
+    assert len(runs) == 4001 and sum(rendered) < 4 * 4000
+    assert {run.text for run in runs if run.supervised} == {"A disc.<|im_end|>"}
+    tokenizer.chat_template = ROUNDS
+    assert len(chat.render(tokenizer, make_record(*["What?", "A disc."] * (chat.MOST_TURNS // 2)))) == 513
+    rendered.clear()
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: found 4000 turns, expected at most 512, because the"):
+        chat.render(tokenizer, record)
+    assert sum(rendered) < 20 * 4000
 
 
 @pytest.mark.parametrize("name", UNFIT)

@@ -10,6 +10,7 @@ import lzma
 import os
 import pickle
 import tarfile
+import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -352,6 +353,58 @@ def test_a_file_that_changed_is_an_error(write: Write) -> None:
     os.truncate(path, 600)
     with pytest.raises(UserError, match="not what the index"):
         list(TarFiles().read(StoredFile(str(path)), columns, range(1)))
+
+
+@pytest.mark.parametrize(
+    "headers", [{"path": "a.txt"}, {"path": "a.txt", "size": "3"}, {"path": "a.txt", "comment": "x" * 3000}]
+)
+def test_a_short_name_in_an_extended_header_is_read(write: Write, headers: dict[str, str]) -> None:
+    data = pack([("b.txt", "two"), ("PaxHeader.0", "one"), ("c.txt", "three")], pax_headers={})
+    at = data.index(b"PaxHeader.0")
+    member = bytearray(data[at : at + 512])
+    if "size" in headers:
+        member[124:136] = b"00000000000\0"
+        member[148:156] = b"%06o\0 " % (256 + sum(member[:148]) + sum(member[156:]))
+    path = write(data[:at] + extended(headers, b"x") + bytes(member) + data[at + 512 :])
+    assert [found.value["answer"] for found in records(path)] == ["two", "one", "three"]
+    _, columns = scanned(path)
+    write(path.read_bytes().replace(b"path=a.txt", b"path=d.txt"))
+    with pytest.raises(UserError, match="a part txt: not what the index"):
+        list(TarFiles().read(StoredFile(str(path)), columns, range(3)))
+
+
+def extended(headers: dict[str, str], kind: bytes) -> bytes:
+    """An extended header of pax."""
+    data = bytearray(tarfile.TarInfo.create_pax_global_header(headers))
+    data[156:157] = kind
+    data[148:156] = b"%06o\0 " % (256 + sum(data[:148]) + sum(data[156:512]))
+    return bytes(data)
+
+
+def test_the_work_of_extended_headers_is_linear(write: Write) -> None:
+    """Their records are many, or they are given to many members, or they only begin like some that matter."""
+    members = [(f"{k}.txt", "x") for k in range(3000)]
+    small = pack(members)
+    odd = b"1 GNU.sparse" * 80_000
+    many = [
+        extended({f"k{k}": "v" for k in range(50_000)}, b"g"),
+        extended({"comment": odd.decode()}, b"g"),
+        *(extended({f"k{k}": "v", "size": "1"}, b"g") for k in range(3000)),
+    ]
+    began = time.process_time()
+    assert scanned(write(small))[0] == 3000
+    usual = time.process_time() - began
+    for headers in (*many[:2], b"".join(many[2:])):
+        began = time.process_time()
+        assert scanned(write(headers + small))[0] == 3000
+        assert time.process_time() - began < 5 * usual + 1
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_names_that_no_system_has_are_refused(write: Write, format: int) -> None:
+    assert len(records(write(pack([("x" * 4000 + ".txt", "one")], format)))) == 1
+    with pytest.raises(UserError, match="damaged header at byte 0"):
+        records(write(pack([("x" * 5000 + ".txt", "one")], format)))
 
 
 def test_neighbours_are_read_ahead_together(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

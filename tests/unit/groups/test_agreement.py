@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch.distributed as dist
 
 from megatron_hetero.base.errors import SharedError, UserError
-from megatron_hetero.groups.collective import Facts, all_or_none, on_first_of_all, require_alike, require_equal
+from megatron_hetero.groups.collective import (
+    Facts,
+    all_or_none,
+    on_every,
+    on_first,
+    on_first_of_all,
+    require_alike,
+    require_equal,
+    require_same,
+)
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
 
@@ -70,3 +81,31 @@ def test_the_first_rank_alone_receives_what_it_alone_needs() -> None:
     assert on_first_of_all(world(), dist.get_rank, lambda of_ranks: (dist.get_rank(), of_ranks)) == (0, [0, 1, 2, 3])
     with pytest.raises(SharedError, match="no file on rank 2"):
         on_first_of_all(world(), work, len)
+
+
+@on_ranks(4)
+def test_ranks_that_make_different_calls_are_named() -> None:
+    """Whatever is exchanged, and again."""
+
+    def named() -> int:
+        return 1
+
+    calls = [
+        lambda: all_or_none(world(), named),
+        lambda: on_every(world(), named),
+        lambda: on_first(world(), named),
+        lambda: on_first_of_all(world(), named, len),
+        lambda: require_equal(world(), "some", FACTS, "repair it"),
+        lambda: require_same(world(), "other", FACTS, "repair it"),
+    ]
+    for first, other in itertools.combinations(calls, 2):
+        with pytest.raises(SharedError, match=r"calls of all ranks: .* on rank 0 and .* on rank 3"):
+            first() if dist.get_rank() < 3 else other()
+
+
+@on_ranks(2)
+def test_many_facts_are_compared() -> None:
+    facts = {f"fact {n}": str(n) for n in range(100)}
+    require_equal(world(), "a call", facts, "repair it")
+    with pytest.raises(SharedError, match="a call: fact 99: found 99 on rank 0 and 1 on rank 1"):
+        require_equal(world(), "a call", facts | ({"fact 99": "1"} if dist.get_rank() else {}), "repair it")
