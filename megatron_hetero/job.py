@@ -234,14 +234,11 @@ class JobSpec:
         fix = "leave schedule.virtual_stages out" if virtual > 1 else "lower pp"
         if (left := self.shapes.text.layers - first) >= rest:
             fix = f"try --parallel_layers.{TEXT} {' '.join(map(str, (first, *even_split(left, rest))))}, or {fix}"
-        raise UserError.at(
-            f"{TEXT} stages (--parallel_layers.{TEXT}, --schedule.virtual_stages)",
-            found=f"rows of {late.source} that enter stage {late.target_stage} ({stages[late.target_stage or 0]})",
-            expected=f"all layers that rows enter (0-{first - 1}) on the first stage",
-            because=f"{late.source} runs ahead on its own ranks and would wait for those of {TEXT} in turn, while they "
-            "wait for each other",
-            fix=fix,
-        )
+        where = f"{TEXT} stages (--parallel_layers.{TEXT}, --schedule.virtual_stages)"
+        found = f"rows of {late.source} that enter stage {late.target_stage} ({stages[late.target_stage or 0]})"
+        expected, turns = f"all layers that rows enter (0-{first - 1}) on the first stage", f"those of {TEXT} in turn"
+        why = f"{late.source} runs ahead on its own ranks and would wait for {turns}, while they wait for each other"
+        raise UserError.at(where, found=found, expected=expected, because=why, fix=fix)
 
     def require_turns(self, most: int) -> None:
         """Check that a step has at most `most` stages times micro-batches. Raises `UserError`."""

@@ -56,12 +56,9 @@ def require_store(url: str, where: object) -> None:
     """Check that a URL is of an object store. Raises `UserError`, naming `where` it comes from."""
     scheme = url.partition("://")[0]
     if scheme not in STORES or "::" in url:
-        raise UserError.at(
-            where,
-            found=quoted(url),
-            expected=f"the URL of an object in a store ({', '.join(STORES)})",
-            fix="copy the files to one of these stores or to a disk, and name them without `::`",
-        )
+        expected = f"the URL of an object in a store ({', '.join(STORES)})"
+        fix = "copy the files to one of these stores or to a disk, and name them without `::`"
+        raise UserError.at(where, found=quoted(url), expected=expected, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class StoredFile:
             with store(self.name) as (system, path):
                 return system.cat_file(path, start=start, end=start + size) if size else b""
         # Referred to until it has been read: another thread may drop it from the cache, which then closes its file.
-        handle = _handle(self)
+        handle = _cached(self)
         return os.pread(handle.descriptor, size, start)
 
 
@@ -122,9 +119,7 @@ class _Handle:
             os.close(self.descriptor)
 
 
-@lru_cache(maxsize=MOST_OPEN)
-def _handle(file: StoredFile) -> _Handle:
-    return _Handle(file)
+_cached = lru_cache(maxsize=MOST_OPEN)(_Handle)
 
 
 @contextlib.contextmanager
@@ -138,12 +133,9 @@ def store(url: str) -> Generator[tuple[Any, str]]:
 
         system, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise UserError.at(
-            url,
-            problem=f"cannot be read ({in_short(error)})",
-            because="object stores need their driver for fsspec",
-            fix="install it, for example `pip install s3fs`, or copy the files to a disk",
-        ) from error
+        problem, because = f"cannot be read ({in_short(error)})", "object stores need their driver for fsspec"
+        fix = "install it, for example `pip install s3fs`, or copy the files to a disk"
+        raise UserError.at(url, problem=problem, because=because, fix=fix) from error
     try:
         yield system, path
     except (OSError, MemoryError, UserError):
@@ -187,9 +179,6 @@ class _PartReader(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._part.size}[whence]
         if start + offset < 0:
@@ -200,8 +189,7 @@ class _PartReader(io.RawIOBase):
     def readinto(self, buffer: Buffer, /) -> int:
         view = memoryview(buffer)
         wanted = max(0, min(len(view), self._part.size - self._at))
-        found = _whole(self._part, self._part.file.read(self._part.start + self._at, wanted), wanted)
-        view[:wanted] = found
+        view[:wanted] = _whole(self._part, self._part.file.read(self._part.start + self._at, wanted), wanted)
         self._at += wanted
         return wanted
 

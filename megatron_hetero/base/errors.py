@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -116,6 +116,11 @@ def listed(names: Collection[str], most: int = 5) -> str:
     """Names for a message, sorted; the first `most` of them, and the number of the others."""
     shown = [printable(name) for name in sorted(names)[:most]]
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def faults_of(kinds: Mapping[str, Collection[str]]) -> str:
+    """Numbers and names of what is wrong, by kind: ``2 missing: a, b; 1 unexpected: c``. Empty if nothing is."""
+    return "; ".join(f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names)
 
 
 def one_of(known: Iterable[object], kind: str, word: str = "one of") -> str:

@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from reprlib import Repr
-from types import UnionType
-from typing import IO, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, NamedTuple, TypeAlias
+
+import msgspec
 
 from megatron_hetero.base.errors import UserError, in_short, quoted, reason
 
@@ -67,12 +68,9 @@ def read_own(path: Path) -> bytes:
 
 
 def _unlinked(path: str, flags: int) -> int:
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, f"{Path(path).name} is a symbolic link", path) from None
-        raise
+    if Path(path).is_symlink():  # `O_NOFOLLOW` would say: too many levels of symbolic links.
+        raise OSError(errno.EEXIST, f"{Path(path).name} is a symbolic link", path)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(descriptor)
@@ -121,12 +119,8 @@ def unusable(path: str | os.PathLike[str]) -> str | None:
 def resolved(path: Path, where: str) -> Path:
     """The path with links resolved. Raises `UserError`, naming `where` it comes from, if it is `unusable`."""
     if (why := unusable(path)) is not None:
-        raise UserError.at(
-            where,
-            found=f"{quoted(str(path))} ({why})",
-            expected="a usable path",
-            fix="remove the link, or correct the path",
-        )
+        found, fix = f"{quoted(str(path))} ({why})", "remove the link, or correct the path"
+        raise UserError.at(where, found=found, expected="a usable path", fix=fix)
     return Path(os.path.realpath(path))
 
 
@@ -205,39 +199,11 @@ def read_object(path: Path, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
 
 
 def read_as(path: Path, kind: Any, fix: str) -> Any:
-    """Read a JSON file as a `kind`, see `as_kind`. Raises `FileNotFoundError`, and `UserError` with the `fix`."""
+    """Read a JSON file as a `kind` of msgspec. Raises `FileNotFoundError`, and `UserError` with the `fix`."""
     try:
-        return as_kind(json.loads(read_text(path)), kind)
+        return msgspec.convert(json.loads(read_text(path)), kind)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         why = reason(error) if isinstance(error, OSError) else in_short(error)
         raise UserError.at(path, problem=f"unreadable ({why})", fix=fix) from None
-
-
-def as_kind(value: Json, kind: Any, at: str = "it") -> Any:
-    """Convert a JSON value to a `kind`: a scalar type, Any, Literal, a union, Mapping, list or tuple of these, a
-    dataclass, or a dict with the kinds of some keys, where a missing key counts as None. Raises `ValueError`.
-    """
-    origin, args = get_origin(kind), get_args(kind)
-    kinds: Mapping[str, Any] | None = kind if origin is None and hasattr(kind, "items") else None
-    if isinstance(value, dict) and origin is Mapping:
-        kinds = dict.fromkeys(value, args[1])
-    elif isinstance(value, dict) and hasattr(kind, "__dataclass_fields__"):
-        kinds = {key: of_key for key, of_key in get_type_hints(kind).items() if key in value}
-    if isinstance(value, dict) and kinds is not None:
-        known = {key: as_kind(value.get(key), of_key, f"{at}.{key}") for key, of_key in kinds.items()}
-        found = {key: known.get(key, below) for key, below in value.items()}
-        try:
-            return kind(**found) if isinstance(kind, type) else found
-        except TypeError as error:
-            raise ValueError(f"{at}: {error}") from None
-    if isinstance(value, list) and origin in (list, tuple):
-        found = [as_kind(below, args[0], at) for below in value]
-        return found if origin is list else tuple(found)
-    for each in args if origin in (Union, UnionType) else ():
-        with suppress(ValueError):
-            return as_kind(value, each, at)
-    if kind is Any or type(value) is kind or (origin is Literal and value in args):
-        return value
-    raise ValueError(f"{at} is {shown(value)}, not {getattr(kind, '__name__', kind)}")

@@ -30,8 +30,9 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct, defstruct, to_builtins
 
 from megatron_hetero.base.errors import UserError, quoted, reason
 from megatron_hetero.base.files import in_the_way, open_own, open_regular, read_as, read_own, replacing, unusable
@@ -47,12 +48,14 @@ SEEN_S = 30.0
 """Seconds until a network file system shows to one host what another has written."""
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """Size in bytes and SHA-256 of a file."""
 
     size: int
     sha256: str
+
+
+_MANIFEST = defstruct("Manifest", [("files", dict[str, FileRecord])])
 
 
 def name_of(step: int) -> str:
@@ -139,8 +142,8 @@ def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
     """Publish a fully written checkpoint: write its manifest, rename it, and update `latest` if it is named after its
     step. Until the rename nothing can mistake it for a checkpoint; afterwards it is complete. Raises `OSError`.
     """
-    files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(records.items())}
-    write_synced(partial / MANIFEST, json.dumps({"files": files}, indent=2) + "\n")
+    files = {"files": to_builtins(dict(sorted(records.items())))}
+    write_synced(partial / MANIFEST, json.dumps(files, indent=2) + "\n")
     _sync(partial)
     target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
     if (target / MANIFEST).is_file():
@@ -165,12 +168,10 @@ def _is_pointer(path: Path) -> bool:
     return False
 
 
-def set_aside(path: Path) -> Path:
-    """Rename what is in the way of a checkpoint; returns the new path. Raises `OSError`."""
+def set_aside(path: Path) -> None:
+    """Rename what is in the way of a checkpoint. Raises `OSError`."""
     names = (f".{path.name}.aside{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
-    other = next(other for name in names if not os.path.lexists(other := path.with_name(name)))
-    path.rename(other)
-    return other
+    path.rename(next(other for name in names if not os.path.lexists(other := path.with_name(name))))
 
 
 def prune(folder: Path, keep: int | None, written: Path | None = None) -> None:
@@ -208,7 +209,7 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
     """Size and hash of every file of a checkpoint. Raises `UserError`, also if a `needed` file is not listed."""
     path = checkpoint / MANIFEST
     try:
-        records = read_as(path, {"files": Mapping[str, FileRecord]}, _another(checkpoint))["files"]
+        records = read_as(path, _MANIFEST, _another(checkpoint)).files
     except FileNotFoundError:
         problem = "missing" if checkpoint.is_dir() else "no such checkpoint"
         raise UserError.at(path, problem=problem, fix=_another(checkpoint)) from None
@@ -224,14 +225,10 @@ def require_own_name(checkpoint: Path, step: int, record: str) -> None:
     """Check that a checkpoint is not named after another step than its `record` states: names decide which is newest,
     and which are deleted. Raises `UserError`.
     """
-    if step_of(checkpoint) not in (None, step):
-        raise UserError.at(
-            checkpoint,
-            found=f"step {step_of(checkpoint)} in the name",
-            expected=f"{name_of(step)}, as in its {record}",
-            because="the newest checkpoint is found by name",
-            fix=f"rename the folder to {name_of(step)}",
-        )
+    if (named := step_of(checkpoint)) not in (None, step):
+        found, expected = f"step {named} in the name", f"{name_of(step)}, as in its {record}"
+        because, fix = "the newest checkpoint is found by name", f"rename the folder to {name_of(step)}"
+        raise UserError.at(checkpoint, found=found, expected=expected, because=because, fix=fix)
 
 
 def verify(checkpoint: Path, records: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
@@ -241,23 +238,19 @@ def verify(checkpoint: Path, records: Mapping[str, FileRecord], names: Iterable[
 
 def unwritable(where: Path, error: OSError) -> UserError:
     """The error for a checkpoint that cannot be written."""
-    gone = isinstance(error, FileNotFoundError)
-    remedy = "see who removes the folder" if gone else "free space or grant access"
-    return UserError.at(
-        error.filename or where,
-        problem=f"cannot write a checkpoint ({in_the_way(where, error)}){'' if gone else '; older ones are intact'}",
-        fix=f"{remedy}, or choose another folder (of a run: --checkpoint.dir DIR)",
-    )
+    intact, remedy = "; older ones are intact", "free space or grant access"
+    if isinstance(error, FileNotFoundError):
+        intact, remedy = "", "see who removes the folder"
+    problem = f"cannot write a checkpoint ({in_the_way(where, error)}){intact}"
+    fix = f"{remedy}, or choose another folder (of a run: --checkpoint.dir DIR)"
+    return UserError.at(error.filename or where, problem=problem, fix=fix)
 
 
 def damaged(checkpoint: Path, faults: Iterable[str]) -> UserError:
     """The error for a checkpoint with damaged files."""
     lines = list(faults)
-    return UserError.at(
-        checkpoint,
-        problem=f"{len(lines)} damaged {'file' if len(lines) == 1 else 'files'} ({'; '.join(lines)})",
-        fix=_another(checkpoint),
-    )
+    problem = f"{len(lines)} damaged {'file' if len(lines) == 1 else 'files'} ({'; '.join(lines)})"
+    return UserError.at(checkpoint, problem=problem, fix=_another(checkpoint))
 
 
 def _fault(path: Path, expected: FileRecord) -> str | None:
@@ -321,6 +314,7 @@ def lock_of(target: Path) -> Path:
 
 
 MARK = "megatron_hetero_export.json"
+_MARK = defstruct("Mark", [("inode", int), ("files", dict[str, list[int]])])
 
 
 def mark(folder: Path) -> None:
@@ -332,9 +326,8 @@ def mark(folder: Path) -> None:
 
 def _marked(folder: Path) -> Mapping[str, list[int]] | None:
     """The files in the mark of a folder; None if it is the mark of another. Raises `OSError` and `UserError`."""
-    kinds, fix = {"inode": int, "files": Mapping[str, list[int]]}, "remove the folder yourself if nobody needs it"
-    found = read_as(folder / MARK, kinds, fix)
-    return found["files"] if found["inode"] == folder.stat().st_ino else None
+    found = read_as(folder / MARK, _MARK, "remove the folder yourself if nobody needs it")
+    return found.files if found.inode == folder.stat().st_ino else None
 
 
 def what_would_be_lost(folder: Path) -> str | None:

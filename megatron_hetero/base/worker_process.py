@@ -101,12 +101,10 @@ class _Process:
                 code = self._process.wait(_ENDS_S)
         self.close()
         how = f"was ended by signal {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
-        return UserError.at(
-            self._setting,
-            problem=f"a worker process {how} while it read {what}",
-            because="that is how the system ends processes where memory runs out" if code == -signal.SIGKILL else "",
-            fix="look at its output above and at the system's log; with too little memory use fewer workers",
-        )
+        problem = f"a worker process {how} while it read {what}"
+        because = "that is how the system ends processes where memory runs out" if code == -signal.SIGKILL else ""
+        fix = "look at its output above and at the system's log; with too little memory use fewer workers"
+        return UserError.at(self._setting, problem=problem, because=because, fix=fix)
 
     def close(self) -> None:
         """Ends the process, if it was started. It writes nothing, so that it can be ended at any time."""

@@ -13,9 +13,9 @@ from megatron_hetero.checkpoint.index import RANDOM, STEP, WEIGHTS, Entry, Shape
 from megatron_hetero.checkpoint.storage import FlatBlock, cut, first_owned
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.number_formats import FlatTensors, Master, Plain, Stored, unpacked, write_all
-from megatron_hetero.step.optimizer import ShardOptimizer
 from megatron_hetero.step.optimizer_state import OptimizerShard
 
 
@@ -29,11 +29,10 @@ def expected_shapes(shapes: Mapping[str, Shape], frozen: Collection[str], optimi
     return expected | {f"{STEP}/{name}": (1,) for name in trained}
 
 
-def written(
-    modules: Sequence[TrainedModule], optimizers: Sequence[ShardOptimizer | None], shapes: Mapping[str, Shape]
-) -> Iterator[Entry]:
+def written(state: JointOptimizer, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
     """Yield the entries that this rank writes. Over all ranks, each element of each tensor is written once."""
-    for module, optimizer in zip(modules, optimizers, strict=True):
+    for module in state.modules:
+        optimizer = state.sharded.get(module.key)
         for name, slices in first_owned(module.maps, module.holders.rank()).items():
             if name == module.tied_copy:
                 continue
@@ -48,11 +47,7 @@ def written(
 
 
 def _written_weights(
-    slices: Sequence[TensorSlice],
-    module: TrainedModule,
-    name: str,
-    stored: Stored,
-    shapes: Mapping[str, Shape],
+    slices: Sequence[TensorSlice], module: TrainedModule, name: str, stored: Stored, shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
     """Yield an equal part of weights that all data- and context-parallel ranks have; else the part of this rank."""
     group, parameter, (begin, end) = module.replicas, module.parameters[name], module.data_parallel.stored(name)
@@ -75,18 +70,15 @@ def _written_shard(
 
 
 def read(
-    modules: Sequence[TrainedModule],
-    optimizers: Sequence[ShardOptimizer | None],
-    shapes: Mapping[str, Shape],
-    found: Collection[str],
-    *,
-    imported: bool = False,
+    state: JointOptimizer, shapes: Mapping[str, Shape], found: Collection[str], *, imported: bool = False
 ) -> Iterator[Entry | Sequence[Entry]]:
     """Yield the entries that this rank reads: of trained weights the masters, from which `renew_weights` computes the
     weights of all ranks. State that was not `found` (of a part that was frozen when the checkpoint was written) stays
-    as initialised. `imported`: whether weights are those of a model's folder, and rounded as if read from there.
+    as initialised. `imported`: whether weights are those of a model's folder, rounded as if read from there, from which
+    optimizers then start.
     """
-    for module, optimizer in zip(modules, optimizers, strict=True):
+    for module in state.modules:
+        optimizer = None if imported else state.sharded.get(module.key)
         for name, slices in module.own_map.items():
             parameter = module.parameters[name]
             held = [tensor_slice for tensor_slice in slices if not tensor_slice.empty]

@@ -66,7 +66,6 @@ UNTRAINED = name_of(0)
 """The name of imported weights in a `checkpoint.dir`, from which a run starts at step 1."""
 _ROWS = 4096
 """Rows of a stored copy that are compared at a time."""
-_STEP = "step-"
 Advance = Callable[[str, int, int], None]
 """Receives progress: the activity, bytes done, bytes in total."""
 
@@ -173,12 +172,8 @@ def require_apart(target: Path, others: Mapping[str, Path]) -> None:
     for what, folder in others.items():
         source = resolved(folder, what)
         if place == source or place in source.parents or source in place.parents:
-            raise UserError.at(
-                target,
-                problem=f"overlaps {what} ({folder})",
-                because="an export replaces the whole folder",
-                fix="choose another folder",
-            )
+            problem, why = f"overlaps {what} ({folder})", "an export replaces the whole folder"
+            raise UserError.at(target, problem=problem, because=why, fix="choose another folder")
 
 
 def _require_no_checkpoints_name(target: Path, checkpoints: Path) -> None:
@@ -192,24 +187,19 @@ def require_folders(sources: ModelSources, checkpoint: Path) -> None:
     """Check that the model folders of a checkpoint exist. Raises `UserError` with the flag for a new location."""
     for setting, folder in sources.folders.items():
         if not os.path.isfile(folder / CONFIG):  # noqa: PTH113 (the method it raises for a name that no file can have)
-            raise UserError.at(
-                f"{setting} of {checkpoint / RECORD}",
-                problem=f"no {folder / CONFIG}",
-                because="the export needs the model's configuration, tokenizer and processor (not its weights)",
-                fix=f"give the folder's new location with {_flag(setting)}",
-            )
+            why = "the export needs the model's configuration, tokenizer and processor (not its weights)"
+            where, fix = f"{setting} of {checkpoint / RECORD}", f"give the folder's new location with {_flag(setting)}"
+            raise UserError.at(where, problem=f"no {folder / CONFIG}", because=why, fix=fix)
 
 
 def require_configurations(sources: ModelSources, checkpoint: OpenCheckpoint) -> None:
     """Check that the `config.json` of a checkpoint's model folders is unchanged. Raises `UserError`."""
     before = alone(checkpoint.record.model_files, CONFIG)
     for setting, name, change in differences(before, alone(hashes(sources), CONFIG)) if before else ():
-        raise UserError.at(
-            f"{setting}: {sources.folders[setting] / name}",
-            problem=f"{change} since {checkpoint.folder / RECORD} was written",
-            because="the same weights would be another model",
-            fix=f"give the folder that the model was trained from: {_flag(setting)}",
-        )
+        where, why = f"{setting}: {sources.folders[setting] / name}", "the same weights would be another model"
+        problem = f"{change} since {checkpoint.folder / RECORD} was written"
+        fix = f"give the folder that the model was trained from: {_flag(setting)}"
+        raise UserError.at(where, problem=problem, because=why, fix=fix)
 
 
 def _flag(setting: str) -> str:
@@ -247,13 +237,11 @@ def import_folders(
     require_free(target)
     folders, shapes = sources.read()
     if seed is not None and not folders.fresh_projector:
-        raise UserError.at(
-            "--seed",
-            found=str(seed),
-            expected="none",
-            because="nothing of this model is random, as a fresh projector would be",
-            fix="add --fresh-projector, or remove it",
+        why, fix = (
+            "nothing of this model is random, as a fresh projector would be",
+            "add --fresh-projector, or remove it",
         )
+        raise UserError.at("--seed", found=str(seed), expected="none", because=why, fix=fix)
     seed = seed or 0
     weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes)
     _require_equal_copies(weights[TEXT], shapes)
@@ -305,11 +293,8 @@ def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
 
 
 def _record(sources: ModelSources, seed: int, transposed: bool) -> RunRecord:
-    config = {
-        "model": {**sources.as_config(), "freeze": []},
-        "train": {"seed": seed},
-        "optimizer": {"name": "none"},
-    }
+    model = {**sources.as_config(), "freeze": []}
+    config = {"model": model, "train": {"seed": seed}, "optimizer": {"name": "none"}}
     origin = str(sources.model.absolute())
     return RunRecord(0, 0, {}, (), config, origin, hashes(sources), transposed)
 
@@ -319,7 +304,7 @@ def require_free(target: Path) -> None:
     steps = whole(target.parent)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         problem = "exists, and is not an empty folder"
-    elif target.name.startswith(_STEP) and target.name != UNTRAINED:
+    elif target.name.startswith("step-") and target.name != UNTRAINED:
         problem = f"the name {target.name} is for trained weights; imported ones are {UNTRAINED}"
     elif target.name == UNTRAINED and steps:
         newest = next(reversed(steps.values()))

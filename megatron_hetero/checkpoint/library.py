@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, in_short, listed
@@ -47,10 +48,15 @@ from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.wrapped import Wrapped, is_sharded
 
 RECORD = "modules.json"
-_SETTINGS = Mapping[str, Mapping[str, Any]]
-_KINDS = {"step": int, "extra": Mapping[str, Any], "optimizers": Mapping[str, str], "settings": _SETTINGS}
 _FIX = "use another checkpoint"
 _ELSEWHERE = "save `optimizer.state_for_dcp()` with torch.distributed.checkpoint (docs/library.md)"
+
+
+class _Record(Struct):
+    step: int
+    extra: dict[str, Any]
+    optimizers: dict[str, str]
+    settings: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,8 @@ def save_checkpoint(
     text, writers = on_first_of_all(
         group, lambda: _described(optimizer), lambda every: _joined(every, step, extra), working
     )
-    optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     buffers = {n: _entry(n, b) for n, b in _buffers(optimizer.modules) if writers.get(n) == optimizer.topology.rank}
-    entries = [*written(optimizer.modules, optimizers, _shapes(optimizer.modules)), *buffers.values()]
+    entries = [*written(optimizer, _shapes(optimizer.modules)), *buffers.values()]
     try:
         on_first(group, lambda: _lock(folder, step, locks))
         return save(entries, folder, step, lambda: {RECORD: text}, keep_last, group, working).path
@@ -128,24 +133,22 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
         return None
     manifest = verified(chosen, (INDEX, RECORD), group, working)
     index = on_first(group, lambda: open_index(chosen, manifest), working)
-    record = on_first(group, lambda: read_as(chosen / RECORD, _KINDS, _FIX))
-    on_first(group, lambda: require_own_name(chosen, record["step"], RECORD))
+    record = on_first(group, lambda: read_as(chosen / RECORD, _Record, _FIX))
+    on_first(group, lambda: require_own_name(chosen, record.step, RECORD))
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
     own = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
     own |= {(entry := _entry(*each)).key: entry.size for each in buffers}
     saved = {key: shape for key, shape in stored.items() if key.startswith((f"{WEIGHTS}/", f"{BUFFERS}/"))}
     on_first_of_all(group, lambda: own, lambda every: _require_same(every, saved, chosen))
     settings = all_or_none(group, lambda: list(_settings(optimizer, record, chosen)))
-    optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     optimizer.wait_for_weights()
-    entries = chain(read(optimizer.modules, optimizers, shapes, stored), _read_buffers(buffers))
-    read_entries(chosen, index, entries, group, working)
+    read_entries(chosen, index, chain(read(optimizer, shapes, stored), _read_buffers(buffers)), group, working)
     for each in optimizer.sharded.values():
         each.renew_weights()
     optimizer.wait_for_weights()
     for param_group, found in settings:
         param_group.update(found)
-    return Loaded(record["step"], record["extra"])
+    return Loaded(record.step, record.extra)
 
 
 def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> None:
@@ -216,14 +219,14 @@ def _joined(every: Sequence[_Described], step: int, extra: Mapping[str, Any] | N
     return _json(record, "extra"), {name: rank for name, (rank, _) in buffers.items()}
 
 
-def _settings(optimizer: JointOptimizer, record: Any, checkpoint: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+def _settings(optimizer: JointOptimizer, record: _Record, checkpoint: Path) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yield groups of parameters with their saved settings. Raises `UserError`, also if another optimizer was saved."""
     for key, each in optimizer.sharded.items():
-        if (kind := each.algorithm.kind.name) != (found := record["optimizers"].get(key, kind)):
+        if (kind := each.algorithm.kind.name) != (found := record.optimizers.get(key, kind)):
             fix = "build the optimizer that was saved, or load another checkpoint"
             raise UserError.at(checkpoint, found=f"{found} of module `{key}`", expected=kind, fix=fix)
     for group, names in _groups(optimizer):
-        found = [record["settings"][name] for name in names if name in record["settings"]]  # Not of what was frozen.
+        found = [record.settings[name] for name in names if name in record.settings]  # Not of what was frozen.
         if any(each != found[0] for each in found):
             fix = "choose `lr` and `weight_decay` that group parameters as before"
             raise UserError.at(checkpoint, problem=f"other settings in each of one group ({listed(names)})", fix=fix)

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron_hetero.base.errors import VISION, UserError, in_short, listed, reason
-from megatron_hetero.base.files import as_kind, read_bytes, read_text
+from msgspec import convert, defstruct
+
+from megatron_hetero.base.errors import VISION, UserError, faults_of, in_short, reason
+from megatron_hetero.base.files import read_bytes, read_text
 from megatron_hetero.checkpoint.contents import expected_shapes
 from megatron_hetero.checkpoint.index import RANDOM, Shape
+from megatron_hetero.config.fields import wrong
 from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.config.sections import Overridable, require_encoder_name
 from megatron_hetero.data.processor import TEXT_FILES, VISION_FILES, check_folder
@@ -72,27 +75,14 @@ class ModelSources:
     def moved(self, model: Path | None, vision: Path | None, encoders: Mapping[str, Path]) -> ModelSources:
         """Return the model with new locations of its folders. Raises `UserError` for a folder that it does not have."""
         if vision is not None and self.vision is None:
-            raise UserError.at(
-                "--vision",
-                found=str(vision),
-                expected="none",
-                because=f"the encoder comes from {self.model} too",
-                fix="remove it, or give that folder's new location with --model DIR",
-            )
+            why = f"the encoder comes from {self.model} too"
+            fix = "remove it, or give that folder's new location with --model DIR"
+            raise UserError.at("--vision", found=str(vision), expected="none", because=why, fix=fix)
         for name in encoders.keys() - self.encoders.keys():
-            known = ", ".join(self.encoders) or "none"
-            raise UserError.at(
-                "--encoder",
-                found=name,
-                expected=f"an additional encoder of the model ({known})",
-                fix="correct the name, or remove it",
-            )
-        return replace(
-            self,
-            model=model or self.model,
-            vision=vision or self.vision,
-            encoders={**self.encoders, **encoders},
-        )
+            expected = f"an additional encoder of the model ({', '.join(self.encoders) or 'none'})"
+            raise UserError.at("--encoder", found=name, expected=expected, fix="correct the name, or remove it")
+        vision = vision or self.vision
+        return replace(self, model=model or self.model, vision=vision, encoders={**self.encoders, **encoders})
 
     @property
     def companions(self) -> dict[str, Path]:
@@ -132,16 +122,12 @@ def hashes(sources: ModelSources) -> Hashes:
     """Return hashes of the existing files that define what is trained: configuration, tokenizer and processor; for an
     additional encoder, configuration and processor. Raises `UserError` if one cannot be read.
     """
-    whole = (CONFIG, *TOKENIZER_FILES, *PROCESSOR_FILES)
-    of_encoder = (CONFIG, *PROCESSOR_FILES)
-    return {
-        setting: _hashes(folder, of_encoder if setting.startswith("model.encoders.") else whole)
-        for setting, folder in sources.folders.items()
-    }
-
-
-def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    return {name: _hash(folder / name) for name in names if (folder / name).is_file()}
+    found: dict[str, dict[str, str]] = {}
+    for setting, folder in sources.folders.items():
+        tokenizer = () if setting.startswith("model.encoders.") else TOKENIZER_FILES
+        names = (name for name in (CONFIG, *tokenizer, *PROCESSOR_FILES) if (folder / name).is_file())
+        found[setting] = {name: _hash(folder / name) for name in names}
+    return found
 
 
 def _hash(path: Path) -> str:
@@ -150,12 +136,8 @@ def _hash(path: Path) -> str:
         if path.name == CONFIG:
             content = json.dumps(_meaning(json.loads(content)), sort_keys=True).encode()
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError.at(
-            path,
-            problem=f"cannot be read ({error})",
-            because="checkpoints record a hash of it",
-            fix="restore the folder",
-        ) from None
+        problem, why = f"cannot be read ({error})", "checkpoints record a hash of it"
+        raise UserError.at(path, problem=problem, because=why, fix="restore the folder") from None
     return hashlib.sha256(content).hexdigest()
 
 
@@ -171,12 +153,8 @@ def differences(old: Hashes, new: Hashes) -> Iterator[tuple[str, str, str]]:
     for setting in sorted(old.keys() | new.keys()):
         before, now = old.get(setting, {}), new.get(setting, {})
         for name in sorted(before.keys() | now.keys()):
-            if name not in now:
-                yield setting, name, "removed"
-            elif name not in before:
-                yield setting, name, "added"
-            elif before[name] != now[name]:
-                yield setting, name, "changed"
+            if before.get(name) != now.get(name):
+                yield setting, name, "removed" if name not in now else "changed" if name in before else "added"
 
 
 def alone(found: Hashes, name: str) -> Hashes:
@@ -197,12 +175,10 @@ class DatasetRecord:
 
 
 _DTYPE = Literal["float32", "bfloat16"] | None
-_READ: Mapping[str, Any] = {
-    "model": {"freeze": list[str], "train": list[str] | None, "dtype": _DTYPE},
-    "precision": Mapping[str, Mapping[str, Any]] | None,
-    **dict.fromkeys(("data", "train"), Mapping[str, Any] | None),
-}
-"""The settings that are read from `RunRecord.config`, as `as_kind` takes them."""
+_MODEL = defstruct("Model", [("freeze", list[str]), ("train", list[str] | None, None), ("dtype", _DTYPE, None)])
+_SECTIONS = {"precision": dict[str, dict[str, Any]], "data": dict[str, Any], "train": dict[str, Any]}
+_READ = defstruct("Config", [("model", _MODEL), *((name, kind | None, None) for name, kind in _SECTIONS.items())])
+"""The settings that are read from `RunRecord.config`."""
 
 
 @dataclass(frozen=True)
@@ -239,15 +215,14 @@ class RunRecord:
             values = json.loads(read_text(path))
             ModelSources.recorded(values["config"])
             optimizer_kind(values["config"]["optimizer"]["name"])
-            record = as_kind(values, cls, "the record")
-            as_kind(record.config, _READ, "config")
-            return record
+            record, datasets = cls(**values), tuple(DatasetRecord(**each) for each in values["datasets"])
+            convert(values, cls)
+            convert(record.config, _READ)
+            return replace(record, datasets=datasets)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError.at(
-                path,
-                problem=f"cannot be read ({reason(error) if isinstance(error, OSError) else in_short(error)})",
-                fix="use another checkpoint (--checkpoint.resume PATH)",
-            ) from None
+            problem = f"cannot be read ({reason(error) if isinstance(error, OSError) else in_short(error)})"
+            fix = "use another checkpoint (--checkpoint.resume PATH)"
+            raise UserError.at(path, problem=problem, fix=fix) from None
 
     def frozen(self, shapes: ModelShapes) -> frozenset[str]:
         """Return the stored tensors of the model that did not train. Earlier versions had no `model.train`."""
@@ -274,21 +249,11 @@ class RunRecord:
             old_value, new_value = self._setting(name), new._setting(name)
             if old_value != new_value and name not in allowed:
                 more = f", or allow it with --checkpoint.allow_changes {name}" if name in OVERRIDABLE else ""
-                raise UserError.at(
-                    f"{name} (--{name})",
-                    found=new_value,
-                    expected=f"{old_value}, as in {checkpoint}",
-                    because="the run would not continue as it began",
-                    fix=f"restore it{more}",
-                )
+                expected, why = f"{old_value}, as in {checkpoint}", "the run would not continue as it began"
+                raise wrong(name, new_value, expected, why, f"restore it{more}")
         if self.step > (iters := new.config["train"]["iters"]):
-            raise UserError.at(
-                "train.iters (--train.iters)",
-                found=str(iters),
-                expected=f"≥ {self.step}, the step of {checkpoint}",
-                fix="raise it, or resume an earlier checkpoint with --checkpoint.resume PATH and another "
-                "checkpoint.dir",
-            )
+            fix = "raise it, or resume an earlier checkpoint with --checkpoint.resume PATH and another checkpoint.dir"
+            raise wrong("train.iters", iters, f"≥ {self.step}, the step of {checkpoint}", "", fix)
 
     def require_complete(self, stored: Mapping[str, Shape], shapes: ModelShapes, checkpoint: Path) -> None:
         """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model of
@@ -313,12 +278,10 @@ class RunRecord:
         for setting, name, change in differences(before, now):
             place = f": {folders[setting] / name}" if setting in folders else ""
             origin = f" (then in {old_folders[setting]})" if setting in old_folders else ""
-            raise UserError.at(
-                f"{setting} (--{setting}){place}",
-                problem=f"{change if place else 'removed'} since {checkpoint / FILE_NAME} was written{origin}",
-                because="the same weights would be another model, or get other inputs",
-                fix=f"restore it, or allow it with --checkpoint.allow_changes {MODEL}",
-            )
+            problem = f"{change if place else 'removed'} since {checkpoint / FILE_NAME} was written{origin}"
+            why = "the same weights would be another model, or get other inputs"
+            fix = f"restore it, or allow it with --checkpoint.allow_changes {MODEL}"
+            raise UserError.at(f"{setting} (--{setting}){place}", problem=problem, because=why, fix=fix)
 
 
 def require_tensors(
@@ -333,12 +296,7 @@ def require_tensors(
         for key, shape in expected.items()
         if key in found and list(found[key]) != list(shape)
     }
-    kinds = {"missing": missing, "unexpected": extra, "of another shape": wrong}
-    faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
-    if faults:
-        raise UserError.at(
-            checkpoint,
-            problem=f"tensors do not match the model ({'; '.join(faults)})",
-            fix="give the model that the checkpoint was saved from (model.hf_path of a run, --model of an export), "
-            "or use another checkpoint",
-        )
+    if faults := faults_of({"missing": missing, "unexpected": extra, "of another shape": wrong}):
+        given = "the model that the checkpoint was saved from (model.hf_path of a run, --model of an export)"
+        problem = f"tensors do not match the model ({faults})"
+        raise UserError.at(checkpoint, problem=problem, fix=f"give {given}, or use another checkpoint")

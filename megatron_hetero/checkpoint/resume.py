@@ -45,8 +45,6 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes, tensors_of_parts
 from megatron_hetero.step.joint import JointOptimizer
-from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.optimizer import ShardOptimizer
 
 HISTORY = "metrics.jsonl"
 """The metrics of all steps up to the checkpoint's."""
@@ -65,25 +63,12 @@ class TrainState:
     shapes: ModelShapes
     working: Working = nullcontext
 
-    @property
-    def modules(self) -> Sequence[TrainedModule]:
-        """This rank's parts of modules."""
-        return self.optimizer.modules
-
-    @property
-    def optimizers(self) -> Sequence[ShardOptimizer | None]:
-        """Optimizers of the modules, None where nothing trains."""
-        return [self.optimizer.sharded.get(module.key) for module in self.modules]
-
     def entries(self) -> list[Entry]:
         """Return the entries that this rank writes: views of the live state."""
         from megatron_hetero.groups.megatron import random_states  # imports Megatron-Core
 
-        states = random_states(self.topology.platform)
-        return [
-            *written(self.modules, self.optimizers, stored_shapes(self.shapes)),
-            *random_entries(self.topology.rank, states),
-        ]
+        states = random_entries(self.topology.rank, random_states(self.topology.platform))
+        return [*written(self.optimizer, stored_shapes(self.shapes)), *states]
 
 
 @dataclass(frozen=True)
@@ -123,12 +108,9 @@ def require_shared(folder: Path, group: dist.ProcessGroup, working: Working = nu
 
     def require_mark() -> None:
         if not wait_for(mark.exists):
-            raise UserError.at(
-                f"checkpoint.dir: {folder}",
-                problem=f"host {socket.gethostname()} sees another folder than the first rank",
-                because="all ranks write to one checkpoint",
-                fix="choose a checkpoint.dir on storage that all nodes share",
-            )
+            problem = f"host {socket.gethostname()} sees another folder than the first rank"
+            why, fix = "all ranks write to one checkpoint", "choose a checkpoint.dir on storage that all nodes share"
+            raise UserError.at(f"checkpoint.dir: {folder}", problem=problem, because=why, fix=fix)
 
     mark = folder / on_first(group, leave_mark, working).name
     try:
@@ -173,24 +155,18 @@ def started_again(environment: Mapping[str, str]) -> bool:
 
 def _require_room(folder: Path, chosen: Path | None) -> None:
     """Check that this run will not overwrite another run's steps, or write into a checkpoint. Raises `UserError`."""
+    where, fix = "checkpoint.dir (--checkpoint.dir)", "choose another checkpoint.dir"
     if (folder / MANIFEST).is_file():
-        raise UserError.at(
-            "checkpoint.dir (--checkpoint.dir)",
-            problem=f"{folder} is itself a checkpoint",
-            fix=f"choose another checkpoint.dir, and resume from this one with --checkpoint.resume {folder}",
-        )
+        fix = f"{fix}, and resume from this one with --checkpoint.resume {folder}"
+        raise UserError.at(where, problem=f"{folder} is itself a checkpoint", fix=fix)
     last = None
     if chosen is not None and chosen.resolve().parent == folder.resolve():
         last = step_of(chosen)
     if later := [path for step, path in whole(folder).items() if last is None or step > last]:
-        raise UserError.at(
-            "checkpoint.dir (--checkpoint.dir)",
-            found=f"{later[-1].name} in {folder}",
-            expected="no checkpoint after the one to resume from" if chosen else "no checkpoint",
-            because="the checkpoints of two runs would mix",
-            fix="choose another checkpoint.dir, resume from it with --checkpoint.resume auto, or move it away if it is "
-            "damaged",
-        )
+        expected = "no checkpoint after the one to resume from" if chosen else "no checkpoint"
+        found, because = f"{later[-1].name} in {folder}", "the checkpoints of two runs would mix"
+        fix = f"{fix}, resume from it with --checkpoint.resume auto, or move it away if it is damaged"
+        raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
 
 
 def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resumed:
@@ -263,10 +239,8 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
 
     record, index = on_first(group, opened, working)
     stored = index_shapes(index)
-    # Imported weights take the place of the model's folder: the optimizers start from them as they would from that.
     imported = record.imported_from is not None
-    optimizers = [None] * len(state.modules) if imported else state.optimizers
-    entries = read(state.modules, optimizers, stored_shapes(state.shapes), stored, imported=imported)
+    entries = read(state.optimizer, stored_shapes(state.shapes), stored, imported=imported)
     states = random_states(state.topology.platform)
     own_random = list(random_entries(state.topology.rank, states))
     # Random states of another kind of device do not fit.
@@ -275,9 +249,8 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     if imported:
         state.optimizer.reload_model_params()
     else:
-        for optimizer in state.optimizers:
-            if optimizer is not None:
-                optimizer.renew_weights()
+        for optimizer in state.optimizer.sharded.values():
+            optimizer.renew_weights()
     if fit:
         set_random_states(states, state.topology.platform)
     notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new, state.shapes))

@@ -179,11 +179,8 @@ def write_entries(
     rank, records = _rank(group), dict[str, FileRecord]()
 
     def refused(error: OSError) -> UserError:
-        return UserError.at(
-            error.filename or folder,
-            problem=f"{reason(error)} on rank {rank}",
-            fix="free space or grant access, or choose another folder (of a run: --checkpoint.dir DIR)",
-        )
+        fix = "free space or grant access, or choose another folder (of a run: --checkpoint.dir DIR)"
+        return UserError.at(error.filename or folder, problem=f"{reason(error)} on rank {rank}", fix=fix)
 
     def write() -> list[Part]:
         with os_errors_as(refused):
@@ -193,9 +190,8 @@ def write_entries(
         try:
             text = to_json(index_of(itertools.chain(*parts)))
         except ValueError as error:
-            raise UserError.at(
-                folder / INDEX, problem=f"what ranks wrote does not fit ({error})", fix=_REPORT
-            ) from None
+            problem = f"what ranks wrote does not fit ({error})"
+            raise UserError.at(folder / INDEX, problem=problem, fix=_REPORT) from None
         with os_errors_as(refused):
             records[INDEX] = write_synced(folder / INDEX, text)
 
@@ -203,12 +199,7 @@ def write_entries(
     return records
 
 
-def _write(
-    folder: Path,
-    rank: int,
-    entries: Sequence[Entry],
-    records: dict[str, FileRecord],
-) -> Iterator[Part]:
+def _write(folder: Path, rank: int, entries: Sequence[Entry], records: dict[str, FileRecord]) -> Iterator[Part]:
     """Write the files of a rank. Raises `OSError`."""
     # The first rank creates it. If it does not appear, the ranks do not share the disk, or it was removed.
     if not wait_for(folder.is_dir):
@@ -243,11 +234,8 @@ def _layout(name: str, shard: Sequence[Entry]) -> tuple[bytes, list[Part]]:
         begin, end = end, end + chunk.size * entry.values.itemsize
         (top, bottom), (left, right) = chunk.rows, chunk.columns
         dtype, shape = NAMES[entry.values.dtype], tuple(entry.values.shape)
-        head[f"{entry.key}[{top}:{bottom},{left}:{right}]"] = {
-            "dtype": dtype,
-            "shape": shape,
-            "data_offsets": (begin, end),
-        }
+        part = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+        head[f"{entry.key}[{top}:{bottom},{left}:{right}]"] = part
         chunks.append((entry.key, dtype, entry.size, chunk))
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
@@ -279,9 +267,8 @@ def read_entries(
         except (MemoryError, torch.OutOfMemoryError):
             raise  # No fault of the checkpoint.
         except Exception as error:
-            raise UserError.at(
-                folder, problem=f"unreadable tensors on rank {_rank(group)} ({in_short(error)})", fix=ANOTHER
-            ) from None
+            problem = f"unreadable tensors on rank {_rank(group)} ({in_short(error)})"
+            raise UserError.at(folder, problem=problem, fix=ANOTHER) from None
 
     on_every(group, read, working)
 
@@ -391,11 +378,9 @@ def _require_seen(partial: Path, records: Mapping[str, FileRecord]) -> None:
             return path.is_file() and path.stat().st_size == size
 
         if not wait_for(is_seen):
-            raise UserError.at(
-                partial / name,
-                problem=f"missing or truncated on the first rank ({record.size} bytes written by another)",
-                fix="choose a folder on storage that all nodes share (of a run: --checkpoint.dir DIR)",
-            )
+            problem = f"missing or truncated on the first rank ({record.size} bytes written by another)"
+            fix = "choose a folder on storage that all nodes share (of a run: --checkpoint.dir DIR)"
+            raise UserError.at(partial / name, problem=problem, fix=fix)
 
 
 def _writing(where: Path) -> AbstractContextManager[None]:

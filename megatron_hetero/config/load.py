@@ -194,12 +194,9 @@ def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
         return item_type(kind)
     if name not in known:
         what = f"field of {'.'.join(path)}" if path else "section"
-        raise UserError.at(
-            where,
-            found=f"`{'.'.join((*path, name))}`{did_you_mean(name, known)}",
-            expected=f"a {what}, one of {', '.join(known)}",
-            fix="rename or remove it",
-        )
+        found = f"`{'.'.join((*path, name))}`{did_you_mean(name, known)}"
+        expected = f"a {what}, one of {', '.join(known)}"
+        raise UserError.at(where, found=found, expected=expected, fix="rename or remove it")
     return known[name]
 
 
@@ -289,11 +286,8 @@ def build(kind: type[T], tree: Tree) -> T:
     missing: list[str] = []
     built = _value(kind, tree, (), missing)
     if missing:
-        raise UserError.at(
-            ", ".join(missing),
-            problem="required, but not set",
-            fix=f"add it to the --config file, or pass --{missing[0]} VALUE",
-        )
+        fix = f"add it to the --config file, or pass --{missing[0]} VALUE"
+        raise UserError.at(", ".join(missing), problem="required, but not set", fix=fix)
     return built
 
 

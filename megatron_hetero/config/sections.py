@@ -248,12 +248,9 @@ class SampledDataset:
         if not mark:
             return cls(text)
         if not _RATE.fullmatch(percent) or not 0 < Fraction(percent) <= _MOST_PERCENT or not name:
-            raise UserError.at(
-                "data.datasets",
-                found=repr(text),
-                expected=f"`name` or `name%rate` with a percentage > 0 and ≤ {_MOST_PERCENT}, in digits",
-                fix=f"write {name or 'name'}%50 for half of the data set per epoch",
-            )
+            expected = f"`name` or `name%rate` with a percentage > 0 and ≤ {_MOST_PERCENT}, in digits"
+            fix = f"write {name or 'name'}%50 for half of the data set per epoch"
+            raise UserError.at("data.datasets", found=repr(text), expected=expected, fix=fix)
         return cls(name, Fraction(percent) / 100)
 
     def __str__(self) -> str:

@@ -78,20 +78,14 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         weight_map = read_object(index, _MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not all(_FILE_NAME.fullmatch(str(file)) for file in weight_map.values()):
-            expected = "a file of this folder (*.safetensors) for each tensor"
-            raise UserError.at(
-                f"{index}: weight_map", found=shown(weight_map), expected=expected, fix="download it again"
-            )
+            where, expected = f"{index}: weight_map", "a file of this folder (*.safetensors) for each tensor"
+            raise UserError.at(where, found=shown(weight_map), expected=expected, fix="download it again")
         return [folder / file for file in sorted(set(weight_map.values()))]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    raise UserError.at(
-        folder,
-        found="no safetensors weights",
-        expected=f"{SINGLE} or {INDEX} with its shards",
-        because="pickles are never loaded",
-        fix="convert the model with save_pretrained(..., safe_serialization=True)",
-    )
+    expected, why = f"{SINGLE} or {INDEX} with its shards", "pickles are never loaded"
+    fix = "convert the model with save_pretrained(..., safe_serialization=True)"
+    raise UserError.at(folder, found="no safetensors weights", expected=expected, because=why, fix=fix)
 
 
 def all_finite(values: Tensor) -> bool:
@@ -188,25 +182,18 @@ def plan_shards(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
 def require_writable(folder: Path) -> None:
     """Check that `folder` can be created or replaced. Raises `UserError`."""
     if os.path.ismount(folder):  # cannot be renamed
-        raise UserError.at(
-            folder,
-            found="a mount point",
-            expected="a folder that can be replaced",
-            because="an export is written next to its folder and then replaces it",
-            fix=f"choose a folder inside it, such as {folder / 'model'} (of a run export.hf_dir)",
-        )
+        expected, why = "a folder that can be replaced", "an export is written next to its folder and then replaces it"
+        fix = f"choose a folder inside it, such as {folder / 'model'} (of a run export.hf_dir)"
+        raise UserError.at(folder, found="a mount point", expected=expected, because=why, fix=fix)
     with os_errors_as(lambda error: _unwritable(folder, reason(error))):
         try_to_write(folder.parent)
     _require_replaceable(folder)
 
 
 def _unwritable(folder: Path, why: str) -> UserError:
-    return UserError.at(
-        folder,
-        found=f"a folder that cannot be written ({why})",
-        expected="a place for the exported model",
-        fix="free space or grant access, or choose another folder (of a run export.hf_dir)",
-    )
+    found, expected = f"a folder that cannot be written ({why})", "a place for the exported model"
+    fix = "free space or grant access, or choose another folder (of a run export.hf_dir)"
+    return UserError.at(folder, found=found, expected=expected, fix=fix)
 
 
 def _require_replaceable(folder: Path) -> None:
@@ -215,13 +202,9 @@ def _require_replaceable(folder: Path) -> None:
     except OSError as error:
         found = f"that {error.filename or folder} cannot be read ({reason(error)})"
     if found is not None:
-        raise UserError.at(
-            folder,
-            found=found,
-            expected="nothing, an empty folder or an export of this version",
-            because="an export replaces the whole folder",
-            fix="choose another folder (of a run export.hf_dir), or remove this one yourself if nobody needs it",
-        )
+        expected, why = "nothing, an empty folder or an export of this version", "an export replaces the whole folder"
+        fix = "choose another folder (of a run export.hf_dir), or remove this one yourself if nobody needs it"
+        raise UserError.at(folder, found=found, expected=expected, because=why, fix=fix)
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:

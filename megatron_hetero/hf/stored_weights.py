@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_hetero.base.errors import UserError, listed
+from megatron_hetero.base.errors import UserError, faults_of, listed
 from megatron_hetero.hf.fused_tensors import Cut, Fused
 from megatron_hetero.hf.model_files import INDEX, all_finite, weight_files
 from megatron_hetero.hf.weight_map import TensorSlice
@@ -71,12 +71,8 @@ class StoredWeights:
             name, tensor = canonical(stored), handle.get_slice(stored)
             for part, shape, cut in self._parts(name, tuple(tensor.get_shape())):
                 if part in self._where:
-                    raise UserError.at(
-                        path,
-                        found=f"{part} a second time",
-                        expected="each tensor once",
-                        fix="remove stale files from the folder",
-                    )
+                    found, fix = f"{part} a second time", "remove stale files from the folder"
+                    raise UserError.at(path, found=found, expected="each tensor once", fix=fix)
                 self._where[part] = _Place(path, stored, cut)
                 self.shapes[part], self._types[part] = shape, tensor.get_dtype()
 
@@ -99,13 +95,11 @@ class StoredWeights:
         """Check that no fused tensor could be transposed or not. Raises `UserError`."""
         square = [name for name, fused in self.fused.items() if fused.shape(True) == fused.shape(False)]
         if square and self.transposed:
-            raise UserError.at(
-                self.folder,
-                found=f"transposed tensors beside such with as many rows as columns: {listed(square)}",
-                expected="tensors whose shapes tell whether they are transposed",
-                because="transformers takes these as not transposed, so that its model would be another",
-                fix="store all tensors of experts as transformers 5 does: experts, outputs, inputs",
-            )
+            found = f"transposed tensors beside such with as many rows as columns: {listed(square)}"
+            expected = "tensors whose shapes tell whether they are transposed"
+            why = "transformers takes these as not transposed, so that its model would be another"
+            fix = "store all tensors of experts as transformers 5 does: experts, outputs, inputs"
+            raise UserError.at(self.folder, found=found, expected=expected, because=why, fix=fix)
 
     @property
     def _in_folder(self) -> dict[str, str]:
@@ -130,26 +124,14 @@ class StoredWeights:
             for name, shape in expected.items()
             if self.shapes.get(name, shape) != shape
         } | {f"{n} is {self.shapes[n]}, not {self.fused[n].shape(False)} or {self.fused[n].shape(True)}" for n in unfit}
-        faults = [f"{len(missing)} missing: {listed(missing)}"] if missing else []
-        faults += [f"{len(extra)} unexpected: {listed(extra)}"] if extra else []
-        faults += [f"{len(wrong)} of another shape: {listed(wrong)}"] if wrong else []
-        if faults:
-            raise UserError.at(
-                self.folder,
-                problem=f"weights do not match config.json ({'; '.join(faults)})",
-                fix="use config.json and weights of the same model",
-            )
-        strange = {
-            f"{in_folder.get(name, name)} is {kind}" for name in expected if (kind := self._types[name]) not in _STORED
-        }
-        if strange:
-            raise UserError.at(
-                self.folder,
-                found=f"{len(strange)} tensors of unsupported types: {listed(strange)}",
-                expected=f"{', '.join(_STORED)}",
-                because="quantised weights are not supported",
-                fix="use an unquantised folder, or save the model again in bfloat16",
-            )
+        if faults := faults_of({"missing": missing, "unexpected": extra, "of another shape": wrong}):
+            fix = "use config.json and weights of the same model"
+            raise UserError.at(self.folder, problem=f"weights do not match config.json ({faults})", fix=fix)
+        types = {in_folder.get(name, name): self._types[name] for name in expected}
+        if strange := {f"{name} is {kind}" for name, kind in types.items() if kind not in _STORED}:
+            found = f"{len(strange)} tensors of unsupported types: {listed(strange)}"
+            why, fix = "quantised weights are not supported", "use an unquantised folder, or save it again in bfloat16"
+            raise UserError.at(self.folder, found=found, expected=", ".join(_STORED), because=why, fix=fix)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a required tensor is stored."""
@@ -175,13 +157,9 @@ class StoredWeights:
             torch.equal(self.read(tensor_slice), self.read(replace(tensor_slice, name=copy))) for tensor_slice in slices
         )
         if not same:
-            raise UserError.at(
-                self.folder,
-                found=f"a {copy} that differs from {original}",
-                expected="equal ones",
-                because="config.json ties them (tie_word_embeddings)",
-                fix=f"set tie_word_embeddings to false in config.json, or remove {copy} from the weights",
-            )
+            found, why = f"a {copy} that differs from {original}", "config.json ties them (tie_word_embeddings)"
+            fix = f"set tie_word_embeddings to false in config.json, or remove {copy} from the weights"
+            raise UserError.at(self.folder, found=found, expected="equal ones", because=why, fix=fix)
 
     def read(self, tensor_slice: TensorSlice) -> Tensor:
         """The values of one slice: 1-D if the stored tensor is, else 2-D. Raises `UserError` if one is not finite."""
@@ -201,12 +179,9 @@ class StoredWeights:
         if all_finite(values):
             return
         path, stored, _ = self._where[name]
-        raise UserError.at(
-            f"{path}: tensor {stored}",
-            found="values that are NaN or infinite",
-            expected="finite values",
-            fix="download the file again, or use the weights of an earlier training step",
-        )
+        where, found = f"{path}: tensor {stored}", "values that are NaN or infinite"
+        fix = "download the file again, or use the weights of an earlier training step"
+        raise UserError.at(where, found=found, expected="finite values", fix=fix)
 
 
 @contextmanager
@@ -215,6 +190,5 @@ def _intact(path: Path, problem: str) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise UserError.at(
-            path, found=f"{problem} ({error})", expected="an intact one", fix="restore or download it again"
-        ) from error
+        found, fix = f"{problem} ({error})", "restore or download it again"
+        raise UserError.at(path, found=found, expected="an intact one", fix=fix) from error

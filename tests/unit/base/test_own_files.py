@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
 from megatron_hetero.base.environment import prepare_traces
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.base.files import as_kind, open_own, replacing
+from megatron_hetero.base.files import open_own, read_as, replacing
 from megatron_hetero.base.lock import Lock, alone
 from megatron_hetero.base.outputs import LATEST, MANIFEST, clean, partial_of, prune, publish, whole
 from megatron_hetero.schedule.drawing import write_plot
@@ -189,13 +191,18 @@ def test_a_checkpoint_with_files_of_others_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value, kind", [
     (True, int), (1, bool), (1.0, int), (1, str), (float("nan"), int), (None, int), ("c", Literal["a"]),
-    ([1, "x"], list[int]), ({"a": 1}, list[int]), ([1], str | None), ("c", Mapping[str, int]), ({}, {"a": int}),
+    ([1, "x"], list[int]), ({"a": 1}, list[int]), ([1], str | None), ("c", Mapping[str, int]),
+    ({}, msgspec.defstruct("Kind", [("a", int)])),
 ])  # fmt: skip
-def test_values_of_another_kind(value: Any, kind: Any) -> None:
-    with pytest.raises(ValueError, match="it"):
-        as_kind(value, kind)
+def test_values_of_another_kind(value: Any, kind: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(value))
+    with pytest.raises(UserError, match=r"a\.json: unreadable \(.*Restore it"):
+        read_as(tmp_path / "a.json", kind, "restore it")
 
 
-def test_values_of_a_kind() -> None:
-    values = {"a": [1, 2], "b": None, "c": {"x": 10**40}, "other": [[]]}
-    assert as_kind(values, {"a": list[int], "b": str | None, "d": str | None}) == values
+def test_values_of_a_kind(tmp_path: Path) -> None:
+    values = {"a": [1, 2], "b": None, "c": {"x": 10**40}, "d": float("inf")}
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    assert read_as(tmp_path / "a.json", dict[str, Any], "") == values
+    kind = msgspec.defstruct("Kind", [("a", list[int]), ("b", str | None), ("e", str | None, None)])
+    assert msgspec.to_builtins(read_as(tmp_path / "a.json", kind, "")) == {"a": [1, 2], "b": None, "e": None}
