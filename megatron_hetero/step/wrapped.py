@@ -10,21 +10,20 @@ Megatron's DDP              of this rank's tokens, in `main_grad`      its own `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _take_tensors
 from typing_extensions import override
 
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.step.module import DataParallel, Range
 
 BUCKET = 1 << 25
-"""Elements of one all-reduce in fp32: 128 MiB."""
+"""Elements of one all-reduce: 128 MiB of fp32."""
 
 
 @torch.no_grad()
@@ -32,7 +31,7 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Sum each tensor over the ranks of a group, in place; all ranks pass tensors of the same shapes."""
     if group.size() == 1:
         return
-    for bucket in _take_tensors(filter(torch.numel, tensors), BUCKET * 4):  # By dtype.
+    for bucket in _buckets(tensors):
         if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].element_size() >= 4:
             dist.all_reduce(bucket[0], group=group)
             continue
@@ -41,6 +40,24 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         dist.all_reduce(flat, group=group)
         parts = flat.split([tensor.numel() for tensor in bucket])
         torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors of one dtype, of at most `BUCKET` elements or one larger tensor, without empty ones."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in alike:
+            if bucket and size + tensor.numel() > BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.numel()
+        yield bucket
 
 
 @torch.no_grad()
