@@ -204,6 +204,6 @@ def read_as(path: Path, kind: Any, fix: str) -> Any:
         return msgspec.convert(json.loads(read_text(path)), kind)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
         why = reason(error) if isinstance(error, OSError) else in_short(error)
         raise UserError.at(path, problem=f"unreadable ({why})", fix=fix) from None

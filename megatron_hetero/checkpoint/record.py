@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from msgspec import convert, defstruct
+from msgspec import ValidationError, convert, defstruct
 
 from megatron_hetero.base.errors import VISION, UserError, faults_of, in_short, reason
 from megatron_hetero.base.files import read_bytes, read_text
@@ -219,7 +219,7 @@ class RunRecord:
             convert(values, cls)
             convert(record.config, _READ)
             return replace(record, datasets=datasets)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, ValidationError, LookupError, TypeError, AttributeError, RecursionError) as error:
             problem = f"cannot be read ({reason(error) if isinstance(error, OSError) else in_short(error)})"
             fix = "use another checkpoint (--checkpoint.resume PATH)"
             raise UserError.at(path, problem=problem, fix=fix) from None
