@@ -116,12 +116,6 @@ class Family:
 
         return CONFIG_MAPPING[model_type]
 
-    @property
-    def _architecture(self) -> str:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]
-
     def check_values(self, path: Path, values: dict[str, Json]) -> None:
         """Check the values of a `config.json` of the family, before transformers reads it. Raises `UserError`."""
         check(path, values, self.built)
@@ -142,8 +136,11 @@ class Family:
         """Return the configuration of a model with the language model of `own` and the encoder of `vision`.
         `text_alone`: `own` describes a language model alone.
         """
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
         if text_alone:
-            text = {name: value for name, value in own.to_dict().items() if name not in _OF_THE_FOLDER}
+            of_the_folder = ("architectures", "model_type", "transformers_version")
+            text = {name: value for name, value in own.to_dict().items() if name not in of_the_folder}
             head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
             text["rope_parameters"] = dict(text["rope_parameters"]) | self.rope_settings(head_dim)
         else:
@@ -152,7 +149,7 @@ class Family:
             text_config=text,
             vision_config=vision.vision_config.to_dict() | {"out_hidden_size": text["hidden_size"]},
             tie_word_embeddings=own.tie_word_embeddings,
-            architectures=[self._architecture],
+            architectures=[MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]],
             **{name: getattr(own, name) for name in (() if text_alone else self.tokens)},
         )
 
@@ -185,6 +182,3 @@ class Family:
         if it is stored by itself in all.
         """
         return None
-
-
-_OF_THE_FOLDER = ("architectures", "model_type", "transformers_version")

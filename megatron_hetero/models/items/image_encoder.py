@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.items.pictures import ImageSize, patch_positions
+from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
 from megatron_hetero.models.layers.rotary import AxialRotary
 
@@ -109,6 +110,20 @@ class ImageEncoderShape(EncoderShape):
     def rotary(self) -> AxialRotary:
         """Rotary embedding of queries and keys."""
         return AxialRotary(self.rope_theta, self.head_dim)
+
+    def attention(self, *, windowed: bool = False) -> SelfAttention:
+        """Attention of a layer, inside windows if `windowed`."""
+        return SelfAttention(
+            self.hidden,
+            self.heads,
+            self.heads,
+            self.head_dim,
+            stored=("attn.qkv", "attn.proj"),
+            causal=False,
+            windowed=windowed,
+            qkv_bias=True,
+            out_bias=True,
+        )
 
     @cached_property
     def flops_per_patch(self) -> tuple[float, float]:

@@ -84,9 +84,6 @@ def rope_positions(length: int, starts: np.ndarray, blocks: Sequence[Block]) -> 
     return positions
 
 
-_LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-
-
 @dataclass(frozen=True, eq=False)
 class ImageReader:
     """The image processor of a model folder. See `megatron_hetero.models.items.types.ItemReader`.
@@ -178,7 +175,8 @@ def load_image_processor(folder: Path, of_class: type, section: Any, setting: st
     # From its module: releases before 5.18 export it only if torchvision is installed.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **_LOCAL)
+    local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **local)
     if not isinstance(image_processor, of_class):
         raise TypeError(f"it is of type {type(image_processor).__name__}")
     size = dict(image_processor.size)
@@ -236,7 +234,6 @@ def _require(file: Path, name: str, ours: object, theirs: object, why: str) -> N
         raise UserError.at(file, found=f"{name} {ours}", expected=f"{theirs}, {why}", fix=fix)
 
 
-_TOKENS = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
 IMAGE_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
@@ -253,7 +250,7 @@ class Pictures(ItemType):
     image_processor_class: Callable[[], type]
     """Returns the class of `transformers` whose patches the encoder takes."""
     modality: Modality = "image"
-    tokens: ItemTokens = _TOKENS
+    tokens = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
     processor: str = "an image processor"
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ImageReader:

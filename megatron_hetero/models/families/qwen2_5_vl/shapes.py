@@ -12,7 +12,6 @@ from megatron_hetero.models.items.image_encoder import ImageEncoderShape
 from megatron_hetero.models.items.pictures import ImageSize, picture_order
 from megatron_hetero.models.items.types import ItemOrder
 from megatron_hetero.models.language import LanguageModelShape
-from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
@@ -55,17 +54,7 @@ def _encoder(v: VisionShape) -> Architecture:
     mlp = MLP(v.hidden, v.ffn, stored=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), bias=True)
 
     def layer(number: int) -> Layer:
-        attention = SelfAttention(
-            v.hidden,
-            v.heads,
-            v.heads,
-            v.head_dim,
-            stored=("attn.qkv", "attn.proj"),
-            causal=False,
-            windowed=number not in v.full_layers,
-            qkv_bias=True,
-            out_bias=True,
-        )
+        attention = v.attention(windowed=number not in v.full_layers)
         return Layer(attention, mlp, (norm, norm), ("norm1", "norm2"))
 
     merger = Merger(v.hidden, v.unit, v.out_hidden, norm, stored=("ln_q", "mlp.0", "mlp.2"))

@@ -18,7 +18,6 @@ from megatron_hetero.models.items.image_encoder import ImageEncoderShape
 from megatron_hetero.models.items.pictures import ImageSize, picture_order
 from megatron_hetero.models.items.types import ItemOrder
 from megatron_hetero.models.language import LanguageModelShape
-from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
@@ -121,19 +120,9 @@ def _encoder(v: VisionShape) -> Architecture:
     def merger(normed: int) -> Merger:
         return Merger(v.hidden, v.unit, v.out_hidden, norm(normed), stored=("norm", "linear_fc1", "linear_fc2"))
 
-    attention = SelfAttention(
-        v.hidden,
-        v.heads,
-        v.heads,
-        v.head_dim,
-        stored=("attn.qkv", "attn.proj"),
-        causal=False,
-        qkv_bias=True,
-        out_bias=True,
-    )
     names = "mlp.linear_fc1", "mlp.linear_fc2"
     mlp = MLP(v.hidden, v.ffn, stored=names, activation="gelu_tanh", gated=False, bias=True)
-    layer = Layer(attention, mlp, (norm(v.hidden), norm(v.hidden)), ("norm1", "norm2"))
+    layer = Layer(v.attention(), mlp, (norm(v.hidden), norm(v.hidden)), ("norm1", "norm2"))
     patch = (v.channels, v.temporal_patch, v.patch, v.patch)
     deeper = (
         End(
