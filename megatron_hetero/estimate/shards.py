@@ -8,7 +8,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -24,7 +24,7 @@ from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.items.types import Size, padded_patches
-from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sample, lengthened
+from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sample
 
 MOST_ROWS = 1 << 22
 """Limit on the rows of a micro-batch over all replicas. Packs have at most twice as many tokens."""
@@ -132,7 +132,7 @@ def _filling(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, budge
                 because="samples are never cut",
                 fix=f"lower {_ASSUMED}, or raise train.{what}_per_micro_batch",
             )
-    return lengthened(plan, budget.tokens // batch.samples, shapes)
+    return replace(plan, tokens=plan.tokens + max(0, budget.tokens // batch.samples - sample.tokens))
 
 
 def one_replica(layout: Layout) -> Layout:

@@ -92,16 +92,13 @@ def _listed(setting: str, entries: Iterable[str], shapes: ModelShapes) -> frozen
     """Return the tensors that the entries of a setting match. Raises `UserError` if a pattern matches none."""
     found, by_part = set[str](), tensors_of_parts(shapes)
     for entry in entries:
-        names = _matching(setting, entry, shapes) if is_pattern(entry) else by_part.get(entry, ())
-        if is_pattern(entry) and not names:
-            raise _unmatched(setting, entry, shapes)
-        found.update(names)
+        found.update(_matching(setting, entry, shapes) if is_pattern(entry) else by_part.get(entry, ()))
     return frozenset(found)
 
 
 def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
     """Return the names that a pattern matches in folders with modules side by side or nested. Raises `UserError` if
-    these are different tensors.
+    these are different tensors, or none.
     """
     canonical, own = family_of(shapes.text.family).canonical_name, folder_shapes(shapes)
     flat = {name for name in stored_shapes(shapes) if fnmatchcase(name, canonical(pattern))}
@@ -114,20 +111,17 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
             f"(`{min(side_by_side)}`), and {len(nested)} where they nest them (`{nested_name(min(nested))}`)",
             fix="begin it with `model.layers.`, `model.language_model.` or `model.visual.`, or name a part",
         )
-    return flat | nested
-
-
-def _unmatched(setting: str, pattern: str, shapes: ModelShapes) -> UserError:
-    known = list(dict.fromkeys(map(_any_layer, stored_shapes(shapes))))
-    close = get_close_matches(_any_layer(family_of(shapes.text.family).canonical_name(pattern)), known, n=1)
-    meant = f" (did you mean `{close[0]}`?)" if close else ""
-    return UserError.at(
-        f"{setting} (--{setting})",
-        found=f"`{pattern}`{meant}",
-        expected=f"a pattern of tensors: {listed(known)}",
-        because="it matches none of the model's",
-        fix="correct or remove it",
-    )
+    if not (found := flat | nested):
+        known = list(dict.fromkeys(map(_any_layer, stored_shapes(shapes))))
+        close = get_close_matches(_any_layer(canonical(pattern)), known, n=1)
+        raise UserError.at(
+            f"{setting} (--{setting})",
+            found=f"`{pattern}`{f' (did you mean `{close[0]}`?)' if close else ''}",
+            expected=f"a pattern of tensors: {listed(known)}",
+            because="it matches none of the model's",
+            fix="correct or remove it",
+        )
+    return found
 
 
 def _any_layer(name: str) -> str:

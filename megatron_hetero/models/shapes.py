@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,27 +29,35 @@ class ModelShapes:
         """Return the shapes of the model in `folders` and of `further` encoders from folders of any family. Raises
         `UserError` if an encoder's rows have another width, or it has outputs that the text module does not take.
         """
+        encoders, own = dict[str, EncoderShape](), folders.family
         with sound(folders.text / "config.json"):
-            text = folders.family.text_shape(folders.config)
-        with sound(folders.vision / "config.json"):
-            encoders = {VISION: folders.family.encoder_shape(folders.config)}
-        for name, path in (further or {}).items():
-            other = read_config(path, f"model.encoders.{name}.hf_path")
-            family = family_of(other.model_type)
-            with sound(path / "config.json"):
-                family.check_encoder(path, other)
-                encoders[name] = family.encoder_shape(other)
-            if encoders[name].out_hidden != text.hidden:
+            text = own.text_shape(folders.config)
+        for name, path in {VISION: folders.vision, **(further or {})}.items():
+            file, family, config = path / "config.json", own, folders.config
+            if name != VISION:
+                config = read_config(path, f"model.encoders.{name}.hf_path")
+                family = family_of(config.model_type)
+            with sound(file):
+                if name != VISION:
+                    family.check_encoder(path, config)
+                encoder = encoders[name] = family.encoder_shape(config)
+            if encoder.out_hidden != text.hidden:
                 raise UserError.at(
-                    path / "config.json",
-                    found=f"vision_config.out_hidden_size = {encoders[name].out_hidden}",
+                    file,
+                    found=f"vision_config.out_hidden_size = {encoder.out_hidden}",
                     expected=f"{text.hidden}, the hidden size of the text module",
                     because=f"rows of encoder {name} go into its embedding",
                     fix="use an encoder made for a language model of that width",
                 )
-        places = {VISION: folders.vision, **(further or {})}
-        for name, encoder in encoders.items():
-            _check_outputs(name, places[name], encoder, text)
+            if not_taken := [output for output in encoder.outputs if text.entry_layer(output) is None]:
+                kind = f"a language model of {family_of(text.family).title} with {text.layers} layers"
+                raise UserError.at(
+                    file,
+                    found=f"an encoder ({name}) that gives {', '.join(not_taken)} in addition to {ROWS}",
+                    expected=f"outputs that {kind} takes",
+                    because="they enter the language model after some of its layers, and would be lost",
+                    fix="use an encoder and a language model of the same model",
+                )
         return cls(encoders, text)
 
     @property
@@ -74,20 +82,6 @@ class ModelShapes:
             kind = "text" if name == TEXT else "encoder"
             found[name] = ModuleShape(name, *heads, shape.hidden, shape.layers, kind, shape.views, shape.parts)
         return found
-
-
-def _check_outputs(name: str, folder: Path, encoder: EncoderShape, text: TextShape) -> None:
-    """Check that the language model takes all outputs of the encoder. Raises `UserError`."""
-    not_taken = [output for output in encoder.outputs if text.entry_layer(output) is None]
-    if not_taken:
-        kind = f"a language model of {family_of(text.family).title} with {text.layers} layers"
-        raise UserError.at(
-            folder / "config.json",
-            found=f"an encoder ({name}) that gives {', '.join(not_taken)} in addition to {ROWS}",
-            expected=f"outputs that {kind} takes",
-            because="they enter the language model after some of its layers, and would be lost",
-            fix="use an encoder and a language model of the same model",
-        )
 
 
 @dataclass(frozen=True)
@@ -134,22 +128,13 @@ def item_types(shapes: ModelShapes, encoder: str) -> Sequence[ItemType]:
     return types if encoder == VISION else types[:1]
 
 
-def assumed_sizes(plan: EstimateConfig, shapes: ModelShapes, encoder: str) -> tuple[tuple[Size, int], ...]:
-    """Return the size of the pieces of each item type of an encoder, and how many there are in a sample."""
-    shape = shapes.encoders[encoder]
-    return tuple((each.assumed(shape, plan), each.assumed_pieces(plan)) for each in item_types(shapes, encoder))
-
-
 def assumed_sample(plan: EstimateConfig, shapes: ModelShapes) -> AssumedSample:
     """Return the sample that section `plan` describes for a model of these shapes."""
-    of_types = {name: assumed_sizes(plan, shapes, name) for name in shapes.encoders}
+    of_types = {
+        name: [(each.assumed(shape, plan), each.assumed_pieces(plan)) for each in item_types(shapes, name)]
+        for name, shape in shapes.encoders.items()
+    }
     sizes = {name: tuple(size for size, count in found for _ in range(count)) for name, found in of_types.items()}
     rows = {name: sum(shapes.encoders[name].rows(s) * n for s, n in found) for name, found in of_types.items()}
     tokens = plan.tokens + sum(rows.values())
     return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
-
-
-def lengthened(plan: EstimateConfig, tokens: int, shapes: ModelShapes) -> EstimateConfig:
-    """Return `plan` with more text, such that its sample has at least `tokens`."""
-    missing = tokens - assumed_sample(plan, shapes).tokens
-    return replace(plan, tokens=plan.tokens + missing) if missing > 0 else plan
