@@ -159,9 +159,12 @@ def part_of(
         return partial(_embed_patches, model, shard), patches
     hidden = _tensor(shard.local, 1, module.shape.hidden, dtype=module.dtype, requires_grad=module.trains)
     if part.kind == "layer":
+        layer, plan = model.layers[0], _attention(module, shard)
         table = _tensor(2, shard.tokens, module.shape.rotary.head_dim)
-        return partial(_run_layer, model.layers[0], _attention(module, shard), table, memo), hidden
-    return partial(_loss, model, shard) if module.is_text else partial(_merge, model), hidden
+        return lambda hidden: [layer._once(table, plan, LayerCall(shard.tokens, memo=memo), hidden)], hidden
+    if module.is_text:
+        return partial(_loss, model, shard), hidden
+    return lambda hidden: [model.get_submodule(end.name)(hidden) for end in model.outputs], hidden
 
 
 def _embed(model: Any, tokens: Tensor) -> list[Tensor]:
@@ -176,19 +179,11 @@ def _embed_patches(model: Any, shard: SequenceShard, patches: Tensor) -> list[Te
     return [model.enter(EncoderInput(patches, positions, _NO_ATTENTION, 0))]
 
 
-def _run_layer(layer: Any, plan: AttentionParams, table: Tensor, memo: dict[str, Any], hidden: Tensor) -> list[Tensor]:
-    return [layer._once(table, plan, LayerCall(table.shape[1], memo=memo), hidden)]
-
-
 def _loss(model: Any, shard: SequenceShard, hidden: Tensor) -> list[Tensor]:
     places = _tensor(shard.supervised, dtype=torch.int64)
     batch = TextInput(places, places, places, places, {}, _NO_ATTENTION)
     normed = model.final_layernorm(hidden)  # Alive during the loss, as in the model's own forward pass.
     return [model.loss(batch, normed)]
-
-
-def _merge(model: Any, hidden: Tensor) -> list[Tensor]:
-    return [model.get_submodule(end.name)(hidden) for end in model.outputs]
 
 
 @lru_cache(maxsize=256)
@@ -225,9 +220,12 @@ def _built(module: MeasuredModule, part: ModulePart) -> Any:
             parameter.requires_grad_(False)
         else:  # Gradients are added to those of earlier micro-batches, elsewhere.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    # The kernel of the target device, without optional packages.
+    device, head_dim = "cuda" if module.gpu else "cpu", shape.rotary.head_dim
+    is_flash = choose_kernel(device, module.dtype, head_dim, FLASH_CAPABILITY, ()) == "torch_flash"
     for each in model.modules():
         if isinstance(each, TorchAttention):
-            each.kernel = _kernel(module)
+            each.kernel = torch_flash if is_flash else partial(bucketed, attend=_fused)
         elif isinstance(each, ExpertMLPModule):
             each.imbalance = module.imbalance
     if module.parts > 1:
@@ -237,13 +235,6 @@ def _built(module: MeasuredModule, part: ModulePart) -> Any:
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _kernel(module: MeasuredModule) -> Any:
-    """The attention kernel of the target device, without optional packages."""
-    device = "cuda" if module.gpu else "cpu"
-    name = choose_kernel(device, module.dtype, module.shape.rotary.head_dim, FLASH_CAPABILITY, ())
-    return torch_flash if name == "torch_flash" else partial(bucketed, attend=_fused)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **_: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -296,13 +296,11 @@ def require_files(config: Config) -> None:
         entry, setting = config.data.registry[name], f"data.registry.{name}"
         if entry.files is not None:
             require_matches(entry.files, f"{setting}.files (--{setting}.files)")
-        wanted: list[tuple[str, Path, Callable[[Path], bool], str]] = []
-        if entry.annotations is not None:
-            wanted.append(("annotations", entry.annotations, Path.is_file, "a file of records"))
-        if entry.images is not None:
-            wanted.append(("images", entry.images, Path.is_dir, "the folder that image paths are relative to"))
-        for field, path, exists, expected in wanted:
-            if not exists(path):
+        for field, path, exists, expected in (
+            ("annotations", entry.annotations, Path.is_file, "a file of records"),
+            ("images", entry.images, Path.is_dir, "the folder that image paths are relative to"),
+        ):
+            if path is not None and not exists(path):
                 where, found = f"{setting}.{field} (--{setting}.{field})", f"{path}: {_found(path)}"
                 raise UserError.at(where, found=found, expected=expected, fix="correct the path")
 

@@ -341,8 +341,11 @@ class Fitting:
 
 def find_fitting(estimate: Estimate, limit: int) -> Fitting:
     """Find settings with which every rank needs at most `limit` bytes."""
-    tries = _tries(estimate)
-    changes = _changes(estimate)[:tries]
+    size = OVERHEAD + estimate.world_size + sum(len(role.actions) for role in estimate.job.schedule.roles)
+    tries = max(LEAST_TRIES, min(MOST_TRIES, EFFORT // size))
+    # The first change of each entry before the second of any: not all may be tried.
+    in_turn = zip_longest(*(entry(estimate) for entry in CHANGES))
+    changes = [change for turn in in_turn for change in turn if change is not None][:tries]
     tried = [attempt for change in changes if (attempt := planned(estimate, change))]
     alone = [attempt for attempt in tried if (attempt.estimate.totals < estimate.totals).any()]
     if found := _cheapest(alone, limit):
@@ -357,17 +360,6 @@ def find_fitting(estimate: Estimate, limit: int) -> Fitting:
         return Fitting(found)
     closest = min([*alone, *pairs], key=lambda attempt: attempt.needed, default=None)
     return Fitting((), closest, _on_more_ranks(estimate, closest, limit))
-
-
-def _changes(estimate: Estimate) -> list[Change]:
-    """All changes, the first of each entry before the second of any: not all may be tried."""
-    in_turn = zip_longest(*(entry(estimate) for entry in CHANGES))
-    return [change for turn in in_turn for change in turn if change is not None]
-
-
-def _tries(estimate: Estimate) -> int:
-    size = OVERHEAD + estimate.world_size + sum(len(role.actions) for role in estimate.job.schedule.roles)
-    return max(LEAST_TRIES, min(MOST_TRIES, EFFORT // size))
 
 
 def planned(base: Estimate, change: Change, world_size: int | None = None) -> Attempt | None:
