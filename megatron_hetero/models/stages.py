@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,24 +117,19 @@ class ModuleStage(torch.nn.Module):
         """Run the layers of this stage, and its final norm if it has one, on `hidden` [S, 1, hidden]. `after`:
         functions to call after layers, by their numbers in the whole module.
         """
-        with self._saving(table_2nD):
+        norms = [module for name, module in self.named_children() if name == "final_layernorm"]
+        saving: AbstractContextManager[None] = nullcontext()
+        if self.offload is not None and torch.is_grad_enabled():
+            saving = self.offload.saving(list(self.layers), norms, [table_2nD])
+        with saving:
             for layer in self.layers:
                 each: Any = layer
                 hidden = each(hidden, table_2nD, params, balance)
                 if each.number in after:
                     hidden = after[each.number](hidden)
-            for norm in self._final_norm:
+            for norm in norms:
                 hidden = norm(hidden)
             return hidden
-
-    @property
-    def _final_norm(self) -> list[torch.nn.Module]:
-        return [module for name, module in self.named_children() if name == "final_layernorm"]
-
-    def _saving(self, table_2nD: Tensor) -> AbstractContextManager[None]:
-        if self.offload is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return self.offload.saving(list(self.layers), self._final_norm, [table_2nD])
 
 
 class EncoderModel(ModuleStage):
@@ -202,15 +198,12 @@ class EncoderModel(ModuleStage):
     def run_layers(self, batch: EncoderInput, hidden: Tensor, others: dict[str, Tensor]) -> Tensor:
         """Run the layers of this stage, and fill `others` with the rows of outputs of earlier layers than the last."""
         table = self.shape.rotary.table(batch.positions)
-        after = {end.at: self._into(others, end, batch) for end in self.outputs if isinstance(end.at, int)}
+        after = {end.at: partial(self._merge, batch, end, others) for end in self.outputs if isinstance(end.at, int)}
         return self._run(hidden, table, batch.attention, after)
 
-    def _into(self, others: dict[str, Tensor], end: End, batch: EncoderInput) -> Between:
-        def merge(hidden: Tensor) -> Tensor:
-            others[end.output] = self._rows(batch, end, hidden)
-            return hidden
-
-        return merge
+    def _merge(self, batch: EncoderInput, end: End, others: dict[str, Tensor], hidden: Tensor) -> Tensor:
+        others[end.output] = self._rows(batch, end, hidden)
+        return hidden
 
     def _rows(self, batch: EncoderInput, end: End, hidden: Tensor) -> Tensor:
         rows = self.get_submodule(end.name)(hidden)
@@ -320,7 +313,7 @@ class TextModel(ModuleStage):
         """Run the layers of this stage, and the final norm on the last one. `added`: rows to add after layers of this
         stage, by output, each [rows of this rank, hidden]. `balance`: statistics of sparse layers, which grow.
         """
-        after = {self._entry(name): _adding(rows, batch.rows_at[name]) for name, rows in added.items()}
+        after = {self._entry(name): partial(_add, batch.rows_at[name], rows) for name, rows in added.items()}
         return self._run(hidden, self.shape.rotary.table(batch.positions), batch.attention, after, balance)
 
     def _entry(self, output: str) -> int:
@@ -345,8 +338,5 @@ class TextModel(ModuleStage):
         return head_loss(hidden.squeeze(1)[batch.supervised], weight, batch.targets, shard, hits=batch.hits)
 
 
-def _adding(rows: Tensor, places: Tensor) -> Between:
-    def add(hidden: Tensor) -> Tensor:
-        return hidden.squeeze(1).index_add(0, places, rows).unsqueeze(1)
-
-    return add
+def _add(places: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
+    return hidden.squeeze(1).index_add(0, places, rows).unsqueeze(1)

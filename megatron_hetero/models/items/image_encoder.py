@@ -112,7 +112,7 @@ class ImageEncoderShape(EncoderShape):
         return AxialRotary(self.rope_theta, self.head_dim)
 
     def attention(self, *, windowed: bool = False) -> SelfAttention:
-        """Attention of a layer as Qwen-VL's folders store it."""
+        """Attention of a layer, inside windows if `windowed`."""
         return SelfAttention(
             self.hidden,
             self.heads,

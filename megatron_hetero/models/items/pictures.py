@@ -7,7 +7,7 @@ merge x merge places, row by row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -160,11 +160,12 @@ class PixelLimits(NamedTuple):
     max_pixels: int | None = None
 
 
-def load_image_processor(folder: Path, section: Any, setting: str) -> Any:
+def load_image_processor(folder: Path, of_class: type, section: Any, setting: str) -> Any:
     """The image processor of a folder in its PIL variant, which gives the same pixels on every machine.
 
     Args:
         folder: a folder whose files have been checked.
+        of_class: class of the image processor.
         section: settings with some fields of `PixelLimits`.
         setting: the setting that names the folder.
 
@@ -173,11 +174,10 @@ def load_image_processor(folder: Path, section: Any, setting: str) -> Any:
     """
     # From its module: releases before 5.18 export it only if torchvision is installed.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **local)
-    if not isinstance(image_processor, Qwen2VLImageProcessorPil):
+    if not isinstance(image_processor, of_class):
         raise TypeError(f"it is of type {type(image_processor).__name__}")
     size = dict(image_processor.size)
     low, high = (getattr(section, field, None) for field in PixelLimits._fields)
@@ -247,13 +247,15 @@ IMAGE_TOKENS = {
 class Pictures(ItemType):
     """See `megatron_hetero.models.items.types.ItemType`. Sizes are `ImageSize`s; a picture is one piece."""
 
+    image_processor_class: Callable[[], type]
+    """Returns the class of `transformers` whose patches the encoder takes."""
     modality: Modality = "image"
     tokens = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
     processor: str = "an image processor"
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ImageReader:
         """A reader with the folder's image processor."""
-        image_processor = load_image_processor(folder, section, setting)
+        image_processor = load_image_processor(folder, self.image_processor_class(), section, setting)
         check_agreement(folder, config.vision_config, image_processor)
         return ImageReader(image_processor, token_id)
 
