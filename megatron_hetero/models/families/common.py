@@ -118,7 +118,13 @@ def nested_name(name: str) -> str:
     return name
 
 
-PICTURES = Pictures()
+def _image_processor() -> type:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil
+
+
+PICTURES = Pictures(_image_processor)
 
 
 class PictureFamily(Family):
