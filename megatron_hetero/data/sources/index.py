@@ -3,8 +3,9 @@
 An index is one file: the length of a header, the header as JSON, and arrays, each at a multiple of 64 bytes. It names
 the files that it was computed from with their sizes and times, and is computed anew if one differs. It is written
 beside its place and then moved there, so that nobody reads half of one, and has a checksum. In a folder that users
-share, each has indexes of his own: whoever can write an index chooses what is read as a record. One that belongs to
-somebody else, that others may write to, or whose figures do not fit its files is computed anew.
+share, each has indexes of his own: whoever can write an index chooses what is read as a record. One that others may
+write to, that belongs to anybody but the user, root and the owner of its folder (on NFS that may be `nobody` for all
+that is written), or whose figures do not fit its files is computed anew.
 
 One process of a machine, or of all machines that share the folder, computes an index, while others wait for its lock.
 """
@@ -16,7 +17,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import sys
 import tempfile
 import threading
@@ -33,6 +33,7 @@ import numpy as np
 
 from megatron_hetero.base.contents import StoredFile, Version
 from megatron_hetero.base.errors import UserError, reason
+from megatron_hetero.base.files import open_own, replacing
 from megatron_hetero.base.lock import Lock
 from megatron_hetero.base.terminal import Progress
 from megatron_hetero.base.worker_process import Processes
@@ -237,17 +238,18 @@ class Indexer:
             computed = self._computed(files)
             try:
                 _write(path, computed)
+                if (found := self._open(path, files)) is None:
+                    raise OSError("what is written there may be changed by others")
             except OSError as error:
                 self._warn(path, error)
-                return computed
-            return self._open(path, files) or computed
+            return found or computed
         finally:
             lock.release(remove=True)
 
     def _warn(self, path: Path, error: OSError) -> None:
         print(
             f"warning: the index of data set {self.name!r} cannot be stored in {path.parent} ({reason(error)}); each "
-            "process computes its own, again at each start. Set data.index to a folder that can be written.",
+            "process computes its own, again at each start. Set data.index to a folder of your own.",
             file=sys.stderr,
             flush=True,
         )
@@ -451,18 +453,15 @@ def _write(path: Path, index: Index) -> None:
     }
     text = json.dumps(header).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGN)
-    new = path.with_suffix(f".{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}")
-    try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
-            file.write(len(text).to_bytes(_LENGTH, "little") + text)
-            for entries in arrays.values():
-                file.write(_bytes(entries))
-                file.write(b"\0" * (-entries.nbytes % _ALIGN))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # It may be a link.
+    with replacing(path) as new, open_own(new, "r+b") as file:
+        os.fchmod(file.fileno(), 0o600)  # Whatever the umask: one that others may write to is not used.
+        file.write(len(text).to_bytes(_LENGTH, "little") + text)
+        for entries in arrays.values():
+            file.write(_bytes(entries))
+            file.write(b"\0" * (-entries.nbytes % _ALIGN))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _bytes(entries: Any) -> memoryview:
@@ -474,10 +473,9 @@ def _bytes(entries: Any) -> memoryview:
 def _read(path: Path) -> Index | None:
     """The index in a file; None if there is none, not all of it, or not one of ours."""
     try:
-        # Nonblocking: opening a pipe without a writer would wait.
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open_own(path, "rb") as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+            if status.st_uid not in (os.getuid(), 0, path.parent.stat().st_uid) or status.st_mode & 0o022:
                 return None
             data: Any = np.memmap(file, np.uint8, "r")
         length = int.from_bytes(data[:_LENGTH].tobytes(), "little")
@@ -509,11 +507,20 @@ def _read(path: Path) -> Index | None:
         return None
 
 
+_AS_MANY = {"block_sizes": "blocks", "sizes": "starts", "parts": "starts", "item_ends": "records",
+            "key_ends": "records", "part_ends": "records"}  # fmt: skip
+_ENDS = {"item_ends": "headers", "key_ends": "keys", "part_ends": "starts", "name_ends": "names"}
+_BELOW = {"bad": "records", "parts": "name_ends", "starts": "bytes", "sizes": "bytes"}
+"""Columns that have as many entries as others, that are ends of runs in others, and that are numbers in others."""
+
+
 def _fits(index: Index) -> bool:
     """Whether all figures of an index are places in its files. Raises an exception for some that are not."""
-    for starts, count in [(index.starts, len(index)), *((each, len(of)) for of, each in index._columns.values())]:
-        if len(starts) != len(index.files) + 1 or starts[0] or not _ascend(starts, count):
-            return False
+    runs = [(index.starts, len(index)), *((starts, len(entries)) for entries, starts in index._columns.values())]
+    if not all(
+        len(starts) == len(index.files) + 1 and not starts[0] and _ascend(starts, last) for starts, last in runs
+    ):
+        return False
     records = np.diff(index.starts).tolist()
     return all(
         _columns_fit(index.columns(k), records[k], int(file.version()[1]), index.scanned)
@@ -523,30 +530,22 @@ def _fits(index: Index) -> bool:
 
 def _columns_fit(own: Mapping[str, np.ndarray], records: int, size: int, scanned: bool) -> bool:
     """Whether the columns of a file of so many records and bytes fit each other, see the formats."""
-    none = np.zeros(0, np.int64)
-    blocks, starts, sizes, names = (
-        own["blocks"],
-        own.get("starts", none),
-        own.get("sizes", none),
-        own.get("names", none),
-    )
-    names.tobytes().decode()
-    fits = len(blocks) == len(own["block_sizes"]) and not blocks[:1].any() and bool(len(blocks)) == bool(records)
-    fits &= _within(own.get("bad", none), records) and _within(blocks, records) and bool((np.diff(blocks) > 0).all())
-    fits &= _within(starts, size + 1) and _within(sizes, size + 1) and bool((starts + sizes <= size).all())
+    count = {name: len(entries) for name, entries in own.items()} | {"records": records, "bytes": size + 1}
+    blocks, as_many = own["blocks"], {name: of for name, of in _AS_MANY.items() if name in own}
     if scanned:
-        fits &= len(own["item_ends"]) == records and _ascend(own["item_ends"], len(own["headers"]) // 2)
-    if "parts" in own:  # Of tars.
-        fits &= len(own["key_ends"]) == len(own["part_ends"]) == records and len(own["parts"]) == len(starts)
-        fits &= _ascend(own["key_ends"], len(own["keys"])) and _ascend(own["part_ends"], len(starts))
-        fits &= _ascend(own["name_ends"], len(names)) and _within(own["parts"], len(own["name_ends"]))
-    elif "starts" in own:  # Of JSON.
-        fits &= len(starts) == len(sizes) == records and len(own.get("lines", none)) in (0, records)
-    return fits
-
-
-def _within(numbers: np.ndarray, end: int) -> bool:
-    return not len(numbers) or bool(numbers.min() >= 0 and numbers.max() < end)
+        count["headers"], as_many["item_ends"] = len(own["headers"]) // 2, "records"
+    if "names" in own:
+        own["names"].tobytes().decode()
+    elif "starts" in own:  # Of JSON, where lists have no lines.
+        as_many |= {"starts": "records"} | ({"lines": "records"} if count.get("lines") else {})
+    return (
+        blocks[:1].tolist() == [0][:records]
+        and bool((np.diff(blocks, append=records) > 0).all())
+        and all(count[name] == count[of] for name, of in as_many.items())
+        and all(_ascend(own[name], count[of]) for name, of in _ENDS.items() if name in own)
+        and all(own[name].min() >= 0 and own[name].max() < count[of] for name, of in _BELOW.items() if count.get(name))
+        and bool((own["starts"] + own["sizes"] <= size).all() if "starts" in own else True)
+    )
 
 
 def _ascend(ends: np.ndarray, last: int) -> bool:
