@@ -517,19 +517,17 @@ _BELOW = {"bad": "records", "parts": "name_ends", "starts": "bytes", "sizes": "b
 def _fits(index: Index) -> bool:
     """Whether all figures of an index are places in its files. Raises an exception for some that are not."""
     runs = [(index.starts, len(index)), *((starts, len(entries)) for entries, starts in index._columns.values())]
-    if not all(
-        len(starts) == len(index.files) + 1 and not starts[0] and _ascend(starts, last) for starts, last in runs
-    ):
+    if not all(len(each) == len(index.files) + 1 and not each[0] and _ascend(each, last) for each, last in runs):
         return False
-    records = np.diff(index.starts).tolist()
+    of_files = zip(index.files, np.diff(index.starts).tolist(), strict=True)
     return all(
-        _columns_fit(index.columns(k), records[k], int(file.version()[1]), index.scanned)
-        for k, file in enumerate(index.files)
+        _columns_fit(index.columns(k), records, file, index.scanned) for k, (file, records) in enumerate(of_files)
     )
 
 
-def _columns_fit(own: Mapping[str, np.ndarray], records: int, size: int, scanned: bool) -> bool:
-    """Whether the columns of a file of so many records and bytes fit each other, see the formats."""
+def _columns_fit(own: Mapping[str, np.ndarray], records: int, file: StoredFile, scanned: bool) -> bool:
+    """Whether the columns of a file of so many records fit each other, see the formats."""
+    size = int(file.version()[1])
     count = {name: len(entries) for name, entries in own.items()} | {"records": records, "bytes": size + 1}
     blocks, as_many = own["blocks"], {name: of for name, of in _AS_MANY.items() if name in own}
     if scanned:
@@ -544,7 +542,7 @@ def _columns_fit(own: Mapping[str, np.ndarray], records: int, size: int, scanned
         and all(count[name] == count[of] for name, of in as_many.items())
         and all(_ascend(own[name], count[of]) for name, of in _ENDS.items() if name in own)
         and all(own[name].min() >= 0 and own[name].max() < count[of] for name, of in _BELOW.items() if count.get(name))
-        and bool((own["starts"] + own["sizes"] <= size).all() if "starts" in own else True)
+        and bool((own.get("starts", blocks[:0]) + own.get("sizes", blocks[:0]) <= size).all())
     )
 
 
