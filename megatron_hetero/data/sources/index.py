@@ -37,7 +37,7 @@ from megatron_hetero.base.files import open_own, replacing
 from megatron_hetero.base.lock import Lock
 from megatron_hetero.base.terminal import Progress
 from megatron_hetero.base.worker_process import Processes
-from megatron_hetero.data.sources.formats import Arrays, Columns, Format, Place, finished
+from megatron_hetero.data.sources.formats import Arrays, Columns, Format, finished
 
 VERSION = 1
 """Of indexes. Another one computes them anew."""
@@ -136,13 +136,6 @@ class Index:
         return Blocks(np.append(self._numbered("blocks"), len(self)), np.asarray(self._columns["block_sizes"][0]))
 
 
-class _Scanned(NamedTuple):
-    """The places of the records of one file."""
-
-    records: int
-    columns: Columns
-
-
 class Checked(NamedTuple):
     """What was found in consecutive records of one file.
 
@@ -203,13 +196,12 @@ class Indexer:
         """Inside, errors of reading a file are raised as `UserError`s."""
         try:
             yield
-        except FileNotFoundError as error:
-            setting = f"data.registry.{self.name}"
-            fix = f"correct its path (`annotations` or `files` of {setting})"
-            raise UserError.at(file, problem="no such file", fix=fix) from error
         except OSError as error:
-            problem = f"cannot be read ({reason(error)})"
-            raise UserError.at(file, problem=problem, fix="check path and permissions") from error
+            problem, fix = f"cannot be read ({reason(error)})", "check path and permissions"
+            if isinstance(error, FileNotFoundError):
+                problem = "no such file"
+                fix = f"correct its path (`annotations` or `files` of data.registry.{self.name})"
+            raise UserError.at(file, problem=problem, fix=fix) from error
 
     # ----------------------------------------------------------------------------------------- stored indexes
 
@@ -257,12 +249,10 @@ class Indexer:
     def _open(self, path: Path, files: Sequence[StoredFile]) -> Index | None:
         """The index in a file; None if there is none, it is damaged, or it is of other files than these."""
         found = _read(path)
-        if found is None or [file.known for file in found.files] != [file.known for file in files]:
-            return None
-        if "bad" not in found._columns:
+        if found is None or [each.known for each in found.files] != [each.known for each in files]:
             return None
         # These files, not those that the index names.
-        return replace(found, files=tuple(files))
+        return replace(found, files=tuple(files)) if "bad" in found._columns else None
 
     # ----------------------------------------------------------------------------------------------- scanning
 
@@ -293,17 +283,29 @@ class Indexer:
             finally:
                 stop.set()
                 pool.shutdown(cancel_futures=True)
-        starts = np.cumsum([0, *(each.records for each in scanned)], dtype=np.int64)
-        names = dict.fromkeys(name for each in scanned for name in each.columns)
-        columns = {name: _joined([finished(each.columns.get(name)) for each in scanned]) for name in names}
+        starts = np.cumsum([0, *(records for records, _ in scanned)], dtype=np.int64)
+        names = dict.fromkeys(name for _, columns in scanned for name in columns)
+        columns = {name: _joined([finished(columns.get(name)) for _, columns in scanned]) for name in names}
         return Index(files, starts, "", False, (), columns)
 
-    def _scan(self, file: StoredFile, progress: Progress, stop: threading.Event) -> _Scanned:
+    def _scan(self, file: StoredFile, progress: Progress, stop: threading.Event) -> tuple[int, Columns]:
+        """The number of records of a file, and their columns, with their blocks."""
         columns: Columns = {}
-        records, share, cutter = 0, 0.0, _BlockCutter()
+        records, share, starts, sizes, block = 0, 0.0, array("q"), array("q"), None
         with self._reading(file):
             for place in self.format.scan(file, columns):
-                cutter.add(records, place)
+                if (
+                    not starts
+                    or place.block != block
+                    or (
+                        block is None
+                        and (records - starts[-1] >= BLOCK_RECORDS or sizes[-1] + place.size > BLOCK_BYTES)
+                    )
+                ):
+                    starts.append(records)
+                    sizes.append(0)
+                    block = place.block
+                sizes[-1] += place.size
                 records += 1
                 if not records % 256:
                     progress.advance(place.share - share, 256)
@@ -311,7 +313,7 @@ class Indexer:
                     if stop.is_set():
                         break
         progress.advance(1.0 - share, records % 256)
-        return _Scanned(records, columns | {"blocks": cutter.starts, "block_sizes": cutter.sizes})
+        return records, columns | {"blocks": starts, "block_sizes": sizes}
 
     def _checked(self, places: Index, tasks: Sequence[tuple[int, range]]) -> Iterator[Checked]:
         """What is found in each task's records, numbers of a file: in processes if there are many."""
@@ -377,26 +379,6 @@ class StoredChecker:
         return self._indexer.check_records(self._places.files[file], self._places.columns(file), numbers)
 
 
-class _BlockCutter:
-    """Cuts the records of a file into blocks."""
-
-    def __init__(self) -> None:
-        self.starts, self.sizes = array("q"), array("q")
-        self._number: int | None = None
-
-    def add(self, record: int, place: Place) -> None:
-        if not self.starts or self._is_new(record, place):
-            self.starts.append(record)
-            self.sizes.append(0)
-            self._number = place.block
-        self.sizes[-1] += place.size
-
-    def _is_new(self, record: int, place: Place) -> bool:
-        if place.block is not None:
-            return place.block != self._number
-        return record - self.starts[-1] >= BLOCK_RECORDS or self.sizes[-1] + place.size > BLOCK_BYTES
-
-
 def _with_findings(places: Index, files: Sequence[int], found: Sequence[Checked], scanned: bool) -> Index:
     """The index of places with what was found in runs of records of these files, in order."""
     by_file: list[list[Checked]] = [[] for _ in places.files]
@@ -434,14 +416,14 @@ def _of_one_type(of_files: Sequence[np.ndarray]) -> np.ndarray:
 
 def _write(path: Path, index: Index) -> None:
     """Store an index, whole or not at all. Raises `OSError`."""
-    arrays = {"": index.starts}
+    arrays: dict[str, Any] = {"": index.starts}
     for name, (entries, starts) in index._columns.items():
-        arrays |= {f"{name}": entries, f"{name} of files": starts}
+        arrays |= {name: np.ascontiguousarray(entries), f"{name} of files": starts}
     checksum, places, end = 0, dict[str, Any](), 0
     for name, entries in arrays.items():
         places[name] = (end, len(entries), entries.dtype.str)
         end += -(-entries.nbytes // _ALIGN) * _ALIGN
-        checksum = zlib.crc32(_bytes(entries), checksum)
+        checksum = zlib.crc32(entries, checksum)
     header = {
         "version": VERSION,
         "files": [(file.name, file.known) for file in index.files],
@@ -458,16 +440,10 @@ def _write(path: Path, index: Index) -> None:
         os.fchmod(file.fileno(), 0o600)  # Whatever the umask: one that others may write to is not used.
         file.write(len(text).to_bytes(_LENGTH, "little") + text)
         for entries in arrays.values():
-            file.write(_bytes(entries))
+            file.write(entries)
             file.write(b"\0" * (-entries.nbytes % _ALIGN))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _bytes(entries: Any) -> memoryview:
-    """The memory of an array."""
-    contiguous: Any = np.ascontiguousarray(entries)
-    return memoryview(contiguous).cast("B") if entries.size else memoryview(b"")
 
 
 def _read(path: Path) -> Index | None:
@@ -488,7 +464,7 @@ def _read(path: Path) -> Index | None:
             first = _LENGTH + length + start
             part = data[first : first + entries * kind.itemsize]
             arrays[name] = part.view(kind)
-            checksum = zlib.crc32(_bytes(part), checksum)
+            checksum = zlib.crc32(part, checksum)
             if len(arrays[name]) != entries or start < 0:
                 return None
         if checksum != header["checksum"]:

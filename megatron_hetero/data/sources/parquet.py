@@ -24,7 +24,7 @@ import numpy as np
 from megatron_hetero.base.contents import InMemory, StoredFile, Version
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
-from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import keys_of, known_fields
 from megatron_hetero.data.sources.parquet_pages import decoded
 from megatron_hetero.data.validation import FORMS
@@ -112,7 +112,11 @@ class ParquetFiles:
         Raises:
             UserError: pyarrow is not installed.
         """
-        _require_pyarrow()
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            problem = f"pyarrow, which reads Parquet files, is not installed ({in_short(error)})"
+            raise UserError.at("data.registry", problem=problem, fix="install it with `pip install pyarrow`") from error
         self._arguments = dict(fields), tuple(items)
         paths = tuple((name, keys_of(path)) for name, path in fields.items())
         self._wanted = _Wanted(paths, frozenset(known_fields(items)).difference(fields))
@@ -248,17 +252,6 @@ class ParquetFiles:
         return _python_values(array, column.type, (), np.arange(at, at + batch.num_rows), cells)
 
 
-def _require_pyarrow() -> None:
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        raise UserError.at(
-            "data.registry",
-            problem=f"pyarrow, which reads Parquet files, is not installed ({in_short(error)})",
-            fix="install it with `pip install pyarrow`",
-        ) from error
-
-
 # --------------------------------------------------------------------------------------------------- the footer
 
 
@@ -351,13 +344,10 @@ class _Group(NamedTuple):
 
 
 def _too_large(group: _Group, size: int) -> UserError:
-    return UserError.at(
-        group,
-        found=f"{group.rows:,} rows with {size:,} bytes",
-        expected=f"at most {MOST_GROUP_ROWS:,} rows and {MOST_GROUP_BYTES:,} bytes",
-        because="a row group is decoded whole",
-        fix="write row groups of 100 to 1,000 rows, and leave out a row that is larger by itself",
-    )
+    found = f"{group.rows:,} rows with {size:,} bytes"
+    expected = f"at most {MOST_GROUP_ROWS:,} rows and {MOST_GROUP_BYTES:,} bytes"
+    fix = "write row groups of 100 to 1,000 rows, and leave out a row that is larger by itself"
+    return UserError.at(group, found=found, expected=expected, because="a row group is decoded whole", fix=fix)
 
 
 @contextlib.contextmanager
@@ -584,9 +574,8 @@ def _load(group: _Group, leaves: Sequence[_Leaf]) -> Table:
         rows = max(1, min(group.rows, group.rows * BATCH_BYTES // max(1, once), BATCH_BYTES // of_row))
         table = pa.Table.from_batches(list(_batches(opened, chunks, group, leaves, rows, by_dictionary)))
     if table.num_rows != group.rows:
-        raise UserError.at(
-            group, found=f"{table.num_rows:,} rows", expected=f"{group.rows:,} as in its footer", fix=_COPY
-        )
+        expected = f"{group.rows:,} as in its footer"
+        raise UserError.at(group, found=f"{table.num_rows:,} rows", expected=expected, fix=_COPY)
     return table
 
 

@@ -1,5 +1,5 @@
-"""The files that a pattern names: braces as in a shell, `shard-{0000..0099}.tar` or `{a,b}.json`, then `*`, `?` and
-`[...]`. Matches of a wildcard are in the order of their names.
+"""The files of a data set, and their format. Patterns have braces as in a shell, `shard-{0000..0099}.tar` or
+`{a,b}.json`, then `*`, `?` and `[...]`. Matches of a wildcard are in the order of their names.
 """
 
 from __future__ import annotations
@@ -7,10 +7,14 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from megatron_hetero.base.contents import StoredFile, is_url, require_store, store
 from megatron_hetero.base.errors import UserError, quoted
+from megatron_hetero.config.sections import DatasetConfig
+from megatron_hetero.data.sources.formats import Opened
+from megatron_hetero.data.sources.json_files import JsonFiles
 
 MOST_FILES = 1_000_000
 """Limit of the files of a data set."""
@@ -18,9 +22,34 @@ MOST_NAME, MOST_CHARACTERS = 4096, 1 << 28
 """Limits of a name, which are those of Linux, and of all names together."""
 MOST_BRACES = 100
 """Opening braces of a pattern."""
+_SUFFIXES = {".parquet": "parquet", ".tar": "webdataset"}
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MARK = re.compile(r"[{},]")
 _UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # The other surrogates are bytes of a file's name.
+
+
+def open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Opened:
+    """Finds the files of the data set of a `setting`. `items`: fields that items may be in. Raises `UserError`."""
+    if entry.annotations is not None:
+        return JsonFiles(), (StoredFile(str(entry.annotations)),), {}
+    pattern, chosen = entry.files or "", entry.format
+    if chosen == "auto":
+        is_folder = not is_url(pattern) and Path(pattern).is_dir()
+        chosen = "energon" if is_folder else _SUFFIXES.get(Path(pattern).suffix.lower(), "json")
+    if chosen == "energon":
+        from megatron_hetero.data.sources.energon import open_energon
+
+        return open_energon(Path(pattern), entry, f"{setting}.files")
+    format = JsonFiles()
+    if chosen == "parquet":
+        from megatron_hetero.data.sources.parquet import ParquetFiles
+
+        format = ParquetFiles(entry.fields, items)
+    elif chosen == "webdataset":
+        from megatron_hetero.data.sources.tars import TarFiles
+
+        format = TarFiles(bool(entry.fields))
+    return format, files_of(pattern, f"{setting}.files"), {}
 
 
 def files_of(pattern: str, setting: str) -> tuple[StoredFile, ...]:
@@ -84,31 +113,26 @@ def with_braces_expanded(patterns: Iterable[str], where: str) -> list[str]:
     return names
 
 
-def _expanded(pattern: str, where: str) -> Iterable[str]:
+def _expanded(pattern: str, where: str) -> Iterator[str]:
     """The pattern with each choice of its braces."""
-    return _with_choices(pattern, where) if "{" in pattern else (pattern,)
-
-
-def _with_choices(pattern: str, where: str) -> Iterator[str]:
     start = pattern.find("{")
-    end = _closing(pattern, start)
+    end = next(_outer_marks(pattern, start), None) if start >= 0 else None
     if end is None:
         yield pattern
         return
-    for choice in _choices(pattern[start + 1 : end], where):
+    for choice in _choices(pattern[start + 1 : end.start()], where):
         for head in _expanded(choice, where):
-            for tail in _expanded(pattern[end + 1 :], where):
+            for tail in _expanded(pattern[end.end() :], where):
                 yield pattern[:start] + head + tail
 
 
-def _closing(pattern: str, start: int) -> int | None:
-    """Where the brace that opens at `start` is closed; None if there is none."""
+def _outer_marks(text: str, start: int = 0) -> Iterator[re.Match[str]]:
+    """Commas that are not in braces, and braces that close others of these."""
     depth = 0
-    for mark in _MARK.finditer(pattern, start):
+    for mark in _MARK.finditer(text, start):
         depth += {"{": 1, "}": -1, ",": 0}[mark[0]]
         if not depth:
-            return mark.start()
-    return None
+            yield mark
 
 
 def _choices(inside: str, where: str) -> Iterator[str]:
@@ -122,10 +146,9 @@ def _choices(inside: str, where: str) -> Iterator[str]:
         width = len(ends[1]) if ends[1].startswith("0") else 0
         yield from (f"{number:0{width}}" for number in range(first, last + 1))
         return
-    depth = begin = 0
-    for mark in _MARK.finditer(inside):
-        depth += {"{": 1, "}": -1, ",": 0}[mark[0]]
-        if mark[0] == "," and not depth:
+    begin = 0
+    for mark in _outer_marks(inside):
+        if mark[0] == ",":
             yield inside[begin : mark.start()]
             begin = mark.end()
     yield inside[begin:]
