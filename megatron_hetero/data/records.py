@@ -17,7 +17,7 @@ from megatron_hetero.base.errors import UserError, quoted, reason
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.sources.index import Blocks, Index, Indexer
 from megatron_hetero.data.sources.mapping import FieldMap
-from megatron_hetero.data.sources.patterns import open_files
+from megatron_hetero.data.sources.opening import open_files
 from megatron_hetero.data.validation import IMAGES, ItemField, ItemRef, Turns, validate_record
 from megatron_hetero.models.items.types import Header, Item, ItemReader
 

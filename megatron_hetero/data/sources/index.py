@@ -294,14 +294,10 @@ class Indexer:
         records, share, starts, sizes, block = 0, 0.0, array("q"), array("q"), None
         with self._reading(file):
             for place in self.format.scan(file, columns):
-                if (
-                    not starts
-                    or place.block != block
-                    or (
-                        block is None
-                        and (records - starts[-1] >= BLOCK_RECORDS or sizes[-1] + place.size > BLOCK_BYTES)
-                    )
-                ):
+                is_full = bool(starts) and (
+                    records - starts[-1] >= BLOCK_RECORDS or sizes[-1] + place.size > BLOCK_BYTES
+                )
+                if not starts or place.block != block or (block is None and is_full):
                     starts.append(records)
                     sizes.append(0)
                     block = place.block

@@ -1,5 +1,5 @@
-"""The files of a data set, and their format. Patterns have braces as in a shell, `shard-{0000..0099}.tar` or
-`{a,b}.json`, then `*`, `?` and `[...]`. Matches of a wildcard are in the order of their names.
+"""The files that a pattern names: braces as in a shell, `shard-{0000..0099}.tar` or `{a,b}.json`, then `*`, `?` and
+`[...]`. Matches of a wildcard are in the order of their names.
 """
 
 from __future__ import annotations
@@ -7,14 +7,10 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 from megatron_hetero.base.contents import StoredFile, is_url, require_store, store
 from megatron_hetero.base.errors import UserError, quoted
-from megatron_hetero.config.sections import DatasetConfig
-from megatron_hetero.data.sources.formats import Opened
-from megatron_hetero.data.sources.json_files import JsonFiles
 
 MOST_FILES = 1_000_000
 """Limit of the files of a data set."""
@@ -22,34 +18,9 @@ MOST_NAME, MOST_CHARACTERS = 4096, 1 << 28
 """Limits of a name, which are those of Linux, and of all names together."""
 MOST_BRACES = 100
 """Opening braces of a pattern."""
-_SUFFIXES = {".parquet": "parquet", ".tar": "webdataset"}
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MARK = re.compile(r"[{},]")
 _UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # The other surrogates are bytes of a file's name.
-
-
-def open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Opened:
-    """Finds the files of the data set of a `setting`. `items`: fields that items may be in. Raises `UserError`."""
-    if entry.annotations is not None:
-        return JsonFiles(), (StoredFile(str(entry.annotations)),), {}
-    pattern, chosen = entry.files or "", entry.format
-    if chosen == "auto":
-        is_folder = not is_url(pattern) and Path(pattern).is_dir()
-        chosen = "energon" if is_folder else _SUFFIXES.get(Path(pattern).suffix.lower(), "json")
-    if chosen == "energon":
-        from megatron_hetero.data.sources.energon import open_energon
-
-        return open_energon(Path(pattern), entry, f"{setting}.files")
-    format = JsonFiles()
-    if chosen == "parquet":
-        from megatron_hetero.data.sources.parquet import ParquetFiles
-
-        format = ParquetFiles(entry.fields, items)
-    elif chosen == "webdataset":
-        from megatron_hetero.data.sources.tars import TarFiles
-
-        format = TarFiles(bool(entry.fields))
-    return format, files_of(pattern, f"{setting}.files"), {}
 
 
 def files_of(pattern: str, setting: str) -> tuple[StoredFile, ...]:
