@@ -170,7 +170,10 @@ def show_statistics(config: Config, count: int, console: Console, histogram: Pat
         require_plot(histogram)
         new_figure((1, 1))  # matplotlib is there, or nobody waits for the samples.
     found, limit = measured(config, open_processor(config), count), config.data.max_seq_length
-    _print_table(_table(found, limit), console)
+    table = _table(found, limit)
+    # In its own width: figures that are cut or folded are wrong figures.
+    table.width = Measurement.get(console, console.options.update(width=FILE_COLUMNS), table).maximum
+    console.print(table, crop=False)
     for text in _problems(found):
         console.print(Text(text), soft_wrap=True)
     opened = {each.data.name: each.data for each in found}
@@ -263,12 +266,6 @@ def _percent(number: int, of: int) -> str:
     return "0" if not number else "<0.1 %" if number < 0.001 * of else f"{100 * number / of:.1f} %"
 
 
-def _print_table(table: Table, console: Console) -> None:
-    """Print it in its own width: figures that are cut or folded are wrong figures."""
-    table.width = Measurement.get(console, console.options.update(width=FILE_COLUMNS), table).maximum
-    console.print(table, crop=False)
-
-
 # ------------------------------------------------------------------------------------------------ the histograms
 
 _BINS = 40
@@ -304,7 +301,8 @@ def draw_statistics(found: Sequence[DatasetStatistics], limit: int, file: Path) 
     """Draw tokens per sample and sizes of items to an SVG or PNG file; `limit`: `data.max_seq_length`. Raises
     `UserError`.
     """
-    names = [_shortened(printable(each.data.name)) for each in found]
+    names = [printable(each.data.name) for each in found]
+    names = [name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 1]}…" for name in names]
     tokens = [_Line(each.tokens, name, k, k // 10) for k, (each, name) in enumerate(zip(found, names, strict=True))]
     fields = sorted({field for each in found for field in each.items})
     items = [
@@ -326,10 +324,6 @@ def draw_statistics(found: Sequence[DatasetStatistics], limit: int, file: Path) 
         title = "Sizes of items: " + ", ".join(dict.fromkeys(field.modality + "s" for field in fields))
         _draw(axes[1], items, 0, title, "√(width × height) in an item's file, pixels for pictures", "share of items")
     write_plot(figure, file)
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 1]}…"
 
 
 def _draw(axis: Axes, lines: Sequence[_Line], limit: int, title: str, of_values: str, share: str) -> None:

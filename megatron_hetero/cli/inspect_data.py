@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _SAMPLES, _EXAMINED = 5, 1000
 """Samples that are printed, and samples of each data set that statistics are from."""
+_SHEETS = "choose another --sheets folder"
 _SUPERVISED = "bold green"
 _SUPERVISED_MARKS = ("⟦", "⟧")
 
@@ -119,15 +120,13 @@ def show(config: Config, count: int, console: Console, sheets: Path | None = Non
     for k in range(count):
         show_sample(console, processor, processor.tokenize(mixture[k]), config.data.max_seq_length)
         if sheets is not None:
-            with os_errors_as(lambda error: _unwritable(sheets, error)):
+            with os_errors_as(
+                lambda error: UserError.at(sheets, problem=f"cannot be written ({reason(error)})", fix=_SHEETS)
+            ):
                 sheets.mkdir(parents=True, exist_ok=True)
                 for path in draw_sheets(processor, mixture[k], sheets):
                     console.print(Text(f"frames: {path}"), soft_wrap=True)
     console.print(Text(samples_per_epoch(mixture.parts)), soft_wrap=True)
-
-
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    return UserError.at(folder, problem=f"cannot be written ({reason(error)})", fix="choose another --sheets folder")
 
 
 def _parser() -> argparse.ArgumentParser:

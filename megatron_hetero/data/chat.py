@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,10 @@ from megatron_hetero.data.validation import IMAGES, ItemField, split_at_placehol
 END_OF_TURN = "<|im_end|>"
 Parts = Mapping[ItemField, dict[str, str]]
 """The part of a chat message that stands for an item, by field."""
-NEAR_TURNS = 32
-"""Turns whose prompts are rendered from the beginning, as is the last one."""
-MOST_TURNS = 512
-"""Limit of the turns of a conversation if the template renders turns by more than themselves."""
+NEAR_TURNS, MOST_TURNS = 32, 512
+"""Turns whose prompts are rendered from the beginning, as is the last one; and limit of all turns of a conversation if
+the template renders turns by more than themselves.
+"""
 _OPENING = [{"role": "user", "content": "Shall we begin?"}, {"role": "assistant", "content": "Yes, do go on."}]
 PICTURES: Parts = {field: {"type": "image"} for field in IMAGES}
 
@@ -63,10 +64,12 @@ def render(tokenizer: Any, record: Record, shown: Parts = PICTURES) -> list[Rend
     for k, turn in enumerate(record.turns):
         if turn.role != "assistant":
             continue
-        answer = turn.text + END_OF_TURN
-        between = ""
-        if NEAR_TURNS <= k < len(messages) - 1:
-            between = _rendered_alone(tokenizer, messages[next_turn:k])
+        answer, between = turn.text + END_OF_TURN, ""
+        is_between = NEAR_TURNS <= k < len(messages) - 1
+        if is_between:  # The same text as after another short conversation, unless it depends on more.
+            with suppress(UserError):
+                alone = _apply(tokenizer, [*_OPENING, *messages[next_turn:k]], record, prompt=True)
+                between = alone.partition(_OPENING[1]["content"] + END_OF_TURN)[2]
         start = position + len(between)
         if not between or not full.startswith(between + answer, position):
             prompt = _apply(tokenizer, messages[:k], record, prompt=True)
@@ -74,22 +77,17 @@ def render(tokenizer: Any, record: Record, shown: Parts = PICTURES) -> list[Rend
             if start < position or not full.startswith(prompt + answer):
                 problem = f"does not render turn {k + 1} as its generation prompt, the text and {END_OF_TURN}"
                 raise _template_error(record, problem)
-            if MOST_TURNS <= k < len(messages) - 1:
-                raise _too_many_turns(record)
+            if is_between and k >= MOST_TURNS:
+                found, expected = f"{len(messages)} turns", f"at most {MOST_TURNS}"
+                because = (
+                    "the chat template of model.hf_path does not render each turn by itself, so that to find each "
+                )
+                because += "answer takes a rendering of all turns before it"
+                fix = "split the conversation"
+                raise UserError.at(record.where, found=found, expected=expected, because=because, fix=fix)
         runs += [RenderedText(full[position:start], False), RenderedText(answer, True)]
         position, next_turn = start + len(answer), k + 1
     return [run for run in [*runs, RenderedText(full[position:], False)] if run.text]
-
-
-def _rendered_alone(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    """The text from the end of an answer to the next one, if it depends on the messages between them alone: that after
-    another short conversation. Empty if the template fails.
-    """
-    try:
-        text = tokenizer.apply_chat_template([*_OPENING, *messages], tokenize=False, add_generation_prompt=True)
-    except Exception:  # as in `_apply`
-        return ""
-    return text.partition(_OPENING[1]["content"] + END_OF_TURN)[2]
 
 
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, prompt: bool) -> str:
@@ -100,20 +98,6 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, pr
 
 
 def _template_error(record: Record, problem: str) -> UserError:
-    return UserError.at(
-        f"{record.where}: chat template of model.hf_path",
-        problem=problem,
-        because="otherwise the supervised tokens cannot be located",
-        fix="use the chat template of the published model",
-    )
-
-
-def _too_many_turns(record: Record) -> UserError:
-    return UserError.at(
-        record.where,
-        found=f"{len(record.turns)} turns",
-        expected=f"at most {MOST_TURNS}",
-        because="the chat template of model.hf_path does not render each turn by itself, so that to find each answer "
-        "takes a rendering of all turns before it",
-        fix="split the conversation",
-    )
+    where, fix = f"{record.where}: chat template of model.hf_path", "use the chat template of the published model"
+    because = "otherwise the supervised tokens cannot be located"
+    return UserError.at(where, problem=problem, because=because, fix=fix)

@@ -27,7 +27,7 @@ from megatron_hetero.base.files import open_regular, read_text, resolved
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import kind
 from megatron_hetero.data.sources.formats import Columns, Opened, Place
-from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.patterns import MOST_NAME, with_braces_expanded
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, require_tar, tar_members
 from megatron_hetero.data.sources.tar_records import decoded_json, form_of
@@ -104,12 +104,10 @@ class EnergonTars(TarFiles):
             if value is not None:
                 found[name] = value
             elif name not in _OPTIONAL:
-                raise UserError.at(
-                    f"{where}: field '{name}'",
-                    found=f"nothing at {' or '.join(map('.'.join, paths))}",
-                    expected=f"the place in field_map, in a sample with {', '.join(parts)}",
-                    fix="correct dataset.yaml, set `fields` of the data set, or remove the sample",
-                )
+                missing = f"nothing at {' or '.join(map('.'.join, paths))}"
+                expected = f"the place in field_map, in a sample with {', '.join(parts)}"
+                fix = "correct dataset.yaml, set `fields` of the data set, or remove the sample"
+                raise UserError.at(f"{where}: field '{name}'", found=missing, expected=expected, fix=fix)
         if "conversation" in found:
             turns = _turns(found.pop("conversation"), f"{where}: field 'conversation'")
             record = {name: value for name, value in record.items() if name not in FORMS} | {form_of(turns): turns}
@@ -168,30 +166,19 @@ class _Plain(yaml.SafeLoader):
 
 
 def _loaded(*paths: Path) -> tuple[Path, dict[str, Any]]:
-    """The mapping in the first of these files that exists. Raises `UserError`, and `FileNotFoundError`."""
-    path, *others = paths
+    """The mapping in the first of these files that exists. Raises `UserError`."""
+    path = next((path for path in paths if os.access(path, os.F_OK)), paths[0])
     try:
         text = read_text(path, MOST_META_BYTES)
         content = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Plain)
-    except FileNotFoundError:
-        if others:
-            return _loaded(*others)
-        raise
     except OSError as error:
-        raise UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=_PREPARE) from None
+        problem = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({reason(error)})"
+        raise UserError.at(path, problem=problem, fix=_PREPARE) from None
     # Tags of YAML on values that they do not fit raise all of these.
     except (ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError) as error:
         problem = f"malformed ({in_short(error)})"
         raise UserError.at(path, problem=problem, fix=f"correct it, or {_PREPARE}") from None
     return path, _mapping(content, path)
-
-
-def _required(*paths: Path) -> tuple[Path, dict[str, Any]]:
-    """See `_loaded`. Raises `UserError` alone."""
-    try:
-        return _loaded(*paths)
-    except FileNotFoundError:
-        raise UserError.at(paths[0], problem="no such file", fix=_PREPARE) from None
 
 
 def _mapping(value: Any, where: object) -> dict[str, Any]:
@@ -216,7 +203,7 @@ def _names(value: Any, where: object) -> list[str]:
 
 def _counts(meta: Path) -> dict[str, int]:
     """The samples of each tar, in the order of their numbers."""
-    path, info = _required(meta / ".info.json", meta / ".info.yaml")
+    path, info = _loaded(meta / ".info.json", meta / ".info.yaml")
     counts = _mapping(info.get("shard_counts"), f"{path}: shard_counts")
     for name, count in counts.items():
         if not isinstance(name, str) or type(count) is not int or not 0 <= count < 1 << 63:
@@ -227,7 +214,7 @@ def _counts(meta: Path) -> dict[str, int]:
 
 def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
     """The tars of a split, with the keys of their excluded samples."""
-    path, content = _required(meta / "split.yaml", meta / "split.json")
+    path, content = _loaded(meta / "split.yaml", meta / "split.json")
     parts = _mapping(content.get("split_parts"), f"{path}: split_parts")
     if not parts.get(split):
         found, expected = quoted(split), f"a split with tars, of {truncated(', '.join(map(str, parts)), MOST_QUOTED)}"
@@ -317,10 +304,9 @@ def _indexed(index: Path, file: StoredFile, whole: int, number: int) -> Iterator
 
 def _field_map(meta: Path, setting: str) -> tuple[dict[str, Paths], dict[str, str]]:
     """Where the fields of samples are, and our fields that they become; none for classes that are not known."""
-    try:
-        path, content = _loaded(meta / "dataset.yaml")
-    except FileNotFoundError:
+    if not os.access(meta / "dataset.yaml", os.F_OK):
         return {}, {}
+    path, content = _loaded(meta / "dataset.yaml")
     fix = f"set {setting.removesuffix('files')}fields, such as image: jpg and answer: json.caption"
     if content.get("sample_loader") is not None:
         place, found = f"{path}: sample_loader", quoted(str(content["sample_loader"]))

@@ -91,9 +91,6 @@ def finished(column: array[int] | bytearray | None) -> np.ndarray:
 
 def changed(where: str) -> UserError:
     """The error for a file that does not have what its index says."""
-    return UserError.at(
-        where,
-        problem="not what the index of its file says",
-        because="the file has been changed or replaced",
-        fix="do not change data while it is read, and start again: a changed file is indexed anew",
-    )
+    problem, because = "not what the index of its file says", "the file has been changed or replaced"
+    fix = "do not change data while it is read, and start again: a changed file is indexed anew"
+    return UserError.at(where, problem=problem, because=because, fix=fix)

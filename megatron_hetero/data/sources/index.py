@@ -3,8 +3,9 @@
 An index is one file: the length of a header, the header as JSON, and arrays, each at a multiple of 64 bytes. It names
 the files that it was computed from with their sizes and times, and is computed anew if one differs. It is written
 beside its place and then moved there, so that nobody reads half of one, and has a checksum. In a folder that users
-share, each has indexes of his own: whoever can write an index chooses what is read as a record. One that belongs to
-somebody else, that others may write to, or whose figures do not fit its files is computed anew.
+share, each has indexes of his own: whoever can write an index chooses what is read as a record. One that others may
+write to, that belongs to anybody but the user, root and the owner of its folder (on NFS that may be `nobody` for all
+that is written), or whose figures do not fit its files is computed anew.
 
 One process of a machine, or of all machines that share the folder, computes an index, while others wait for its lock.
 """
@@ -16,7 +17,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import sys
 import tempfile
 import threading
@@ -33,10 +33,11 @@ import numpy as np
 
 from megatron_hetero.base.contents import StoredFile, Version
 from megatron_hetero.base.errors import UserError, reason
+from megatron_hetero.base.files import open_own, replacing
 from megatron_hetero.base.lock import Lock
 from megatron_hetero.base.terminal import Progress
 from megatron_hetero.base.worker_process import Processes
-from megatron_hetero.data.sources.formats import Arrays, Columns, Format, Place, finished
+from megatron_hetero.data.sources.formats import Arrays, Columns, Format, finished
 
 VERSION = 1
 """Of indexes. Another one computes them anew."""
@@ -135,13 +136,6 @@ class Index:
         return Blocks(np.append(self._numbered("blocks"), len(self)), np.asarray(self._columns["block_sizes"][0]))
 
 
-class _Scanned(NamedTuple):
-    """The places of the records of one file."""
-
-    records: int
-    columns: Columns
-
-
 class Checked(NamedTuple):
     """What was found in consecutive records of one file.
 
@@ -202,13 +196,12 @@ class Indexer:
         """Inside, errors of reading a file are raised as `UserError`s."""
         try:
             yield
-        except FileNotFoundError as error:
-            setting = f"data.registry.{self.name}"
-            fix = f"correct its path (`annotations` or `files` of {setting})"
-            raise UserError.at(file, problem="no such file", fix=fix) from error
         except OSError as error:
-            problem = f"cannot be read ({reason(error)})"
-            raise UserError.at(file, problem=problem, fix="check path and permissions") from error
+            problem, fix = f"cannot be read ({reason(error)})", "check path and permissions"
+            if isinstance(error, FileNotFoundError):
+                problem = "no such file"
+                fix = f"correct its path (`annotations` or `files` of data.registry.{self.name})"
+            raise UserError.at(file, problem=problem, fix=fix) from error
 
     # ----------------------------------------------------------------------------------------- stored indexes
 
@@ -237,17 +230,18 @@ class Indexer:
             computed = self._computed(files)
             try:
                 _write(path, computed)
+                if (found := self._open(path, files)) is None:
+                    raise OSError("what is written there may be changed by others")
             except OSError as error:
                 self._warn(path, error)
-                return computed
-            return self._open(path, files) or computed
+            return found or computed
         finally:
             lock.release(remove=True)
 
     def _warn(self, path: Path, error: OSError) -> None:
         print(
             f"warning: the index of data set {self.name!r} cannot be stored in {path.parent} ({reason(error)}); each "
-            "process computes its own, again at each start. Set data.index to a folder that can be written.",
+            "process computes its own, again at each start. Set data.index to a folder of your own.",
             file=sys.stderr,
             flush=True,
         )
@@ -255,12 +249,10 @@ class Indexer:
     def _open(self, path: Path, files: Sequence[StoredFile]) -> Index | None:
         """The index in a file; None if there is none, it is damaged, or it is of other files than these."""
         found = _read(path)
-        if found is None or [file.known for file in found.files] != [file.known for file in files]:
-            return None
-        if "bad" not in found._columns:
+        if found is None or [each.known for each in found.files] != [each.known for each in files]:
             return None
         # These files, not those that the index names.
-        return replace(found, files=tuple(files))
+        return replace(found, files=tuple(files)) if "bad" in found._columns else None
 
     # ----------------------------------------------------------------------------------------------- scanning
 
@@ -291,17 +283,25 @@ class Indexer:
             finally:
                 stop.set()
                 pool.shutdown(cancel_futures=True)
-        starts = np.cumsum([0, *(each.records for each in scanned)], dtype=np.int64)
-        names = dict.fromkeys(name for each in scanned for name in each.columns)
-        columns = {name: _joined([finished(each.columns.get(name)) for each in scanned]) for name in names}
+        starts = np.cumsum([0, *(records for records, _ in scanned)], dtype=np.int64)
+        names = dict.fromkeys(name for _, columns in scanned for name in columns)
+        columns = {name: _joined([finished(columns.get(name)) for _, columns in scanned]) for name in names}
         return Index(files, starts, "", False, (), columns)
 
-    def _scan(self, file: StoredFile, progress: Progress, stop: threading.Event) -> _Scanned:
+    def _scan(self, file: StoredFile, progress: Progress, stop: threading.Event) -> tuple[int, Columns]:
+        """The number of records of a file, and their columns, with their blocks."""
         columns: Columns = {}
-        records, share, cutter = 0, 0.0, _BlockCutter()
+        records, share, starts, sizes, block = 0, 0.0, array("q"), array("q"), None
         with self._reading(file):
             for place in self.format.scan(file, columns):
-                cutter.add(records, place)
+                is_full = bool(starts) and (
+                    records - starts[-1] >= BLOCK_RECORDS or sizes[-1] + place.size > BLOCK_BYTES
+                )
+                if not starts or place.block != block or (block is None and is_full):
+                    starts.append(records)
+                    sizes.append(0)
+                    block = place.block
+                sizes[-1] += place.size
                 records += 1
                 if not records % 256:
                     progress.advance(place.share - share, 256)
@@ -309,7 +309,7 @@ class Indexer:
                     if stop.is_set():
                         break
         progress.advance(1.0 - share, records % 256)
-        return _Scanned(records, columns | {"blocks": cutter.starts, "block_sizes": cutter.sizes})
+        return records, columns | {"blocks": starts, "block_sizes": sizes}
 
     def _checked(self, places: Index, tasks: Sequence[tuple[int, range]]) -> Iterator[Checked]:
         """What is found in each task's records, numbers of a file: in processes if there are many."""
@@ -375,26 +375,6 @@ class StoredChecker:
         return self._indexer.check_records(self._places.files[file], self._places.columns(file), numbers)
 
 
-class _BlockCutter:
-    """Cuts the records of a file into blocks."""
-
-    def __init__(self) -> None:
-        self.starts, self.sizes = array("q"), array("q")
-        self._number: int | None = None
-
-    def add(self, record: int, place: Place) -> None:
-        if not self.starts or self._is_new(record, place):
-            self.starts.append(record)
-            self.sizes.append(0)
-            self._number = place.block
-        self.sizes[-1] += place.size
-
-    def _is_new(self, record: int, place: Place) -> bool:
-        if place.block is not None:
-            return place.block != self._number
-        return record - self.starts[-1] >= BLOCK_RECORDS or self.sizes[-1] + place.size > BLOCK_BYTES
-
-
 def _with_findings(places: Index, files: Sequence[int], found: Sequence[Checked], scanned: bool) -> Index:
     """The index of places with what was found in runs of records of these files, in order."""
     by_file: list[list[Checked]] = [[] for _ in places.files]
@@ -432,14 +412,14 @@ def _of_one_type(of_files: Sequence[np.ndarray]) -> np.ndarray:
 
 def _write(path: Path, index: Index) -> None:
     """Store an index, whole or not at all. Raises `OSError`."""
-    arrays = {"": index.starts}
+    arrays: dict[str, Any] = {"": index.starts}
     for name, (entries, starts) in index._columns.items():
-        arrays |= {f"{name}": entries, f"{name} of files": starts}
+        arrays |= {name: np.ascontiguousarray(entries), f"{name} of files": starts}
     checksum, places, end = 0, dict[str, Any](), 0
     for name, entries in arrays.items():
         places[name] = (end, len(entries), entries.dtype.str)
         end += -(-entries.nbytes // _ALIGN) * _ALIGN
-        checksum = zlib.crc32(_bytes(entries), checksum)
+        checksum = zlib.crc32(entries, checksum)
     header = {
         "version": VERSION,
         "files": [(file.name, file.known) for file in index.files],
@@ -451,33 +431,23 @@ def _write(path: Path, index: Index) -> None:
     }
     text = json.dumps(header).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGN)
-    new = path.with_suffix(f".{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}")
-    try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
-            file.write(len(text).to_bytes(_LENGTH, "little") + text)
-            for entries in arrays.values():
-                file.write(_bytes(entries))
-                file.write(b"\0" * (-entries.nbytes % _ALIGN))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
-
-
-def _bytes(entries: Any) -> memoryview:
-    """The memory of an array."""
-    contiguous: Any = np.ascontiguousarray(entries)
-    return memoryview(contiguous).cast("B") if entries.size else memoryview(b"")
+    path.unlink(missing_ok=True)  # It may be a link.
+    with replacing(path) as new, open_own(new, "r+b") as file:
+        os.fchmod(file.fileno(), 0o600)  # Whatever the umask: one that others may write to is not used.
+        file.write(len(text).to_bytes(_LENGTH, "little") + text)
+        for entries in arrays.values():
+            file.write(entries)
+            file.write(b"\0" * (-entries.nbytes % _ALIGN))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _read(path: Path) -> Index | None:
     """The index in a file; None if there is none, not all of it, or not one of ours."""
     try:
-        # Nonblocking: opening a pipe without a writer would wait.
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open_own(path, "rb") as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+            if status.st_uid not in (os.getuid(), 0, path.parent.stat().st_uid) or status.st_mode & 0o022:
                 return None
             data: Any = np.memmap(file, np.uint8, "r")
         length = int.from_bytes(data[:_LENGTH].tobytes(), "little")
@@ -490,7 +460,7 @@ def _read(path: Path) -> Index | None:
             first = _LENGTH + length + start
             part = data[first : first + entries * kind.itemsize]
             arrays[name] = part.view(kind)
-            checksum = zlib.crc32(_bytes(part), checksum)
+            checksum = zlib.crc32(part, checksum)
             if len(arrays[name]) != entries or start < 0:
                 return None
         if checksum != header["checksum"]:
@@ -509,44 +479,43 @@ def _read(path: Path) -> Index | None:
         return None
 
 
+_AS_MANY = {"block_sizes": "blocks", "sizes": "starts", "parts": "starts", "item_ends": "records",
+            "key_ends": "records", "part_ends": "records"}  # fmt: skip
+_ENDS = {"item_ends": "headers", "key_ends": "keys", "part_ends": "starts", "name_ends": "names"}
+_BELOW = {"bad": "records", "parts": "name_ends", "starts": "bytes", "sizes": "bytes"}
+"""Columns that have as many entries as others, that are ends of runs in others, and that are numbers in others."""
+
+
 def _fits(index: Index) -> bool:
     """Whether all figures of an index are places in its files. Raises an exception for some that are not."""
-    for starts, count in [(index.starts, len(index)), *((each, len(of)) for of, each in index._columns.values())]:
-        if len(starts) != len(index.files) + 1 or starts[0] or not _ascend(starts, count):
-            return False
-    records = np.diff(index.starts).tolist()
+    runs = [(index.starts, len(index)), *((starts, len(entries)) for entries, starts in index._columns.values())]
+    if not all(len(each) == len(index.files) + 1 and not each[0] and _ascend(each, last) for each, last in runs):
+        return False
+    of_files = zip(index.files, np.diff(index.starts).tolist(), strict=True)
     return all(
-        _columns_fit(index.columns(k), records[k], int(file.version()[1]), index.scanned)
-        for k, file in enumerate(index.files)
+        _columns_fit(index.columns(k), records, file, index.scanned) for k, (file, records) in enumerate(of_files)
     )
 
 
-def _columns_fit(own: Mapping[str, np.ndarray], records: int, size: int, scanned: bool) -> bool:
-    """Whether the columns of a file of so many records and bytes fit each other, see the formats."""
-    none = np.zeros(0, np.int64)
-    blocks, starts, sizes, names = (
-        own["blocks"],
-        own.get("starts", none),
-        own.get("sizes", none),
-        own.get("names", none),
-    )
-    names.tobytes().decode()
-    fits = len(blocks) == len(own["block_sizes"]) and not blocks[:1].any() and bool(len(blocks)) == bool(records)
-    fits &= _within(own.get("bad", none), records) and _within(blocks, records) and bool((np.diff(blocks) > 0).all())
-    fits &= _within(starts, size + 1) and _within(sizes, size + 1) and bool((starts + sizes <= size).all())
+def _columns_fit(own: Mapping[str, np.ndarray], records: int, file: StoredFile, scanned: bool) -> bool:
+    """Whether the columns of a file of so many records fit each other, see the formats."""
+    size = int(file.version()[1])
+    count = {name: len(entries) for name, entries in own.items()} | {"records": records, "bytes": size + 1}
+    blocks, as_many = own["blocks"], {name: of for name, of in _AS_MANY.items() if name in own}
     if scanned:
-        fits &= len(own["item_ends"]) == records and _ascend(own["item_ends"], len(own["headers"]) // 2)
-    if "parts" in own:  # Of tars.
-        fits &= len(own["key_ends"]) == len(own["part_ends"]) == records and len(own["parts"]) == len(starts)
-        fits &= _ascend(own["key_ends"], len(own["keys"])) and _ascend(own["part_ends"], len(starts))
-        fits &= _ascend(own["name_ends"], len(names)) and _within(own["parts"], len(own["name_ends"]))
-    elif "starts" in own:  # Of JSON.
-        fits &= len(starts) == len(sizes) == records and len(own.get("lines", none)) in (0, records)
-    return fits
-
-
-def _within(numbers: np.ndarray, end: int) -> bool:
-    return not len(numbers) or bool(numbers.min() >= 0 and numbers.max() < end)
+        count["headers"], as_many["item_ends"] = len(own["headers"]) // 2, "records"
+    if "names" in own:
+        own["names"].tobytes().decode()
+    elif "starts" in own:  # Of JSON, where lists have no lines.
+        as_many |= {"starts": "records"} | ({"lines": "records"} if count.get("lines") else {})
+    return (
+        blocks[:1].tolist() == [0][:records]
+        and bool((np.diff(blocks, append=records) > 0).all())
+        and all(count[name] == count[of] for name, of in as_many.items())
+        and all(_ascend(own[name], count[of]) for name, of in _ENDS.items() if name in own)
+        and all(own[name].min() >= 0 and own[name].max() < count[of] for name, of in _BELOW.items() if count.get(name))
+        and bool((own.get("starts", blocks[:0]) + own.get("sizes", blocks[:0]) <= size).all())
+    )
 
 
 def _ascend(ends: np.ndarray, last: int) -> bool:

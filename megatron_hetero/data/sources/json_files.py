@@ -1,4 +1,7 @@
-"""JSON lists and JSONL. The first character of a file tells which, not its suffix: many ``.json`` files hold JSONL."""
+"""JSON lists and JSONL. The first character of a file tells which, not its suffix: many ``.json`` files hold JSONL.
+
+Texts are decoded fast, and by Python's own decoder where that refuses them.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,49 @@ import numpy as np
 from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
-from megatron_hetero.data.sources.json_text import BOM, MOST_TEXT_BYTES, decode_json, lone_surrogate, not_utf8
 
+BOM = b"\xef\xbb\xbf"
+"""Byte order mark, which some programs write before a text."""
+MOST_TEXT_BYTES = 8 * 2**20
+"""Limit of the text of a record."""
 MOST_DECODED_BYTES = 2**28
 """Size of a list up to which Python's own decoder is asked what is wrong with it."""
 
 _FORMATS = "a JSON list of records, or JSONL with one record on each line"
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
-_BETWEEN = re.compile(rb"[\s,]*")
+_OPENING, _BETWEEN = re.compile(rb"\s*\[\s*"), re.compile(rb"[\s,]*")
 _SPACE = re.compile(r"[\s,]*")
 _BYTE = re.compile(r" \(byte (\d+)\)")
 _CHUNK = 1 << 24
+
+
+def decode_json(raw: bytes) -> Any:
+    """The value of a JSON text. Python's own decoder also takes `NaN`, and names the place of a fault.
+
+    Raises:
+        UnicodeDecodeError: the text is not UTF-8.
+        UnicodeEncodeError: the value has a lone surrogate.
+        ValueError: the text is malformed; a `json.JSONDecodeError` if the fault has a place.
+        RecursionError: the text is nested too deep.
+    """
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        value = json.loads(raw.decode("utf-8"))
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def not_utf8(error: UnicodeDecodeError, where: str, fix: str) -> UserError:
+    """The error for a text that is not UTF-8."""
+    found = f"byte 0x{error.object[error.start]:02x}, which is not UTF-8"
+    return UserError.at(where, found=found, expected="UTF-8 text", fix=fix)
+
+
+def lone_surrogate(error: UnicodeEncodeError, where: str) -> UserError:
+    """The error for half of a surrogate pair, which JSON can escape."""
+    problem, fix = f"lone surrogate (\\u{ord(error.object[error.start]):04x})", "correct the escape sequence"
+    return UserError.at(where, problem=problem, because="UTF-8 cannot encode it", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -103,9 +138,9 @@ def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int)
         if len(view) > MOST_DECODED_BYTES:
             raise _broken_list(file, view, at, error) from None
         elements = _decoded_sizes(file, bytes(view[at:]))
-    at += _opening(view, at)
     for number, size in enumerate(elements):
-        at = _after(view, at)
+        found = (_BETWEEN if number else _OPENING).match(view, at)
+        at = found.end() if found else at
         if size > MOST_TEXT_BYTES:
             raise _too_long(f"{file} record {number + 1}", "a record")
         starts.append(at)
@@ -130,37 +165,15 @@ def _decoded_sizes(file: StoredFile, raw: bytes) -> list[int]:
     return sizes
 
 
-def _opening(view: memoryview, at: int) -> int:
-    """The distance from `at` to the first character behind the opening bracket."""
-    found = re.compile(rb"\s*\[").match(view, at)
-    assert found is not None, "the text has been decoded as a list"
-    return found.end() - at
-
-
-def _after(view: memoryview, at: int) -> int:
-    """The place at which the next element starts."""
-    found = _BETWEEN.match(view, at)
-    return at if found is None else found.end()
-
-
 def _line_at(file: StoredFile, at: int) -> int:
     """The line of a place in a file."""
     return 1 + sum(file.read(k, min(_CHUNK, at - k)).count(b"\n") for k in range(0, at, _CHUNK))
 
 
-def _lines(view: memoryview, end: int) -> int:
-    """The number of line ends before `end`."""
-    return sum(bytes(view[at : min(end, at + _CHUNK)]).count(b"\n") for at in range(0, end, _CHUNK))
-
-
 def _too_long(where: str, what: str) -> UserError:
-    return UserError.at(
-        where,
-        found=f"{what} of more than {MOST_TEXT_BYTES} bytes",
-        expected=_FORMATS,
-        because="no model takes more text",
-        fix="split or remove the record; if the file is damaged, copy it again",
-    )
+    found, because = f"{what} of more than {MOST_TEXT_BYTES} bytes", "no model takes more text"
+    fix = "split or remove the record; if the file is damaged, copy it again"
+    return UserError.at(where, found=found, expected=_FORMATS, because=because, fix=fix)
 
 
 def _broken_list(file: StoredFile, view: memoryview, start: int, error: Exception) -> UserError:
@@ -168,16 +181,13 @@ def _broken_list(file: StoredFile, view: memoryview, start: int, error: Exceptio
     at = len(view) if found is None else start + int(found[1])
     line_start = at - len(bytes(view[max(0, at - MOST_TEXT_BYTES) : at]).rpartition(b"\n")[2])
     problem = _BYTE.sub("", str(error)).removeprefix("JSON is malformed: ")
-    return _broken(f"{file}:{1 + _lines(view, at)}", at - line_start + 1, problem)
+    return _broken(f"{file}:{_line_at(file, at)}", at - line_start + 1, problem)
 
 
 def _broken(place: str, column: int, problem: object) -> UserError:
-    return UserError.at(
-        place,
-        found=f"broken JSON at column {column} ({problem})",
-        expected=_FORMATS,
-        fix="fix or remove this line; if the file is truncated, copy it again",
-    )
+    found = f"broken JSON at column {column} ({problem})"
+    fix = "fix or remove this line; if the file is truncated, copy it again"
+    return UserError.at(place, found=found, expected=_FORMATS, fix=fix)
 
 
 def _fault(error: Exception, file: StoredFile, start: int, line: int, where: str) -> UserError:

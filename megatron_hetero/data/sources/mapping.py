@@ -66,12 +66,9 @@ class FieldMap(NamedTuple):
             found = _at(value, path)
             if found is None and name in FORMS:
                 keys = ", ".join(map(str, value)) or "nothing"
-                raise UserError.at(
-                    f"{where}: field '{name}'",
-                    found=f"nothing at {'.'.join(path)}",
-                    expected=f"a text, in a record with {keys}",
-                    fix="correct `fields` of the data set, or the record",
-                )
+                missing, expected = f"nothing at {'.'.join(path)}", f"a text, in a record with {keys}"
+                fix = "correct `fields` of the data set, or the record"
+                raise UserError.at(f"{where}: field '{name}'", found=missing, expected=expected, fix=fix)
             if found is not None:
                 record[name] = found
         return record

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.config.sections import DatasetConfig
-from megatron_hetero.data.sources.formats import Format, Opened
+from megatron_hetero.data.sources.formats import Opened
 from megatron_hetero.data.sources.json_files import JsonFiles
 from megatron_hetero.data.sources.patterns import files_of
 
@@ -18,8 +18,7 @@ def open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Open
     """Finds the files of the data set of a `setting`. `items`: fields that items may be in. Raises `UserError`."""
     if entry.annotations is not None:
         return JsonFiles(), (StoredFile(str(entry.annotations)),), {}
-    pattern = entry.files or ""
-    chosen = entry.format
+    pattern, chosen = entry.files or "", entry.format
     if chosen == "auto":
         is_folder = not is_url(pattern) and Path(pattern).is_dir()
         chosen = "energon" if is_folder else _SUFFIXES.get(Path(pattern).suffix.lower(), "json")
@@ -27,16 +26,13 @@ def open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Open
         from megatron_hetero.data.sources.energon import open_energon
 
         return open_energon(Path(pattern), entry, f"{setting}.files")
-    return _format(chosen, entry, items), files_of(pattern, f"{setting}.files"), {}
-
-
-def _format(chosen: str, entry: DatasetConfig, items: Sequence[str]) -> Format:
+    format = JsonFiles()
     if chosen == "parquet":
         from megatron_hetero.data.sources.parquet import ParquetFiles
 
-        return ParquetFiles(entry.fields, items)
-    if chosen == "webdataset":
+        format = ParquetFiles(entry.fields, items)
+    elif chosen == "webdataset":
         from megatron_hetero.data.sources.tars import TarFiles
 
-        return TarFiles(bool(entry.fields))
-    return JsonFiles()
+        format = TarFiles(bool(entry.fields))
+    return format, files_of(pattern, f"{setting}.files"), {}

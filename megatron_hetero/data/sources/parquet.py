@@ -24,9 +24,9 @@ import numpy as np
 from megatron_hetero.base.contents import InMemory, StoredFile, Version
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
-from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import keys_of, known_fields
-from megatron_hetero.data.sources.parquet_pages import decoded, values_of_dictionary
+from megatron_hetero.data.sources.parquet_pages import decoded
 from megatron_hetero.data.validation import FORMS
 
 CACHE_BYTES, TEXT_BYTES = 1 << 30, 1 << 25
@@ -112,7 +112,11 @@ class ParquetFiles:
         Raises:
             UserError: pyarrow is not installed.
         """
-        _require_pyarrow()
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            problem = f"pyarrow, which reads Parquet files, is not installed ({in_short(error)})"
+            raise UserError.at("data.registry", problem=problem, fix="install it with `pip install pyarrow`") from error
         self._arguments = dict(fields), tuple(items)
         paths = tuple((name, keys_of(path)) for name, path in fields.items())
         self._wanted = _Wanted(paths, frozenset(known_fields(items)).difference(fields))
@@ -248,17 +252,6 @@ class ParquetFiles:
         return _python_values(array, column.type, (), np.arange(at, at + batch.num_rows), cells)
 
 
-def _require_pyarrow() -> None:
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        raise UserError.at(
-            "data.registry",
-            problem=f"pyarrow, which reads Parquet files, is not installed ({in_short(error)})",
-            fix="install it with `pip install pyarrow`",
-        ) from error
-
-
 # --------------------------------------------------------------------------------------------------- the footer
 
 
@@ -271,13 +264,15 @@ class _Wanted(NamedTuple):
 
 class _Leaf(NamedTuple):
     """A part of a column that is stored by itself: its number and path in the file, the way to the items whose bytes it
-    has (None for other values), and how many values of a fixed size a null is stored as.
+    has (None for other values), how many values of a fixed size a null is stored as, and whether its column has an
+    extension type.
     """
 
     number: int
     path: str
     steps: Steps | None
     width: int
+    is_extended: bool
 
 
 class _Column(NamedTuple):
@@ -349,13 +344,10 @@ class _Group(NamedTuple):
 
 
 def _too_large(group: _Group, size: int) -> UserError:
-    return UserError.at(
-        group,
-        found=f"{group.rows:,} rows with {size:,} bytes",
-        expected=f"at most {MOST_GROUP_ROWS:,} rows and {MOST_GROUP_BYTES:,} bytes",
-        because="a row group is decoded whole",
-        fix="write row groups of 100 to 1,000 rows, and leave out a row that is larger by itself",
-    )
+    found = f"{group.rows:,} rows with {size:,} bytes"
+    expected = f"at most {MOST_GROUP_ROWS:,} rows and {MOST_GROUP_BYTES:,} bytes"
+    fix = "write row groups of 100 to 1,000 rows, and leave out a row that is larger by itself"
+    return UserError.at(group, found=found, expected=expected, because="a row group is decoded whole", fix=fix)
 
 
 @contextlib.contextmanager
@@ -439,7 +431,7 @@ def _columns(schema: Any, paths: Sequence[str], chosen: Collection[str]) -> tupl
     numbered, columns = iter(enumerate(paths)), []
     for each in schema:
         kinds = list(_leaves(each.type))
-        leaves = tuple(_Leaf(*next(numbered), steps, _width(each.type)) for steps, _ in kinds)
+        leaves = tuple(_Leaf(*next(numbered), steps, *_width(each.type)) for steps, _ in kinds)
         if each.name in chosen:
             columns.append(_Column(each.name, each.type, leaves, all(is_light for _, is_light in kinds)))
     return tuple(columns)
@@ -467,13 +459,17 @@ def _leaves(kind: DataType, steps: Steps = ()) -> Iterator[tuple[Steps | None, b
         yield (steps, False) if _is_bytes(kind) else (None, True)
 
 
-def _width(kind: DataType) -> int:
-    """The most values, or bytes, of fixed size that a null of a type is stored as."""
+def _width(kind: DataType) -> tuple[int, bool]:
+    """The most values, or bytes, of fixed size that a null of a type is stored as; whether it has an extension type."""
+    import pyarrow as pa
     from pyarrow import types
 
+    if isinstance(kind, pa.BaseExtensionType):
+        return _width(kind.storage_type)[0], True
     size = kind.list_size if types.is_fixed_size_list(kind) else 1
     size = kind.byte_width if types.is_fixed_size_binary(kind) else size
-    return max(1, size) * max((_width(kind.field(k).type) for k in range(kind.num_fields)), default=1)
+    inner = [_width(kind.field(k).type) for k in range(kind.num_fields)] or [(1, False)]
+    return max(1, size) * max(width for width, _ in inner), any(is_extended for _, is_extended in inner)
 
 
 def _is_bytes(kind: DataType) -> bool:
@@ -547,10 +543,14 @@ def _all_or_none(chunk: Any, items: int | None) -> bool | None:
 
 
 def _load(group: _Group, leaves: Sequence[_Leaf]) -> Table:
-    """Leaves of a row group. Raises `OSError`, and `UserError` before more than `MOST_GROUP_BYTES` are decoded."""
+    """Leaves of a row group. Raises `OSError`, and `UserError` if they decode to more than `MOST_GROUP_BYTES`: no more
+    than these and a batch are in memory then.
+    """
     import pyarrow as pa
 
-    chunks, once, repeated = dict[int, bytes](), 0, dict[_Leaf, int]()
+    # Bytes of values once, of those repeated at most, and of the latter in a row where pyarrow has no dictionaries.
+    chunks, once, repeated = dict[int, bytes](), 0, 0
+    by_dictionary, of_row = list[int](), 1
     with _reading(group), group.footer.file.open() as opened:
         for leaf in leaves:
             chunk, schema = group.chunk(leaf), group.footer.metadata.schema.column(leaf.number)
@@ -559,26 +559,24 @@ def _load(group: _Group, leaves: Sequence[_Leaf]) -> Table:
             chunks[start] = opened.read(chunk.total_compressed_size)
             size = decoded(chunks[start])
             levels = schema.max_definition_level + schema.max_repetition_level
-            once += size.pages + size.after_prefix + size.values * leaf.width * (VALUE_BYTES + 4 * levels)
-            if schema.physical_type == "BYTE_ARRAY":
-                repeated[leaf] = size.of_dictionary
-        if once <= MOST_GROUP_BYTES < once + sum(repeated.values()):
-            repeated = {leaf: _of_dictionary(opened, chunks, group, leaf) for leaf in repeated if repeated[leaf]}
-        if (total := once + sum(repeated.values())) > MOST_GROUP_BYTES:
-            raise _too_large(group, total)
-        rows = max(1, min(group.rows, group.rows * BATCH_BYTES // max(1, total)))
-        table = pa.Table.from_batches(list(_batches(opened, chunks, group, leaves, rows)))
+            once += size.pages + size.values * leaf.width * (VALUE_BYTES + 4 * levels)
+            if schema.physical_type != "BYTE_ARRAY":
+                continue
+            repeated += size.repeated
+            if size.has_prefixes or leaf.is_extended:
+                of_row += size.repeated if schema.max_repetition_level else size.largest
+            elif size.repeated:
+                by_dictionary.append(leaf.number)
+        if once + repeated <= MOST_GROUP_BYTES:
+            once, of_row, by_dictionary = once + repeated, 1, []
+        elif max(once, of_row) > MOST_GROUP_BYTES:
+            raise _too_large(group, max(once, of_row))
+        rows = max(1, min(group.rows, group.rows * BATCH_BYTES // max(1, once), BATCH_BYTES // of_row))
+        table = pa.Table.from_batches(list(_batches(opened, chunks, group, leaves, rows, by_dictionary)))
     if table.num_rows != group.rows:
-        raise UserError.at(
-            group, found=f"{table.num_rows:,} rows", expected=f"{group.rows:,} as in its footer", fix=_COPY
-        )
+        expected = f"{group.rows:,} as in its footer"
+        raise UserError.at(group, found=f"{table.num_rows:,} rows", expected=expected, fix=_COPY)
     return table
-
-
-def _of_dictionary(opened: BinaryIO, chunks: Mapping[int, bytes], group: _Group, leaf: _Leaf) -> int:
-    """Bytes of the values of a leaf that are in its dictionary."""
-    batches = _batches(opened, chunks, group, [leaf], BATCH_ROWS, values_of_dictionary, read_dictionary=[leaf.path])
-    return sum(_size(batch.column(0)) for batch in batches)
 
 
 def _batches(
@@ -587,35 +585,46 @@ def _batches(
     group: _Group,
     leaves: Sequence[_Leaf],
     rows: int,
-    change: Callable[[bytes], bytes] = bytes,
-    **options: Any,
+    by_dictionary: list[int],
 ) -> Iterator[Table]:
-    """Batches of so many rows, of leaves whose chunks start at these places, after a change."""
+    """Batches of so many rows, of leaves whose chunks start at these places, some as numbers of values in dictionaries.
+    Raises `UserError` for too many bytes.
+    """
     import pyarrow.parquet as pq
 
     def read(size: int) -> bytes:
-        return change(chunks[opened.tell()])[:size]
+        return chunks[opened.tell()][:size]
 
-    file = SimpleNamespace(read=read, seek=opened.seek, tell=opened.tell, closed=False, mode="rb")
-    options |= {"metadata": group.footer.metadata, "pre_buffer": False, "page_checksum_verification": True}
-    with pq.ParquetFile(file, **options) as parquet:
+    file, total = SimpleNamespace(read=read, seek=opened.seek, tell=opened.tell, closed=False, mode="rb"), 0
+    options = {"metadata": group.footer.metadata, "page_checksum_verification": True}
+    with pq.ParquetFile(file, read_dictionary=by_dictionary, pre_buffer=False, **options) as parquet:
         # By number: another leaf may have the same path.
-        yield from parquet.reader.iter_batches(rows, [group.number], [leaf.number for leaf in leaves], False)
+        for batch in parquet.reader.iter_batches(rows, [group.number], [leaf.number for leaf in leaves], False):
+            total += max(batch.nbytes, sum(_size(each, items=True) for each in batch.columns))
+            if total > MOST_GROUP_BYTES:
+                raise _too_large(group, total)
+            yield batch
 
 
-def _size(array: Array) -> int:
-    """Bytes of an array without those of items, and one for each value at any depth."""
+def _size(array: Array, items: bool = False) -> int:
+    """Bytes of an array when decoded, and one for each value at any depth. `items`: those of items, too."""
     import pyarrow.compute as pc
     from pyarrow import types
 
-    if types.is_dictionary(array.type):
+    kind, size = array.type, len(array)
+    if types.is_struct(kind):
+        return size + sum(_size(each, items) for each in array.flatten())
+    if types.is_map(kind):
+        first, *_, last = array.offsets.to_numpy().tolist() or [0, 0]
+        return size + _size(array.values[first:last], items)
+    if _is_list(kind):
+        return size + _size(array.flatten(), items)
+    if not items and _is_bytes(kind.value_type if types.is_dictionary(kind) else kind):
+        return size
+    if types.is_dictionary(kind):
         lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)
-        return len(array) + (pc.call_function("sum", [lengths]).as_py() or 0)
-    if types.is_struct(array.type):
-        return len(array) + sum(map(_size, array.flatten()))
-    if _is_list(array.type):
-        return len(array) + _size(array.flatten())
-    return len(array) + (0 if _is_bytes(array.type) else array.nbytes)
+        return size + (pc.call_function("sum", [lengths]).as_py() or 0)
+    return size + array.nbytes
 
 
 def _flat(array: Array, steps: Steps) -> Array:

@@ -5,60 +5,52 @@ pyarrow refuses a page that has more or fewer bytes than its header says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-# As in parquet.thrift.
-_DATA, _INDEX, _DICTIONARY, _DATA_2 = range(4)
+# As in parquet.thrift. Of pages with values: by type, the number of their own header, and of the encoding in it.
+_DICTIONARY, _OWN_HEADERS = 2, {0: (5, 2), 2: (7, 2), 3: (8, 4)}
 _OF_DICTIONARY, _AFTER_PREFIX = (2, 8), 7
 
 
 class Decoded(NamedTuple):
-    """What a column chunk decodes to: bytes of its pages, number of values, and bytes that values repeat at most, of
-    the dictionary or of values before them.
+    """What a column chunk decodes to.
+
+    Attributes:
+        pages: bytes of its pages.
+        values: number of values, with those of the dictionary.
+        repeated: bytes that values repeat at most, of the dictionary or of values before them.
+        largest: bytes of such a value at most.
+        has_prefixes: whether some are in DELTA_BYTE_ARRAY.
     """
 
     pages: int
     values: int
-    of_dictionary: int
-    after_prefix: int
+    repeated: int
+    largest: int
+    has_prefixes: bool
 
 
 def decoded(chunk: bytes) -> Decoded:
     """The figures of a column chunk. Raises an exception for damaged headers."""
-    pages = values = dictionary = of_dictionary = after_prefix = 0
-    for _, kind, size, count, encoding in _pages(chunk):
-        pages, values = pages + size, values + count
-        dictionary += size if kind == _DICTIONARY else 0
-        of_dictionary += count * dictionary if encoding in _OF_DICTIONARY else 0
-        after_prefix += count * size if encoding == _AFTER_PREFIX else 0
-    return Decoded(pages, values, of_dictionary, after_prefix)
-
-
-def values_of_dictionary(chunk: bytes) -> bytes:
-    """The chunk with other values in pages of a type that readers skip."""
-    hidden = bytearray(chunk)
-    for start, kind, _, _, encoding in _pages(chunk):
-        if kind in (_DATA, _DATA_2) and encoding not in _OF_DICTIONARY:
-            hidden[start + 1] = 2 * _INDEX
-    return bytes(hidden)
-
-
-def _pages(chunk: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """The start, type, decompressed size, number of values, and encoding of each page."""
-    at = 0
+    at = pages = values = dictionary = repeated = largest = 0
+    has_prefixes = False
     while at < len(chunk):
         header, end = _struct(chunk, at)
         kind, size, stored = header[1], header[2], header[3]
-        values = encoding = 0
-        if kind == _DATA:
-            values, encoding = header[5][1], header[5][2]
-        elif kind == _DATA_2:
-            values, encoding = header[8][1], header[8][4]
-        if min(size, stored, values) < 0:
+        count, encoding = 0, None
+        if kind in _OWN_HEADERS:
+            own, of_encoding = _OWN_HEADERS[kind]
+            count, encoding = header[own][1], header[own][of_encoding]
+        if min(size, stored, count) < 0:
             raise ValueError("a negative number in the header of a page")
-        yield at, kind, size, values, encoding
-        at = end + stored
+        at, pages, values = end + stored, pages + size, values + count
+        if kind == _DICTIONARY:
+            dictionary += size
+            continue
+        has_prefixes |= encoding == _AFTER_PREFIX
+        most = size if encoding == _AFTER_PREFIX else dictionary if encoding in _OF_DICTIONARY else 0
+        repeated, largest = repeated + count * most, max(largest, most)
+    return Decoded(pages, values, repeated, largest, has_prefixes)
 
 
 def _struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:

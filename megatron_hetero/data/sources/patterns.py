@@ -84,31 +84,26 @@ def with_braces_expanded(patterns: Iterable[str], where: str) -> list[str]:
     return names
 
 
-def _expanded(pattern: str, where: str) -> Iterable[str]:
+def _expanded(pattern: str, where: str) -> Iterator[str]:
     """The pattern with each choice of its braces."""
-    return _with_choices(pattern, where) if "{" in pattern else (pattern,)
-
-
-def _with_choices(pattern: str, where: str) -> Iterator[str]:
     start = pattern.find("{")
-    end = _closing(pattern, start)
+    end = next(_outer_marks(pattern, start), None) if start >= 0 else None
     if end is None:
         yield pattern
         return
-    for choice in _choices(pattern[start + 1 : end], where):
+    for choice in _choices(pattern[start + 1 : end.start()], where):
         for head in _expanded(choice, where):
-            for tail in _expanded(pattern[end + 1 :], where):
+            for tail in _expanded(pattern[end.end() :], where):
                 yield pattern[:start] + head + tail
 
 
-def _closing(pattern: str, start: int) -> int | None:
-    """Where the brace that opens at `start` is closed; None if there is none."""
+def _outer_marks(text: str, start: int = 0) -> Iterator[re.Match[str]]:
+    """Commas that are not in braces, and braces that close others of these."""
     depth = 0
-    for mark in _MARK.finditer(pattern, start):
+    for mark in _MARK.finditer(text, start):
         depth += {"{": 1, "}": -1, ",": 0}[mark[0]]
         if not depth:
-            return mark.start()
-    return None
+            yield mark
 
 
 def _choices(inside: str, where: str) -> Iterator[str]:
@@ -122,10 +117,9 @@ def _choices(inside: str, where: str) -> Iterator[str]:
         width = len(ends[1]) if ends[1].startswith("0") else 0
         yield from (f"{number:0{width}}" for number in range(first, last + 1))
         return
-    depth = begin = 0
-    for mark in _MARK.finditer(inside):
-        depth += {"{": 1, "}": -1, ",": 0}[mark[0]]
-        if mark[0] == "," and not depth:
+    begin = 0
+    for mark in _outer_marks(inside):
+        if mark[0] == ",":
             yield inside[begin : mark.start()]
             begin = mark.end()
     yield inside[begin:]

@@ -124,7 +124,8 @@ def _regular_members(
         start = at + BLOCK
         at = start if kind == _FOLDER else start + -(-size // BLOCK) * BLOCK
         if size > whole - start:
-            raise _cut(file, name)
+            problem, because = f"ends within member {_quoted(name)}", "it has been cut"
+            raise UserError.at(file, problem=problem, because=because, fix="copy or pack it again")
         if is_extended and size <= MOST_EXTENDED_BYTES:
             found = _extended(kind, read(start, size))
             if found is None:
@@ -136,13 +137,16 @@ def _regular_members(
             if not name.endswith(b"/"):
                 yield name, start, size
         elif kind != _FOLDER:
-            raise UserError.at(
-                file,
-                problem=f"member {_quoted(name)} is {_REFUSED.get(kind, f'of type {_quoted(kind)}')}",
-                because="members of samples are regular files",
-                fix="pack the samples anew, for example with tar --dereference --hard-dereference",
-            )
-    _check_end(file, read(at, _MOST_BEHIND))
+            problem = f"member {_quoted(name)} is {_REFUSED.get(kind, f'of type {_quoted(kind)}')}"
+            fix = "pack the samples anew, for example with tar --dereference --hard-dereference"
+            raise UserError.at(file, problem=problem, because="members of samples are regular files", fix=fix)
+    behind = read(at, _MOST_BEHIND)
+    if len(behind) < 2 * BLOCK:
+        raise _unfinished(file)
+    if behind.strip(b"\0"):
+        because = "several archives may have been joined, of which only the first would be read"
+        fix = "join the archives with tar --concatenate, or name each in `files`"
+        raise UserError.at(file, problem="data behind its end", because=because, fix=fix)
 
 
 def _header(block: bytes) -> tuple[bytes, bytes, int] | None:
@@ -186,13 +190,9 @@ def is_header_of(block: bytes, member: str, size: int, before: Callable[[], byte
 def _given_before(blocks: bytes) -> dict[bytes, bytes]:
     """What extended headers at the end of some blocks give."""
     for start in range(len(blocks) - 2 * BLOCK, -1, -BLOCK):
-        header = _header(blocks[start : start + BLOCK])
-        if (
-            header is not None
-            and header[0] in _EXTENDED
-            and -len(blocks) // BLOCK == -(start + BLOCK + header[2]) // BLOCK
-        ):
-            found = _extended(header[0], blocks[start + BLOCK :][: header[2]]) or {}
+        kind, _, size = _header(blocks[start : start + BLOCK]) or (b"", b"", 0)
+        if kind in _EXTENDED and -len(blocks) // BLOCK == -(start + BLOCK + size) // BLOCK:
+            found = _extended(kind, blocks[start + BLOCK :][:size]) or {}
             return _given_before(blocks[:start]) | found
     return {}
 
@@ -241,31 +241,13 @@ def _key_and_part(name: bytes, file: StoredFile) -> tuple[bytes, bytes] | None:
     return None if is_meta or not stem or not dot else (folder + slash + stem, part)
 
 
-def _check_end(file: StoredFile, behind: bytes) -> None:
-    """Check the bytes behind the last member. Raises `UserError`."""
-    if len(behind) < 2 * BLOCK:
-        raise _unfinished(file)
-    if behind.strip(b"\0"):
-        raise UserError.at(
-            file,
-            problem="data behind its end",
-            because="several archives may have been joined, of which only the first would be read",
-            fix="join the archives with tar --concatenate, or name each in `files`",
-        )
-
-
 def _unfinished(file: StoredFile) -> UserError:
-    return UserError.at(
-        file,
-        problem="it does not end as a tar file, with two blocks of zeros",
-        because="it may have been cut between two members",
-        fix=f"copy or pack it again; if nothing is missing, add them: truncate -s +1024 {file.name!r}",
+    problem, because = (
+        "it does not end as a tar file, with two blocks of zeros",
+        "it may have been cut between two members",
     )
-
-
-def _cut(file: StoredFile, name: bytes) -> UserError:
-    problem = f"ends within member {_quoted(name)}"
-    return UserError.at(file, problem=problem, because="it has been cut", fix="copy or pack it again")
+    fix = f"copy or pack it again; if nothing is missing, add them: truncate -s +1024 {file.name!r}"
+    return UserError.at(file, problem=problem, because=because, fix=fix)
 
 
 def _damaged(file: StoredFile, at: int) -> UserError:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.data.item_fields import FRAME_SUFFIXES, PLURALS, is_content
-from megatron_hetero.data.sources.json_text import BOM, MOST_TEXT_BYTES, decode_json, lone_surrogate, not_utf8
+from megatron_hetero.data.sources.json_files import BOM, MOST_TEXT_BYTES, decode_json, lone_surrogate, not_utf8
 from megatron_hetero.data.validation import FORMS
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".mpg", ".mpeg", ".m4v")
@@ -104,12 +104,10 @@ def _resolved(parts: dict[str, Any], given: Any, where: str, mapped: bool) -> di
             for holder, key in slots:
                 holder[key] = _refilled(holder[key], coming)
         elif chosen and not mapped:
-            raise UserError.at(
-                f"{where}: field '{field}'",
-                found=f"{', '.join(map(quoted, names))} in its JSON, and the parts {', '.join(contents)}",
-                expected="names of parts, or as many as there are parts",
-                fix=f"map {field} in `fields` of the data set, or correct the sample",
-            )
+            found = f"{', '.join(map(quoted, names))} in its JSON, and the parts {', '.join(contents)}"
+            expected = "names of parts, or as many as there are parts"
+            fix = f"map {field} in `fields` of the data set, or correct the sample"
+            raise UserError.at(f"{where}: field '{field}'", found=found, expected=expected, fix=fix)
     return items
 
 

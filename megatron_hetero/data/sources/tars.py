@@ -15,7 +15,7 @@ import numpy as np
 from megatron_hetero.base.contents import Part, StoredFile, is_url
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers, texts
-from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, is_header_of, tar_members
 from megatron_hetero.data.sources.tar_records import TEXTS, decoded, with_defaults
 
@@ -47,12 +47,9 @@ class TarFiles:
         whole = int(file.version()[1])
         yield from collect(file, whole, columns, tar_members(file, whole))
         if not columns["key_ends"]:
-            raise UserError.at(
-                file,
-                problem="no samples",
-                because="members of samples are regular files named KEY.PART",
-                fix="name them such as 0001.jpg and 0001.json, or remove the file",
-            )
+            because = "members of samples are regular files named KEY.PART"
+            fix = "name them such as 0001.jpg and 0001.json, or remove the file"
+            raise UserError.at(file, problem="no samples", because=because, fix=fix)
 
     def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
         """See `Format.read`."""
@@ -230,24 +227,19 @@ class _Collector:
         counts = np.bincount(owners, minlength=len(self._key_ends))
         self._columns["part_ends"] = array("q", np.cumsum(counts, dtype=np.int64).tobytes())
         if len(counts) and counts.max() > MOST_PARTS:
-            raise UserError.at(
-                f"{file}: {self._quoted_key(int(counts.argmax()))}",
-                found=f"{counts.max()} parts of one sample",
-                expected=f"at most {MOST_PARTS}",
-                because="the key of a sample ends at the first dot of a member's name",
-                fix="name the members without other dots, such as 0001.jpg",
-            )
+            where, found = f"{file}: {self._quoted_key(int(counts.argmax()))}", f"{counts.max()} parts of one sample"
+            because = "the key of a sample ends at the first dot of a member's name"
+            fix = "name the members without other dots, such as 0001.jpg"
+            raise UserError.at(where, found=found, expected=f"at most {MOST_PARTS}", because=because, fix=fix)
         parts = np.frombuffer(self._of_parts[0], np.int64)
         codes = owners * len(self._name_ends) + parts
         codes.sort()
         twice = codes[1:][codes[1:] == codes[:-1]]
         if len(twice):
             owner, part = divmod(int(twice[0]), len(self._name_ends))
-            raise UserError.at(
-                f"{file}: {self._quoted_key(owner)}",
-                problem=f"part {quoted(_text_at(self._names, self._name_ends, part))} given twice",
-                fix="rename one of the two members, or pack the samples anew",
-            )
+            problem = f"part {quoted(_text_at(self._names, self._name_ends, part))} given twice"
+            fix = "rename one of the two members, or pack the samples anew"
+            raise UserError.at(f"{file}: {self._quoted_key(owner)}", problem=problem, fix=fix)
         if self._numbers is not None:
             order = np.argsort(owners, kind="stable")
             for name in ("parts", "starts", "sizes"):

@@ -198,6 +198,27 @@ def test_an_index_that_is_not_our_own_is_not_used(tmp_path: Path, opened: Any, c
     assert len(opened()) == 30 and computed(opened) == 2, "it has been replaced"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_an_index_of_the_owner_of_its_folder_is_used(tmp_path: Path, opened: Any) -> None:
+    # As on NFS with root_squash.
+    write(tmp_path / "d.jsonl", 30)
+    opened()
+    other_owner(stored(tmp_path))
+    other_owner(tmp_path / "cache")
+    assert len(opened()) == 30 and computed(opened) == 1
+
+
+def test_indexes_that_cannot_be_ones_own_are_said(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "d.jsonl", 30)
+    change = os.fchmod
+    monkeypatch.setattr(os, "fchmod", lambda descriptor, mode: change(descriptor, 0o666))
+    assert len(opened()) == 30
+    assert "index of data set 'd' cannot be stored" in (said := capfd.readouterr().err)
+    assert "(what is written there may be changed by others)" in said
+
+
 def test_users_of_a_shared_folder_have_indexes_of_their_own(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -572,8 +572,9 @@ def test_a_dictionary_that_is_repeated_takes_no_memory(tmp_path: Path) -> None:
         assert re.match(start, message), message
 
 
+PREFIXES: dict[str, Any] = {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"}
 REPEATED = {
-    "prefixes": (pa.array(["x" * 2000] * 1000), {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"}),
+    "a list of prefixes": (pa.ListArray.from_arrays([0, 1000], pa.array(["x" * 2000] * 1000)), PREFIXES),
     "a list of nulls": (pa.ListArray.from_arrays([0, 50_000], pa.nulls(50_000, pa.string())), {}),
     "nulls of a fixed size": (pa.array([None] * 3, pa.list_(pa.string(), 50_000)), {}),
     "bytes of a fixed size": (pa.array([b"x" * 2000] + [None] * 1000, pa.binary(2000)), {}),
@@ -595,9 +596,19 @@ def test_other_values_that_are_stored_small_are_counted(
         values(file)
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "list", "struct"])
+def noted_batches(monkeypatch: pytest.MonkeyPatch, most: int) -> list[tuple[int, list[int]]]:
+    """Rows in a batch and leaves by dictionary, from now on, with a limit of decoded bytes and caches of their own."""
+    noted, batches = [], parquet._batches
+    monkeypatch.setattr(parquet, "_batches", lambda *each: noted.append(each[-2:]) or batches(*each))
+    monkeypatch.setattr(parquet, "MOST_GROUP_BYTES", most)
+    monkeypatch.setattr(parquet, "_CACHE", parquet._Cache(1 << 20))
+    monkeypatch.setattr(parquet, "_TEXT_CACHE", parquet._Cache(1 << 20))
+    return noted
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "list", "struct", "map"])
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
-def test_values_of_a_dictionary_are_counted(
+def test_a_dictionary_counts_by_the_values_that_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, version: str
 ) -> None:
     texts = ["x" * 5000, *"abcdefgh" * 50, *(f"{k:050}" for k in range(100))]  # The last ones are not in a dictionary.
@@ -605,18 +616,46 @@ def test_values_of_a_dictionary_are_counted(
         "list": pa.array([[text, None, text] for text in texts]),
         "struct": pa.array([[{"a": {"b": text}}, {}] for text in texts]),
         "binary": pa.array([text.encode() for text in texts]),
+        "map": pa.array([[(text, text[::-1])] for text in texts], pa.map_(pa.string(), pa.string())),
     }
     column = answers.get(kind, pa.array(texts, "large_string" if kind == "large_string" else "string"))
     options = {"data_page_version": version, "dictionary_pagesize_limit": 5000, "write_batch_size": 200}
     file = save(tmp_path / "a.parquet", {"answer": ["A"] * len(texts), "image": column}, **options)
-    expected, counted = opened(values(file)), list[int]()
-    of_dictionary = parquet._of_dictionary
-    monkeypatch.setattr(parquet, "_of_dictionary", lambda *each: counted.append(of_dictionary(*each)) or counted[-1])
-    monkeypatch.setattr(parquet, "MOST_GROUP_BYTES", 200_000)
-    monkeypatch.setattr(parquet, "_CACHE", parquet._Cache(1 << 20))
-    monkeypatch.setattr(parquet, "_TEXT_CACHE", parquet._Cache(1 << 20))
+    expected, noted = opened(values(file)), noted_batches(monkeypatch, 200_000)
     assert opened(values(file)) == expected
-    assert 5000 * (1 + (kind == "list")) <= max(counted) < 30_000
+    assert any(by_dictionary for _, by_dictionary in noted)
+    repeated = pa.concat_arrays([column[:1]] * 50)
+    file = save(tmp_path / "b.parquet", {"answer": ["A"] * 50, "image": repeated}, **options)
+    with pytest.raises(UserError, match=r"row group 0 .*: found 50 rows with [25]\d\d,\d{3} bytes, expected at most"):
+        opened(values(file))
+
+
+@pytest.mark.parametrize("kind", ["string", "binary", "extension"])
+def test_prefixes_count_while_they_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    texts, options = [f"{k:04}" * 10 for k in range(1000)], PREFIXES
+    if kind == "extension":  # As dictionaries they would be decoded, too.
+        options = {"dictionary_pagesize_limit": 1 << 20}
+
+    def stored(texts: list[str], name: str) -> StoredFile:
+        column = pa.array(texts, pa.binary() if kind == "binary" else pa.string())
+        column = pa.ExtensionArray.from_storage(pa.json_(pa.string()), column) if kind == "extension" else column
+        return save(tmp_path / name, {"answer": ["A"] * len(texts), "image": column}, **options)
+
+    file = stored(texts, "a.parquet")
+    expected, noted = opened(values(file)), noted_batches(monkeypatch, 200_000)
+    monkeypatch.setattr(parquet, "BATCH_BYTES", 500_000)
+    assert opened(values(file)) == expected
+    assert 5 < noted[-1][0] < 30 and 1 not in noted[-1][1]
+    # 2 MB in all: the rest is not decoded.
+    with pytest.raises(
+        UserError, match=r"row group 0 .*: found 1,000 rows with [2-6]\d\d,\d{3} bytes, expected at most"
+    ):
+        opened(values(stored(["x" * 2000] * 1000, "b.parquet")))
+
+
+def test_four_megabytes_of_prefixes_are_read(tmp_path: Path) -> None:
+    texts = [np.random.default_rng(k).bytes(200).hex() for k in range(10_000)]
+    assert [each["answer"] for each in values(save(tmp_path / "a.parquet", {"answer": texts}, **PREFIXES))] == texts
 
 
 def test_no_byte_of_a_page_can_hide_what_it_decodes_to(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.records import Turn
-from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from tests.support.items import annotated, pictures, values_of
 
 Write = Callable[[Sequence[Any]], Path]

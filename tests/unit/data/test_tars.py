@@ -28,7 +28,7 @@ from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.records import Dataset, Reading, Turn
 from megatron_hetero.data.sources import tar_headers
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found
-from megatron_hetero.data.sources.json_text import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.validation import item_fields
 from tests.unit.data.conftest import MemoryStore
