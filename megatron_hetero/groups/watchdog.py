@@ -149,17 +149,20 @@ class Watchdog:
         rank = dist.get_rank()
         return cls(timeout_s, rank, clock_of(platform.device), partial(_traced, rank), Peers.of_world(), setting)
 
+    def doing(
+        self, described: Callable[[], str], timeout_s: float | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Watch an action. `described` returns its description if it takes too long. `timeout_s`: by default that of
+        the action around it, or of the watchdog.
+        """
+        return self._watch(described, patient=False, timeout_s=timeout_s)
+
     def waiting(self, described: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
         """Watch a wait for other ranks, which may last as long as any rank is `working`."""
-        return self.doing(described, patient=True)
+        return self._watch(described, patient=True)
 
     @contextlib.contextmanager
-    def doing(
-        self, described: Callable[[], str], timeout_s: float | None = None, *, patient: bool = False
-    ) -> Iterator[None]:
-        """Watch an action. `described` returns its description if it takes too long. `timeout_s`: by default that of
-        the action around it, or of the watchdog. `patient`: see `waiting`.
-        """
+    def _watch(self, described: Callable[[], str], patient: bool, timeout_s: float | None = None) -> Iterator[None]:
         outer = self._current
         limit_s = outer.limit_s if outer else self.timeout_s
         limit_s = limit_s if timeout_s is None else timeout_s or math.inf
@@ -299,7 +302,7 @@ def watched(call: Callable[P, T], *, patient: bool = False) -> Callable[P, T]:
         watchdog = next(each.watchdog for each in given if hasattr(each, "watchdog"))
         timeout_s: Any = kwargs.get("timeout_s", getattr(args[0], "timeout_s", None) if args else None)
         described = f"`{call.__qualname__}`, with all other ranks,"
-        with watchdog.doing(lambda: described, timeout_s, patient=patient):
+        with watchdog._watch(lambda: described, patient, timeout_s):
             return call(*args, **kwargs)
 
     return run
