@@ -16,7 +16,7 @@ from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data import chat, tokenizer
 from megatron_hetero.data.records import Dataset
-from megatron_hetero.data.sources import json_text, parquet, patterns, tar_headers
+from megatron_hetero.data.sources import json_files, parquet, patterns, tar_headers
 from megatron_hetero.hf import model_files
 from megatron_hetero.models.items import video_files
 
@@ -61,7 +61,7 @@ TESTS = {
 """Tests by the words with which a sentence of "What never happens" begins."""
 
 LIMITS = [
-    ("the text of a record", json_text.MOST_TEXT_BYTES, "8 MiB"),
+    ("the text of a record", json_files.MOST_TEXT_BYTES, "8 MiB"),
     ("a row group", parquet.MOST_GROUP_BYTES, "4 GiB"),
     ("a row group", parquet.MOST_GROUP_ROWS, "16,777,216 rows"),
     ("a name in a tar", tar_headers._MOST_NAME, "4,096 bytes"),
