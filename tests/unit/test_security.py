@@ -43,8 +43,10 @@ TESTS = {
     "data/test_sources::test_braces_hide_no_url",
     "A data set's own files": "data/test_energon::test_names_reach_nothing",
     "**No index of another user": "data/test_index::test_an_index_that_is_not_our_own_is_not_used "
-    "data/test_index::test_users_of_a_shared_folder_have_indexes_of_their_own "
-    "data/test_index::test_an_index_reads_the_files_that_were_asked_for",
+    "data/test_index::test_an_index_of_the_owner_of_its_folder_is_used "
+    "data/test_index::test_users_of_a_shared_folder_have_indexes_of_their_own",
+    "An index gives places": "data/test_index::test_an_index_reads_the_files_that_were_asked_for "
+    "data/test_index::test_figures_that_do_not_fit_are_not_used",
     "Exports replace only": "hf/test_folder_writer::test_what_has_no_mark_of_ours_is_not_replaced "
     "train/test_log_folder::test_an_earlier_run_is_kept",
     "In a folder that a stranger": "base/test_own_files::test_a_lock_takes_no_file_of_others "
