@@ -571,6 +571,7 @@ def _load(group: _Group, leaves: Sequence[_Leaf]) -> Table:
             once, of_row, by_dictionary = once + repeated, 1, []
         elif max(once, of_row) > MOST_GROUP_BYTES:
             raise _too_large(group, max(once, of_row))
+        # Half, since pyarrow has a batch twice while it converts extension types.
         rows = max(1, min(group.rows, group.rows * BATCH_BYTES // max(1, once), BATCH_BYTES // 2 // of_row))
         table = pa.Table.from_batches(list(_batches(opened, chunks, group, leaves, rows, by_dictionary)))
     if table.num_rows != group.rows:

@@ -643,7 +643,7 @@ def test_prefixes_count_while_they_are_decoded(tmp_path: Path, monkeypatch: pyte
 
     file = stored(texts, "a.parquet")
     expected, noted = opened(values(file)), noted_batches(monkeypatch, 200_000)
-    monkeypatch.setattr(parquet, "BATCH_BYTES", 500_000)
+    monkeypatch.setattr(parquet, "BATCH_BYTES", 1_000_000)
     assert opened(values(file)) == expected
     assert 5 < noted[-1][0] < 30 and 1 not in noted[-1][1]
     # 2 MB in all: the rest is not decoded.
