@@ -20,7 +20,7 @@ MOST_QUOTED = 200
 """Characters shown of a quoted text."""
 MOST_FOUND = 2000
 """Characters shown of a place and of what was found there, which may be a long list."""
-_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
+_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<"
 # Advice of torch and transformers to load untrusted files, which is never right here.
 _UNSAFE_ADVICE = re.compile(
     "weights[ _]only|safe_globals|allow_pickle|trust_remote_code|you trust|trusted source|file an issue", re.IGNORECASE

@@ -23,6 +23,8 @@ from megatron_hetero.base.errors import UserError, in_short, quoted, reason
 
 MOST_BYTES = 1 << 27
 """Default limit on files that are read whole: several times the largest tokenizer."""
+MOST_OWN_BYTES = 1 << 30
+"""Default limit on files of this program: metrics of millions of steps."""
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -60,10 +62,14 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
     return open(path, mode, buffering, opener=_unlinked)
 
 
-def read_own(path: Path) -> bytes:
-    """The content of a file that this program writes, empty if there is none. Raises `OSError` as `open_own`."""
+def read_own(path: Path, most: int = MOST_OWN_BYTES) -> bytes:
+    """The content of a file that this program writes, empty if there is none. Raises `OSError` as `open_own`, and for
+    more than `most` bytes.
+    """
     with suppress(FileNotFoundError), open_own(path, "rb") as file:
-        return file.read()
+        if len(content := file.read(most + 1)) > most:
+            raise OSError(errno.EFBIG, f"{path.name} has more than {most} bytes", str(path))
+        return content
     return b""
 
 

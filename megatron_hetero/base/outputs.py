@@ -164,7 +164,7 @@ def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
 
 def _is_pointer(path: Path) -> bool:
     with contextlib.suppress(OSError):
-        return re.fullmatch(rf"({_NAME.pattern})?\s*", read_own(path)[:100].decode("utf-8", "replace")) is not None
+        return re.fullmatch(rf"({_NAME.pattern})?\s*", read_own(path, 100).decode("utf-8", "replace")) is not None
     return False
 
 
@@ -295,7 +295,10 @@ def remove_leftovers(target: Path, kind: str) -> None:
     name = re.compile(rf"\.{re.escape(target.name)}\.{kind}-[0-9a-f]{{8}}")
     for path in _children(target.parent):
         with contextlib.suppress(OSError, ValueError):
-            if name.fullmatch(path.name) and not path.is_symlink() and _marked(path) is not None:
+            if not name.fullmatch(path.name) or path.is_symlink() or _marked(path) is None:
+                continue
+            # A partial one has files that its mark does not list yet.
+            if kind == "partial" or what_would_be_lost(path) is None:
                 remove_marked(path)
 
 

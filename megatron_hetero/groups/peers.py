@@ -114,7 +114,7 @@ def suspected(answers: Mapping[int, str | None]) -> str:
         return f"{_named(absent)} did not report to wait too, and may be stopped, gone or busy"
     if elsewhere := [rank for rank, doing in answers.items() if (doing or "").startswith(UNWATCHED)]:
         return f"{_named(elsewhere)} did not come"
-    return "all ranks wait for each other"
+    return "all ranks wait for each other, or are slower than that"
 
 
 def listed(answers: Mapping[int, str | None]) -> str:

@@ -53,7 +53,8 @@ K = TypeVar("K")
 
 def require_own_files(folder: Path) -> None:
     """Check that no link in a folder leads out of it, except to the blobs of a Hugging Face cache that the folder is a
-    snapshot of. Folders with hidden names, which no model is read from, are left out. Raises `UserError`.
+    snapshot of. Folders with hidden names, which no model is read from, are left out, and no link leads into one.
+    Raises `UserError`.
     """
     root = Path(os.path.realpath(folder))
     snapshots = (path.parent for path in (root, *root.parents) if path.parent.name == "snapshots")
@@ -61,8 +62,10 @@ def require_own_files(folder: Path) -> None:
     for inside, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(inside, name) for name in (*folders, *files)):
-            if path.is_symlink() and root not in (place := Path(os.path.realpath(path))).parents:
-                if place.parent in blobs and _BLOB.fullmatch(place.name):
+            if path.is_symlink():
+                place = Path(os.path.realpath(path))
+                is_inside = root in place.parents and not any(n.startswith(".") for n in place.relative_to(root).parts)
+                if is_inside or (place.parent in blobs and _BLOB.fullmatch(place.name)):
                     continue
                 expected, why = "a file in the model's folder", "exports would publish what it links to"
                 fix = "copy the file here, or remove the link"

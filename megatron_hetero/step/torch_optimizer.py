@@ -163,10 +163,12 @@ def _create_states(optimizer: Optimizer) -> None:
     for p, _ in gradients:
         p.grad = torch.zeros_like(p)
     optimizer.param_groups = [{**group, "lr": group["lr"] * 0} if "lr" in group else group for group in groups]
-    optimizer.step()
-    optimizer.param_groups = groups
-    for p, gradient in gradients:
-        p.grad = gradient
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+        for p, gradient in gradients:
+            p.grad = gradient
 
 
 class MegatronOptimizer(ModuleOptimizer):

@@ -54,7 +54,7 @@ TESTS = {
     "hf/test_folder_writer::test_an_export_removes_no_folder_of_others",
     "The folder itself": "test_security::test_a_folder_that_a_user_names_may_be_a_link",
     "An export counts": "hf/test_folder_writer::test_a_copy_of_an_export_is_not_replaced",
-    "The same mark": "hf/test_folder_writer::test_what_a_killed_export_left_is_removed",
+    "What a killed export left": "hf/test_folder_writer::test_what_a_killed_export_left_is_removed",
     "Checkpoints are removed": "base/test_own_files::test_a_checkpoint_with_files_of_others_stays",
     "Missing, unexpected": "hf/test_hf_folder::test_faults_are_counted_and_listed "
     "models/test_pictures::test_pictures_that_are_cut_off_are_refused "
@@ -74,11 +74,12 @@ LIMITS = [
     ("the names", patterns.MOST_FILES, "1,000,000, of"),
     ("the names", patterns.MOST_NAME, "4,096 characters"),
     ("the names", patterns.MOST_CHARACTERS, "2²⁸"),
-    ("the names", patterns.MOST_BRACES, "100 braces"),
+    ("the names", patterns.MOST_BRACES, "16 braces"),
     ("a chat template", tokenizer.MOST_TEMPLATE, "2¹⁸ characters"),
     ("a tokenizer", tokenizer.MOST_TOKENIZER_BYTES, "64 MiB"),
     ("a tokenizer", model_files._MOST_INDEX_BYTES, "64 MiB"),
     ("other JSON files", files.MOST_JSON_BYTES, "4 MiB"),
+    ("`metrics.jsonl`", files.MOST_OWN_BYTES, "1 GiB"),
     ("any other file", files.MOST_BYTES, "128 MiB"),
     ("a YAML configuration", load.MOST_BYTES, "1 MiB"),
     ("the index of a checkpoint", checkpoint_index._MOST_BYTES, "1 GiB"),

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -223,13 +224,14 @@ def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
     names, excluded = _names(parts[split], f"{path}: {split}"), _names(content.get("exclude"), f"{path}: exclude")
     keys: dict[str, list[str]] = {name: [] for name in names}
     if len(keys) < len(names):
-        twice = next(name for name in keys if names.count(name) > 1)
+        twice = next(name for name, count in Counter(names).items() if count > 1)
         raise UserError.at(f"{path}: {split}", problem=f"{quoted(twice)} given twice", fix="name each tar once")
+    lengths, whole = {len(name) for name in names}, set(excluded)
     for each in excluded:
-        ends = [k for k, sign in enumerate(each) if sign == "/" and each[:k] in keys]
-        if ends:
-            keys[each[: ends[0]]].append(each[ends[0] + 1 :])
-    left = {name: tuple(dict.fromkeys(own)) for name, own in keys.items() if name not in set(excluded)}
+        ends = (k for k, sign in enumerate(each) if sign == "/" and k in lengths and each[:k] in keys)
+        if (end := next(ends, None)) is not None:
+            keys[each[:end]].append(each[end + 1 :])
+    left = {name: tuple(dict.fromkeys(own)) for name, own in keys.items() if name not in whole}
     if not left:
         raise UserError.at(path, problem=f"all tars of split {split!r} are excluded", fix="correct the split")
     return left

@@ -1,6 +1,6 @@
 """Headers of the pages in a column chunk of Parquet, which say what it decodes to, whatever the footer says.
 
-pyarrow refuses a page that has more or fewer bytes than its header says.
+pyarrow refuses a compressed page that has more or fewer bytes than its header says, and no other.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def decoded(chunk: bytes) -> Decoded:
             count, encoding = header[own][1], header[own][of_encoding]
         if min(size, stored, count) < 0:
             raise ValueError("a negative number in the header of a page")
+        size = max(size, stored)  # Where nothing is compressed pyarrow does not read the former.
         at, pages, values = end + stored, pages + size, values + count
         if kind == _DICTIONARY:
             dictionary += size

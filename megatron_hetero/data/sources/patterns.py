@@ -8,6 +8,7 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from megatron_hetero.base.contents import StoredFile, is_url, require_store, store
 from megatron_hetero.base.errors import UserError, quoted
@@ -16,7 +17,7 @@ MOST_FILES = 1_000_000
 """Limit of the files of a data set."""
 MOST_NAME, MOST_CHARACTERS = 4096, 1 << 28
 """Limits of a name, which are those of Linux, and of all names together."""
-MOST_BRACES = 100
+MOST_BRACES = 16
 """Opening braces of a pattern."""
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MARK = re.compile(r"[{},]")
@@ -91,10 +92,10 @@ def _expanded(pattern: str, where: str) -> Iterator[str]:
     if end is None:
         yield pattern
         return
+    tails = list(islice(_expanded(pattern[end.end() :], where), MOST_FILES + 1))
     for choice in _choices(pattern[start + 1 : end.start()], where):
         for head in _expanded(choice, where):
-            for tail in _expanded(pattern[end.end() :], where):
-                yield pattern[:start] + head + tail
+            yield from (pattern[:start] + head + tail for tail in tails)
 
 
 def _outer_marks(text: str, start: int = 0) -> Iterator[re.Match[str]]:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
+from megatron_hetero.base import outputs
 from megatron_hetero.base.environment import prepare_traces
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.base.files import open_own, read_as, replacing
+from megatron_hetero.base.files import open_own, read_as, read_own, replacing
 from megatron_hetero.base.lock import Lock, alone
 from megatron_hetero.base.outputs import LATEST, MANIFEST, clean, partial_of, prune, publish, whole
 from megatron_hetero.schedule.drawing import write_plot
@@ -88,7 +89,11 @@ def test_a_lock_is_a_file_of_its_own(kind: Kind, tmp_path: Path, precious: Path)
     assert os.path.lexists(tmp_path / ".lock")
 
 
-@pytest.mark.parametrize("text", ["thesis", "process of law", "process 1 on a\nthesis", "process 1 on a\n" * 90])
+THESES = ["thesis", "process of law", "process 1 on a\nthesis", "process 1 on a\n" * 90, "process 1 on my host: thesis",
+          "process 1 on " + "x" * 1000 + "\nthesis"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", THESES)
 def test_a_lock_takes_no_file_of_others(text: str, tmp_path: Path) -> None:
     (tmp_path / ".export.lock").write_text(text)
     held = alone(tmp_path / ".export.lock", tmp_path / "export", "export")
@@ -206,3 +211,11 @@ def test_values_of_a_kind(tmp_path: Path) -> None:
     assert read_as(tmp_path / "a.json", dict[str, Any], "") == values
     kind = msgspec.defstruct("Kind", [("a", list[int]), ("b", str | None), ("e", str | None, None)])
     assert msgspec.to_builtins(read_as(tmp_path / "a.json", kind, "")) == {"a": [1, 2], "b": None, "e": None}
+
+
+def test_files_of_our_own_have_a_limit(tmp_path: Path) -> None:
+    with (tmp_path / LATEST).open("wb") as file:
+        file.truncate(1 << 40)
+    assert not outputs._is_pointer(tmp_path / LATEST)
+    with pytest.raises(OSError, match="latest has more than 1000 bytes"):
+        read_own(tmp_path / LATEST, 1000)

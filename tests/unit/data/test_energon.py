@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -466,3 +467,20 @@ def test_records_of_a_range(tmp_path: Path) -> None:
         "txt 11",
         "txt 12",
     ]
+
+
+@pytest.mark.parametrize(
+    "names, excluded, message",
+    [
+        (["{0..40000}", "40000"], [], "'40000' given twice"),
+        (["{0..20000}"], ["{0..20000}x"], "does not have '0' of split"),
+        (["{a,b}{a,b}{a,b}" * 4], [], "does not have 'aaaaaaaaaaaa' of split"),
+        (["{0..9}" * 16], [], "more than 1,000,000 files"),
+    ],
+)
+def test_the_work_for_many_names_is_linear(names: list[str], excluded: list[str], message: str, tmp_path: Path) -> None:
+    folder = prepare(tmp_path, split={"split_parts": {"train": names}, "exclude": excluded})
+    begin = time.process_time()
+    with pytest.raises(UserError, match=message):
+        opened(folder)
+    assert time.process_time() - begin < 20  # Minutes where it is quadratic.

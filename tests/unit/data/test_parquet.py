@@ -30,6 +30,7 @@ from megatron_hetero.data.records import Dataset, Turn
 from megatron_hetero.data.sources import parquet
 from megatron_hetero.data.sources.formats import Columns, Found, Place
 from megatron_hetero.data.sources.parquet import Cell, ParquetFiles
+from megatron_hetero.data.sources.parquet_pages import decoded
 from tests.unit.data.conftest import MemoryStore
 
 pa = pytest.importorskip("pyarrow")
@@ -810,3 +811,15 @@ def test_a_column_of_items_of_another_type(tmp_path: Path, image: Any, found: st
     file = save(tmp_path / "a.parquet", {"answer": ["A"], "image": image})
     with pytest.raises(UserError, match=rf"a\.parquet row 1: field 'image'.*: found {found}"):
         dataset(file)
+
+
+def test_pages_that_are_not_compressed_count_as_stored(tmp_path: Path) -> None:
+    """pyarrow does not read what their headers say of the size when decompressed."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 10, pa.int32()), pa.array(["x" * (1 << 16)]))
+    file = Path(save(tmp_path / "a.parquet", {"answer": texts}, store_schema=False, compression="none").name)
+    data, chunk = file.read_bytes(), pq.ParquetFile(file).metadata.row_group(0).column(0)
+    start, size = chunk.dictionary_page_offset, bytes([0x88, 0x80, 0x08])  # 65,540, twice: as stored, and before
+    assert data[start:].index(size) == 3
+    forged = data[: start + 3] + bytes([0x82, 0x80, 0x00]) + data[start + 6 :]
+    found, expected = (decoded(each[start:][: chunk.total_compressed_size]) for each in (forged, data))
+    assert found == expected and found.repeated > 10 << 16

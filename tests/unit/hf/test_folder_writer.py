@@ -312,6 +312,10 @@ def test_what_a_killed_export_left_is_removed(model: Path, tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 2
     write(model, target)
     assert list(tmp_path.iterdir()) == [target]
+    target.rename(replaced := new_beside(target, "replaced"))
+    (replaced / "notes.txt").touch()
+    write(model, target)
+    assert {*tmp_path.iterdir()} == {target, replaced}
 
 
 def test_links_are_not_replaced(model: Path, tmp_path: Path) -> None:

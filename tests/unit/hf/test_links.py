@@ -82,6 +82,17 @@ def test_links_to_folders_and_of_blobs(copy: Path, tmp_path: Path) -> None:
         check_folder(copy)
 
 
+def test_no_link_leads_to_a_hidden_folder(copy: Path, tmp_path: Path) -> None:
+    """Links in there are not looked at."""
+    (tmp_path / "secret").write_text("secret")
+    link(copy / ".hidden/default.jinja", tmp_path / "secret")
+    for name, place in {"additional_chat_templates": ".hidden", "vocab.txt": ".hidden/default.jinja"}.items():
+        (copy / name).symlink_to(place)
+        with pytest.raises(UserError, match=f"{name}: found a link to"):
+            check_folder(copy)
+        (copy / name).unlink()
+
+
 def test_a_snapshot_of_a_cache_is_read(copy: Path, tmp_path: Path) -> None:
     blobs = tmp_path / "models--org--name/blobs"
     blobs.mkdir()
