@@ -20,7 +20,7 @@ MOST_QUOTED = 200
 """Characters shown of a quoted text."""
 MOST_FOUND = 2000
 """Characters shown of a place and of what was found there, which may be a long list."""
-_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<"
+_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
 # Advice of torch and transformers to load untrusted files, which is never right here.
 _UNSAFE_ADVICE = re.compile(
     "weights[ _]only|safe_globals|allow_pickle|trust_remote_code|you trust|trusted source|file an issue", re.IGNORECASE
@@ -158,6 +158,7 @@ def place(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The first line of the user's program in a stack."""
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if not file.startswith(_INSTALLED) and "site-packages" not in file:
+        # Generated code has no lines.
+        if line and not file.startswith(_INSTALLED) and "site-packages" not in file:
             return f", at {Path(file).name}:{line}"
     return ""
