@@ -475,7 +475,6 @@ def test_records_of_a_range(tmp_path: Path) -> None:
         (["{0..40000}", "40000"], [], "'40000' given twice"),
         (["{0..20000}"], ["{0..20000}x"], "does not have '0' of split"),
         (["{a,b}{a,b}{a,b}" * 4], [], "does not have 'aaaaaaaaaaaa' of split"),
-        (["{0..9}" * 16], [], "more than 1,000,000 files"),
     ],
 )
 def test_the_work_for_many_names_is_linear(names: list[str], excluded: list[str], message: str, tmp_path: Path) -> None:

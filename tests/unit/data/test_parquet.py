@@ -666,15 +666,15 @@ def test_no_byte_of_a_page_can_hide_what_it_decodes_to(tmp_path: Path) -> None:
         data, expected = Path(file.name).read_bytes(), values(file)
         chunk = pq.read_metadata(file.name).row_group(0).column(0)
         for at in range(4, 4 + chunk.total_compressed_size):
-            for change in (1, 128):
-                Path(file.name).write_bytes(data[:at] + bytes([(data[at] + change) % 256]) + data[at + 1 :])
-                parquet._TEXT_CACHE._entries.clear()
-                try:
-                    found = values(file)
-                except UserError as error:
-                    assert "row group 0" in str(error)
-                else:
-                    assert len(found) == len(expected)
+            change = 1 if at % 2 else 128
+            Path(file.name).write_bytes(data[:at] + bytes([(data[at] + change) % 256]) + data[at + 1 :])
+            parquet._TEXT_CACHE._entries.clear()
+            try:
+                found = values(file)
+            except UserError as error:
+                assert "row group 0" in str(error)
+            else:
+                assert len(found) == len(expected)
 
 
 LARGE: dict[str, tuple[Any, Any]] = {
