@@ -235,7 +235,7 @@ class Boundary:
         if width is None or dtype is None:
             found, expected = f"width {width}, dtype {dtype}", "both, where the topology has no graph"
             raise UserError.at(f"boundary {edge}", found=found, expected=expected, fix="give `width` and `dtype`")
-        self.edge, self._topology = edge, topology
+        self.edge, self._topology, self._ends = edge, topology, ends_of(topology, edge)
         self._watchdog, self._timeout_s = topology.watchdog, timeout_s
         with self._doing("the opening"):
             communicators = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)
@@ -333,14 +333,14 @@ class Boundary:
 
     def _planned(self, ranks: Sequence[int], rows: Sequence[RowIds], trains: bool) -> LoadedPlan:
         """Plan a crossing from the rows of all ranks."""
-        name, ends = str(self.edge), ends_of(self._topology, self.edge)
+        name = str(self.edge)
         try:
-            return self._load(*ownerships_of(name, ranks, rows, ends))
+            return self._load(*ownerships_of(name, ranks, rows, self._ends))
         except UserError:
             if trains:
                 raise
         # Where no gradients return replicas may have the same rows.
-        return self._load(*ownerships_of(name, ranks, rows, [End(end.ranks) for end in ends]), backward=False)
+        return self._load(*ownerships_of(name, ranks, rows, [End(end.ranks) for end in self._ends]), backward=False)
 
     def _load(self, source: Ownership, target: Ownership, *, backward: bool = True) -> LoadedPlan:
         plan = plan_boundary(source, target, self.communicator.row_bytes).rank(dist.get_rank(), backward=backward)
