@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_hetero.base.errors import UserError, in_short
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.validation import IMAGES, ItemField, split_at_placeholders
+from megatron_hetero.data.turns import Content
+from megatron_hetero.data.validation import IMAGES, ItemField
 
 END_OF_TURN = "<|im_end|>"
 Parts = Mapping[ItemField, dict[str, str]]
@@ -32,18 +33,13 @@ class RenderedText:
 
 def to_messages(record: Record, shown: Parts = PICTURES) -> list[dict[str, Any]]:
     """The record as messages for a chat template; `shown` replaces placeholders."""
-    return [{"role": turn.role, "content": _content(turn.role, turn.text, shown)} for turn in record.turns]
+    return [{"role": turn.role, "content": _content(turn.content, shown), **turn.further} for turn in record.turns]
 
 
-def _content(role: str, text: str, shown: Parts) -> str | list[dict[str, str]]:
-    stretches, between = split_at_placeholders(text, list(shown))
-    if role != "user" or not between:
-        return text
-    parts: list[dict[str, str]] = []
-    for k, stretch in enumerate(stretches):
-        parts += [shown[between[k - 1]]] if k else []
-        parts += [{"type": "text", "text": stretch}] if stretch else []
-    return parts
+def _content(content: Content, shown: Parts) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part} if isinstance(part, str) else shown[part] for part in content]
 
 
 def render(tokenizer: Any, record: Record, shown: Parts = PICTURES) -> list[RenderedText]:
