@@ -326,6 +326,10 @@ class DataConfig(Section):
     too_long: Literal["error", "skip"] = option(
         "error", "Action on a longer sample: fail or skip; samples are never truncated."
     )
+    supervised_turns: Literal["all", "last"] = option(
+        "all",
+        "Answers of a conversation to train on; last suits chat templates that drop the thoughts of earlier ones.",
+    )
     min_pixels: int | None = option(
         None, "Minimum image area in pixels; smaller images are upscaled.", "the model's", at_least=1
     )
