@@ -74,6 +74,9 @@ def render(tokenizer: Any, record: Record, shown: Parts = PICTURES, *, last_only
         if lost and not (lost == THOUGHT and k < answers[-1] and drops_thoughts(tokenizer)):
             fix = "remove it, or use a chat template that renders it unchanged, as those of published models do"
             raise _template_error(record, f"does not render {lost} of turn {k + 1}", fix)
+        if full[position:start].rstrip().endswith("<think>") and "<think>" in answer:
+            problem = f"opens a thought before that of turn {k + 1}"
+            raise _template_error(record, problem, "write the thought into the turn's `reasoning_content`")
         runs += [RenderedText(full[position:start], False), RenderedText(answer, k in trained)]
         position, next_turn = start + len(answer), k + 1
     for tool in record.tools:

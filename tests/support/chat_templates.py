@@ -36,7 +36,8 @@ THINKING = r"""
             {%- set content = content.rpartition('</think>')[2].lstrip('\n') %}
         {%- else %}{% set thought = '' %}{% endif %}
         {{- '<|im_start|>assistant\n' }}
-        {%- if seen.at == asked.at %}{{ '<think>\n' + thought.strip() + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- if seen.at == asked.at and (loop.last or thought) %}
+            {{- '<think>\n' + thought.strip() + '\n</think>\n\n' + content.lstrip('\n') }}
         {%- else %}{{ content }}{% endif %}
         {%- for call in message.tool_calls or () %}
             {{- '\n' if content or not loop.first }}
@@ -50,4 +51,6 @@ THINKING = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}
 """.strip()
-"""Of a reasoning model that calls tools: a prompt begins a thought, answers before the last question lose theirs."""
+"""Of a reasoning model that calls tools: a prompt begins a thought, answers before the last question lose theirs, and
+calls of tools without one have none.
+"""

@@ -378,7 +378,7 @@ def test_turns_by_themselves_are_those_of_whole_prompts(
         try:
             found.append(chat.render(tokenizer, record))
         except UserError as error:
-            assert "does not render" in str(error)
+            assert "does not render" in str(error) or "opens a thought" in str(error)
             found.append([])
     assert found[0] == found[1]
 
@@ -430,10 +430,22 @@ def test_calls_of_tools_are_answers(thinking: Any, rounds: int) -> None:
     calls = Turn("assistant", "", further={"tool_calls": [CALL, CALL], "reasoning_content": "Small."})
     turns = [Turn("user", (IMAGES[0], "What?")), calls, Turn("tool", "[3, 4]"), Turn("assistant", "A disc.")]
     record = Record("test", 0, "train.jsonl:1", tuple(turns * rounds), tools=(TOOL,))
+    silent = replace(calls, further={"tool_calls": [CALL]})
     call = '<tool_call>\n{"name": "zoom", "arguments": {"box": [1, 2]}}\n</tool_call>'
     last = [f"Small.\n</think>\n\n{call}\n{call}<|im_end|>", "\n</think>\n\nA disc.<|im_end|>"]
     earlier = [f"{call}\n{call}<|im_end|>", "A disc.<|im_end|>"]
     assert supervised_runs(thinking, record) == [*earlier * (rounds - 1), *last]
+    record = replace(record, turns=(turns[0], silent, turns[2], calls, *turns[2:]))
+    assert supervised_runs(thinking, record) == [f"{call}<|im_end|>", *last]
+
+
+def test_a_thought_is_opened_once(thinking: Any) -> None:
+    """A template that takes thoughts from `reasoning_content` alone opens an empty one before that in the text."""
+    thinking.chat_template = THINKING.replace("elif '</think>' in content", "elif false")
+    with pytest.raises(UserError, match="opens a thought before that of turn 2.*`reasoning_content`"):
+        chat.render(thinking, thoughtful(Turn("assistant", "<think>\nRound.\n</think>\n\nA disc.")))
+    answer = Turn("assistant", "A disc.", further={"reasoning_content": "Round."})
+    assert supervised_runs(thinking, thoughtful(answer)) == ["Round.\n</think>\n\nA disc.<|im_end|>"]
 
 
 @pytest.mark.parametrize(
