@@ -5,6 +5,7 @@ are none of theirs.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import pickle
 from collections.abc import Sequence
@@ -19,13 +20,19 @@ from PIL import Image
 from megatron_hetero.base import contents
 from megatron_hetero.base.errors import BadRecord, BadSample, UserError, blaming
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.config.sections import DatasetConfig
+from megatron_hetero.data.records import Dataset, Reading
+from megatron_hetero.data.sources import json_files
 from megatron_hetero.models.items import video_files
+from megatron_hetero.models.items.image_files import load_picture
+from megatron_hetero.models.items.types import Item
 from megatron_hetero.train import trainer
 from megatron_hetero.train.held_out import HeldOutEvaluation
 from tests.functional.train.test_gradients import write_long
 from tests.support.folders import write_data
 from tests.support.ranks import on_ranks
 from tests.support.runs import MakeFlags, build, error_of, stored
+from tests.support.videos import noise, write_video
 from tests.unit.data.packs import by_rank
 
 CAUSES = {1: "image_data", 3: "image_header", 4: "image_data", 5: "image_header", 6: "text", 7: "record", 10: "record"}
@@ -36,9 +43,9 @@ BUDGET = "--train.tokens_per_micro_batch 400 --data.max_seq_length 200"
 
 
 def spoil(data: Path) -> None:
-    """Make the records of `CAUSES` bad: a second picture that is cut, one of 4096 x 18, ..."""
+    """Make the records of `CAUSES` bad: two pictures that are cut, which two ranks may decode, one of 4096 x 18, ..."""
     images, lines = data.parent / "images", data.read_text().splitlines()
-    for name in ("1_1.png", "4_0.png"):
+    for name in ("1_0.png", "1_1.png", "4_0.png"):
         (images / name).write_bytes((images / name).read_bytes()[:200])
     Image.new("RGB", (4096, 18)).save(images / "3_0.png")
     (images / "5_0.png").write_text("<html>404</html>")
@@ -148,6 +155,21 @@ def test_faults_of_a_machine_stop_the_run(fault: str, without_a_disk: list[str])
     assert steps == 1 and message.startswith("step 2, data of rank ") and "4_0.png: cannot be read" in message
 
 
+@pytest.mark.parametrize("form", ["lines", "list"])
+def test_a_record_that_is_too_large_is_bad_by_itself(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_files, "MOST_TEXT_BYTES", 200)
+    texts = [json.dumps({"question": "a" * n, "answer": f"{n}"}) for n in (5, 900, 30, 180)]
+    (tmp_path / "a.json").write_text("\n".join(texts) if form == "lines" else f"[{', '.join(texts)}]")
+    data = Dataset("d", DatasetConfig(annotations=tmp_path / "a.json"), Reading(strict=False))
+    assert (len(data), data.bad) == (4, 2)
+    assert [data[k].turns[1].text for k in (0, 2)] == ["5", "30"]
+    for k in (1, 3):
+        with pytest.raises(BadRecord, match="more than 200 bytes"):
+            data[k]
+
+
 def _caused_by(*causes: BaseException) -> UserError:
     """A `UserError` of a library's errors, the first of which was raised first."""
     error: BaseException | None = None
@@ -186,6 +208,30 @@ def test_faults_of_a_machine_blame_no_record(causes: Sequence[BaseException]) ->
     with pytest.raises(UserError) as caught, blaming("d", 2, "a.jsonl:3", "image"):
         raise _caused_by(*causes)
     assert not isinstance(caught.value, BadRecord)
+
+
+class Failing(io.BytesIO):
+    """A file on a disk that goes after the first reads."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self.tell() > 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().read(size)
+
+
+@pytest.mark.parametrize("end, cause", [("mp4", "video_header"), ("png", "image_data")])
+def test_a_disk_that_goes_while_it_is_read_blames_no_record(end: str, cause: str, tmp_path: Path) -> None:
+    """The same file that has been cut does."""
+    data = write_video(tmp_path / "a.mp4", noise(8, (56, 56), 0)).read_bytes()
+    if end == "png":
+        Image.fromarray(noise(1, (256, 256), 0)[0]).save(tmp_path / "a.png")
+        data = (tmp_path / "a.png").read_bytes()
+    for opened, kind in ((Failing(data), UserError), (io.BytesIO(data[: len(data) // 2]), BadRecord)):
+        content = mock.Mock(open=lambda opened=opened: opened, version=lambda kind=kind: (end, kind.__name__))
+        item, limits = Item(content, "a.jsonl:1"), video_files.Limits(10.0, None)
+        with pytest.raises(UserError) as caught, blaming("d", 0, "a.jsonl:1", cause):
+            load_picture(content, "a.jsonl:1") if end == "png" else video_files.frame_table(item, limits)
+        assert type(caught.value) is kind
 
 
 def test_a_video_that_takes_too_long_blames_no_record() -> None:
