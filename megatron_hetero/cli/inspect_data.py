@@ -126,6 +126,8 @@ def show(config: Config, count: int, console: Console, sheets: Path | None = Non
                 sheets.mkdir(parents=True, exist_ok=True)
                 for path in draw_sheets(processor, mixture[k], sheets):
                     console.print(Text(f"frames: {path}"), soft_wrap=True)
+    if processor.advice:
+        console.print(Text(processor.advice), soft_wrap=True)
     console.print(Text(samples_per_epoch(mixture.parts)), soft_wrap=True)
 
 

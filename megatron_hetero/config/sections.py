@@ -332,6 +332,10 @@ class DataConfig(Section):
     max_bad_share: float = option(
         0.01, "Maximum share of skipped bad samples among those drawn; 10 are always allowed.", at_least=0, at_most=1
     )
+    supervised_turns: Literal["all", "last"] = option(
+        "all",
+        "Answers of a conversation to train on; last suits chat templates that drop the thoughts of earlier ones.",
+    )
     min_pixels: int | None = option(
         None, "Minimum image area in pixels; smaller images are upscaled.", "the model's", at_least=1
     )

@@ -7,30 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
-from megatron_hetero.base.contents import Content, StoredFile
+from megatron_hetero.base.contents import Content as FileContent
+from megatron_hetero.base.contents import StoredFile
 from megatron_hetero.base.errors import UserError, blaming, quoted, reason
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
 from megatron_hetero.data.sources.index import Blocks, Indexer
 from megatron_hetero.data.sources.mapping import FieldMap
 from megatron_hetero.data.sources.opening import open_files
-from megatron_hetero.data.validation import IMAGES, Turns, validate_record
+from megatron_hetero.data.turns import ChatRole, Content, Turn
+from megatron_hetero.data.validation import IMAGES, Turns, split_at_placeholders, validate_record
 from megatron_hetero.models.items.types import Header, Item, ItemReader
-
-ChatRole = Literal["system", "user", "assistant"]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One speaker's turn; a user's may contain placeholders such as ``<image>``."""
-
-    role: ChatRole
-    text: str
 
 
 @dataclass(frozen=True)
@@ -45,6 +37,7 @@ class Record:
         items: in the order of their placeholders, with paths relative to ``folder``.
         folder: None only without items that have paths.
         headers: the header of each item, see `Item`; None if they are not known.
+        tools: descriptions of functions that the assistant may call, JSON objects for the chat template.
     """
 
     dataset: str
@@ -54,6 +47,7 @@ class Record:
     items: tuple[ItemRef, ...] = ()
     folder: Path | None = field(default=None, repr=False)
     headers: tuple[Header, ...] | None = field(default=None, repr=False)
+    tools: tuple[dict[str, Any], ...] = ()
 
     def item(self, k: int) -> Item:
         """Item ``k`` with its content; of a file by its absolute path, links resolved. The file need not exist.
@@ -62,11 +56,11 @@ class Record:
             UserError: the path leads out of the folder, for example through a symbolic link.
         """
         ref = self.items[k]
-        frames = tuple(self._content(ref, file) for file in ref.frames)
-        content = frames[0] if frames else self._content(ref, ref.file)
+        frames = tuple(self._file(ref, file) for file in ref.frames)
+        content = frames[0] if frames else self._file(ref, ref.file)
         return Item(content, self.where, frames, ref.given, None if self.headers is None else self.headers[k])
 
-    def _content(self, ref: ItemRef, file: str | Content) -> Content:
+    def _file(self, ref: ItemRef, file: str | FileContent) -> FileContent:
         if not isinstance(file, str):
             return file
         assert self.folder is not None, "records with paths have a folder"
@@ -190,11 +184,17 @@ class Dataset(Sequence[Record]):
             dataset=self.name,
             index=i,
             where=found.where,
-            turns=tuple(Turn(cast(ChatRole, role), text) for role, text in turns),
+            turns=tuple(Turn(cast(ChatRole, role), self._content(role, text)) for role, text in turns),
             items=tuple(items),
             folder=self.entry.images,
             headers=None if headers is None or len(headers) != len(items) else tuple(headers),
         )
+
+    def _content(self, role: str, text: str) -> Content:
+        texts, shown = split_at_placeholders(text, self._reading.fields)
+        if role != "user" or not shown:
+            return text
+        return tuple(part for pair in zip(texts, [*shown, ""], strict=True) for part in pair if part != "")
 
     def _parsed(self, value: Any, where: str) -> tuple[Turns, list[ItemRef]]:
         """The turns and items of a record. Raises `UserError`."""

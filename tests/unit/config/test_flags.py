@@ -30,6 +30,7 @@ checkpoint.allow_changes
 export.hf_dir eval.datasets eval.interval plan.images plan.image_side plan.tokens
 plan.supervised plan.expert_imbalance plan.memory_gb plan.videos plan.frames plan.frame_side
 data.registry.NAME.video_placeholder
+data.supervised_turns
 data.video.rules data.video.fps data.video.min_frames data.video.max_frames data.video.frame_pixels
 data.video.total_pixels data.video.text_after data.video.timeout_s data.video.index
 """
