@@ -162,6 +162,7 @@ def _windows(blocks: np.ndarray) -> Iterator[int]:
 def reading_of(config: Config, processor: Processor, *, strict: bool = True) -> Reading:
     """The way in which a run reads its data sets. `strict`: see `Reading`."""
     data = config.data
+    strict = strict and data.bad_records == "stop"
     return Reading(processor.fields, data.index_folder, processor.readers if data.scan else None, strict)
 
 

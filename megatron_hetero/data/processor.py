@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.base.errors import VISION, UserError
+from megatron_hetero.base.errors import VISION, UserError, blaming
 from megatron_hetero.base.worker_process import Processes
 from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import EncoderConfig
@@ -35,7 +35,7 @@ from megatron_hetero.data.tokenizer import (
 from megatron_hetero.data.validation import item_fields
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_config
-from megatron_hetero.models.items.types import Block, ItemReader, Piece
+from megatron_hetero.models.items.types import Block, ItemReader, Piece, Size
 from megatron_hetero.models.registry import family_of
 
 # Marks of boxes and object names, which grounding data has in answers.
@@ -127,9 +127,13 @@ class Processor:
         Raises:
             UserError: structural tokens in the text, a missing or oversized item, or an unsuitable chat template.
         """
+        with blaming(record.dataset, record.index, record.where, "text"):
+            return self._tokenized(record)
+
+    def _tokenized(self, record: Record) -> TokenizedSample:
         self._refuse_special_tokens(record)
         readers = [self.readers[ref.field] for ref in record.items]
-        sizes = tuple(reader.size(record.item(k)) for k, reader in enumerate(readers))
+        sizes = tuple(self._size(record, k) for k in range(len(readers)))
         short_ids, supervised = self._encode(record)
         is_item = np.isin(short_ids, self.row_tokens)
         if not np.array_equal(short_ids[is_item], [reader.token_id for reader in readers]):
@@ -189,9 +193,16 @@ class Processor:
             supervised.append(np.full(len(tokens), rendered.supervised))
         return np.concatenate(ids), np.concatenate(supervised)
 
+    def _size(self, record: Record, k: int) -> Size:
+        field = record.items[k].field
+        with blaming(record.dataset, record.index, record.where, f"{field.modality}_header"):
+            return self.readers[field].size(record.item(k))
+
     def patches(self, record: Record, k: int, pieces: Sequence[Piece]) -> np.ndarray:
         """Some pieces of item ``k`` as patches, see `ItemReader.patches`."""
-        return self.readers[record.items[k].field].patches(record.item(k), pieces)
+        field = record.items[k].field
+        with blaming(record.dataset, record.index, record.where, f"{field.modality}_data"):
+            return self.readers[field].patches(record.item(k), pieces)
 
     @cached_property
     def _structure(self) -> re.Pattern[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hetero.base.contents import Content as FileContent
 from megatron_hetero.base.contents import StoredFile
-from megatron_hetero.base.errors import UserError, quoted, reason
+from megatron_hetero.base.errors import UserError, blaming, quoted, reason
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
 from megatron_hetero.data.sources.index import Blocks, Indexer
@@ -175,9 +175,10 @@ class Dataset(Sequence[Record]):
         except OSError as error:
             problem, fix = f"cannot be read ({reason(error)})", "keep data sets in place while they are read"
             raise UserError.at(stored, problem=problem, fix=fix) from error
-        if isinstance(found.value, UserError):
-            raise found.value
-        turns, items = self._parsed(found.value, found.where)
+        with blaming(self.name, i, found.where, "record"):
+            if isinstance(found.value, UserError):
+                raise found.value
+            turns, items = self._parsed(found.value, found.where)
         headers = self._index.headers(file, number)
         return Record(
             dataset=self.name,

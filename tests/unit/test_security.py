@@ -59,6 +59,8 @@ TESTS = {
     "Missing, unexpected": "hf/test_hf_folder::test_faults_are_counted_and_listed "
     "models/test_pictures::test_pictures_that_are_cut_off_are_refused "
     "../functional/checkpoint/test_damage::test_damage_is_reported_by_name",
+    "With `data.bad_records": "data/test_bad_records::test_training_goes_on_as_without_them "
+    "data/test_bad_records::test_too_many_stop_all_ranks_with_one_message",
 }
 """Tests by the words with which a sentence of "What never happens" begins."""
 

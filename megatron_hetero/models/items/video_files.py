@@ -285,7 +285,7 @@ def within(content: Content, seconds: float, work: Callable[[Late], T]) -> T:
             problem=f"not read within {seconds:g} s",
             because="a damaged file or a slow disk must not stop training for hours",
             fix="raise data.video.timeout_s for long videos, convert the video to smaller frames, or remove the record",
-        ) from None
+        ) from TimeoutError()
     if error is not None:
         raise error
     return cast(T, result)
