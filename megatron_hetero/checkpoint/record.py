@@ -169,8 +169,7 @@ class DatasetRecord:
     share: str
     records: int
     sha256: str
-    blocks: str = ""
-    """See `Mixture.hashed`. Earlier versions had none, which stands for any."""
+    blocks: str = ""  # See `Mixture.hashed`; earlier versions had none, which stands for any.
 
     def __str__(self) -> str:
         return f"{self.share} ({self.records} records, {self.sha256[:8]})"

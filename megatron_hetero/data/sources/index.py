@@ -209,10 +209,9 @@ class Indexer:
         if self.folder is None:
             return None
         # A file that another run has mapped must not be replaced by one of other versions: NFS would take its pages.
-        names = repr((VERSION, self.key, self.scan, [file.name for file in files], os.getuid()))
-        texts = (names, repr([file.known for file in files]))
-        digests = (hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:20] for text in texts)
-        return self.folder / f"{''.join(digests)}.index"
+        data_set = (VERSION, self.key, self.scan, [file.name for file in files], os.getuid())
+        parts = (repr(part).encode(errors="surrogatepass") for part in (data_set, [file.known for file in files]))
+        return self.folder / f"{''.join(hashlib.sha256(part).hexdigest()[:20] for part in parts)}.index"
 
     def _stored(self, path: Path, files: tuple[StoredFile, ...]) -> Index:
         """The index that this or another process has computed and stored."""
@@ -229,7 +228,7 @@ class Indexer:
         except OSError as error:
             self._warn(path, error)
             return self._computed(files)
-        if pause:  # An index that could not be stored, or has a bad record, is computed by all at once, not in turn.
+        if pause and not lock.left:  # An index that cannot be stored, or has a bad record, is computed by all at once.
             lock.release(remove=True)
             return self._open(path, files) or self._computed(files)
         try:

@@ -12,7 +12,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -345,7 +345,7 @@ def widths(processor: Processor, data: Dataset) -> list[int]:
     for record in data:
         [size] = processor.tokenize(record).sizes
         processor.patches(record, 0, [Piece(0, size)])
-    return [processor.tokenize(record).sizes[0].columns for record in data]
+    return [cast(pictures.ImageSize, processor.tokenize(record).sizes[0]).columns for record in data]
 
 
 def test_sizes_of_pictures_that_are_replaced_are_read_again(tmp_path: Path, processor: Processor, scan: Any) -> None:
@@ -417,8 +417,10 @@ Indexer._computed = computed
 folder = Path(sys.argv[1])
 def full(*_):
     raise OSError(28, "No space left on device")
-if len(sys.argv) > 3:
+if "full" in sys.argv:
     index._write = full
+if "tell" in sys.argv:
+    print("opens", flush=True)
 data = Dataset("d", DatasetConfig(annotations=folder / "d.jsonl", images=folder), Reading(cache=folder / "cache"))
 print(data.digest, flush=True)
 """
@@ -479,10 +481,19 @@ def test_who_has_waited_does_not_keep_others_waiting(
     assert computed(opened) == (0 if stored else 1) and bool([*(tmp_path / "cache").iterdir()]) == stored
 
 
-def test_an_index_that_was_left_halfway_is_computed_by_the_next(tmp_path: Path, opened: Any) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_index_that_was_left_halfway_is_computed_by_the_next(waits: bool, tmp_path: Path, opened: Any) -> None:
     write(tmp_path / "d.jsonl", 30)
     with open_elsewhere(tmp_path, 60.0) as first:
         assert first.stdout is not None and first.stdout.readline() == "computes\n"
+        if waits:
+            with open_elsewhere(tmp_path, 0.0, "tell") as second:
+                assert second.stdout is not None and second.stdout.readline() == "opens\n"
+                time.sleep(0.3)
+                first.send_signal(signal.SIGKILL)
+                assert second.communicate(timeout=60)[0].startswith("computes")
+            assert stored(tmp_path) and len(opened()) == 30 and not computed(opened)
+            return
         first.send_signal(signal.SIGKILL)
     began = time.monotonic()
     assert len(opened()) == 30 and computed(opened) == 1
