@@ -88,8 +88,8 @@ class Reading(NamedTuple):
     """How data sets are read.
 
     `fields`: fields that items may be in, see `item_fields`. `cache`: folder of stored indexes; None: they are not
-    stored. `readers`: by field, to store the headers of items in the index if `strict`; else they are read when needed.
-    `strict`: whether a bad record is an error.
+    stored. `readers`: by field, to store the headers of items in the index; None: they are read when needed. `strict`:
+    whether a bad record is an error, and with `readers` an item that cannot be read.
     """
 
     fields: Sequence[ItemField] = IMAGES
@@ -120,8 +120,8 @@ class Dataset(Sequence[Record]):
             )
         self._format, files, own = open_files(entry, setting, [field.name for field in reading.fields])
         self._map = FieldMap.parse(entry.fields or own, reading.fields, f"{setting}.fields")
-        scan, strict = reading.readers is not None and reading.strict, reading.strict
-        folder = os.path.realpath(entry.images) if scan and entry.images else entry.images is not None
+        scan, strict = reading.readers is not None, reading.strict
+        folder = (strict, entry.images and os.path.realpath(entry.images)) if scan else entry.images is not None
         key = (self._format, entry.video_placeholder, folder, self._map, *map(tuple, reading.fields))
         indexer = Indexer(name, files, self._format, self._checked, repr(key), reading.cache, scan=scan, strict=strict)
         self._index = indexer.index()
@@ -221,11 +221,16 @@ class Dataset(Sequence[Record]):
         ]
         text = msgspec.json.encode((turns, shown))
         readers = self._reading.readers
-        if readers is None or not self._reading.strict or not items:
+        if readers is None or not items:
             return text, ()
         record = Record(self.name, 0, where, (), tuple(items), self.entry.images)
-        shown_by = [(readers[ref.field], record.item(k)) for k, ref in enumerate(items)]
-        return text, [(_stamp(item), *reader.header(item)) for reader, item in shown_by]
+        try:
+            shown_by = [(readers[ref.field], record.item(k)) for k, ref in enumerate(items)]
+            return text, [(_stamp(item), *reader.header(item)) for reader, item in shown_by]
+        except UserError:
+            if self._reading.strict:
+                raise
+            return text, ()  # They may be there when they are needed.
 
 
 def _stamp(item: Item) -> int:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_hetero.base.contents import StoredFile, Version
+from megatron_hetero.base.contents import StoredFile
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import keep_newest, open_own, replacing
 from megatron_hetero.base.lock import Lock
@@ -175,8 +175,7 @@ class Indexer:
 
     def index(self) -> Index:
         """The index, computed if there is no valid one. Raises `UserError`."""
-        versions = [self._version(file) for file in self.files]
-        files = tuple(replace(file, known=version) for file, version in zip(self.files, versions, strict=True))
+        files = tuple(map(self._with_version, self.files))
         path = self._path(files)
         found = None if path is None else self._open(path, files)
         if found is None:
@@ -186,9 +185,9 @@ class Indexer:
             raise UserError(f"{found.problems[0]}{more}" + (f" (from the index {path})" if path else ""))
         return found
 
-    def _version(self, file: StoredFile) -> Version:
+    def _with_version(self, file: StoredFile) -> StoredFile:
         with self._reading(file):
-            return file.version()
+            return replace(file, known=file.version())
 
     @contextlib.contextmanager
     def _reading(self, file: StoredFile) -> Iterator[None]:

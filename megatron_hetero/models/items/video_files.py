@@ -117,7 +117,8 @@ def frame_table(item: Item, limits: Limits) -> FrameTable:
         UserError: the file is missing, not a video, truncated or too large, or takes too long.
     """
     with _named(item):
-        version = within(item.content, limits.seconds, lambda _: _version(item.content))
+        with _problems(item.content):
+            version = within(item.content, limits.seconds, lambda _: item.content.version())
         known = _known(version, limits)
         if not known:
             known.append(_table(item.content, version, limits))
@@ -189,11 +190,6 @@ def _table(content: Content, version: Version, limits: Limits) -> FrameTable:
         return table
 
     return within(content, limits.seconds, read)
-
-
-def _version(content: Content) -> Version:
-    with _problems(content):
-        return content.version()
 
 
 def _stored(file: Path) -> FrameTable | None:

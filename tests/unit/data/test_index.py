@@ -390,6 +390,7 @@ def test_what_a_lenient_reader_missed_is_found_when_it_is_back(tmp_path: Path, p
     folder = drawn(tmp_path / "images", 56, 0, 2)
     lenient = scan(folder, strict=False)
     assert lenient.bad == 0, "the record is as it should be"
+    assert [record.headers for record in scan(folder, strict=False)] == [((56, 56),), None, ((56, 56),)]
     with pytest.raises(UserError, match=r"1\.png: cannot be read"):
         widths(processor, lenient)
     for _ in range(2):
