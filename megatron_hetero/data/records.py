@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -82,7 +83,7 @@ class Reading(NamedTuple):
 
     `fields`: fields that items may be in, see `item_fields`. `cache`: folder of stored indexes; None: they are not
     stored. `readers`: by field, to store the headers of items in the index; None: they are read when needed. `strict`:
-    whether a bad record is an error.
+    whether a bad record is an error, and with `readers` an item that cannot be read.
     """
 
     fields: Sequence[ItemField] = IMAGES
@@ -113,8 +114,9 @@ class Dataset(Sequence[Record]):
             )
         self._format, files, own = open_files(entry, setting, [field.name for field in reading.fields])
         self._map = FieldMap.parse(entry.fields or own, reading.fields, f"{setting}.fields")
-        key = (self._format, entry.video_placeholder, entry.images is not None, self._map, *map(tuple, reading.fields))
         scan, strict = reading.readers is not None, reading.strict
+        folder = (strict, entry.images and os.path.realpath(entry.images)) if scan else entry.images is not None
+        key = (self._format, entry.video_placeholder, folder, self._map, *map(tuple, reading.fields))
         indexer = Indexer(name, files, self._format, self._checked, repr(key), reading.cache, scan=scan, strict=strict)
         self._index = indexer.index()
         if not len(self._index):
@@ -179,16 +181,19 @@ class Dataset(Sequence[Record]):
             if isinstance(found.value, UserError):
                 raise found.value
             turns, items = self._parsed(found.value, found.where)
-        headers = self._index.headers(file, number)
-        return Record(
+        record = Record(
             dataset=self.name,
             index=i,
             where=found.where,
             turns=tuple(Turn(cast(ChatRole, role), self._content(role, text)) for role, text in turns),
             items=tuple(items),
             folder=self.entry.images,
-            headers=None if headers is None or len(headers) != len(items) else tuple(headers),
         )
+        known = self._index.headers(file, number)
+        # Of files that have changed since, they are read when needed.
+        if known is None or [stamp for stamp, *_ in known] != [_stamp(record.item(k)) for k in range(len(items))]:
+            return record
+        return replace(record, headers=tuple((first, second) for _, first, second in known))
 
     def _content(self, role: str, text: str) -> Content:
         texts, shown = split_at_placeholders(text, self._reading.fields)
@@ -206,7 +211,7 @@ class Dataset(Sequence[Record]):
             video_placeholder=self.entry.video_placeholder,
         )
 
-    def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[Header]]:
+    def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[tuple[int, int, int]]]:
         """See `megatron_hetero.data.sources.index.Check`."""
         turns, items = self._parsed(value, where)
         shown = [
@@ -220,4 +225,19 @@ class Dataset(Sequence[Record]):
         if readers is None or not items:
             return text, ()
         record = Record(self.name, 0, where, (), tuple(items), self.entry.images)
-        return text, [readers[ref.field].header(record.item(k)) for k, ref in enumerate(items)]
+        try:
+            shown_by = [(readers[ref.field], record.item(k)) for k, ref in enumerate(items)]
+            return text, [(_stamp(item), *reader.header(item)) for reader, item in shown_by]
+        except UserError:
+            if self._reading.strict:
+                raise
+            return text, ()  # They may be there when they are needed.
+
+
+def _stamp(item: Item) -> int:
+    """A number for size and time of the file with an item's header, to be taken before that is read."""
+    try:
+        version = repr(item.content.version()[1:])
+    except OSError:
+        return 0
+    return int.from_bytes(hashlib.blake2b(version.encode(), digest_size=7).digest(), "little")

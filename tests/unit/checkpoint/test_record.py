@@ -80,6 +80,18 @@ def test_other_texts_are_no_records(text: str, tmp_path: Path) -> None:
         RunRecord.read(tmp_path)
 
 
+def test_shuffled_blocks_must_be_the_same(tmp_path: Path) -> None:
+    run = changed("config.train", {"seed": 0, "global_batch_size": 4, "iters": 9})
+    by_blocks = [{**RUN["datasets"][0], "blocks": name * 64} for name in "ab"]
+    old, new, without = (read(tmp_path, {**run, "datasets": [each]}) for each in (*by_blocks, RUN["datasets"][0]))
+    with pytest.raises(UserError, match=r"data\.datasets .*found a%50 .*in other blocks, expected those of") as error:
+        old.require_resumable(new, (), tmp_path)
+    assert "the files have been rewritten" in str(error.value)
+    assert str(error.value).endswith("or allow it with --checkpoint.allow_changes data.datasets.")
+    for one, other, allowed in ((old, new, ("data.datasets",)), (old, old, ()), (old, without, ()), (without, new, ())):
+        one.require_resumable(other, allowed, tmp_path)
+
+
 # ------------------------------------------------------------------------------------------- the same model
 
 
