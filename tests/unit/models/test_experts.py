@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
+from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.megatron import prepare, tensor_parallel
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share, load_slices
 from megatron_hetero.layout.axes import EXPERTS, MAIN
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.layers import experts as layer
 from megatron_hetero.models.layers.backend import TORCH
-from megatron_hetero.models.layers.dispatch import Sizes, block
-from megatron_hetero.models.layers.experts import ExpertMLP, ExpertMLPModule
+from megatron_hetero.models.layers.dispatch import Dispatch, Sizes, block
+from megatron_hetero.models.layers.experts import ExpertMLP, ExpertMLPModule, _Experts, chunks
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.parts import LayerCall, Site
 from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
@@ -55,6 +60,9 @@ ROWS = [
     Row("tp:4,ep:2", shared=True, split=False),
     Row("tp:2,dp:2,ep:4", experts=7, top_k=3, split=False),
     Row("tp:2,cp:2,ep:4", recompute=Recompute("none", chunk=5)),
+    Row("dp:4,ep:1", recompute=Recompute("none", chunk=1)),
+    Row("dp:4,ep:4", experts=5, top_k=1, recompute=Recompute("none", chunk=2), dtype=torch.float64),
+    Row("dp:4,ep:2", experts=7, top_k=3, recompute=Recompute("selective", chunk=3)),
     Row("sp:2,dp:2,ep:2", recompute=Recompute("selective")),
     Row("dp:4,ep:4", dtype=torch.float64),
     Row("dp:4,ep:4", experts=4, top_k=4),
@@ -170,6 +178,96 @@ def test_the_layer_equals_transformers(row: Row, pools: Callable[[int], Pool]) -
     results = pools(4).run(differences, row)
     limit = 1e-12 if row.dtype == torch.float64 else 2e-6
     assert all(difference <= limit for found in results for difference in found.values()), results
+
+
+@pytest.mark.parametrize(
+    "ends, limit, wanted",
+    [
+        ((3, 3, 5, 9), 5, [(0, 3, 0, 5), (3, 4, 5, 9)]),
+        ((0, 0, 12, 12, 13), 5, [(0, 2, 0, 0), (2, 3, 0, 5), (2, 3, 5, 10), (2, 3, 10, 12), (3, 5, 12, 13)]),
+        ((0, 7), 3, [(0, 1, 0, 0), (1, 2, 0, 3), (1, 2, 3, 6), (1, 2, 6, 7)]),
+        ((7, 7), 7, [(0, 2, 0, 7)]),
+        ((8, 8), 7, [(0, 1, 0, 7), (0, 1, 7, 8), (1, 2, 8, 8)]),
+    ],
+)
+def test_chunks_have_whole_experts_or_a_part_of_one(
+    ends: tuple[int, ...], limit: int, wanted: list[tuple[int, ...]]
+) -> None:
+    found = chunks(ends, limit)
+    assert [(e.start, e.stop, r.start, r.stop) for e, r, _ in found] == wanted
+    starts = (0, *ends)
+    assert [continues for *_, continues in found] == [rows > starts[first] for first, _, rows, _ in wanted]
+
+
+def chunked(chunk: int, dtype: torch.dtype, top_k: int = 2) -> dict[str, Tensor]:
+    """What `experts` give for 1,024 tokens, and gradients, all of one sign so that errors of sums add up."""
+    part, generator = ExpertMLP(64, 32, 4, top_k, "mlp."), torch.Generator().manual_seed(7)
+    site: Any = SimpleNamespace(recompute=Recompute("none", chunk), compile_layers=False)
+    module = _Experts(part, 4, site, {"dtype": dtype, "device": "cpu"})
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator).bfloat16().to(dtype)
+
+    for parameter in module.parameters():
+        parameter.data.copy_(drawn(*parameter.shape) / 8)
+    dispatch = Dispatch.of(drawn(1024, 4).float().topk(top_k).indices, 4, SilentGroup(1))
+    x, weights, cotangent = drawn(1024, 64), drawn(1024 * top_k), drawn(1024 * top_k, 64)
+    out = module(x.requires_grad_(), weights.requires_grad_(), dispatch)
+    out.backward(cotangent)
+    found: dict[str, Any] = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
+    return found | {name: p.grad for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("pieces", [2, 16, 128])
+def test_gradients_of_chunks_are_as_exact_as_those_of_one_product(pieces: int) -> None:
+    exact, whole = chunked(0, torch.float32), chunked(0, torch.bfloat16)
+    found = chunked(1024 // pieces, torch.bfloat16)
+    for name, expected in exact.items():
+        errors = [float((x[name].float() - expected).norm() / expected.norm()) for x in (found, whole)]
+        assert errors[0] <= 1.2 * errors[1] + 1e-4, (name, errors)
+
+
+def test_a_chunk_writes_gradients_of_its_experts_only() -> None:
+    written = []
+    real = layer._outer_products
+
+    def counted(*given: Any) -> Tensor:
+        written.append(len(found := real(*given)))
+        return found
+
+    with mock.patch.object(layer, "_outer_products", counted):
+        chunked(600, torch.float32)
+    assert sum(written) == 2 * 4 and len(written) >= 4
+
+
+def test_chunks_count_tokens() -> None:
+    """Of which each is as many pairs as it has experts."""
+    with mock.patch.object(layer, "chunks", side_effect=layer.chunks) as cut:
+        chunked(1024, torch.float32)
+        assert not cut.called
+        chunked(1023, torch.float32)
+        cut.assert_called_once_with(mock.ANY, 2046)
+
+
+@pytest.mark.parametrize(
+    "dtype, capability, one_kernel",
+    [
+        (torch.bfloat16, (7, 5), False),
+        (torch.bfloat16, (8, 0), False),
+        (torch.bfloat16, (8, 9), False),
+        (torch.bfloat16, (9, 0), True),
+        (torch.bfloat16, (10, 3), True),
+        (torch.bfloat16, (11, 0), False),
+        (torch.bfloat16, (12, 0), False),
+        (torch.float32, (9, 0), False),
+    ],
+)
+def test_gpus_with_one_kernel_for_all_experts(
+    dtype: torch.dtype, capability: tuple[int, int], one_kernel: bool
+) -> None:
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability), FakeTensorMode():
+        assert layer._is_grouped(torch.empty(3, 16, dtype=dtype, device="cuda"), 16, 32) is one_kernel
+        assert not layer._is_grouped(torch.empty(3, 12, dtype=torch.bfloat16, device="cuda"), 12)
 
 
 def test_blocks_of_experts() -> None:
