@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
+from benchmarks.crew import Crew
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.megatron import prepare, tensor_parallel
 from megatron_hetero.groups.platform import CPU, Platform
@@ -47,9 +50,21 @@ class Row(NamedTuple):
     split: bool = True
     recompute: Recompute = NO_RECOMPUTE
     dtype: torch.dtype = torch.float32
+    tokens: tuple[int, ...] = TOKENS
+    idle: bool = False
+    """Whether no token chooses an expert of the last rank."""
 
 
+EMPTY = [
+    Row("dp:4,ep:4", idle=True),
+    Row("dp:4,ep:4", experts=12, idle=True, recompute=Recompute("none", chunk=3)),
+    Row("dp:4,ep:4", tokens=(0, 0, 1, 0), top_k=1),
+    Row("tp:2,dp:2,ep:4", experts=7, top_k=3, tokens=(0, 1), split=False, idle=True),
+    Row("dp:4,ep:1", tokens=(0, 1, 0, 2)),
+]
+"""Ranks without tokens, or whose experts get none or one."""
 ROWS = [
+    *EMPTY,
     Row("dp:1@0"),
     Row("dp:4,ep:1"),
     Row("dp:4,ep:2", shared=True),
@@ -88,6 +103,8 @@ def block_of(row: Row) -> Any:
     found = Qwen2MoeSparseMoeBlock(config).to(row.dtype)
     for name, parameter in found.named_parameters():
         parameter.data.normal_(std=0.5 if name == "gate.weight" else parameter.shape[-1] ** -0.5)
+    if row.idle:
+        found.gate.weight.data.abs_()[block(row.experts, 3, 4)[0] :] *= -1
     if not row.shared:
         found.shared_expert_gate.weight.data.fill_(0.0)
         found.shared_expert.down_proj.weight.data.fill_(0.0)
@@ -104,9 +121,9 @@ def stored_of(tensors: dict[str, Tensor], row: Row) -> dict[str, Tensor]:
     return found
 
 
-def differences(row: Row) -> dict[str, float]:
+def differences(row: Row, platform: Platform | None = None) -> dict[str, float]:
     """Relative differences of outputs, input gradients and gradients of all parameters of this rank."""
-    prepare(platform := Platform(CPU, "gloo"))
+    prepare(platform := platform or Platform(CPU, "gloo"))
     layout = Layout.parse(row.layout, dist.get_world_size(), views=[EXPERTS])
     topology = Topology.build({"text": layout}, platform, megatron=[])
     if dist.get_rank() not in layout:
@@ -123,25 +140,27 @@ def differences(row: Row) -> dict[str, float]:
         read = [stored[each.name][each.source] for each in maps[name]]
         load_slices(parameter, maps[name], read)
 
-    everything = torch.randn(4, max(TOKENS), HIDDEN, generator=torch.manual_seed(5), dtype=row.dtype)
-    weights = torch.randn(4, max(TOKENS), HIDDEN, generator=torch.manual_seed(6), dtype=row.dtype)
+    everything = torch.randn(4, max(row.tokens), HIDDEN, generator=torch.manual_seed(5), dtype=row.dtype)
+    weights = torch.randn(4, max(row.tokens), HIDDEN, generator=torch.manual_seed(6), dtype=row.dtype)
+    everything = everything.abs() if row.idle else everything
     own = topology.rank // layout.tp
-    count = TOKENS[own]
-    real = [everything[i, : TOKENS[i]] for i in range(layout.size // layout.tp)]
+    count = row.tokens[own]
+    real = [everything[i, : row.tokens[i]] for i in range(layout.size // layout.tp)]
     given: Any = torch.cat(real).requires_grad_()
     expected = reference(given[None])[0]
-    cotangent = torch.cat([weights[i, : TOKENS[i]] for i in range(len(real))])
+    cotangent = torch.cat([weights[i, : row.tokens[i]] for i in range(len(real))])
     expected.backward(cotangent)
-    begin = sum(TOKENS[:own])
+    begin = sum(row.tokens[:own])
     out_there, grad_there = (x.detach()[begin : begin + count] for x in (expected, given.grad))
 
     padded = max(1, -(-count // layout.tp)) * layout.tp
-    hidden = torch.nn.functional.pad(real[own], (0, 0, 0, padded - count), value=9.0).unsqueeze(1)
+    hidden = torch.nn.functional.pad(real[own], (0, 0, 0, padded - count), value=9.0).unsqueeze(1).to(platform.device)
     leaf: Any = hidden.clone().requires_grad_()
     parts = (lambda x: x.chunk(layout.tp)[at.tp]) if row.split else (lambda x: x)
     out, bias = module(parts(leaf), LayerCall(count))
     assert bias is None
-    out.backward(parts(torch.nn.functional.pad(weights[own, :count], (0, 0, 0, padded - count)).unsqueeze(1)))
+    upstream = torch.nn.functional.pad(weights[own, :count], (0, 0, 0, padded - count)).unsqueeze(1)
+    out.backward(parts(upstream.to(platform.device)))
     if row.split and layout.tp > 1:
         dist.all_reduce(leaf.grad, group=groups.tp)
         out = tensor_parallel.gather_from_sequence_parallel_region(out.detach(), group=groups.tp)
@@ -164,13 +183,18 @@ def differences(row: Row) -> dict[str, float]:
     dist.all_reduce(loads, group=topology.group("text", "tp"))
     dist.all_reduce(loads, group=topology.group("text", "sp", "cp", "dp"))
     chosen = reference.gate(given)[2]
-    assert torch.equal(loads, chosen.flatten().bincount(minlength=row.experts))
+    assert torch.equal(loads.cpu(), chosen.flatten().bincount(minlength=row.experts))
     return found
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
     # With one expert its weight is 1, and the gradient of the router is rounding.
+    one, other = one.detach().cpu(), other.detach().cpu()
     return float((one - other).norm() / other.norm().clamp(min=1.0))
+
+
+ON_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -178,6 +202,70 @@ def test_the_layer_equals_transformers(row: Row, pools: Callable[[int], Pool]) -
     results = pools(4).run(differences, row)
     limit = 1e-12 if row.dtype == torch.float64 else 2e-6
     assert all(difference <= limit for found in results for difference in found.values()), results
+
+
+class OnOneDevice:
+    """A rank of several that share a device."""
+
+    def __init__(self, platform: Platform):
+        self.platform = platform
+
+    def differences(self, row: Row) -> dict[str, float]:
+        return differences(row, self.platform)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_ranks_without_rows_on_a_gpu_equal_transformers(tmp_path: Path) -> None:
+    """Four ranks on one, as NCCL would not have them."""
+    from benchmarks.gpu.sharing import join
+
+    crew = Crew(4, tmp_path / "store", OnOneDevice, join=join, start="spawn")
+    try:
+        for row in (*EMPTY, Row("tp:2,cp:2,ep:4", recompute=Recompute("none", chunk=5))):
+            results = crew.run("differences", row)
+            assert all(difference <= 1e-5 for found in results for difference in found.values()), (row, results)
+    finally:
+        crew.close()
+
+
+COUNTS = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (0, 5, 0, 33), (64, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("one_kernel", [True, False], ids=["one kernel", "loop"])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_experts_with_no_rows_or_one(
+    counts: tuple[int, ...], one_kernel: bool, chunk: int, dtype: torch.dtype, device: str
+) -> None:
+    """On a GPU with one kernel for all experts in bfloat16, the loop is what others run."""
+    generator, options = torch.Generator().manual_seed(sum(counts)), {"dtype": dtype, "device": device}
+    site: Any = SimpleNamespace(recompute=Recompute("none", chunk), compile_layers=False)
+    module = _Experts(ExpertMLP(24, 20, 4, 1, "mlp."), 4, site, options)
+    chosen = torch.arange(4).repeat_interleave(torch.tensor(counts))[torch.randperm(sum(counts), generator=generator)]
+    first, second, x, weights, cotangent = (
+        torch.randn(*shape, generator=generator).bfloat16().double().requires_grad_()
+        for shape in ((4, 48, 24), (4, 24, 24), (len(chosen), 24), (len(chosen),), (len(chosen), 24))
+    )
+    order = chosen.argsort(stable=True)
+    gate, up = torch.einsum("ni,noi->no", x[order], first[chosen[order]]).chunk(2, 1)
+    inner = torch.nn.functional.silu(gate) * up * weights[:, None]
+    expected = torch.einsum("ni,noi->no", inner, second[chosen[order]])
+    of_expected = torch.autograd.grad(expected, (x, weights, first, second), cotangent)
+
+    module.first.data.copy_(first.detach().flatten(0, 1))
+    module.second.data.copy_(second.detach().flatten(0, 1))
+    rows, factors = (tensor.detach().to(**options).requires_grad_() for tensor in (x, weights))
+    loops = mock.patch.object(layer, "_is_grouped", return_value=False)
+    with contextlib.nullcontext() if one_kernel else loops:
+        out = module(rows, factors, Dispatch.of(chosen.to(device)[:, None], 4, SilentGroup(1)))
+        out.backward(cotangent.detach().to(**options))
+    found = (out, rows.grad, factors.grad, module.first.grad, module.second.grad)
+    for one, other in zip(found, (expected, *of_expected), strict=True):
+        assert one is not None and one.numel() == other.numel()
+        assert _apart(one.view(other.shape).double(), other) <= (2e-6 if dtype == torch.float32 else 3e-2)
 
 
 @pytest.mark.parametrize(
