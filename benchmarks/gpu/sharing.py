@@ -103,13 +103,13 @@ def _crew(ranks: int, folder: Path, on_gpu: bool) -> Crew:
         Shares,
         folder,
         preload="benchmarks.gpu.sharing",
-        join=_join,
+        join=join,
         start="spawn" if on_gpu else "forkserver",
         ready=False,
     )
 
 
-def _join(rank: int, ranks: int, store: str) -> Platform:
+def join(rank: int, ranks: int, store: str) -> Platform:
     """The platform of a rank: all ranks have the first device."""
     torch.set_num_threads(1)
     groups.register()

@@ -19,7 +19,7 @@ from megatron_hetero.base.errors import TEXT
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import ALLOWANCES, allowance_bytes
-from megatron_hetero.estimate.experts import ExpertTraffic, expert_traffic, operations_above_mean, rows_of
+from megatron_hetero.estimate.experts import ExpertTraffic, expert_traffic, operations_above_mean, tokens_of
 from megatron_hetero.estimate.lifetimes import RankBytes, StageBytes, peak_activations, stage_bytes
 from megatron_hetero.estimate.measured import MeasuredModule
 from megatron_hetero.estimate.parameters import (
@@ -361,7 +361,7 @@ def _durations(
             again = forward * recompute.whole_layers(len(stage.layers)) / len(stage.layers)
             if passes.linear > 1:
                 mlps = (layer.mlp for layer in layers)
-                chunked = (mlp for mlp in mlps if recompute.chunks(math.ceil(rows_of(mlp, on_rank, layout))))
+                chunked = (mlp for mlp in mlps if recompute.chunks(math.ceil(tokens_of(mlp, on_rank, layout))))
                 again += on_rank * sum(mlp.first_product for mlp in chunked) / ways("weights")
             again += forward * (name in in_parts)
             copies = COPIED * copied.get((name, number), 0)

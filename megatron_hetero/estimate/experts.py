@@ -18,8 +18,8 @@ from megatron_hetero.models.layers.recompute import Recompute
 
 FORWARD, BACKWARD = 5, 3
 """All-to-alls of a layer: sizes, choices, weights, rows and results; gradients of results, rows and weights."""
-_SIZES, _CHOICE = 16, 4
-"""Bytes of the sizes for a rank, and of a choice."""
+_SIZE, _CHOICE = 8, 4
+"""Bytes of a number of rows or pairs, and of a choice."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,9 @@ def with_experts_over(layout: Layout, ranks: int) -> Layout:
     return replace(layout, folds=tuple(Fold(v, (ranks,) if v == EXPERTS else stated) for v, stated in layout.folds))
 
 
-def rows_of(mlp: MLPPart, tokens: float, layout: Layout) -> float:
-    """Rows that an MLP multiplies on a rank with `tokens`, which tp ranks share; of experts, pairs of the tokens that
-    the rank routes.
-    """
-    return tokens * mlp.top_k / layout.ways("weights") if isinstance(mlp, ExpertMLP) else tokens
+def tokens_of(mlp: MLPPart, tokens: float, layout: Layout) -> float:
+    """Tokens that pass through an MLP on a rank with `tokens`, which tp ranks share: of experts those it routes."""
+    return tokens / layout.ways("weights") if isinstance(mlp, ExpertMLP) else tokens
 
 
 def operations_above_mean(layers: Iterable[Layer], layout: Layout, imbalance: float) -> float:
@@ -92,7 +90,7 @@ def expert_traffic(assumed: AssumedBatch, at: int) -> ExpertTraffic | None:
     tokens, mlp, itemsize = sum(assumed.lengths) / layout.ways("weights", "tokens"), sparse[0], job.dtype.itemsize
     rows = sum(Sizes.expected(round(tokens), mlp.top_k, ranks, 1.0).received[1:])
     passed = rows * (2 * mlp.hidden + mlp.top_k) * itemsize
-    chosen = rows * mlp.top_k * _CHOICE + (ranks - 1) * _SIZES
+    chosen = rows * mlp.top_k * _CHOICE + (ranks - 1) * (1 - -mlp.experts // ranks) * _SIZE
     times = job.batch.micro_batches
     return ExpertTraffic(
         rows,

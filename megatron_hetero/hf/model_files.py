@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, Union
 
 from safetensors import SafetensorError
 
-from megatron_hetero.base.errors import UserError, os_errors_as, reason
+from megatron_hetero.base.errors import UserError, listed, os_errors_as, reason
 from megatron_hetero.base.files import read_bytes, read_object, shown, try_to_write
 from megatron_hetero.base.lock import alone
 from megatron_hetero.base.outputs import lock_of, mark, new_beside, remove_leftovers, remove_marked, what_would_be_lost
@@ -37,6 +37,7 @@ ENCODERS = "encoders"
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """Names of files in a Hugging Face cache: Git's hash or SHA-256 of their content."""
@@ -73,18 +74,29 @@ def require_own_files(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder. Raises `UserError` if there are none, or if the index cannot be read or names files
-    elsewhere, also by links.
+    """The weight files of a folder. Raises `UserError` if there are none or it is not clear which, or if the index
+    cannot be read or names files elsewhere, also by links.
     """
     require_own_files(folder)
-    index = folder / INDEX
+    index, single = folder / INDEX, (folder / SINGLE).is_file()
+    if adapters := [name for name in ADAPTERS if (folder / name).exists()]:
+        beside = INDEX if index.is_file() else SINGLE if single else "no weights of a model"
+        found, expected = f"an adapter ({', '.join(adapters)}) beside {beside}", "a model's weights alone"
+        why = "transformers applies the adapter, which would be ignored here"
+        fix = "merge it (merge_and_unload of PEFT, then save_pretrained), or move it to another folder"
+        raise UserError.at(folder, found=found, expected=expected, because=why, fix=fix)
     if index.is_file():
         weight_map = read_object(index, _MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not all(_FILE_NAME.fullmatch(str(file)) for file in weight_map.values()):
             where, expected = f"{index}: weight_map", "a file of this folder (*.safetensors) for each tensor"
             raise UserError.at(where, found=shown(weight_map), expected=expected, fix="download it again")
-        return [folder / file for file in sorted(set(weight_map.values()))]
-    if (folder / SINGLE).is_file():
+        files = sorted(set(weight_map.values()))
+        if single and files != [SINGLE]:
+            found, why = f"{SINGLE} beside {INDEX}, which names {listed(files)}", "transformers reads the former alone"
+            fix = f"remove {INDEX} if {SINGLE} is the whole model, else {SINGLE}"
+            raise UserError.at(folder, found=found, expected="one of them", because=why, fix=fix)
+        return [folder / file for file in files]
+    if single:
         return [folder / SINGLE]
     expected, why = f"{SINGLE} or {INDEX} with its shards", "pickles are never loaded"
     fix = "convert the model with save_pretrained(..., safe_serialization=True)"

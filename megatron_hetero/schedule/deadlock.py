@@ -1,7 +1,8 @@
 """Whether a schedule ends on NCCL, and if not, the cycle of ranks that wait for each other.
 
 NCCL gives a communicator one stream on each of its ranks, first in, first out, for its collectives and, if created
-eagerly, for its unbatched point-to-point too. The host of a rank issues its actions and never blocks.
+eagerly, for its unbatched point-to-point too. The host of a rank issues its actions, and waits for work alone (for
+sizes that experts exchange): what it issues later begins after that work in any case, on whatever stream.
 
   * *Work* (a `run`) is on the compute stream. All ranks of a stage, of all replicas, compute it together, since it may
     communicate: experts exchange tokens over replicas, in step with the computation.

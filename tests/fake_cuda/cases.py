@@ -39,7 +39,7 @@ def _shallow(family: str, model: str) -> Path:
 @dataclass(frozen=True)
 class Case:
     """One rank of a layout of `model` of a family. `more`: further flags; those given here win. `shallow`: with fewer
-    layers, which are as wide.
+    layers, which are as wide. `capability`: that of the GPU.
     """
 
     model: str
@@ -50,12 +50,14 @@ class Case:
     more: str = ""
     family: str = "qwen2_5_vl"
     shallow: bool = False
+    capability: tuple[int, int] = (9, 0)
 
     def __str__(self) -> str:
         settings = " ".join(self.more.replace("--", "").split())
         model = self.model if self.family == Case.family else f"{self.family} {self.model}"
         model += f" of {LAYERS} layers" * self.shallow
-        return f"{model} {self.vision}|{self.text} rank {self.rank} of {self.world} {settings}".strip()
+        gpu = "" if self.capability == Case.capability else " on {}.{}".format(*self.capability)
+        return f"{model} {self.vision}|{self.text} rank {self.rank} of {self.world} {settings}".strip() + gpu
 
     @property
     def flags(self) -> list[str]:
@@ -96,6 +98,7 @@ LONG_SAMPLE = "--plan.image_side 3584 --plan.tokens 114688 --data.max_seq_length
 SMALL_PICTURES = "--schedule.waves 4 --train.global_batch_size 8 --plan.image_side 224 --plan.tokens 256"
 """Of 256 patches, four micro-batches in one call."""
 EVEN = "--plan.expert_imbalance 1"
+CHUNKED = "--model.chunk.text 512"
 BALANCED = f"{EVEN} --model.router_aux_loss_coef 0.001 --train.global_batch_size 4 --parallel_layers.text 3 5"
 few = partial(Case, shallow=True)
 sparse = partial(few, "30b_a3b", family="qwen3_vl")
@@ -129,6 +132,13 @@ CASES = (
     sparse("sp:8", "tp:1,dp:8,ep:8", 8, 3, f"{EVEN} --train.global_batch_size 8"),
     sparse("sp:8", "tp:4,dp:2,ep:1", 8, 0, f"{EVEN} {RECOMPUTED} --train.global_batch_size 4"),
     sparse("sp:4,dp:2", "tp:2,pp:2,dp:2,ep:4", 8, 7, f"{BALANCED} {SELECTIVE} --schedule.waves 2"),
+    sparse("sp:8", "tp:4,dp:2,ep:8", 8, 0, f"{EVEN} {RECOMPUTED} --train.global_batch_size 4", capability=(8, 0)),
+    sparse("sp:8", "tp:4,dp:2,ep:1", 8, 0, f"{EVEN} {CHUNKED}", capability=(12, 0)),
+    sparse("sp:8", "tp:4,dp:2,ep:1", 8, 0, f"{EVEN} {RECOMPUTED} --train.global_batch_size 4", capability=(8, 9)),
+    sparse("sp:8", "tp:1,dp:8,ep:8", 8, 3, f"{EVEN} {CHUNKED} --train.global_batch_size 8"),
+    sparse("sp:8", "tp:4,dp:2,ep:1", 8, 0, f"{EVEN} {CHUNKED} --train.global_batch_size 4"),
 )
-LONG = tuple(case for number, case in enumerate(CASES) if not case.shallow or number in (0, 1, 2, 7, 19, 25, 27))
-"""For `make matrix`: whole models take minutes; what seven shallow ones have, others have beside something else."""
+LONG = tuple(
+    case for number, case in enumerate(CASES) if not case.shallow or number in (0, 1, 2, 7, 19, 25, 27, 30, 31, 32)
+)
+"""For `make matrix`: whole models take minutes; what ten shallow ones have, others have beside something else."""

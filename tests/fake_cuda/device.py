@@ -3,7 +3,8 @@ real.
 
 `FakeGpu` is a context in which a program runs as it would on its rank's GPU, up to the values, and which knows what the
 device would be asked for: kernels, memory, and every place where the host waits for the device. What the host reads
-from the device is made up: ones; for the sizes of an exchange of experts, those that `Sizes.expected` has.
+from the device is made up: ones; for the sizes of an exchange of experts, those that `Sizes.expected` has, and as many
+pairs for each expert.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Self
 from unittest import mock
 from weakref import finalize
@@ -94,6 +96,7 @@ class FakeGpu:
 
     def __init__(self) -> None:
         self.usage, self.phase, self.beside, self.inside = Usage(), "", False, False
+        self.capability: tuple[int, int] = (9, 0)
         self.written = list[Tensor]()
         self._known, self._sizes = _Memories(), dict[int, int]()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -386,11 +389,27 @@ def _fsdp_calls(gpu: FakeGpu) -> Iterator[None]:
 def _expected(exchanged: Callable[..., dispatch.Sizes]) -> Callable[..., dispatch.Sizes]:
     """As `dispatch._sizes`, with sizes under uniform routing in place of those that were read."""
 
-    def sizes(owner: Tensor, to_rank: Tensor, group: Any, imbalance: float) -> dispatch.Sizes:
-        exchanged(owner, to_rank, group, imbalance)
-        return dispatch.Sizes.expected(len(owner), owner.shape[1], to_rank.shape[1], imbalance)
+    def sizes(place: Tensor, owner: Tensor, to_rank: Tensor, most: int, group: Any, imbalance: float) -> dispatch.Sizes:
+        exchanged(place, owner, to_rank, most, group, imbalance)
+        found = dispatch.Sizes.expected(len(owner), owner.shape[1], to_rank.shape[1], imbalance)
+        return found._replace(of_experts=_even(found.pairs, most))
 
     return sizes
+
+
+def _read(real: Callable[..., tuple[int, ...]]) -> Callable[..., tuple[int, ...]]:
+    """As `dispatch._read`, likewise."""
+
+    def read(ends: Tensor, pairs: int) -> tuple[int, ...]:
+        real(ends, pairs)
+        return tuple(accumulate(_even(pairs, len(ends))))
+
+    return read
+
+
+def _even(pairs: int, experts: int) -> tuple[int, ...]:
+    spans = (dispatch.block(pairs, expert, experts) for expert in range(experts))
+    return tuple(stop - start for start, stop in spans)
 
 
 @contextlib.contextmanager
@@ -417,7 +436,7 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
             "current_stream": lambda *_: _Stream(gpu.waits_for),
             "synchronize": lambda *_: gpu.waits_for("the whole device"),
             "get_device_name": lambda *_: NAME,
-            "get_device_capability": lambda *_: (9, 0),
+            "get_device_capability": lambda *_: gpu.capability,
             "max_memory_allocated": lambda *_: 0,
             "memory_reserved": lambda *_: 0,
             "mem_get_info": lambda *_: (80 << 30, 80 << 30),
@@ -433,7 +452,7 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
         Tensor: {"record_stream": lambda *_: None},
         # One copy, as of other tensors; theirs reads one element after the other.
         FakeTensor: {"tolist": lambda x: x.cpu().tolist()},
-        dispatch: {"_sizes": _expected(dispatch._sizes)},
+        dispatch: {"_sizes": _expected(dispatch._sizes), "_read": _read(dispatch._read)},
         # Its states are of a generator on the device, of which there is none. Nothing here draws anything.
         generators: {
             "_get_cuda_rng_state": lambda *_, **__: host_state(),

@@ -95,6 +95,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     for value in vars(rotary).values():  # Tables that a case before has made in this process.
         if hasattr(value, "cache_clear"):
             value.cache_clear()
+    gpu.capability = case.capability
     config = load_config(case.flags)
     plan = Estimate.of(config, case.world)
     dist.init_process_group(FAKE, store=FakeStore(), rank=case.rank, world_size=case.world)

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import Only, shown
+from megatron_hetero.hf.model_files import INDEX, SINGLE
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures import IMAGE_TOKENS, Pictures, rope_positions
 from megatron_hetero.models.items.types import Block
@@ -27,6 +28,11 @@ SUPPORTED: dict[str, Only] = {
     "per_layer_config": Only((None, {}), because="all layers of a module are built the same way"),
     "quantization_config": _UNQUANTISED,
     "compression_config": _UNQUANTISED,
+    "transformers_weights": Only(
+        (None, SINGLE, INDEX),
+        because="weights are read from the usual files",
+        fix=f"rename the file to {SINGLE}, or to {INDEX} if it is an index, and remove the key",
+    ),
     "tie_word_embeddings": Only((True, False), because="the head has the embedding's weights or its own"),
 }
 """Keys of `config.json`, anywhere in it, with the only values that are supported."""

@@ -10,9 +10,11 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 
 from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import UserError, in_short, reason
@@ -30,6 +32,8 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _SWAPS_SIDES = {5, 6, 7, 8}
+_MOST_BEHIND = 1 << 20
+"""Bytes of a JPEG between its last pixel and its end marker."""
 
 
 def picture_size(content: Content, where: str) -> tuple[int, int]:
@@ -50,9 +54,27 @@ def load_picture(content: Content, where: str) -> Image.Image:
         UserError: as `picture_size`, and for pictures that are truncated or damaged.
     """
     with _open(content, where) as image:
-        orientation = _orientation(image)
+        orientation, file = _orientation(image), image.fp
         rgb = _to_rgb(image)
+        _require_end(image.format, file)
         return rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb
+
+
+def _require_end(kind: str | None, file: Any) -> None:
+    """Check what decoders ignore in a decoded `file`: a PNG's checksums, and whether a JPEG was written up to its end.
+    Raises what Pillow does.
+    """
+    if kind == "PNG":
+        with Image.open(file, formats=["PNG"]) as again:
+            again.verify()
+    elif kind in ("JPEG", "MPO"):
+        read = file.tell()  # At least the pixels.
+        file.seek(0)
+        JpegImageFile(file)  # Reads up to the compressed data, which has none of the two markers.
+        data = file.read(read - file.tell() + _MOST_BEHIND)
+        end = data.find(b"\xff\xd9")
+        if end < 0 or data.find(b"\xff\xd8", 0, end) >= 0:
+            raise OSError("truncated: it has no end marker")
 
 
 def image_place(where: str, content: Content) -> str:
@@ -61,7 +83,7 @@ def image_place(where: str, content: Content) -> str:
 
 
 @contextmanager
-def _open(content: Content, where: str) -> Iterator[Image.Image]:
+def _open(content: Content, where: str) -> Iterator[ImageFile.ImageFile]:
     """The picture in a file. Inside, errors are raised as `UserError`s: Pillow's plugins raise nearly every built-in
     exception for damaged files.
     """

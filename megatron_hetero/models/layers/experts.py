@@ -10,8 +10,10 @@ pairs need not be saved; and of what goes into experts only the rows that arrive
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,12 +25,14 @@ from megatron_hetero.groups.megatron import tensor_parallel
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, TensorSlice, WeightMap, split_length, whole
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.models.layers.compiled import activated, run
-from megatron_hetero.models.layers.dispatch import Copies, Dispatch, block, take
+from megatron_hetero.models.layers.dispatch import Dispatch, block, take
 from megatron_hetero.models.layers.dispatch import add_up as added_up
-from megatron_hetero.models.layers.linear import product
 from megatron_hetero.models.layers.mlp import MLP, swiglu
 from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, named
 from megatron_hetero.models.layers.recompute import not_saving, recompute
+
+Ends = Tensor | Sequence[int]
+"""Where the rows of each group end: int32 [groups], for one kernel; or numbers of the host, for a product each."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class ExpertMLPModule(torch.nn.Module):
         dispatch, weights = self._route(tokens, call, first)
         rows, weights = dispatch.send(tokens), dispatch.send(weights)
         weights = weights.flatten().index_select(0, dispatch.choice)
-        out = dispatch.bring_back(added_up(self.experts(rows, weights, dispatch.pairs, dispatch.ends), dispatch.pairs))
+        out = dispatch.bring_back(added_up(self.experts(rows, weights, dispatch), dispatch.pairs))
         padding = len(hidden) - len(out)
         return F.pad(out.unsqueeze(1), (0, 0, 0, 0, 0, padding)) if padding else out.unsqueeze(1)
 
@@ -203,32 +207,25 @@ class _Experts(torch.nn.Module):
 
     def __init__(self, part: ExpertMLP, experts: int, site: Site, options: dict[str, Any]):
         super().__init__()
-        self.experts, self.recompute, self.compiled = experts, site.recompute, site.compile_layers
+        self.experts, self.limit, self.compiled = experts, site.recompute.chunk * part.top_k, site.compile_layers
         self.first = torch.nn.Parameter(torch.empty(experts * 2 * part.padded, part.hidden, **options))
         self.second = torch.nn.Parameter(torch.empty(experts * part.hidden, part.padded, **options))
 
-    def forward(self, rows: Tensor, weights: Tensor, pairs: Copies, ends: Tensor) -> Tensor:
-        """Compute `pairs` of `rows` [rows, hidden], which `ends` divides, times their `weights` [pairs], to [pairs,
-        hidden].
-        """
+    def forward(self, rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+        """Compute the pairs of `rows` [rows, hidden], times their `weights` [pairs], to [pairs, hidden]."""
         # Here, since `not_saving` does not know tensors that FSDP2 has passed on.
-        x = recompute(lambda rows: take(rows, pairs), rows)
+        x = recompute(lambda rows: take(rows, dispatch.pairs), rows)
         first, second = (matrix.view(self.experts, -1, matrix.shape[1]) for matrix in (self.first, self.second))
-        if not self.recompute.chunks(len(x)):
+        ends = dispatch.ends if _is_grouped(x, *first.shape[1:], second.shape[2]) else dispatch.host_ends
+        if 0 < self.limit < len(x):
+            given = chunks(dispatch.host_ends, self.limit), ends, self._inner
             with not_saving(x):
-                wide = grouped_linear(x, first, ends)
-            inner = recompute(self._inner, wide, weights)
-            with not_saving(inner):
-                return grouped_linear(inner, second, ends)
-        outs, start = [], 0
-        for piece, own in zip(x.split(self.recompute.chunk), weights.split(self.recompute.chunk), strict=True):
-            inside = (ends - start).clamp(0, len(piece))
-            with not_saving(x):
-                inner = recompute(lambda x, w, e=inside: self._inner(grouped_linear(x, first, e), w), piece, own)
-            with not_saving(inner):
-                outs.append(grouped_linear(inner, second, inside))
-            start += len(piece)
-        return torch.cat(outs)
+                return _Chunked.apply(x, weights, first, second, *given)  # pyright: ignore[reportReturnType]
+        with not_saving(x):
+            wide = grouped_linear(x, first, ends)
+        inner = recompute(self._inner, wide, weights)
+        with not_saving(inner):
+            return grouped_linear(inner, second, ends)
 
     def _inner(self, wide: Tensor, weights: Tensor) -> Tensor:
         """Compute gate and up [pairs, 2 ffn] to [pairs, ffn], times `weights` [pairs]."""
@@ -236,63 +233,121 @@ class _Experts(torch.nn.Module):
         return inner * weights[:, None]
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def chunks(ends: Sequence[int], limit: int) -> list[tuple[slice, slice, bool]]:
+    """Divide experts, whose rows end at `ends`, into chunks of at most `limit` rows: experts with all of their rows, or
+    one expert with some of its rows, and whether these continue those of the chunk before.
+    """
+    found, first, start = list[tuple[slice, slice, bool]](), 0, 0
+    while first < len(ends):
+        last = max(first + 1, bisect_right(ends, start + limit))
+        stop = ends[last - 1]
+        for at in range(start, max(stop, start + 1), limit):
+            found.append((slice(first, last), slice(at, min(at + limit, stop)), at > start))
+        first, start = last, stop
+    return found
+
+
+def _inside(ends: Ends, experts: slice, rows: slice) -> Ends:
+    """Return where in a chunk the rows of each of its experts end."""
+    if isinstance(ends, Tensor):
+        return ends[experts].clamp(max=rows.stop) - rows.start
+    return [min(end, rows.stop) - rows.start for end in ends[experts]]
+
+
+class _Chunked(torch.autograd.Function):
+    """Experts chunk by chunk, of which only inputs are saved. The gradient of an expert's weights is one product, or
+    the sum in fp32 of those of its chunks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, first: Tensor, second: Tensor, *given: Any) -> Tensor:
+        ctx.save_for_backward(x, weights, first, second)
+        ctx.given = chunks, ends, inner = given
+        out = torch.empty_like(x)
+        for experts, rows, _ in chunks:
+            inside = _inside(ends, experts, rows)
+            wide = _products(x[rows], first[experts].transpose(1, 2), inside)
+            out[rows] = _products(inner(wide, weights[rows]), second[experts].transpose(1, 2), inside)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x, weights, *matrices), (chunks, ends, activated) = ctx.saved_tensors, ctx.given
+        of_x, of_weights, grad = torch.empty_like(x), torch.empty_like(weights), grad.contiguous()
+        found = {at: torch.empty_like(m) for at, m in enumerate(matrices) if ctx.needs_input_grad[2 + at]}
+        sums, sum_type = dict[int, Tensor](), torch.promote_types(x.dtype, torch.float32)
+        for experts, rows, continues in chunks:
+            (first, second), inside = [matrix[experts] for matrix in matrices], _inside(ends, experts, rows)
+            wide, factors = _products(x[rows], first.transpose(1, 2), inside), weights[rows].detach()
+            with torch.enable_grad():
+                inner = activated(wide.requires_grad_(), factors.requires_grad_())
+            of_inner = _products(grad[rows], second, inside)
+            of_wide, of_weights[rows] = torch.autograd.grad(inner, (wide, factors), of_inner)
+            of_x[rows] = _products(of_wide, first, inside)
+            for at, (left, right) in enumerate(((of_wide, x[rows]), (grad[rows], inner.detach()))):
+                if at in found:
+                    product = _outer_products(left, right, inside, matrices[at][experts])
+                    sums[at] = product + sums[at].to(sum_type) if continues else product
+                    found[at][experts] = sums[at]
+        return of_x, of_weights, found.get(0), found.get(1), None, None, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Ends) -> Tensor:
     """Multiply rows `x` [rows, in] by the matrix of their group in `weight` [groups, out, in]: [rows, out]. `ends`:
-    int32 [groups], where the rows of each group end, the last at the last row.
+    where the rows of each group end, the last at the last row.
     """
     return _GroupedLinear.apply(x, weight, ends)  # pyright: ignore[reportReturnType]
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Ends) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.ends = ends
         return _products(x, weight.transpose(1, 2), ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, ends = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        of_x = _products(grad, weight, ends) if ctx.needs_input_grad[0] else None
-        of_weight = _outer_products(grad, x, ends, weight) if ctx.needs_input_grad[1] else None
+        of_x = _products(grad, weight, ctx.ends) if ctx.needs_input_grad[0] else None
+        of_weight = _outer_products(grad, x, ctx.ends, weight) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, None
 
 
-def _products(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def _products(x: Tensor, matrices: Tensor, ends: Ends) -> Tensor:
     """Multiply rows `x` [rows, in] by `matrices` [groups, in, out]: [rows, out]."""
     if x.is_meta:
         return x.new_empty(len(x), matrices.shape[2])
-    if _is_grouped(x, *matrices.shape[1:]):
+    if isinstance(ends, Tensor):
         return F.grouped_mm(x, matrices, offs=ends)
-    out, start = x.new_empty(len(x), matrices.shape[2]), 0
-    for stop, matrix in zip(ends.tolist(), matrices, strict=True):
-        if stop > start:
-            out[start:stop] = product(x[start:stop], matrix)
-        start = stop
+    out = x.new_empty(len(x), matrices.shape[2])
+    for (start, stop), matrix in zip(pairwise((0, *ends)), matrices, strict=True):
+        torch.mm(x[start:stop], matrix, out=out[start:stop])
     return out
 
 
-def _outer_products(grad: Tensor, x: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
+def _outer_products(grad: Tensor, x: Tensor, ends: Ends, weight: Tensor) -> Tensor:
     """Return the gradient of `weight` [groups, out, in] from rows `grad` [rows, out] and `x` [rows, in]."""
     if x.is_meta:
         return torch.empty_like(weight)
-    if _is_grouped(x, grad.shape[1], x.shape[1]):
+    if isinstance(ends, Tensor):
         return F.grouped_mm(grad.t(), x, offs=ends)
-    out, start = torch.zeros_like(weight), 0
-    for stop, matrix in zip(ends.tolist(), out, strict=True):
-        if stop > start:
-            matrix.copy_(product(grad[start:stop].t(), x[start:stop]))
-        start = stop
+    out = torch.empty_like(weight)
+    for (start, stop), matrix in zip(pairwise((0, *ends)), out, strict=True):
+        torch.mm(grad[start:stop].t(), x[start:stop], out=matrix)
     return out
 
 
 def _is_grouped(x: Tensor, *widths: int) -> bool:
     """Whether PyTorch multiplies groups of rows in one kernel: rows are aligned to 16 bytes, of a dtype for which there
-    is one (on a GPU bfloat16, from compute capability 8.0 on).
+    is one. On a GPU that is bfloat16 on compute capabilities 9 and 10 (`_grouped_mm_cuda` of GroupedBlas.cpp at v2.11);
+    on others `F.grouped_mm` is a loop that reads the ends in each product.
     """
     if any(width * x.element_size() % 16 for width in widths):
         return False
     if x.is_cuda:
-        return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
     return x.dtype in (torch.float32, torch.bfloat16)

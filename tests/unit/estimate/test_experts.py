@@ -143,7 +143,9 @@ def test_traffic_is_that_of_rows_that_are_sent_once(
     assert traffic.waits == 4 * times
     assert traffic.exchanges == 4 * times * (5 + 3 * (passes - 1))
     of_pass = traffic.rows * (2 * 2048 + 8) * 2
-    assert traffic.received == 4 * times * (of_pass * passes + traffic.rows * 8 * 4 + 16 * (ranks - 1))
+    assert traffic.received == 4 * times * (
+        of_pass * passes + traffic.rows * 8 * 4 + 8 * (1 + 128 // ranks) * (ranks - 1)
+    )
 
 
 def test_stages_have_the_traffic_of_their_layers(make_moe: MakeMoe) -> None:

@@ -171,6 +171,51 @@ def test_an_index_that_names_a_tensor_that_is_not_there(copy: Path) -> None:
     refused(copy, r"weights do not match config\.json \(1 missing: lm_head\.weight")
 
 
+def test_a_single_file_beside_shards(copy: Path) -> None:
+    """Of the model before, for instance: transformers reads the single file. Either alone will do."""
+    single = (copy / SINGLE).read_bytes()
+    shards = set(shard(copy).values())
+    (copy / SINGLE).write_bytes(single)
+    refused(copy, rf"found {SINGLE} beside {INDEX}, which names {min(shards)}, .*Remove {INDEX} if")
+    index = (copy / INDEX).read_bytes()
+    (copy / INDEX).unlink()
+    assert open_checked(copy).files == (copy / SINGLE,)
+    (copy / INDEX).write_bytes(index)
+    (copy / SINGLE).unlink()
+    assert {path.name for path in open_checked(copy).files} == shards
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+@pytest.mark.parametrize("weights", ["one file", "shards", "none"])
+def test_an_adapter_beside_weights(copy: Path, name: str, weights: str) -> None:
+    """transformers applies it where PEFT is installed."""
+    beside = {"one file": SINGLE, "shards": INDEX, "none": "no weights of a model"}[weights]
+    if weights != "one file":
+        shard(copy)
+    if weights == "none":
+        (copy / INDEX).unlink()
+    (copy / name).write_text("{}")
+    refused(copy, rf"found an adapter \({name}\) beside {beside}, expected a model's weights alone")
+
+
+def test_what_published_folders_have_beside_their_weights(copy: Path) -> None:
+    """An index of one file, files of other frameworks, variants and formats, adapters in folders of their own, and
+    shards that no index names: transformers reads the same files.
+    """
+    names = sorted(load_file(copy / SINGLE))
+    (copy / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, SINGLE)}))
+    (copy / "vision-lora").mkdir()
+    for name in (
+        *("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors", "model.fp16.safetensors"),
+        *("model.safetensors.index.fp16.json", "model-00001-of-00002.safetensors", "tf_model.h5", "model.gguf"),
+        *("vision-lora/adapter_config.json", "vision-lora/adapter_model.safetensors"),
+    ):
+        (copy / name).write_bytes(b"{}")
+    assert open_checked(copy).files == (copy / SINGLE,)
+    where = set(shard(copy).values())
+    assert {path.name for path in open_checked(copy).files} == where
+
+
 def test_a_tensor_stored_twice(copy: Path) -> None:
     change(copy, lambda tensors: tensors.update({"model.visual.merger.ln_q.weight": torch.zeros(1)}))
     if "visual.merger.ln_q.weight" not in load_file(copy / SINGLE):

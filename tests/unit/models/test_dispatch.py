@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hetero.models.layers import dispatch as layers_dispatch
 from megatron_hetero.models.layers.dispatch import Dispatch, RowExchange, add_up, block, take
 from tests.support.ranks import on_ranks
 
@@ -64,6 +65,8 @@ def _compare(chosen: list[Tensor], given: list[Tensor], rank: int, blocks: list[
         factors = torch.arange(start, stop).repeat_interleave(sizes.long()) + 1.0
         out = dispatch.bring_back(add_up(pairs * factors[:, None].double(), dispatch.pairs))
         out.backward(x.detach() + 1)
+    with mock.patch.object(layers_dispatch, "_read", None):  # The host knows them.
+        assert list(dispatch.host_ends) == dispatch.ends.tolist()
     of_token = (chosen[rank] + 1).sum(1, keepdim=True)
     assert torch.equal(out, x * of_token)
     assert x.grad is not None and torch.equal(x.grad, (x.detach() + 1) * of_token)

@@ -8,6 +8,7 @@ import os
 import re
 import struct
 import sys
+import tracemalloc
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -278,6 +279,60 @@ def test_pictures_that_are_cut_off_are_refused(tmp_path: Path, kind: str) -> Non
             assert_refused(path, "cannot be read")
         path.write_bytes(content)
         assert load_picture(stored(path), WHERE).size == (80, 60)
+
+
+def large_jpeg(options: dict[str, Any], kind: str = "JPEG") -> bytes:
+    """A JPEG that takes several pages of a disk, with a thumbnail in its EXIF data, which has an end marker."""
+    thumbnail = encoded(Image.fromarray(NOISE[:8, :8]), "JPEG")
+    metadata = exif(1).tobytes() + thumbnail
+    image = Image.fromarray(np.tile(NOISE, (4, 3, 1)))
+    more: dict[str, Any] = {"save_all": True, "append_images": [image]} if kind == "MPO" else {}
+    content = encoded(image, kind, exif=metadata, **options, **more)
+    assert content.index(thumbnail) < len(content) // 4 and len(content) > 1 << 14
+    return content
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", ["JPEG", "MPO"])
+def test_a_jpeg_whose_end_was_never_written_is_refused(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """Files have their size before their bytes, where machines crash and disks fill up."""
+    content, path = large_jpeg(options, kind), tmp_path / "a.jpg"
+    first = content.index(b"\xff\xd9", len(content) // 4 if kind == "JPEG" else 1 << 12)
+    for written in (first // 2, first - (1 << 12), first - 64, first):
+        path.write_bytes(content[:written] + bytes(len(content) - written))
+        assert_refused(path, "cannot be read")
+    if kind == "MPO":  # The second picture is there, a part of the first is not.
+        path.write_bytes(content[: first // 2] + bytes(first + 2 - first // 2) + content[first + 2 :])
+        assert_refused(path, "cannot be read")
+
+
+@pytest.mark.parametrize("behind", [b"", bytes(1 << 16), b"\xff\xd8 of a camera", b"\n" * 3], ids=len)
+def test_what_follows_the_end_of_a_jpeg_does_not_matter(tmp_path: Path, behind: bytes) -> None:
+    content, path = large_jpeg({}), tmp_path / "a.jpg"
+    for padded in (content, content[:-2] + bytes(100) + content[-2:]):
+        path.write_bytes(padded + behind)
+        assert load_picture(stored(path), WHERE).size == (240, 240)
+
+
+def test_what_follows_a_jpeg_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(large_jpeg({}))
+    os.truncate(path, 2**30)
+    tracemalloc.start()
+    try:
+        assert load_picture(stored(path), WHERE).size == (240, 240)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("lost", [64, 1 << 12, 1 << 14])
+def test_a_png_whose_end_was_never_written_is_refused(tmp_path: Path, lost: int) -> None:
+    content, path = encoded(Image.fromarray(np.tile(NOISE, (4, 3, 1))), "PNG", compress_level=0), tmp_path / "a.png"
+    for at in (0, 1 << 12):  # At its end, and within.
+        end = len(content) - at
+        path.write_bytes(content[: end - lost] + bytes(lost) + content[end:])
+        assert_refused(path, "cannot be read")
 
 
 def test_a_name_too_long_for_the_file_system_is_quoted_in_part(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ CASES: list[tuple[str, str, Any, str]] = [
     (CONFIG, "text_config.attention_dropout", 0.1, "found 0.1, expected 0 or null, because attention is computed"),
     (CONFIG, "quantization_config", {"quant_method": "awq"}, "quantised"),
     (CONFIG, "text_config.quantization_config", {"bits": 4}, "quantised"),
+    (CONFIG, "transformers_weights", "other.safetensors", "Rename the file to model.safetensors"),
     (CONFIG, "text_config.hidden_act", "gelu", "found text_config.hidden_act = 'gelu', expected 'silu'"),
     (CONFIG, "vision_config.hidden_act", "gelu", "found vision_config.hidden_act = 'gelu'"),
     (CONFIG, "text_config.rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}, "'yarn'"),

@@ -26,7 +26,7 @@ from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import ScheduleError, check_schedule, local_dependencies, most_resident
-from megatron_hetero.schedule.deadlock import find_cycle, issues
+from megatron_hetero.schedule.deadlock import _EventGraph, find_cycle, issues
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.work import calls
@@ -76,6 +76,31 @@ def test_every_schedule_ends_whatever_a_batch_leaves_out(schedule: Schedule, see
     absent = frozenset(unit for unit in units if Random(f"{seed} {unit}").random() < 0.3)
     left = Gpus(schedule, absent=absent, bare=lambda message: Random(f"{seed} {message}").random() < 0.4).run()
     assert not left, left[0]
+
+
+@given(schedules(most_batches=4), st.sampled_from(WIRINGS), st.integers(0, 2**16))
+@settings(max_examples=40)
+def test_what_is_issued_after_work_happens_after_it(schedule: Schedule, wiring: Wiring, seed: int) -> None:
+    """So hosts may wait for work, as those of experts do. In any order, and whatever hardware queues there are."""
+    schedule = permuted(schedule, Random(seed))
+    issued = [issues(schedule, role, wiring) for role in schedule.roles]
+    graph = _EventGraph(issued, single_queue=False)
+    for first, each in zip(graph.first, issued, strict=False):
+        for at, issue in enumerate(each):
+            if issue.stream is None and issue.waits is None:
+                behind = {
+                    first + 2 * later + (other.waits is not None) for later, other in enumerate(each) if later > at
+                }
+                assert behind <= reached(graph, first + 2 * at + 1)
+
+
+def reached(graph: _EventGraph, node: int) -> set[int]:
+    """Events that follow one."""
+    found, left = set[int](), [node]
+    while left:
+        left += (new := {*graph.followers[left.pop()]} - found)
+        found |= new
+    return found
 
 
 @given(schedules(most_batches=3))
