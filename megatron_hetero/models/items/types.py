@@ -115,6 +115,8 @@ class ItemType(Protocol):
     """The tokens of an item in the text."""
     processor: str
     """Name of the processor of `transformers` that reads its items, for messages."""
+    settings: tuple[str, ...] = ()
+    """Where folders have the processor's settings: key in `processor_config.json`, and files of older folders."""
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ItemReader:
         """The reader of an encoder's folder, which `setting` names.
@@ -148,10 +150,8 @@ class ItemType(Protocol):
         """The size of a piece in words."""
         ...
 
-    def exported(self, folder: Path, data: Mapping[str, Any]) -> dict[str, str]:
-        """Files of an export that differ from the encoder's folder since section `data` of a run has other settings:
-        new texts by name.
-        """
+    def exported(self, folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
+        """The processor's settings in an export of a run with `section` (see `open`); empty for those of the folder."""
         return {}
 
 
