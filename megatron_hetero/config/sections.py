@@ -289,6 +289,9 @@ class VideoConfig(Section):
         "Position of the text after a Qwen2.5-VL video: after its largest position, as in pretraining, or "
         "overlapping, as in transformers 5.3 and later.",
     )
+    marks: Literal["video", "pairs"] = option(
+        "video", "Marks of a Qwen3-VL video: around it and its pairs (video), or its pairs only (pairs), as in vLLM."
+    )
     timeout_s: float = option(120.0, "Timeout in seconds of reading one video; 0 disables.", at_least=0)
     index: Path | None = option(
         None, "Cache folder of videos' frame times, which are read once per file.", "in the user's cache"

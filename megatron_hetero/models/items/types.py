@@ -134,6 +134,10 @@ class ItemType(Protocol):
         """
         ...
 
+    def chat_part(self, section: Any, token: str) -> dict[str, str]:
+        """The part of a chat message that stands for an item with rows of `token`. `section`: see `open`."""
+        return {"type": self.modality}
+
     def assumed(self, shape: Any, plan: EstimateConfig) -> Size:
         """The size of the pieces that section `plan` describes, for an encoder of `shape`."""
         ...

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.fields import unused
 from megatron_hetero.config.sections import VideoConfig
 from megatron_hetero.models.items.image_files import load_picture, picture_size
 from megatron_hetero.models.items.pictures import ImageSize, pixels_of, read_settings, require_patches, square
@@ -311,6 +312,8 @@ class Videos(ItemType):
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> VideoReader:
         """A reader with the settings of the folder's video processor, or of its image processor."""
         asked, vision = getattr(section, "video", None) or VideoConfig(), config.vision_config
+        if asked.marks != "video" and not self.timestamps:
+            raise unused("data.video.marks", asked.marks, "only Qwen3-VL marks pairs of frames", "remove it")
         settings = read_settings(folder, self.settings)
         settings |= {"do_sample_frames": True} if asked.fps is not None else {}
         require_patches(folder / self.settings[1], settings, vision)
@@ -326,6 +329,11 @@ class Videos(ItemType):
             rate=float(getattr(vision, "tokens_per_second", 1)),
             text_after=asked.text_after,
         )
+
+    def chat_part(self, section: Any, token: str) -> dict[str, str]:
+        """As text, a video gets no marks from the chat template."""
+        is_text = (getattr(section, "video", None) or VideoConfig()).marks == "pairs"
+        return {"type": "text", "text": token} if is_text else super().chat_part(section, token)
 
     def _sampling(self, settings: Mapping[str, Any], asked: VideoConfig, unit: int) -> Sampling:
         """The rules with the user's numbers, then the folder's, then those of the processor."""

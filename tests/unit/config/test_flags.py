@@ -31,7 +31,7 @@ export.hf_dir eval.datasets eval.interval plan.images plan.image_side plan.token
 plan.supervised plan.expert_imbalance plan.memory_gb plan.videos plan.frames plan.frame_side
 data.registry.NAME.video_placeholder
 data.video.rules data.video.fps data.video.min_frames data.video.max_frames data.video.frame_pixels
-data.video.total_pixels data.video.text_after data.video.timeout_s data.video.index
+data.video.total_pixels data.video.text_after data.video.marks data.video.timeout_s data.video.index
 """
 
 

@@ -66,11 +66,12 @@ def reader(folder: Path, **video: Any) -> VideoReader:
     return reader
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
-def test_tokens_positions_and_patches_are_those_of_transformers(folder: Path, overlapping: bool) -> None:
+@pytest.mark.parametrize("version", ["", "5.3", "4.57"])
+def test_tokens_positions_and_patches_are_those_of_transformers(folder: Path, version: str) -> None:
     oracle = VideoOracle.load(folder / "model", folder / "data.jsonl")
-    oracle.overlapping = overlapping
-    ours = processor(folder, text_after="transformers" if overlapping else "max")
+    oracle.overlapping, oracle.pairs_only = version == "5.3", version == "4.57" and folder.name.startswith("qwen3")
+    settings = {"text_after": "transformers" if oracle.overlapping else "max"}
+    ours = processor(folder, **settings, marks="pairs" if oracle.pairs_only else "video")
     annotations = annotated("d", folder / "data.jsonl", folder / "images", ours.fields)
     assert {ref.field.name for record in annotations for ref in record.items} == {"image", "video"}
     assert any(ref.frames for record in annotations for ref in record.items)
@@ -86,6 +87,22 @@ def test_tokens_positions_and_patches_are_those_of_transformers(folder: Path, ov
             ]
             if found:
                 np.testing.assert_allclose(np.concatenate(found), inputs[f"pixel_values{tail}"], atol=1e-5)
+
+
+def test_marks_of_pairs_are_those_of_qwen3_vl(folder: Path) -> None:
+    if not reader(folder).timestamps:
+        with pytest.raises(UserError, match=r"data\.video\.marks .*found pairs, expected no value"):
+            processor(folder, marks="pairs")
+        return
+    ours = processor(folder, marks="pairs")
+    record = next(
+        each
+        for each in annotated("d", folder / "data.jsonl", folder / "images", ours.fields)
+        if [ref.field.name for ref in each.items] == ["video"]
+    )
+    text = ours.tokenizer.decode(ours.tokenize(record).input_ids)
+    assert text.count("<|vision_start|>") == text.count(" seconds>") == text.count("<|vision_end|>") > 0
+    assert "<|im_start|>user\n<0." in text
 
 
 def test_pairs_are_read_apart_as_together(folder: Path) -> None:
