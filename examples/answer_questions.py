@@ -110,8 +110,7 @@ def _first_answer(record: Record) -> int:
 def _first_question(record: Record) -> Record:
     """Return the record up to its first answer, with the items that are shown before it."""
     at = _first_answer(record)
-    marks = [field.placeholder for field in dict.fromkeys(ref.field for ref in record.items)]
-    shown = sum(turn.text.count(mark) for turn in record.turns[:at] for mark in marks)
+    shown = sum(not isinstance(part, str) for turn in record.turns[:at] for part in turn.parts)
     return replace(record, turns=record.turns[: at + 1], items=record.items[:shown])
 
 

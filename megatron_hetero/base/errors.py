@@ -4,6 +4,7 @@ their parts.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import NamedTuple, Self
 
 MOST_QUOTED = 200
 """Characters shown of a quoted text."""
@@ -102,6 +103,45 @@ def os_errors_as(refusal: Callable[[OSError], UserError]) -> Generator[None]:
         yield
     except OSError as error:
         raise refusal(error) from None
+
+
+class BadSample(NamedTuple):
+    """What is wrong with a record: its data set, number and place in messages, one of a few causes, and the message."""
+
+    dataset: str
+    record: int
+    where: str
+    cause: str
+    message: str
+
+
+class BadRecord(UserError):
+    """A record at fault, whichever machine reads it."""
+
+    found: BadSample
+
+
+@contextmanager
+def blaming(dataset: str, record: int, where: str, cause: str) -> Generator[None]:
+    """Inside, raise a `UserError` as a `BadRecord`, unless the system, a missing package or a time limit caused it."""
+    try:
+        yield
+    except UserError as error:
+        if isinstance(error, BadRecord) or _is_of_the_machine(error):
+            raise
+        bad = BadRecord(str(error))
+        bad.found = BadSample(dataset, record, where, cause, truncated(str(error), MOST_FOUND))
+        raise bad from error
+
+
+def _is_of_the_machine(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, says nothing against data. Pillow's verdicts are plain `OSError`s without a
+    number, FFmpeg's have classes of PyAV; what asks for a place or a name that no file has is at fault itself.
+    """
+    if isinstance(error, OSError) and type(error).__module__ == "builtins":
+        of_data = (errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG)
+        return error.errno not in of_data and (error.errno is not None or type(error) is not OSError)
+    return isinstance(error, ImportError) or (error is not None and _is_of_the_machine(error.__cause__))
 
 
 class SharedError(UserError):

@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -97,6 +97,14 @@ def replacing(path: Path) -> Generator[Path]:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def keep_newest(files: Iterable[Path], most: int) -> None:
+    """Remove all but so many files of a cache."""
+    with suppress(OSError):
+        if len(found := list(files)) > most:
+            for path in sorted(found, key=os.path.getmtime)[:-most]:
+                path.unlink(missing_ok=True)
 
 
 def is_unfit(path: Path) -> str | None:

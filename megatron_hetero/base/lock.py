@@ -33,6 +33,8 @@ class Lock:
     path: Path
     file: IO[bytes] | None
     """The lock file, whose text names the owner; None if the file system has no locks."""
+    left: bool = False
+    """Whether its last owner ended without releasing it."""
     note: str = ""
     """A warning for the user in that case."""
 
@@ -46,7 +48,7 @@ class Lock:
         """
         until = time.monotonic() + wait_s
         try:
-            while (file := _locked(path)) is None:
+            while (locked := _locked(path)) is None:
                 if time.monotonic() >= until:
                     problem = f"in use by another {doing} ({_owner(path)})"
                     raise UserError.at(where, problem=problem, because=f"{mixed} would mix", fix=fix)
@@ -55,8 +57,8 @@ class Lock:
             if error.errno not in _NO_LOCKS:
                 raise
             note = f"the file system of {path.parent} has no locks; make sure that no other {doing} writes there"
-            return cls(path, None, note)
-        return cls(path, file)
+            return cls(path, None, note=note)
+        return cls(path, *locked)
 
     def release(self, *, remove: bool = False) -> None:
         """Let others write there. `remove`: whether to remove the file."""
@@ -93,8 +95,8 @@ def _owner(path: Path) -> str:
         return "unknown process"
 
 
-def _locked(path: Path) -> IO[bytes] | None:
-    """The open lock file with this process's name in it; None if another process has the lock. Raises `OSError`."""
+def _locked(path: Path) -> tuple[IO[bytes], bool] | None:
+    """The open lock file, and whether there was a name in it; None if another process has it. Raises `OSError`."""
     file = open_own(path, "a+b", 0)
     try:
         # A lock of the process, not of the file: the system releases it however the process ends.
@@ -108,7 +110,7 @@ def _locked(path: Path) -> IO[bytes] | None:
             owner = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
             if file.write(owner) < len(owner):  # The disk is full.
                 file.truncate(0)
-            return file
+            return file, bool(found)
     except (BlockingIOError, PermissionError, FileNotFoundError):
         pass
     except BaseException:

@@ -375,7 +375,8 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 METRICS, CONFIG, LOG_LOCK = "metrics.jsonl", "config.yaml", ".metrics.lock"
+BAD_RECORDS = "bad_records.jsonl"
 WANDB_ID = "wandb-run-id"
 """The file with the id of the Weights & Biases run, which a resumed run continues."""
-OF_A_RUN = (METRICS, CONFIG, "evaluation.json", WANDB_ID, "events.out.tfevents.*", "trace-rank*.json")
+OF_A_RUN = (METRICS, CONFIG, BAD_RECORDS, "evaluation.json", WANDB_ID, "events.out.tfevents.*", "trace-rank*.json")
 """Glob patterns of the files that a run writes."""

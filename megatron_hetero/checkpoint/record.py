@@ -172,6 +172,7 @@ class DatasetRecord:
     share: str
     records: int
     sha256: str
+    blocks: str = ""  # See `Mixture.hashed`; earlier versions had none, which stands for any.
 
     def __str__(self) -> str:
         return f"{self.share} ({self.records} records, {self.sha256[:8]})"
@@ -263,6 +264,11 @@ class RunRecord:
                 more = f", or allow it with --checkpoint.allow_changes {name}" if name in OVERRIDABLE else ""
                 expected, why = f"{old_value}, as in {checkpoint}", "the run would not continue as it began"
                 raise wrong(name, new_value, expected, why, f"restore it{more}")
+        for old, now in zip(self.datasets, new.datasets, strict=False):
+            if old.blocks and now.blocks and old.blocks != now.blocks and "data.datasets" not in allowed:
+                why = "data.shuffle blocks orders records by row groups or runs of bytes: the files have been rewritten"
+                fix = "restore the files, or allow it with --checkpoint.allow_changes data.datasets"
+                raise wrong("data.datasets", f"{now} in other blocks", f"those of {checkpoint}", why, fix)
         if self.step > (iters := new.config["train"]["iters"]):
             fix = "raise it, or resume an earlier checkpoint with --checkpoint.resume PATH and another checkpoint.dir"
             raise wrong("train.iters", iters, f"≥ {self.step}, the step of {checkpoint}", "", fix)

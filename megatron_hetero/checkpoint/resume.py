@@ -208,7 +208,7 @@ def shared_record(config: Config, state: TrainState, mixture: Mixture, transpose
             step=0,
             world_size=topology.world_size,
             layouts={name: str(layout) for name, layout in topology.layouts.items()},
-            datasets=tuple(DatasetRecord(str(share), len(data), data.digest) for data, share in mixture.parts),
+            datasets=tuple(DatasetRecord(str(each), len(data), data.digest, by) for data, each, by in mixture.hashed()),
             config=settings,
             model_files=hashes(ModelSources.recorded(settings)),
             experts_transposed=transposed,

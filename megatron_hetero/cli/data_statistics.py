@@ -1,4 +1,4 @@
-"""Statistics of data sets: how long their samples are, and how large their items, as a table and as histograms.
+"""Statistics of data sets: how long their samples are, and how large their items.
 
 Records are counted in the index; everything else is of evenly spaced samples, which are tokenized. Quantiles are values
 that occur: half of the samples, or 95 % of them, have at most as many tokens.
@@ -10,8 +10,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -28,10 +27,8 @@ from megatron_hetero.data.records import Dataset
 from megatron_hetero.data.sources.formats import finished
 from megatron_hetero.data.validation import ItemField
 from megatron_hetero.models.items.types import Header
-from megatron_hetero.schedule.drawing import new_figure, require_plot, write_plot
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from rich.console import Console
 
     from megatron_hetero.config.schema import Config
@@ -162,13 +159,8 @@ def _sample(data: Dataset, number: int, processor: Processor) -> Sample | UserEr
 # ---------------------------------------------------------------------------------------------------- the table
 
 
-def show_statistics(config: Config, count: int, console: Console, histogram: Path | None = None) -> None:
-    """Print the statistics of a configuration's data sets, see `measured`, and draw them to an SVG or PNG file.
-    Raises `UserError`.
-    """
-    if histogram is not None:
-        require_plot(histogram)
-        new_figure((1, 1))  # matplotlib is there, or nobody waits for the samples.
+def show_statistics(config: Config, count: int, console: Console) -> None:
+    """Print the statistics of a configuration's data sets, see `measured`. Raises `UserError`."""
     found, limit = measured(config, open_processor(config), count), config.data.max_seq_length
     table = _table(found, limit)
     # In its own width: figures that are cut or folded are wrong figures.
@@ -179,9 +171,6 @@ def show_statistics(config: Config, count: int, console: Console, histogram: Pat
     opened = {each.data.name: each.data for each in found}
     text = samples_per_epoch([(opened[each.name], each) for each in sampled(config)])
     console.print(Text(text), soft_wrap=True)
-    if histogram is not None:
-        draw_statistics(found, limit, histogram)
-        console.print(Text(f"histogram: {histogram}"), soft_wrap=True)
 
 
 def samples_per_epoch(parts: Iterable[tuple[Dataset, SampledDataset]]) -> str:
@@ -264,94 +253,3 @@ def _part(number: int, of: int) -> str:
 
 def _percent(number: int, of: int) -> str:
     return "0" if not number else "<0.1 %" if number < 0.001 * of else f"{100 * number / of:.1f} %"
-
-
-# ------------------------------------------------------------------------------------------------ the histograms
-
-_BINS = 40
-_WIDE = 5
-"""From this ratio of the largest to the smallest value on, bins grow, and axes are logarithmic."""
-_MOST_NAME = 32
-_LINES = ("-", "--", ":", "-.")
-
-
-def bins(low: int, high: int) -> np.ndarray:
-    """Integer edges of about 40 bins, at most, for integers from low to high, above 0: all of one width, or each wider
-    than the one before by a constant factor.
-    """
-    if high < _WIDE * low:
-        width = -(-(high + 1 - low) // _BINS)
-        return np.arange(low, high + 1 + width, width)
-    edges, factor = [low], ((high + 1) / low) ** (1 / _BINS)
-    while edges[-1] <= high:
-        edges.append(max(edges[-1] + 1, round(edges[-1] * factor)))
-    return np.array(edges)
-
-
-class _Line(NamedTuple):
-    """Values of a histogram's line, its name, and the numbers of its colour and its style."""
-
-    values: np.ndarray
-    name: str
-    colour: int
-    style: int
-
-
-def draw_statistics(found: Sequence[DatasetStatistics], limit: int, file: Path) -> None:
-    """Draw tokens per sample and sizes of items to an SVG or PNG file; `limit`: `data.max_seq_length`. Raises
-    `UserError`.
-    """
-    names = [printable(each.data.name) for each in found]
-    names = [name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 1]}…" for name in names]
-    tokens = [_Line(each.tokens, name, k, k // 10) for k, (each, name) in enumerate(zip(found, names, strict=True))]
-    fields = sorted({field for each in found for field in each.items})
-    items = [
-        _Line(
-            np.sqrt(of_field.areas).round().astype(np.int64),
-            f"{names[k]}, {field.name}" if len(fields) > 1 else names[k],
-            k,
-            fields.index(field) if len(fields) > 1 else k // 10,
-        )
-        for k, each in enumerate(found)
-        for field, of_field in sorted(each.items.items())
-    ]
-    heights = [max(3.4, 0.6 + 0.19 * (len(lines) + 1)) for lines in (tokens, items) if lines]
-    figure = new_figure((11, sum(heights)))
-    axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    axes[0].axvline(limit, color="black", linestyle="--", linewidth=1, label=f"data.max_seq_length\n= {limit:,}")
-    _draw(axes[0], tokens, limit, "Tokens per sample", "tokens, those of items included", "share of samples")
-    if items:
-        title = "Sizes of items: " + ", ".join(dict.fromkeys(field.modality + "s" for field in fields))
-        _draw(axes[1], items, 0, title, "√(width × height) in an item's file, pixels for pictures", "share of items")
-    write_plot(figure, file)
-
-
-def _draw(axis: Axes, lines: Sequence[_Line], limit: int, title: str, of_values: str, share: str) -> None:
-    """Draw a panel. `limit`: a value that is on it, too."""
-    from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
-
-    values = np.concatenate([line.values for line in lines])
-    low, high = (max(1, int(values.min())), max(1, int(values.max()))) if len(values) else (1, max(1, limit))
-    edges = bins(low, high)
-    for line in (line for line in lines if len(line.values)):
-        shares = np.histogram(line.values, edges)[0] / len(line.values)
-        style: dict[str, Any] = {"color": f"C{line.colour % 10}", "linestyle": _LINES[line.style % len(_LINES)]}
-        # A name that starts with _ would not be in the legend.
-        axis.stairs(shares, edges, linewidth=1.4, label=f" {line.name}", **style)
-        if len(lines) < 4:
-            axis.stairs(shares, edges, fill=True, alpha=0.15, color=style["color"])
-    if (ratio := max(high, limit) / min(low, limit or low)) >= _WIDE:
-        axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if ratio < 1000 else (1, 3)))
-        axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.yaxis.set_major_formatter(PercentFormatter(1))
-    axis.set_ylim(bottom=0)
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.set_xlabel(of_values)
-    axis.set_ylabel(share)
-    axis.grid(axis="y", alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-    legend = axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    for text in legend.get_texts():
-        text.set_parse_math(False)

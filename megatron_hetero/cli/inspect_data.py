@@ -126,6 +126,8 @@ def show(config: Config, count: int, console: Console, sheets: Path | None = Non
                 sheets.mkdir(parents=True, exist_ok=True)
                 for path in draw_sheets(processor, mixture[k], sheets):
                     console.print(Text(f"frames: {path}"), soft_wrap=True)
+    if processor.advice:
+        console.print(Text(processor.advice), soft_wrap=True)
     console.print(Text(samples_per_epoch(mixture.parts)), soft_wrap=True)
 
 
@@ -153,9 +155,6 @@ def _parser() -> argparse.ArgumentParser:
         help="print statistics of each data set, from so many evenly spaced samples or from all for 0 "
         f"(default {_EXAMINED})",
     )
-    parser.add_argument(
-        "--histogram", type=a_path, metavar="FILE", help="draw the statistics into FILE, which ends in .svg or .png"
-    )
     return parser
 
 
@@ -168,10 +167,8 @@ def _inspect(options: argparse.Namespace, flags: list[str]) -> None:
     from megatron_hetero.config.schema import load_config
 
     config, count = load_config(flags), options.statistics
-    if count is None and options.histogram is not None:
-        count = _EXAMINED
     if count is not None:
-        show_statistics(config, count, console(), options.histogram)
+        show_statistics(config, count, console())
     # Sheets are of samples that are printed.
     default = _SAMPLES if count is None or options.sheets is not None else 0
     samples = default if options.n is None else options.n

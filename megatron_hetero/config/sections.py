@@ -329,6 +329,16 @@ class DataConfig(Section):
     too_long: Literal["error", "skip"] = option(
         "error", "Action on a longer sample: fail or skip; samples are never truncated."
     )
+    bad_records: Literal["stop", "skip"] = option(
+        "stop", "Action on a malformed record or a damaged image or video: stop, or skip its sample."
+    )
+    max_bad_share: float = option(
+        0.01, "Maximum share of skipped bad samples among those drawn; 10 are always allowed.", at_least=0, at_most=1
+    )
+    supervised_turns: Literal["all", "last"] = option(
+        "all",
+        "Answers of a conversation to train on; last suits chat templates that drop the thoughts of earlier ones.",
+    )
     min_pixels: int | None = option(
         None, "Minimum image area in pixels; smaller images are upscaled.", "the model's", at_least=1
     )
@@ -373,6 +383,9 @@ class DataConfig(Section):
             raise wrong(f"{section}.datasets", "an empty list", "at least one name", why, fix)
         self.require_registered(f"{section}.datasets", (SampledDataset.parse(text).name for text in self.datasets))
         _check_pixels(section, self.min_pixels, self.max_pixels)
+        if self.bad_records == "stop" and self.max_bad_share != DataConfig.max_bad_share:
+            why, fix = "the first bad record stops the run", f"set {section}.bad_records to skip, or remove it"
+            raise unused(f"{section}.max_bad_share", self.max_bad_share, why, fix)
         if self.worker_type != "thread" and not self.workers:
             why, fix = "data.workers is 0, which loads in the training thread", "set data.workers, or remove it"
             raise unused(f"{section}.worker_type", self.worker_type, why, fix)
@@ -499,7 +512,8 @@ class LogConfig(Section):
 
 
 Overridable = Literal[
-    "data.datasets", "data.shuffle", "data.max_seq_length", "data.too_long", "data.min_pixels", "data.max_pixels",
+    "data.datasets", "data.shuffle", "data.max_seq_length", "data.too_long", "data.bad_records",
+    "data.supervised_turns", "data.min_pixels", "data.max_pixels",
     "data.video.rules", "data.video.fps", "data.video.min_frames", "data.video.max_frames", "data.video.frame_pixels",
     "data.video.total_pixels", "data.video.text_after", "data.video.marks",
     "train.seed", "train.global_batch_size", "train.patches_per_micro_batch",

@@ -11,6 +11,9 @@ Per step and rank, on one background thread with a pool of `data.workers` thread
   5. decode this rank's share of its encoder replica's pieces of items, each once in the replica;
   6. exchange any error among all ranks, and send each rank of the replica the patches that it embeds.
 
+With `data.bad_records: skip` a bad record is no error. Ranks report it in 2, or in 6 if only decoding finds it: then
+all do 3 to 6 again without its sample, and read what they have not read yet.
+
 An error of any rank reaches all ranks in the next exchange, so that all stop with the same message.
 """
 
@@ -22,13 +25,13 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hetero.base.errors import TEXT, UserError
+from megatron_hetero.base.errors import TEXT, BadRecord, BadSample, UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.plan import RankPlan
@@ -78,7 +81,7 @@ class StepBatch:
 
     `supervised`, `tokens`: their numbers. `sizes`: by encoder, the sizes of its pieces. `sample_lengths`: tokens of
     each sample. `encoder_loads`: for each call of an encoder, `text_loads`: for each micro-batch, the predicted forward
-    flops of each replica. `skipped`: number of samples left out as too long.
+    flops of each replica. `skipped`: number of samples left out as too long. `bad`: those left out as bad.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -89,12 +92,23 @@ class StepBatch:
     encoder_loads: tuple[tuple[float, ...], ...]
     text_loads: tuple[tuple[float, ...], ...] = ()
     skipped: int = 0
+    bad: tuple[BadSample, ...] = ()
+
+
+class _Own(NamedTuple):
+    """What a rank has read of a step: samples by number, None if too long and skipped, and patches by number of the
+    sample, of the item in it, and pieces. `run`: see `StepLoader.load`.
+    """
+
+    run: Run
+    samples: dict[int, TokenizedSample | BadSample | None]
+    patches: dict[tuple[int, int, tuple[Piece, ...]], np.ndarray | BadSample]
 
 
 @dataclass(frozen=True, eq=False)
 class StepLoader:
     """Loads `StepBatch`es for one rank. `text_work`: predicted flops of a sample of so many tokens. `what`: name of a
-    step in messages.
+    step in messages. `skips_bad`: whether samples with bad records are left out, rather than errors.
     """
 
     mixture: Mixture
@@ -105,6 +119,7 @@ class StepLoader:
     limits: SampleLimits
     text_work: Callable[[int], float]
     what: str = "step"
+    skips_bad: bool = False
 
     @classmethod
     def of(
@@ -114,7 +129,8 @@ class StepLoader:
         data, patches = job.config.data, None if job.budget is None else job.budget.patches
         reader = ReaderProcesses(processor, data.workers) if data.worker_type == "process" else processor
         limits = SampleLimits(data.max_seq_length, patches, data.too_long)
-        return cls(mixture, reader, topology, partitioner, dealing_of(job), limits, job.text_work)
+        parts = mixture, reader, topology, partitioner, dealing_of(job), limits, job.text_work
+        return cls(*parts, skips_bad=data.bad_records == "skip")
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
@@ -137,9 +153,13 @@ class StepLoader:
         """Loads the batch of `step` (from 1); `run` maps functions over samples and items."""
         self.mixture.read_ahead(self._samples_to_read(step + READ_AHEAD_STEPS)[0])
         early, reported = self._samples_to_read(step)
-        where, read = f"{self.what} {step}", dict[int, TokenizedSample | None]()
-        by_rank = self._exchange(where, lambda: self._read(early, reported, run, read))
-        samples = dict(sorted(item for of_rank in by_rank for item in of_rank.items()))
+        own = _Own(run, {}, {})
+        by_rank = self._exchange(f"{self.what} {step}", lambda: self._read(early, reported, own))
+        return self._load(step, own, dict(sorted(item for of_rank in by_rank for item in of_rank.items())))
+
+    def _load(self, step: int, own: _Own, found: Mapping[int, PackMetadata | BadSample]) -> StepBatch:
+        """Loads the batch of `step` from the good samples that were `found`."""
+        where, samples = f"{self.what} {step}", {n: each for n, each in found.items() if isinstance(each, PackMetadata)}
         deal = self.dealing.deal(step, samples)
         encoders = self.partitioner.encoders
         gathered = [
@@ -149,14 +169,19 @@ class StepLoader:
         shares = self.partitioner.step_shares([[pack.shape for pack in packs] for packs in gathered])
         packs, decoded = list[PackedBatch | None](), list[dict[str, list[np.ndarray]]]()
 
-        def read_own() -> dict[str, str]:
-            packs.extend(self._packs(deal, read, samples, run))
-            decoded.extend(self._decode(shares, gathered, run))
-            return _digests(shares, deal)
+        def read_own() -> tuple[dict[str, str], dict[int, BadSample]]:
+            packs.extend(self._packs(deal, samples, own))
+            decoded.extend(self._decode(shares, gathered, own))
+            bad = {n: each for (n, *_), each in own.patches.items() if isinstance(each, BadSample)}
+            return _digests(shares, deal), bad
 
         fix = "run the same versions of program and NumPy with the same model on all nodes"
         because, ranks = "every rank computes shares from the same integers", range(self.topology.world_size)
-        require_alike(where, self._exchange(where, read_own), ranks, fix, because, absent=None)
+        of_ranks = self._exchange(where, read_own)
+        require_alike(where, [facts for facts, _ in of_ranks], ranks, fix, because, absent=None)
+        bad = {n: each for _, of_rank in of_ranks for n, each in of_rank.items() if n in samples}
+        if bad:
+            return self._load(step, own, {**found, **bad})
         patches = [
             {
                 name: self._exchange_patches(name, part.exchange, share.encoders[name], parts.get(name, []))
@@ -179,7 +204,8 @@ class StepLoader:
             text_loads=tuple(
                 tuple(float(sum(map(self.text_work, pack.shape.lengths))) for pack in packs_of) for packs_of in gathered
             ),
-            skipped=len(self.dealing.step(step)) - len(samples),
+            skipped=len(self.dealing.step(step)) - len(found),
+            bad=tuple(each for each in found.values() if isinstance(each, BadSample)),
         )
 
     @cached_property
@@ -201,39 +227,31 @@ class StepLoader:
         share = self.dealing.step(step)[rank :: self.topology.world_size]
         return share, share
 
-    def _read(
-        self, early: Sequence[int], reported: Sequence[int], run: Run, read: dict[int, TokenizedSample | None]
-    ) -> dict[int, PackMetadata]:
-        """The metadata of the samples `reported`, without skipped ones. Samples that are `early` go into `read` by
-        number, None if they are skipped.
-        """
-        read.update(zip(early, run(self._tokenise, early), strict=True))
-        encoders, samples = list(self.partitioner.encoders), {number: read[number] for number in reported}
+    def _read(self, early: Sequence[int], reported: Sequence[int], own: _Own) -> dict[int, PackMetadata | BadSample]:
+        """The metadata of the samples `reported`, without skipped ones. Samples that are `early` go into `own`."""
+        own.samples.update(zip(early, own.run(self._tokenise, early), strict=True))
+        encoders, samples = list(self.partitioner.encoders), {number: own.samples[number] for number in reported}
         return {
-            number: PackMetadata.of_sample(number, sample, encoders)
+            number: sample if isinstance(sample, BadSample) else PackMetadata.of_sample(number, sample, encoders)
             for number, sample in samples.items()
             if sample is not None
         }
 
-    def _packs(
-        self,
-        deal: Deal,
-        read: Mapping[int, TokenizedSample | None],
-        samples: Mapping[int, PackMetadata],
-        run: Run,
-    ) -> list[PackedBatch | None]:
+    def _packs(self, deal: Deal, samples: Mapping[int, PackMetadata], own: _Own) -> list[PackedBatch | None]:
         """This rank's pack of each micro-batch; None outside the text module."""
         if self._replica is None:
             return [None] * len(deal)
         mine = [of_round[self._replica] for of_round in deal]
-        missing = [number for numbers in mine for number in numbers if number not in read]
-        known = {**read, **dict(zip(missing, run(self._tokenise, missing), strict=True))}
-        return [pack([self._unchanged(n, known[n], samples[n]) for n in numbers]) for numbers in mine]
+        missing = [number for numbers in mine for number in numbers if number not in own.samples]
+        own.samples.update(zip(missing, own.run(self._tokenise, missing), strict=True))
+        return [pack([self._unchanged(n, own.samples[n], samples[n]) for n in numbers]) for numbers in mine]
 
-    def _unchanged(self, number: int, sample: TokenizedSample | None, reported: PackMetadata) -> TokenizedSample:
+    def _unchanged(
+        self, number: int, sample: TokenizedSample | BadSample | None, reported: PackMetadata
+    ) -> TokenizedSample:
         """The sample, if it is the one that a rank reported to all. Raises `UserError`."""
         encoders = list(self.partitioner.encoders)
-        if sample is None or PackMetadata.of_sample(number, sample, encoders) != reported:
+        if not isinstance(sample, TokenizedSample) or PackMetadata.of_sample(number, sample, encoders) != reported:
             raise UserError.at(
                 self.mixture[number].where,
                 found="a sample of other tokens or items" if sample is not None else "a sample that is too long",
@@ -242,31 +260,47 @@ class StepLoader:
             )
         return sample
 
-    def _tokenise(self, number: int) -> TokenizedSample | None:
+    def _tokenise(self, number: int) -> TokenizedSample | BadSample | None:
         """Sample `number` of the stream as tokens; None if it is too long and skipped."""
-        sample = self.reader.tokenize(self.mixture[number])
-        return sample if self.limits.admits(sample, self.partitioner.encoders) else None
+        sample = self._unless_bad(lambda: self.reader.tokenize(self.mixture[number]))
+        is_in = isinstance(sample, BadSample) or self.limits.admits(sample, self.partitioner.encoders)
+        return sample if is_in else None
+
+    def _unless_bad(self, work: Callable[[], T]) -> T | BadSample:
+        """The result of `work` on a sample, or what is wrong with its record, unless that stops the run."""
+        try:
+            return work()
+        except BadRecord as error:
+            if not self.skips_bad:
+                raise
+            return error.found
 
     def _decode(
-        self, shares: Sequence[MicroBatchShare], gathered: Sequence[Sequence[PackMetadata]], run: Run
-    ) -> list[dict[str, list[np.ndarray]]]:
-        """Decodes this rank's pieces. Returns, for each micro-batch, by encoder, fp32 [patches, elements] of each item;
-        for the first of a call those of all. Consecutive pieces of one item are decoded in one call.
+        self, shares: Sequence[MicroBatchShare], gathered: Sequence[Sequence[PackMetadata]], own: _Own
+    ) -> list[dict[str, list[Any]]]:
+        """Decodes this rank's pieces, but for those that it has. Returns, for each micro-batch, by encoder, fp32
+        [patches, elements] of each item; for the first of a call those of all. Consecutive pieces of one item are
+        decoded in one call.
         """
         numbers, wanted = {name: i for i, name in enumerate(self.partitioner.encoders)}, []
         for m, share in enumerate(shares):
-            for name, own in share.patches.items():
+            for name, part in share.patches.items():
                 i, call = numbers[name], share.calls.get(name, range(m, m + 1))
                 packs = [pack for of_one in call for pack in gathered[of_one]]
                 pieces = [pair for p in packs for pair in zip(p.sources[i], p.shape.pieces[i].sizes, strict=True)]
-                chosen = [pieces[k] for k in own.decodes]
+                chosen = [pieces[k] for k in part.decodes]
                 for (sample, item), of_item in groupby(chosen, lambda pair: pair[0][:2]):
-                    of_one = [Piece(source.piece, size) for source, size in of_item]
-                    wanted.append((m, name, (self.mixture[sample], item, of_one)))
-        decoded: list[dict[str, list[np.ndarray]]] = [{} for _ in shares]
-        of_items = run(lambda each: self.reader.patches(*each), [each for *_, each in wanted])
-        for (m, name, _), patches in zip(wanted, of_items, strict=True):
-            decoded[m].setdefault(name, []).append(patches)
+                    of_one = tuple(Piece(source.piece, size) for source, size in of_item)
+                    wanted.append((m, name, (sample, item, of_one)))
+
+        def patches(sample: int, item: int, pieces: Sequence[Piece]) -> np.ndarray | BadSample:
+            return self._unless_bad(lambda: self.reader.patches(self.mixture[sample], item, pieces))
+
+        missing = [each for *_, each in wanted if each not in own.patches]
+        own.patches.update(zip(missing, own.run(lambda each: patches(*each), missing), strict=True))
+        decoded: list[dict[str, list[Any]]] = [{} for _ in shares]
+        for m, name, each in wanted:
+            decoded[m].setdefault(name, []).append(own.patches[each])
         return decoded
 
     def _exchange(self, where: str, work: Callable[[], T]) -> list[T]:

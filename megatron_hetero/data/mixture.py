@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, TypeAlias
@@ -79,6 +80,16 @@ class Mixture:
             )
         loaded = {name: Dataset(name, registry[name], reading) for name in names}
         return cls([(loaded[each.name], each) for each in sampled], shuffle=shuffle, seed=seed)
+
+    def hashed(self) -> Iterator[tuple[Dataset, SampledDataset, str]]:
+        """Yield the parts, each with a hash of its blocks as far as the order depends on them; empty if it does not."""
+        blocks = [data.blocks for data, _ in self.parts]
+        # Windows of small records end by number, in whatever bytes they are written. A part's last block may be cut.
+        most = WINDOW_RECORDS * max((each.sizes / np.diff(each.starts)).max() for each in blocks)
+        by_size = most + sum(each.sizes.max() for each in blocks) > WINDOW_BYTES
+        for (data, sampled), each in zip(self.parts, blocks, strict=True):
+            text = each.starts.tobytes() + each.sizes.tobytes() * int(by_size)
+            yield data, sampled, hashlib.sha256(text).hexdigest() if self.shuffle == "blocks" else ""
 
     def __len__(self) -> int:
         """Samples per epoch."""
@@ -162,6 +173,7 @@ def _windows(blocks: np.ndarray) -> Iterator[int]:
 def reading_of(config: Config, processor: Processor, *, strict: bool = True) -> Reading:
     """The way in which a run reads its data sets. `strict`: see `Reading`."""
     data = config.data
+    strict = strict and data.bad_records == "stop"
     return Reading(processor.fields, data.index_folder, processor.readers if data.scan else None, strict)
 
 

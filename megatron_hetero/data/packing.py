@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import BadSample, UserError
 from megatron_hetero.data.records import Record
 from megatron_hetero.models.items.types import ItemShape, Size
 
@@ -44,6 +45,12 @@ class TokenizedSample:
         return len(self.input_ids)
 
 
+def bad_counts(bad: Sequence[BadSample]) -> dict[str, int]:
+    """Metrics: the number of bad samples, and those of each cause that there is."""
+    causes = Counter(each.cause for each in bad)
+    return {"bad_samples": len(bad), **{f"bad_samples_{cause}": causes[cause] for cause in sorted(causes)}}
+
+
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
     """A micro-batch as one sequence of n tokens: its samples without padding between them. It may be empty.
@@ -65,7 +72,7 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
-    """Packs samples in the order given; there may be none, if all were too long and skipped."""
+    """Packs samples in the order given; there may be none, if all were left out."""
     ids, supervised = _joined([each.input_ids for each in samples]), _joined([each.supervised for each in samples])
     ends = np.cumsum([0, *map(len, samples)], dtype=np.int64)
     labels = np.where(np.roll(supervised, -1), np.roll(ids, -1), IGNORED)

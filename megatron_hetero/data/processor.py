@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_hetero.base.errors import VISION, UserError
+from megatron_hetero.base.errors import VISION, UserError, blaming
 from megatron_hetero.base.worker_process import Processes
 from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import EncoderConfig
@@ -34,10 +35,10 @@ from megatron_hetero.data.tokenizer import (
 from megatron_hetero.data.validation import item_fields
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_config
-from megatron_hetero.models.items.types import Block, ItemReader, Piece
+from megatron_hetero.models.items.types import Block, ItemReader, Piece, Size
 from megatron_hetero.models.registry import family_of
 
-# Marks of boxes and object names are content, though the tokenizer lists them as special: grounding data uses them.
+# Marks of boxes and object names, which grounding data has in answers.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
 
 
@@ -46,13 +47,14 @@ class Processor:
     """The tokenizer of a model's folder and the readers of its encoders. Has no open files and can be pickled.
 
     `model_type`: from the model's configuration. `readers`: by field of records. `shown`: parts of chat messages that
-    stand for items, by field.
+    stand for items, by field. `last_only`: whether of each record only the last answer is supervised.
     """
 
     tokenizer: Any
     model_type: str
     readers: Mapping[ItemField, ItemReader]
     shown: chat.Parts
+    last_only: bool = False
 
     @classmethod
     def from_folder(
@@ -102,6 +104,16 @@ class Processor:
         """Fields of records that items may be in."""
         return tuple(self.readers)
 
+    @property
+    def advice(self) -> str | None:
+        """What a user should know about the chat template, or None."""
+        if self.last_only or not chat.drops_thoughts(self.tokenizer):
+            return None
+        return (
+            "the chat template of model.hf_path drops the thoughts of answers before the last question, which are then "
+            "trained on without; --data.supervised_turns last trains on the last answer of each record only"
+        )
+
     @cached_property
     def row_tokens(self) -> np.ndarray:
         """The tokens that stand for rows, int64."""
@@ -114,11 +126,15 @@ class Processor:
         of an answer would otherwise merge with the one at the end of the prompt.
 
         Raises:
-            UserError: special tokens in the text, a missing or oversized item, or an unsuitable chat template.
+            UserError: structural tokens in the text, a missing or oversized item, or an unsuitable chat template.
         """
+        with blaming(record.dataset, record.index, record.where, "text"):
+            return self._tokenized(record)
+
+    def _tokenized(self, record: Record) -> TokenizedSample:
         self._refuse_special_tokens(record)
         readers = [self.readers[ref.field] for ref in record.items]
-        sizes = tuple(reader.size(record.item(k)) for k, reader in enumerate(readers))
+        sizes = tuple(self._size(record, k) for k in range(len(readers)))
         short_ids, supervised = self._encode(record)
         is_item = np.isin(short_ids, self.row_tokens)
         if not np.array_equal(short_ids[is_item], [reader.token_id for reader in readers]):
@@ -164,32 +180,59 @@ class Processor:
     def _encode(self, record: Record) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and supervision, with one token per item."""
         ids, supervised = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
-        for rendered in chat.render(self.tokenizer, record, self.shown):
+        for rendered in chat.render(self.tokenizer, record, self.shown, last_only=self.last_only):
+            if rendered.supervised and (inside := self._structure.search(rendered.text[:-1])):  # It ends with one.
+                raise UserError.at(
+                    f"{record.where}: chat template of model.hf_path",
+                    found=f"{inside[0]} in what follows the generation prompt",
+                    expected="the answer and its end alone",
+                    fix="use the chat template of the published model, or let yours write all that is before an answer "
+                    "if `add_generation_prompt` is given",
+                )
             tokens = self._tokens_of(rendered.text)
             ids.append(tokens)
             supervised.append(np.full(len(tokens), rendered.supervised))
         return np.concatenate(ids), np.concatenate(supervised)
 
+    def _size(self, record: Record, k: int) -> Size:
+        field = record.items[k].field
+        with blaming(record.dataset, record.index, record.where, f"{field.modality}_header"):
+            return self.readers[field].size(record.item(k))
+
     def patches(self, record: Record, k: int, pieces: Sequence[Piece]) -> np.ndarray:
         """Some pieces of item ``k`` as patches, see `ItemReader.patches`."""
-        return self.readers[record.items[k].field].patches(record.item(k), pieces)
+        field = record.items[k].field
+        with blaming(record.dataset, record.index, record.where, f"{field.modality}_data"):
+            return self.readers[field].patches(record.item(k), pieces)
 
     @cached_property
-    def _special_tokens(self) -> re.Pattern[str]:
-        """Matches texts that the tokenizer reads as control tokens."""
-        added = self.tokenizer.added_tokens_decoder
-        control = {str(token) for key, token in added.items() if token.special or key in self.row_tokens}
-        tokens = sorted(token for token in control if not _CONTENT_MARKS.fullmatch(token))
+    def _structure(self) -> re.Pattern[str]:
+        """Matches tokens that are the structure of conversations and items: of the special ones those of the chat
+        template, of the model's items and the tokenizer's own. Others, which users add, are content.
+        """
+        tokenizer, family = self.tokenizer, family_of(self.model_type)
+        added = tokenizer.added_tokens_decoder
+        special = {str(token) for token in added.values() if token.special}
+        own = {*family.tokens.values(), chat.END_OF_TURN, tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token}
+        in_template = {token for token in special if token in str(tokenizer.chat_template)}
+        items = {str(token) for key, token in added.items() if key in self.row_tokens}
+        tokens = sorted(items | in_template | (special & own))
         return re.compile("|".join(map(re.escape, tokens)))
 
     def _refuse_special_tokens(self, record: Record) -> None:
-        for k, turn in enumerate(record.turns):
-            if match := self._special_tokens.search(turn.text):
+        texts = {f"turn {k + 1}": turn.text for k, turn in enumerate(record.turns)}
+        further = {f"turn {k + 1}": turn.further for k, turn in enumerate(record.turns) if turn.further}
+        further |= {"field 'tools'": record.tools} if record.tools else {}
+        texts |= {
+            place: texts.get(place, "") + json.dumps(value, ensure_ascii=False) for place, value in further.items()
+        }
+        for place, text in texts.items():
+            if match := self._structure.search(text):
                 raise UserError.at(
-                    f"{record.where}: field 'conversations[{k}]'",
+                    f"{record.where}: {place}",
                     problem=f"special token {match[0]} in the text",
                     because="it would be read as the structure of the conversation or of an image",
-                    fix="remove it; write images as <image> and videos as <video>",
+                    fix="remove it; in questions write images as <image> and videos as <video>",
                 )
 
 
@@ -211,7 +254,8 @@ class ReaderProcesses(Processes):
 def open_processor(config: Config) -> Processor:
     """The tokenizer of `model.hf_path` and the readers of each encoder. Raises `UserError`."""
     model = config.model
-    return Processor.from_folder(model.hf_path, config.data, model.encoders, model.hf_path_vision)
+    processor = Processor.from_folder(model.hf_path, config.data, model.encoders, model.hf_path_vision)
+    return replace(processor, last_only=config.data.supervised_turns == "last")
 
 
 def _open_readers(

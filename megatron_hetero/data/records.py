@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
-from megatron_hetero.base.contents import Content, StoredFile
-from megatron_hetero.base.errors import UserError, quoted, reason
+from megatron_hetero.base.contents import Content as FileContent
+from megatron_hetero.base.contents import StoredFile
+from megatron_hetero.base.errors import UserError, blaming, quoted, reason
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
 from megatron_hetero.data.sources.index import Blocks, Indexer
 from megatron_hetero.data.sources.mapping import FieldMap
 from megatron_hetero.data.sources.opening import open_files
-from megatron_hetero.data.validation import IMAGES, Turns, validate_record
+from megatron_hetero.data.turns import ChatRole, Content, Turn
+from megatron_hetero.data.validation import IMAGES, Turns, split_at_placeholders, validate_record
 from megatron_hetero.models.items.types import Header, Item, ItemReader
-
-ChatRole = Literal["system", "user", "assistant"]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One speaker's turn; a user's may contain placeholders such as ``<image>``."""
-
-    role: ChatRole
-    text: str
 
 
 @dataclass(frozen=True)
@@ -45,6 +38,7 @@ class Record:
         items: in the order of their placeholders, with paths relative to ``folder``.
         folder: None only without items that have paths.
         headers: the header of each item, see `Item`; None if they are not known.
+        tools: descriptions of functions that the assistant may call, JSON objects for the chat template.
     """
 
     dataset: str
@@ -54,6 +48,7 @@ class Record:
     items: tuple[ItemRef, ...] = ()
     folder: Path | None = field(default=None, repr=False)
     headers: tuple[Header, ...] | None = field(default=None, repr=False)
+    tools: tuple[dict[str, Any], ...] = ()
 
     def item(self, k: int) -> Item:
         """Item ``k`` with its content; of a file by its absolute path, links resolved. The file need not exist.
@@ -62,11 +57,11 @@ class Record:
             UserError: the path leads out of the folder, for example through a symbolic link.
         """
         ref = self.items[k]
-        frames = tuple(self._content(ref, file) for file in ref.frames)
-        content = frames[0] if frames else self._content(ref, ref.file)
+        frames = tuple(self._file(ref, file) for file in ref.frames)
+        content = frames[0] if frames else self._file(ref, ref.file)
         return Item(content, self.where, frames, ref.given, None if self.headers is None else self.headers[k])
 
-    def _content(self, ref: ItemRef, file: str | Content) -> Content:
+    def _file(self, ref: ItemRef, file: str | FileContent) -> FileContent:
         if not isinstance(file, str):
             return file
         assert self.folder is not None, "records with paths have a folder"
@@ -88,7 +83,7 @@ class Reading(NamedTuple):
 
     `fields`: fields that items may be in, see `item_fields`. `cache`: folder of stored indexes; None: they are not
     stored. `readers`: by field, to store the headers of items in the index; None: they are read when needed. `strict`:
-    whether a bad record is an error.
+    whether a bad record is an error, and with `readers` an item that cannot be read.
     """
 
     fields: Sequence[ItemField] = IMAGES
@@ -119,8 +114,9 @@ class Dataset(Sequence[Record]):
             )
         self._format, files, own = open_files(entry, setting, [field.name for field in reading.fields])
         self._map = FieldMap.parse(entry.fields or own, reading.fields, f"{setting}.fields")
-        key = (self._format, entry.video_placeholder, entry.images is not None, self._map, *map(tuple, reading.fields))
         scan, strict = reading.readers is not None, reading.strict
+        folder = (strict, entry.images and os.path.realpath(entry.images)) if scan else entry.images is not None
+        key = (self._format, entry.video_placeholder, folder, self._map, *map(tuple, reading.fields))
         indexer = Indexer(name, files, self._format, self._checked, repr(key), reading.cache, scan=scan, strict=strict)
         self._index = indexer.index()
         if not len(self._index):
@@ -181,19 +177,29 @@ class Dataset(Sequence[Record]):
         except OSError as error:
             problem, fix = f"cannot be read ({reason(error)})", "keep data sets in place while they are read"
             raise UserError.at(stored, problem=problem, fix=fix) from error
-        if isinstance(found.value, UserError):
-            raise found.value
-        turns, items = self._parsed(found.value, found.where)
-        headers = self._index.headers(file, number)
-        return Record(
+        with blaming(self.name, i, found.where, "record"):
+            if isinstance(found.value, UserError):
+                raise found.value
+            turns, items = self._parsed(found.value, found.where)
+        record = Record(
             dataset=self.name,
             index=i,
             where=found.where,
-            turns=tuple(Turn(cast(ChatRole, role), text) for role, text in turns),
+            turns=tuple(Turn(cast(ChatRole, role), self._content(role, text)) for role, text in turns),
             items=tuple(items),
             folder=self.entry.images,
-            headers=None if headers is None or len(headers) != len(items) else tuple(headers),
         )
+        known = self._index.headers(file, number)
+        # Of files that have changed since, they are read when needed.
+        if known is None or [stamp for stamp, *_ in known] != [_stamp(record.item(k)) for k in range(len(items))]:
+            return record
+        return replace(record, headers=tuple((first, second) for _, first, second in known))
+
+    def _content(self, role: str, text: str) -> Content:
+        texts, shown = split_at_placeholders(text, self._reading.fields)
+        if role != "user" or not shown:
+            return text
+        return tuple(part for pair in zip(texts, [*shown, ""], strict=True) for part in pair if part != "")
 
     def _parsed(self, value: Any, where: str) -> tuple[Turns, list[ItemRef]]:
         """The turns and items of a record. Raises `UserError`."""
@@ -205,7 +211,7 @@ class Dataset(Sequence[Record]):
             video_placeholder=self.entry.video_placeholder,
         )
 
-    def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[Header]]:
+    def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[tuple[int, int, int]]]:
         """See `megatron_hetero.data.sources.index.Check`."""
         turns, items = self._parsed(value, where)
         shown = [
@@ -219,4 +225,19 @@ class Dataset(Sequence[Record]):
         if readers is None or not items:
             return text, ()
         record = Record(self.name, 0, where, (), tuple(items), self.entry.images)
-        return text, [readers[ref.field].header(record.item(k)) for k, ref in enumerate(items)]
+        try:
+            shown_by = [(readers[ref.field], record.item(k)) for k, ref in enumerate(items)]
+            return text, [(_stamp(item), *reader.header(item)) for reader, item in shown_by]
+        except UserError:
+            if self._reading.strict:
+                raise
+            return text, ()  # They may be there when they are needed.
+
+
+def _stamp(item: Item) -> int:
+    """A number for size and time of the file with an item's header, to be taken before that is read."""
+    try:
+        version = repr(item.content.version()[1:])
+    except OSError:
+        return 0
+    return int.from_bytes(hashlib.blake2b(version.encode(), digest_size=7).digest(), "little")

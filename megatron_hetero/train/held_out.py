@@ -15,9 +15,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron_hetero.base.errors import TEXT, SharedError
+from megatron_hetero.base.errors import TEXT, BadSample, SharedError
 from megatron_hetero.data.loader import StepBatch, StepLoader
-from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.data.packing import IGNORED, PackedBatch, bad_counts
 from megatron_hetero.schedule.contract import DeviceMicroBatch
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.train.metrics import EvaluationMetrics
@@ -90,13 +90,14 @@ class HeldOutEvaluation:
 
     def _evaluate(self, step: int, name: str) -> EvaluationMetrics:
         start, mine, supervised, samples = time.perf_counter(), 0.0, 0, 0
-        counts = []
+        counts, bad = [], list[BadSample]()
         for batch in self._batches(name):
             loss_sum, hits = self._forward(self.run.job.schedule_of(len(batch.micro_batches), evaluation=True), batch)
             mine += loss_sum
             counts.append(self._counts(self.loaders[name].dealing.step_samples, batch, hits))
             supervised += batch.supervised
             samples += len(batch.sample_lengths)
+            bad += batch.bad
         if supervised == 0:
             because, where = "the loss divides by their number", f"eval.datasets: {name}"
             fix = "raise data.max_seq_length, correct the data set, or remove it"
@@ -115,13 +116,14 @@ class HeldOutEvaluation:
             supervised_tokens=supervised,
             samples=samples,
             time_s=time.perf_counter() - start,
+            bad=bad_counts(bad),
         )
 
     def _batches(self, name: str) -> Iterator[StepBatch]:
         """Yield all batches of a data set."""
         loader = self.loaders[name]
         steps = -(-len(loader.mixture) // loader.dealing.step_samples)
-        batches = iter(loader.steps(1, steps, self.run.config.data.workers))
+        batches = self.run.checked(loader.steps(1, steps, self.run.config.data.workers), f"in an evaluation of {name}")
         for _ in range(steps):
             with self.run.watched(f"the data of the evaluation of {name}"):
                 batch = next(batches)
@@ -146,7 +148,7 @@ class HeldOutEvaluation:
 
     def _counts(self, size: int, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
         """Return this rank's `answer_counts` of the samples of a batch, in the order of the data set: int64 [2, size],
-        with the `size` of a full batch. Samples that were skipped as too long count nothing.
+        with the `size` of a full batch. Samples that were left out count nothing.
         """
         counts = np.zeros((2, size), np.int64)
         for m, of_tokens in hits.items() if self.run.counts_loss else ():

@@ -122,7 +122,7 @@ def _settings_and_versions(config: Config, platform: Platform) -> dict[str, str]
 
 def _files(config: Config, inputs: Inputs) -> Iterator[tuple[str, str]]:
     """Yield the facts of files: hashes of the model's, for weights of size, header and samples; and the records of data
-    sets, regardless of their formatting. Raises `UserError` if a file cannot be read.
+    sets, regardless of their formatting but for blocks that are shuffled. Raises `UserError` if a file cannot be read.
     """
     sources = ModelSources.recorded(yaml.safe_load(to_yaml(config)))
     for setting, hashes_of_folder in hashes(sources).items():
@@ -131,9 +131,10 @@ def _files(config: Config, inputs: Inputs) -> Iterator[tuple[str, str]]:
     for path in [path for weights in inputs.weights.values() for path in weights.files]:
         with os_errors_as(partial(_unreadable, path)):
             yield str(path), fingerprint(path)
-    for mixture in (inputs.mixture, *inputs.held_out.values()):
-        for data, _ in mixture.parts:
-            yield f"{data.path} (data set {data.name})", f"{len(data)} records, {data.digest[:12]}"
+    for mixture in (*inputs.held_out.values(), inputs.mixture):
+        for data, _, blocks in mixture.hashed():
+            shown = f" in blocks {blocks[:12]}" if blocks else ""
+            yield f"{data.path} (data set {data.name})", f"{len(data)} records, {data.digest[:12]}{shown}"
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

@@ -1,7 +1,7 @@
 """Records the metrics of a run: on the terminal, in `log.dir`, and optionally in TensorBoard and Weights & Biases.
 
 runs/
-  metrics.jsonl  config.yaml  events.out.tfevents.*  trace-rank0.json ...      of the last run
+  metrics.jsonl  config.yaml  bad_records.jsonl  events.out.tfevents.*  trace-rank0.json ...   of the last run
   earlier-1/     earlier-2/                                           of earlier runs
   .metrics.lock  held by the run that writes here
 
@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_hetero.base import terminal
-from megatron_hetero.base.errors import UserError, in_short, os_errors_as
+from megatron_hetero.base.errors import BadSample, UserError, in_short, os_errors_as
 from megatron_hetero.base.files import in_the_way, open_own, read_own, replacing
-from megatron_hetero.base.outputs import CONFIG, LOG_LOCK, METRICS, OF_A_RUN, WANDB_ID
+from megatron_hetero.base.outputs import BAD_RECORDS, CONFIG, LOG_LOCK, METRICS, OF_A_RUN, WANDB_ID
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics, Value
+
+MOST_NAMED = 10_000
+"""Bad records that are named."""
+_AFTER_RECORD = b', "where": '
+"""In a line of bad_records.jsonl, what follows data set and number of the record."""
 
 
 def unwritable(path: Path, error: OSError, setting: str = "log.dir") -> UserError:
@@ -54,6 +59,7 @@ class LogFolder:
             for path, text in ((self._path, history), *([(folder / CONFIG, config)] if config else [])):
                 with replacing(path) as new:
                     new.write_bytes(text.encode())
+            self._named = {line.partition(_AFTER_RECORD)[0] for line in read_own(folder / BAD_RECORDS).splitlines()}
         except OSError as error:
             self._lock.release()
             raise unwritable(Path(error.filename or self._path), error) from None
@@ -65,6 +71,14 @@ class LogFolder:
         with open_own(self._path, "ab", buffering=0) as file:
             while self._waiting:
                 self._waiting = self._waiting[file.write(self._waiting) :]
+
+    def name(self, bad: Iterable[BadSample]) -> None:
+        """Add a line to bad_records.jsonl for each record that has none, up to `MOST_NAMED`. Raises `OSError`."""
+        for line in (json.dumps(each._asdict()).encode() for each in bad):
+            if (key := line.partition(_AFTER_RECORD)[0]) not in self._named and len(self._named) < MOST_NAMED:
+                with open_own(self.folder / BAD_RECORDS, "ab") as file:
+                    file.write(line + b"\n")
+                self._named.add(key)
 
     def history(self) -> str:
         """Return all lines so far, also those that could not be written yet; these alone if the file is unreadable."""
@@ -85,7 +99,7 @@ def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
     lines, settings = read_own(folder / METRICS), read_own(folder / CONFIG)
     # The last lines of a run whose disk was full are only in its checkpoint; steps after that are trained again.
     is_own = bool(history) and history.startswith(lines[: len(history)])
-    if lines and not is_own:
+    if (lines or os.path.lexists(folder / BAD_RECORDS)) and not is_own:
         moved = [path for pattern in OF_A_RUN for path in sorted(folder.glob(pattern))]
     elif settings and config and settings != config:
         moved = [folder / CONFIG]
@@ -187,6 +201,9 @@ class Writer:
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
         """Record the evaluation of one data set."""
 
+    def write_bad(self, bad: Iterable[BadSample]) -> None:
+        """Name the records of bad samples."""
+
     def history(self) -> str:
         """Return the lines of metrics.jsonl so far, including those before a resume."""
         return ""
@@ -271,6 +288,13 @@ class MetricsWriter(Writer):
         self._append(json.dumps(metrics.record(), allow_nan=False) + "\n")
         self._track(f"eval/{metrics.dataset}", metrics.step, metrics.values)
         self.print(metrics.line(self._steps))
+
+    def write_bad(self, bad: Iterable[BadSample]) -> None:
+        """Name the records of bad samples, each once."""
+        try:
+            self._log.name(bad)
+        except OSError as error:
+            self._note(BAD_RECORDS, str(unwritable(self._log.folder / BAD_RECORDS, error)))
 
     def history(self) -> str:
         """Return the lines of metrics.jsonl so far, including those before a resume."""

@@ -74,6 +74,7 @@ class StepMetrics:
         ]
         parts += [] if self.mfu is None else [f"MFU {self.mfu:.1%}"]
         parts += [f"{self.skipped_samples:,} too long"] if self.skipped_samples else []
+        parts += [f"{self.extra['bad_samples']:,} bad"] if self.extra.get("bad_samples") else []
         return " | ".join(parts)
 
     def _per_second(self, amount: float) -> float:
@@ -92,8 +93,9 @@ class EvaluationMetrics:
         exact_match: fraction of samples whose answer greedy decoding would reproduce exactly.
         asked: the number of samples that this is a fraction of: those with a supervised token.
         supervised_tokens: number of supervised tokens.
-        samples: number of samples, without those skipped as too long.
+        samples: number of samples, without those skipped as too long or bad.
         time_s: wall-clock seconds.
+        bad: see `bad_counts`.
     """
 
     step: int
@@ -104,11 +106,13 @@ class EvaluationMetrics:
     supervised_tokens: int
     samples: int
     time_s: float
+    bad: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, Value]:
         """Numbers by name; those that are not finite are None."""
-        return {name: _finite(value) for name, value in vars(self).items() if name not in ("step", "dataset")}
+        own = {name: value for name, value in vars(self).items() if name not in ("step", "dataset", "bad")}
+        return {name: _finite(value) for name, value in {**own, **self.bad}.items()}
 
     def record(self) -> dict[str, Value]:
         """Return the record for metrics.jsonl, which has a line of its own."""

@@ -20,7 +20,7 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.data.balance import idle_share
 from megatron_hetero.data.encoder_shards import EncoderShare
 from megatron_hetero.data.loader import MicroBatch, StepBatch
-from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.data.packing import IGNORED, PackedBatch, bad_counts
 from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.data.token_shards import TokenShare
 from megatron_hetero.groups.collective import on_every
@@ -170,7 +170,7 @@ class StepTrainer:
         """Run forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: true, at the end
         of the step, where this rank was asked to stop.
 
-        Where all samples were too long, nothing is updated. Raises `SharedError` before the update where the loss or a
+        Where all samples were left out, nothing is updated. Raises `SharedError` before the update where the loss or a
         gradient is NaN or infinite.
         """
         start = time.perf_counter() - waited
@@ -294,6 +294,7 @@ class StepTrainer:
             extra={
                 "patches": self._patches(batch),
                 "supervised_tokens": batch.supervised,
+                **bad_counts(batch.bad),
                 "encoder_idle_share": idle_share(*rounds),
                 "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
                 "encoder_padding_share": _share(sum(patch_padding), sum(patches)),

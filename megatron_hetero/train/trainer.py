@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from rich.table import Table
 
 from megatron_hetero.base.errors import SharedError
+from megatron_hetero.base.outputs import BAD_RECORDS
 from megatron_hetero.checkpoint.resume import Resumed
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.data.loader import StepBatch, StepLoader
@@ -17,6 +19,9 @@ from megatron_hetero.train.hf_export import export_model
 from megatron_hetero.train.inputs import Inputs
 from megatron_hetero.train.log import Writer
 from megatron_hetero.train.step_trainer import StepTrainer
+
+ALLOWED_BAD = 10
+"""Bad samples that no share forbids."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -32,22 +37,39 @@ class Trainer(StepTrainer):
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
         """Yield (step, batch, seconds waited) of all remaining steps. Nothing is prefetched across an evaluation.
 
-        Raises `UserError`, on every rank, for unusable data, and if all samples are too long.
+        Raises `UserError`, on every rank, for unusable data, and if all samples are skipped.
         """
-        in_a_row, everything = 0, self.config.train.iters * self.loader.dealing.step_samples
-        for first, last in stretches(self.resumed.step + 1, self.config.train.iters, self.config.eval.interval):
-            batches = iter(self.loader.steps(first, last, self.config.data.workers))
-            for step in range(first, last + 1):
-                start = time.perf_counter()
-                with self.watched(f"the data of step {step}"):
-                    batch = next(batches)
-                in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped
-                if in_a_row >= min(len(self.loader.mixture), everything):  # The whole mixture, or the whole run.
-                    longest = self.config.data.max_seq_length
-                    problem = f"all of {in_a_row} samples in a row are longer than {longest} tokens and were skipped"
-                    where, fix = "data.max_seq_length (--data.max_seq_length)", "raise it, or lower data.max_pixels"
-                    raise SharedError.at(f"{where}, step {step}", problem=problem, fix=fix)
-                yield step, batch, time.perf_counter() - start
+        data, first, last, in_a_row = self.config.data, self.resumed.step + 1, self.config.train.iters, 0
+        ends, everything = stretches(first, last, self.config.eval.interval), last * self.loader.dealing.step_samples
+        loaded = chain.from_iterable(self.loader.steps(*each, data.workers) for each in ends)
+        batches = self.checked(loaded, "since the start")
+        for step in range(first, last + 1):
+            start = time.perf_counter()
+            with self.watched(f"the data of step {step}"):
+                batch = next(batches)
+            in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped + len(batch.bad)
+            if in_a_row >= min(len(self.loader.mixture), everything):  # The whole mixture, or the whole run.
+                what = f"longer than {data.max_seq_length} tokens" + (" or bad" if batch.bad else "")
+                problem = f"all of {in_a_row} samples in a row are {what} and were skipped"
+                where, fix = "data.max_seq_length (--data.max_seq_length)", "raise it, or lower data.max_pixels"
+                fix = f"mend the records in {BAD_RECORDS} of log.dir, or {fix}" if batch.bad else fix
+                raise SharedError.at(f"{where}, step {step}", problem=problem, fix=fix)
+            yield step, batch, time.perf_counter() - start
+
+    def checked(self, batches: Iterable[StepBatch], when: str) -> Iterator[StepBatch]:
+        """Yield the batches, their bad records named in the log folder. Raises `SharedError`, on every rank, once too
+        many of the samples are bad. `when` they were drawn, for the message.
+        """
+        bad, drawn, share = 0, 0, self.config.data.max_bad_share
+        for batch in batches:
+            bad, drawn = bad + len(batch.bad), drawn + len(batch.sample_lengths) + batch.skipped + len(batch.bad)
+            if batch.bad:
+                self.writer.write_bad(batch.bad)
+            if batch.bad and bad > max(ALLOWED_BAD, share * drawn):
+                where, found = "data.max_bad_share (--data.max_bad_share)", f"{bad} bad samples of {drawn} {when}"
+                fix = f"mend the records in {BAD_RECORDS} of log.dir, such as `{batch.bad[-1].message}`, or raise it"
+                raise SharedError.at(where, found=found, expected=f"at most {share} of them, or {ALLOWED_BAD}", fix=fix)
+            yield batch
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format. Raises `SharedError`, as `export_model` does."""

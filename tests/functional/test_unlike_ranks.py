@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from megatron_hetero.train.inputs import fingerprint
 from tests.functional.refusals import flags, refusal
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.formats import write_parquet
 from tests.support.ranks import on_ranks
 
 
@@ -29,6 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({name: weight + 1 for name, weight in weights.items()}, folder / "other/model.safetensors")
     records = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
     (folder / "other.jsonl").write_text("\n".join(map(json.dumps, records[:-1])) + "\n")
+    write_parquet(folder / "data.parquet", records, folder / "images")
+    parquet.write_table(parquet.read_table(folder / "data.parquet"), folder / "other.parquet", row_group_size=3)
     return folder
 
 
@@ -65,8 +69,15 @@ NODES = {
     "alike": ({}, None),
     "another model": ({"model": "other"}, "/proc/self/cwd/model/model.safetensors: found "),
     "other data": ({"data.jsonl": "other.jsonl"}, "/proc/self/cwd/data.jsonl (data set d): found 8 records, "),
+    "other row groups": (
+        {"data.parquet": "other.parquet"},
+        "/proc/self/cwd/data.parquet (data set p): found 8 records, ",
+    ),
     "no data": ({"data.jsonl": None}, "on rank 1: /proc/self/cwd/data.jsonl: no such file"),
 }
+
+
+PARQUET = "--data.registry.p.files /proc/self/cwd/data.parquet --data.datasets p --data.shuffle blocks".split()
 
 
 @pytest.fixture
@@ -75,7 +86,7 @@ def nodes(name: str, folder: Path, tmp_path: Path) -> Path:
     changed, _ = NODES[name]
     for node in ("0", "1"):
         (tmp_path / node).mkdir()
-        for link in ("model", "data.jsonl", "images"):
+        for link in ("model", "data.jsonl", "data.parquet", "images"):
             if target := changed.get(link, link) if node == "1" else link:
                 (tmp_path / node / link).symlink_to(folder / target)
     return tmp_path
@@ -86,10 +97,12 @@ def nodes(name: str, folder: Path, tmp_path: Path) -> Path:
 def test_files_that_differ_under_one_path(name: str, nodes: Path) -> None:
     """As on nodes with disks of their own: what is below `/proc/self/cwd` is another folder for each rank."""
     with contextlib.chdir(nodes / str(dist.get_rank())):
-        message = refusal(flags(Path("/proc/self/cwd"), "--log.dir", str(nodes / "log")))
+        more = PARQUET if name == "other row groups" else []
+        message = refusal(flags(Path("/proc/self/cwd"), "--log.dir", str(nodes / "log"), *more))
     _, found = NODES[name]
     assert message is None if found is None else message is not None and found in message
     assert name != "other data" or " and 7 records, " in str(message)
+    assert name != "other row groups" or str(message).count(" in blocks ") == 2
 
 
 def test_the_hash_of_weights_distinguishes_them(tmp_path: Path) -> None:

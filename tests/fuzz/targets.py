@@ -36,8 +36,10 @@ from megatron_hetero.config.schema import Config, load_command
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import open_held_out, open_mixture
 from megatron_hetero.data.processor import Processor, open_processor
-from megatron_hetero.data.records import Dataset, Reading, Record, Turn
+from megatron_hetero.data.records import Dataset, Reading, Record
 from megatron_hetero.data.sources import parquet
+from megatron_hetero.data.turns import Turn
+from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.items.image_files import load_picture
 from megatron_hetero.models.weights import open_modules
@@ -384,7 +386,7 @@ def _write_dictionary(path: Path, rng: random.Random, count: int) -> None:
 
 # -------------------------------------------------------------------------------------------------- pictures
 
-_TURNS = (Turn("user", "<image>What?"), Turn("assistant", "A disc."))
+_TURNS = (Turn("user", (IMAGES[0], "What?")), Turn("assistant", "A disc."))
 
 
 def _run_pictures(good: Path, rng: random.Random, case: Path) -> bool:

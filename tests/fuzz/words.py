@@ -57,7 +57,6 @@ TOOLS: dict[str, tuple[str, ...]] = {
         "-n",
         "--config",
         "--statistics",
-        "--histogram",
         "--data.datasets",
         "--model.hf_path",
         "--data.max_pixels",

@@ -56,9 +56,13 @@ TESTS = {
     "An export counts": "hf/test_folder_writer::test_a_copy_of_an_export_is_not_replaced",
     "What a killed export left": "hf/test_folder_writer::test_what_a_killed_export_left_is_removed",
     "Checkpoints are removed": "base/test_own_files::test_a_checkpoint_with_files_of_others_stays",
+    "In `data.index` and": "data/test_index::test_an_index_is_computed_once_and_anew_if_its_file_changes "
+    "models/test_video_files::test_stored_tables_take_few_bytes_and_have_a_limit",
     "Missing, unexpected": "hf/test_hf_folder::test_faults_are_counted_and_listed "
     "models/test_pictures::test_pictures_that_are_cut_off_are_refused "
     "../functional/checkpoint/test_damage::test_damage_is_reported_by_name",
+    "With `data.bad_records": "data/test_bad_records::test_training_goes_on_as_without_them "
+    "data/test_bad_records::test_too_many_stop_all_ranks_with_one_message",
 }
 """Tests by the words with which a sentence of "What never happens" begins."""
 

@@ -1,13 +1,13 @@
 """Indexes of data sets: where each record is, computed once and mapped into memory by all ranks.
 
 An index is one file: the length of a header, the header as JSON, and arrays, each at a multiple of 64 bytes. It names
-the files that it was computed from with their sizes and times, and is computed anew if one differs. It is written
-beside its place and then moved there, so that nobody reads half of one, and has a checksum. In a folder that users
-share, each has indexes of his own: whoever can write an index chooses what is read as a record. One that others may
-write to, that belongs to anybody but the user, root and the owner of its folder (on NFS that may be `nobody` for all
-that is written), or whose figures do not fit its files is computed anew.
+the files that it was computed from with their sizes and times; files of others have another index. It is written beside
+its place and then moved there, so that nobody reads half of one, and has a checksum. In a folder that users share, each
+has indexes of his own: whoever can write an index chooses what is read as a record. One that others may write to, that
+belongs to anybody but the user, root and the owner of its folder (on NFS that may be `nobody` for all that is written),
+or whose figures do not fit its files is computed anew.
 
-One process of a machine, or of all machines that share the folder, computes an index, while others wait for its lock.
+One process of a machine, or of all machines that share the folder, computes an index, while others wait to open it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import sys
 import tempfile
 import threading
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,15 +31,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_hetero.base.contents import StoredFile, Version
+from megatron_hetero.base.contents import StoredFile
 from megatron_hetero.base.errors import UserError, reason
-from megatron_hetero.base.files import open_own, replacing
+from megatron_hetero.base.files import keep_newest, open_own, replacing
 from megatron_hetero.base.lock import Lock
 from megatron_hetero.base.terminal import Progress
 from megatron_hetero.base.worker_process import Processes
 from megatron_hetero.data.sources.formats import Arrays, Columns, Format, finished
 
-VERSION = 1
+VERSION = 2
 """Of indexes. Another one computes them anew."""
 BLOCK_BYTES = 1 << 26
 """Bytes of consecutive records that are a block, where a format has no blocks of its own."""
@@ -53,14 +53,16 @@ MOST_PROCESSES = 16
 """Processes that check records."""
 RECORDS_OF_A_PROCESS = 1 << 14
 """Records that are worth a process, which takes some tenths of a second to start."""
+MOST_VERSIONS = 256
+"""Indexes of a data set that are stored: nodes may have copies of its files with other times."""
 MOST_PROBLEMS = 20
 """Messages of bad records that are stored."""
 _ALIGN = 64
 _LENGTH = 8
 
-Check = Callable[[Any, str], tuple[bytes, Sequence[tuple[int, int]]]]
-"""Checks the value of a record; `where` is for messages. Returns what its digest is computed from, and the headers of
-its items. Raises `UserError` for a bad record.
+Check = Callable[[Any, str], tuple[bytes, Sequence[tuple[int, int, int]]]]
+"""Checks the value of a record; `where` is for messages. Returns what its digest is computed from, and for each item a
+number that changes with its file, and its header. Raises `UserError` for a bad record.
 """
 
 
@@ -120,16 +122,13 @@ class Index:
         numbers, starts = self._columns[name]
         return numbers + np.repeat(self.starts[:-1], np.diff(starts))
 
-    def headers(self, file: int, number: int) -> list[tuple[int, int]] | None:
-        """What is stored of the items of a record; None if nothing is."""
+    def headers(self, file: int, number: int) -> list[tuple[int, int, int]] | None:
+        """What is stored of the items of a record, see `Check`; None if nothing is."""
         if not self.scanned:
             return None
-        (ends, starts), (headers, places) = self._columns["item_ends"], self._columns["headers"]
-        at = int(starts[file]) + number
-        first, last = int(ends[at - 1]) if number else 0, int(ends[at])
-        place = int(places[file])
-        pairs = headers[place + 2 * first : place + 2 * last].reshape(-1, 2).tolist()
-        return [(width, height) for width, height in pairs]
+        columns = self.columns(file)
+        ends, figures = columns["item_ends"], columns["headers"].reshape(-1, 3)
+        return [*map(tuple, figures[int(ends[number - 1]) if number else 0 : int(ends[number])].tolist())]
 
     def blocks(self) -> Blocks:
         """All blocks, in order."""
@@ -176,20 +175,19 @@ class Indexer:
 
     def index(self) -> Index:
         """The index, computed if there is no valid one. Raises `UserError`."""
-        versions = [self._version(file) for file in self.files]
-        files = tuple(replace(file, known=version) for file, version in zip(self.files, versions, strict=True))
+        files = tuple(map(self._with_version, self.files))
         path = self._path(files)
         found = None if path is None else self._open(path, files)
         if found is None:
             found = self._computed(files) if path is None else self._stored(path, files)
         if self.strict and found.problems:
             more = f" ({found.bad} records of data set {self.name!r} are bad)" if found.bad > 1 else ""
-            raise UserError(f"{found.problems[0]}{more}")
+            raise UserError(f"{found.problems[0]}{more}" + (f" (from the index {path})" if path else ""))
         return found
 
-    def _version(self, file: StoredFile) -> Version:
+    def _with_version(self, file: StoredFile) -> StoredFile:
         with self._reading(file):
-            return file.version()
+            return replace(file, known=file.version())
 
     @contextlib.contextmanager
     def _reading(self, file: StoredFile) -> Iterator[None]:
@@ -206,30 +204,41 @@ class Indexer:
     # ----------------------------------------------------------------------------------------- stored indexes
 
     def _path(self, files: Sequence[StoredFile]) -> Path | None:
-        """Where the index is stored: a data set has one, which a changed file replaces."""
+        """Where the index is stored: by the data set, and by these versions of its files."""
         if self.folder is None:
             return None
-        # A file that another run has mapped must not be replaced without need: NFS would take its pages away.
-        names = repr((VERSION, self.key, self.scan, [file.name for file in files], os.getuid()))
-        return self.folder / f"{hashlib.sha256(names.encode(errors='surrogatepass')).hexdigest()[:40]}.index"
+        # A file that another run has mapped must not be replaced by one of other versions: NFS would take its pages.
+        data_set = (VERSION, self.key, self.scan, [file.name for file in files], os.getuid())
+        parts = (repr(part).encode(errors="surrogatepass") for part in (data_set, [file.known for file in files]))
+        return self.folder / f"{''.join(hashlib.sha256(part).hexdigest()[:20] for part in parts)}.index"
 
     def _stored(self, path: Path, files: tuple[StoredFile, ...]) -> Index:
         """The index that this or another process has computed and stored."""
+        lock, pause = None, 0.0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = Lock.take(
-                path.with_suffix(".lock"), path, "index", mixed="two indexes", fix="wait for it", wait_s=math.inf
-            )
+            while lock is None:
+                try:
+                    lock = Lock.take(path.with_suffix(".lock"), path, "index", mixed="two indexes", fix="wait for it")
+                except UserError:
+                    time.sleep(pause := min(1.5 * pause + 0.05, 2.0))  # A thousand processes may ask one disk.
+                    if (found := self._open(path, files)) is not None:
+                        return found
         except OSError as error:
             self._warn(path, error)
             return self._computed(files)
+        if pause and not lock.left:  # An index that cannot be stored, or has a bad record, is computed by all at once.
+            lock.release(remove=True)
+            return self._open(path, files) or self._computed(files)
         try:
             # Somebody else may have computed it meanwhile.
             if (found := self._open(path, files)) is not None:
                 return found
             computed = self._computed(files)
             try:
-                _write(path, computed)
+                if self._open(path, files) is None:  # Locks may not reach a machine that has stored and mapped one.
+                    _write(path, computed)
+                    keep_newest(path.parent.glob(f"{path.stem[:20]}*.index"), MOST_VERSIONS)
                 if (found := self._open(path, files)) is None:
                     raise OSError("what is written there may be changed by others")
             except OSError as error:
@@ -348,8 +357,8 @@ class Indexer:
                 digest.update(b"%d " % len(text))
                 digest.update(text)
                 if self.scan:
-                    headers.extend(figure for pair in of_items for figure in pair)
-                    ends.append(len(headers) // 2)
+                    headers.extend(figure for figures in of_items for figure in figures)
+                    ends.append(len(headers) // 3)
         return Checked(digest.digest(), bad, problems, finished(ends), finished(headers))
 
 
@@ -383,7 +392,7 @@ def _with_findings(places: Index, files: Sequence[int], found: Sequence[Checked]
     columns = {"bad": _joined([np.array([n for each in own for n in each.bad], np.int64) for own in by_file])}
     if scanned:
         columns["headers"] = _joined([_of_one_type([each.headers for each in own]) for own in by_file])
-        ends = [np.cumsum([0, *(len(each.headers) // 2 for each in own)]) for own in by_file]
+        ends = [np.cumsum([0, *(len(each.headers) // 3 for each in own)]) for own in by_file]
         columns["item_ends"] = _joined(
             [
                 _of_one_type([each.ends + end for each, end in zip(own, of_file, strict=False)])
@@ -503,7 +512,7 @@ def _columns_fit(own: Mapping[str, np.ndarray], records: int, file: StoredFile, 
     count = {name: len(entries) for name, entries in own.items()} | {"records": records, "bytes": size + 1}
     blocks, as_many = own["blocks"], {name: of for name, of in _AS_MANY.items() if name in own}
     if scanned:
-        count["headers"], as_many["item_ends"] = len(own["headers"]) // 2, "records"
+        count["headers"], as_many["item_ends"] = len(own["headers"]) // 3, "records"
     if "names" in own:
         own["names"].tobytes().decode()
     elif "starts" in own:  # Of JSON, where lists have no lines.

@@ -77,7 +77,7 @@ class JsonFiles:
                 yield from _scan_list(file, opened, columns, size)
             else:
                 opened.seek(0)
-                yield from _scan_lines(file, opened, columns, size)
+                yield from _scan_lines(opened, columns, size)
 
     def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
         """See `Format.read`."""
@@ -85,8 +85,11 @@ class JsonFiles:
         starts, sizes = columns["starts"][chosen].tolist(), columns["sizes"][chosen].tolist()
         lines = columns.get("lines", columns["starts"][:0])[chosen].tolist() or [0] * len(starts)
         for number, start, size, line in zip(numbers, starts, sizes, lines, strict=True):
-            raw = file.read(start, size)
             where = f"{file.name}:{line}" if line else f"{file.name} record {number + 1}"
+            if size > MOST_TEXT_BYTES:
+                yield Found(_too_long(where, "a line" if line else "a record"), where)
+                continue
+            raw = file.read(start, size)
             try:
                 value = decode_json(raw)
             except (ValueError, RecursionError) as error:
@@ -107,19 +110,20 @@ def _first_character(file: BinaryIO) -> bytes:
     return b""
 
 
-def _scan_lines(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
+def _scan_lines(opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
     starts, sizes, lines = (integers(columns, name) for name in ("starts", "sizes", "lines"))
     end = 0
-    # One byte more than a record may have: the rest of such a line is never read.
+    # One byte more than a record may have: the rest of such a line is passed over.
     for line, raw in enumerate(iter(lambda: opened.readline(MOST_TEXT_BYTES + 1), b""), start=1):
         start, end = end, end + len(raw)
-        if len(raw) > MOST_TEXT_BYTES:
-            raise _too_long(f"{file}:{line}", "a line")
+        rest = raw if len(raw) > MOST_TEXT_BYTES else b"\n"
+        while rest and not rest.endswith(b"\n"):
+            end += len(rest := opened.readline(MOST_TEXT_BYTES))
         stripped = raw.removeprefix(BOM)
         size = len(stripped.rstrip())
         if not size:
             continue
-        starts.append(end - len(stripped))
+        starts.append(start + len(raw) - len(stripped))
         sizes.append(size)
         lines.append(line)
         yield Place(end - start, end / whole)
@@ -141,8 +145,6 @@ def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int)
     for number, size in enumerate(elements):
         found = (_BETWEEN if number else _OPENING).match(view, at)
         at = found.end() if found else at
-        if size > MOST_TEXT_BYTES:
-            raise _too_long(f"{file} record {number + 1}", "a record")
         starts.append(at)
         sizes.append(size)
         at += size

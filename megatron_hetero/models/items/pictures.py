@@ -150,7 +150,7 @@ class ImageReader:
                 image_place(item.where, item.content),
                 found=f"a decoded picture of {found} patches (time, height, width)",
                 expected=f"{expected}, as its header said",
-                fix="do not change pictures during training; if this one is damaged, replace it",
+                fix="do not change pictures meanwhile; replace damaged ones; touch one whose old size is in data.index",
             )
         return np.ascontiguousarray(output["pixel_values"], dtype=np.float32)
 

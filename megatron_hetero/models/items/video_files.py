@@ -12,8 +12,10 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +28,7 @@ from PIL import Image
 
 from megatron_hetero.base.contents import Content, Version
 from megatron_hetero.base.errors import UserError, in_short, reason
-from megatron_hetero.base.files import read_bytes, replacing
+from megatron_hetero.base.files import keep_newest, read_bytes, replacing
 from megatron_hetero.models.items.types import Item
 
 if TYPE_CHECKING:
@@ -44,13 +46,15 @@ MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 27)
 """Limit of a frame, that of pictures."""
 MOST_FRAMES = 1 << 23
 """Limit of a file: 38 hours of 60 frames a second."""
+MOST_STORED = 1 << 15
+"""Stored tables in each of 256 folders."""
 WORTH_A_SEEK = 16
 """Frames that seeking has to spare: it costs about as much as decoding a few."""
 UPRIGHT = -1
 """In place of a transposition."""
 _EXACT = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv", "ivf")
 """Formats with a time for every frame. Others' are extrapolated, differently after a seek."""
-_FORMAT = 1
+_FORMAT = 2
 """Of stored tables; another number makes them anew."""
 _TURNS = {
     (-1, 0, 0, 1): Image.Transpose.FLIP_LEFT_RIGHT,
@@ -113,7 +117,8 @@ def frame_table(item: Item, limits: Limits) -> FrameTable:
         UserError: the file is missing, not a video, truncated or too large, or takes too long.
     """
     with _named(item):
-        version = within(item.content, limits.seconds, lambda _: _version(item.content))
+        with _problems(item.content):
+            version = within(item.content, limits.seconds, lambda _: item.content.version())
         known = _known(version, limits)
         if not known:
             known.append(_table(item.content, version, limits))
@@ -173,8 +178,8 @@ def _known(version: Version, limits: Limits) -> list[FrameTable]:  # noqa: ARG00
 
 
 def _table(content: Content, version: Version, limits: Limits) -> FrameTable:
-    key = repr((_FORMAT, *version)).encode()
-    file = None if limits.folder is None else limits.folder / f"{hashlib.sha256(key).hexdigest()[:40]}.times"
+    name = hashlib.sha256(repr((_FORMAT, *version)).encode()).hexdigest()[:40]
+    file = None if limits.folder is None else limits.folder / name[:2] / f"{name}.times"
 
     def read(late: Late) -> FrameTable:
         if file is not None and (stored := _stored(file)) is not None:
@@ -187,21 +192,16 @@ def _table(content: Content, version: Version, limits: Limits) -> FrameTable:
     return within(content, limits.seconds, read)
 
 
-def _version(content: Content) -> Version:
-    with _problems(content):
-        return content.version()
-
-
 def _stored(file: Path) -> FrameTable | None:
-    """The table in a file: a line of JSON, then the arrays; None if there is none, or not all of it."""
+    """The table in a file: a line of JSON, then the arrays, as differences; None if not all of it is there."""
     try:
         head, _, rest = read_bytes(file).partition(b"\n")
         values = json.loads(head)
-        numbers = np.frombuffer(rest, np.int64)
         frames, count = values.pop("frames"), values.pop("keys")
+        numbers = np.frombuffer(zlib.decompressobj().decompress(rest, 16 * MOST_FRAMES), np.int64).cumsum()
         stamps, keys = np.split(numbers, [frames])
         return FrameTable(stamps, keys, **values) if len(keys) == count else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, zlib.error):
         return None
 
 
@@ -212,7 +212,10 @@ def _store(file: Path, table: FrameTable) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as new:
-            new.write_bytes(head.encode() + b"\n" + table.stamps.tobytes() + table.keys.astype(np.int64).tobytes())
+            steps = np.diff(np.concatenate([table.stamps, table.keys]).astype(np.int64), prepend=0)
+            new.write_bytes(head.encode() + b"\n" + zlib.compress(steps.tobytes(), 1))
+        if not secrets.randbelow(1024):  # Listing a folder takes time.
+            keep_newest(file.parent.glob(f"{file.parent.name}*.times"), MOST_STORED)
 
 
 # ------------------------------------------------------------------------------------------------ time limits
@@ -285,7 +288,7 @@ def within(content: Content, seconds: float, work: Callable[[Late], T]) -> T:
             problem=f"not read within {seconds:g} s",
             because="a damaged file or a slow disk must not stop training for hours",
             fix="raise data.video.timeout_s for long videos, convert the video to smaller frames, or remove the record",
-        ) from None
+        ) from TimeoutError()
     if error is not None:
         raise error
     return cast(T, result)

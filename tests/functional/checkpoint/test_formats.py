@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.test_across_layouts import Pools
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, format: str, run: Path, pools: Pools, more: str = "") -> dict[str, Any]:
-    """Three steps in one layout and three in another: all losses, and the last weights."""
+    """Three steps in one layout and three in another: all losses, and the last weights, and flags of the second."""
     found = write_as(format, folder / "data.jsonl", folder / "images", run / "data")
     settings = " ".join(f"--data.registry.d.{name} {value}" for name, value in found.items())
     common = (
@@ -35,9 +36,10 @@ def trained(folder: Path, format: str, run: Path, pools: Pools, more: str = "") 
         f"--checkpoint.dir {run}/checkpoints --data.index {run}/index --optimizer.lr 1e-3 {more}"
     )
     first = pools(2).run(jobs.train, f"{common} --vision-parallel sp:2 --text-parallel tp:2".split(), None, 3)[0]
-    second = pools(2).run(jobs.train, f"{common} --vision-parallel dp:2 --text-parallel cp:2".split())[0]
+    flags = f"{common} --vision-parallel dp:2 --text-parallel cp:2".split()
+    second = pools(2).run(jobs.train, flags)[0]
     assert second["from"] == 3 and len(first["losses"]) == len(second["losses"]) == 3
-    return {"losses": first["losses"] + second["losses"], "weights": second["weights"]}
+    return {"losses": first["losses"] + second["losses"], "weights": second["weights"], "flags": flags}
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +73,9 @@ def test_shuffled_blocks_resume_where_they_were(format: str, folder: Path, tmp_p
     losses = pools(2).run(jobs.train, flags.split())[0]["losses"]
     assert losses[:3] == cut["losses"][:3]
     np.testing.assert_allclose(losses[3:], cut["losses"][3:], rtol=2e-5)
+    if format == "parquet":  # The same records in other row groups.
+        for file in (tmp_path / "cut/data").iterdir():
+            parquet.write_table(parquet.read_table(file), file, row_group_size=3)
+        assert "in other blocks, expected those of" in pools(2).run(jobs.error_of, cut["flags"])[0]
+        allowed = [*cut["flags"], "--checkpoint.allow_changes", "data.datasets"]
+        assert pools(2).run(jobs.error_of, allowed)[0] == "no error: it resumes after step 6"

@@ -84,6 +84,18 @@ def test_other_texts_are_no_records(text: str, tmp_path: Path) -> None:
         RunRecord.read(tmp_path)
 
 
+def test_shuffled_blocks_must_be_the_same(tmp_path: Path) -> None:
+    run = changed("config.train", {"seed": 0, "global_batch_size": 4, "iters": 9})
+    by_blocks = [{**RUN["datasets"][0], "blocks": name * 64} for name in "ab"]
+    old, new, without = (read(tmp_path, {**run, "datasets": [each]}) for each in (*by_blocks, RUN["datasets"][0]))
+    with pytest.raises(UserError, match=r"data\.datasets .*found a%50 .*in other blocks, expected those of") as error:
+        old.require_resumable(new, (), tmp_path)
+    assert "the files have been rewritten" in str(error.value)
+    assert str(error.value).endswith("or allow it with --checkpoint.allow_changes data.datasets.")
+    for one, other, allowed in ((old, new, ("data.datasets",)), (old, old, ()), (old, without, ()), (without, new, ())):
+        one.require_resumable(other, allowed, tmp_path)
+
+
 # ------------------------------------------------------------------------------------------- the same model
 
 
@@ -181,7 +193,8 @@ def test_folders_that_come_and_go(sources: ModelSources, tmp_path: Path) -> None
 # ----------------------------------------------------------------------------------------- settings that are compared
 
 OTHERS = {
-    "data.shuffle": "blocks", "data.too_long": "skip", "data.min_pixels": 7, "data.max_pixels": 9000,
+    "data.shuffle": "blocks", "data.too_long": "skip", "data.bad_records": "skip",
+    "data.supervised_turns": "last", "data.min_pixels": 7, "data.max_pixels": 9000,
     "data.video.rules": "authors", "data.video.fps": 1.5, "data.video.min_frames": 2, "data.video.max_frames": 16,
     "data.video.frame_pixels": 5, "data.video.total_pixels": 6, "data.video.text_after": "transformers",
     "data.video.marks": "pairs", "train.seed": 1, "train.global_batch_size": 4, "model.router_aux_loss_coef": 1e-3,
@@ -189,7 +202,7 @@ OTHERS = {
 }  # fmt: skip
 """Compared settings with other values than the defaults."""
 FREE = {
-    "registry", "index", "scan", "balance", "workers", "worker_type",
+    "registry", "index", "scan", "max_bad_share", "balance", "workers", "worker_type",
     "video.timeout_s", "video.index", "video",
 }  # fmt: skip
 """Settings of `data` that change neither samples nor inputs, and the section."""

@@ -15,7 +15,7 @@ model.freeze model.train model.recompute.MODULE model.chunk.MODULE model.tp_over
 model.sequence_parallel.MODULE model.router_aux_loss_coef model.backend model.compile model.patches_per_call.MODULE
 data.registry.NAME.annotations data.registry.NAME.files data.registry.NAME.format data.registry.NAME.split
 data.registry.NAME.fields.FIELD data.index data.scan data.registry.NAME.images
-data.datasets data.shuffle data.max_seq_length data.too_long
+data.datasets data.shuffle data.max_seq_length data.too_long data.bad_records data.max_bad_share
 data.min_pixels data.max_pixels data.balance data.workers data.worker_type boundary.transport parallel_layers.MODULE
 schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages
 schedule.timeout_s
@@ -30,6 +30,7 @@ checkpoint.allow_changes
 export.hf_dir eval.datasets eval.interval plan.images plan.image_side plan.tokens
 plan.supervised plan.expert_imbalance plan.memory_gb plan.videos plan.frames plan.frame_side
 data.registry.NAME.video_placeholder
+data.supervised_turns
 data.video.rules data.video.fps data.video.min_frames data.video.max_frames data.video.frame_pixels
 data.video.total_pixels data.video.text_after data.video.marks data.video.timeout_s data.video.index
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Record, Turn
+from megatron_hetero.data.records import Record
+from megatron_hetero.data.turns import Content, Turn
+from megatron_hetero.data.validation import IMAGES
 from tests.support import items
 from tests.support.runs import MakeFlags
 from tests.unit.train.conftest import make_flags, small_data, small_model  # noqa: F401  # fixtures
@@ -137,10 +140,16 @@ def make_record() -> MakeRecord:
 
     def make(*texts: str, system: str | None = None, images: Sequence[str] = (), folder: Path | None = None) -> Record:
         turns = [Turn("system", system)] if system is not None else []
-        turns += [Turn(("user", "assistant")[k % 2], text) for k, text in enumerate(texts)]
+        turns += [Turn("assistant", text) if k % 2 else Turn("user", shown(text)) for k, text in enumerate(texts)]
         return Record("test", 0, "train.jsonl:1", tuple(turns), items.pictures(*images), folder)
 
     return make
+
+
+def shown(text: str) -> Content:
+    """A user's text, of which ``<image>`` is a picture."""
+    parts = [part for pair in zip(text.split("<image>"), repeat(IMAGES[0])) for part in pair][:-1]
+    return text if len(parts) == 1 else tuple(part for part in parts if part != "")
 
 
 Writer = Callable[[Sequence[Any]], Path]

@@ -1,18 +1,15 @@
-"""Statistics of data sets: figures, the table, messages and histograms."""
+"""Statistics of data sets: figures, the table and messages."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from megatron_hetero.cli import data_statistics as statistics
@@ -125,7 +122,7 @@ def test_data_sets_without_good_records_or_items(config_file: Path, capsys: pyte
     (config_file.parent / "held.jsonl").write_text(
         json.dumps({"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hi."}]})
     )
-    output = _printed(config_file, capsys, "--statistics", "--histogram", str(config_file.parent / "all.svg"))
+    output = _printed(config_file, capsys, "--statistics")
     assert _rows(output)["shapes"] == ["5", "5 (100.0 %)", "0", "0"]
     assert len(_rows(output)["held"]) == 10 and "items" not in output
     assert "5 bad records of shapes, the first 3:" in output
@@ -141,40 +138,9 @@ def test_samples_are_printed_too_if_asked_for(config_file: Path, capsys: pytest.
     assert sheets.count("⟦A disc.") == 5
 
 
-def test_histograms_are_drawn(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = config_file.parent / "lengths.png"
-    output = _printed(config_file, capsys, "--histogram", str(file))
-    assert output.endswith(f"histogram: {file}\n") and "1 bad record of shapes" in output
-    with Image.open(file) as picture:
-        assert picture.format == "PNG" and picture.size == (1430, 884)
-        assert len(np.unique(np.asarray(picture.convert("L")))) > 50
-
-
-def test_a_file_of_another_kind_is_refused_at_once(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect.main(["--config", str(config_file), "--histogram", "lengths.jpg"]) == 1
-    captured = capsys.readouterr()
-    assert "found lengths.jpg, expected a name that ends in .svg or .png" in captured.err and not captured.out
-
-
-def test_matplotlib_is_missed_at_once(
-    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert inspect.main(["--config", str(config_file), "--histogram", "lengths.png"]) == 1
-    captured = capsys.readouterr()
-    assert "found no matplotlib" in captured.err and not captured.out
-
-
 @pytest.mark.parametrize("width", ["40", "200"])
 def test_figures_are_never_cut(
     config_file: Path, width: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", width)
     assert len(_rows(_printed(config_file, capsys, "--statistics"))["shapes"]) == 15
-
-
-@given(st.integers(1, 10**6), st.integers(0, 10**6))
-def test_each_value_is_in_one_of_a_few_bins(low: int, more: int) -> None:
-    edges = statistics.bins(low, low + more)
-    assert edges[0] == low and edges[-2] <= low + more < edges[-1]
-    assert (np.diff(edges) > 0).all() and len(edges) <= 62

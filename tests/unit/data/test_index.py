@@ -12,7 +12,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,8 @@ from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources import index
 from megatron_hetero.data.sources.index import Indexer
+from megatron_hetero.models.items import pictures
+from megatron_hetero.models.items.types import Piece
 from tests.support.items import annotated
 from tests.support.mutations import changed_index
 
@@ -68,7 +70,9 @@ def stored(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_index_is_computed_once_and_replaced_if_its_file_changes(tmp_path: Path, opened: Any) -> None:
+def test_an_index_is_computed_once_and_anew_if_its_file_changes(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "d.jsonl", 30)
     first = opened()
     again = opened()
@@ -79,7 +83,19 @@ def test_an_index_is_computed_once_and_replaced_if_its_file_changes(tmp_path: Pa
     assert len(opened()) == 31 and computed(opened) == 2
     os.utime(tmp_path / "d.jsonl", ns=(1, 1))
     assert opened().digest != first.digest and computed(opened) == 3
-    assert stored(tmp_path).stat().st_size < 10_000, "one for all versions of a data set"
+    # As copies on two nodes, which share a cache: neither replaces what the other has mapped.
+    for at, count in ((2, 4), (1, 4), (2, 4)):
+        os.utime(tmp_path / "d.jsonl", ns=(at, at))
+        assert len(opened()) == 31 and computed(opened) == count
+    (tmp_path / "cache/f.index").touch()
+    write(tmp_path / "other.jsonl", 3)
+    Dataset(
+        "other", DatasetConfig(annotations=tmp_path / "other.jsonl", images=tmp_path), Reading(cache=tmp_path / "cache")
+    )
+    monkeypatch.setattr(index, "MOST_VERSIONS", 2)
+    os.utime(tmp_path / "d.jsonl", ns=(3, 3))
+    assert len(opened()) == 31 and computed(opened) == 6
+    assert len([*(tmp_path / "cache").iterdir()]) == 4, "the last two, that of other data, and a file of somebody"
 
 
 @pytest.mark.parametrize(
@@ -256,7 +272,7 @@ def test_bad_records_are_counted_or_refused(tmp_path: Path, opened: Any) -> None
     data = opened(strict=False)
     assert data.bad == 2 and data.good_records.tolist() == [0, 1, 2, 3, 5, 7, 8]
     assert len(data.problems) == 2 and "d.jsonl:7" in data.problems[1]
-    with pytest.raises(UserError, match=r"d\.jsonl:5: .*\(2 records of data set 'd' are bad\)"):
+    with pytest.raises(UserError, match=rf"d\.jsonl:5: .*\(2 records of .*bad\) \(from the index {stored(tmp_path)}\)"):
         opened()
     assert computed(opened) == 2, "the second time it is known"
 
@@ -296,12 +312,93 @@ def test_headers_of_items_are_stored(tmp_path: Path, processor: Processor) -> No
     assert scanned.digest == plain.digest
     assert [scanned[k].item(0).header for k in range(3)] == [(30, 60), (56, 28), (84, 84)]
     expected = [processor.tokenize(plain[k]).sizes for k in range(3)]
-    for k in range(3):
-        (tmp_path / f"{k}.png").unlink()
-    assert [processor.tokenize(scanned[k]).sizes for k in range(3)] == expected, "no file is looked at"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "picture_size", lambda *_: pytest.fail("it is stored"))
+        assert [processor.tokenize(scanned[k]).sizes for k in range(3)] == expected
     (tmp_path / "cache").rename(tmp_path / "other")
+    (tmp_path / "0.png").unlink()
     with pytest.raises(UserError, match=r"d\.jsonl:1: image .*0\.png: cannot be read"):
         Dataset("d", entry, reading)
+
+
+@pytest.fixture
+def scan(tmp_path: Path, processor: Processor) -> Callable[..., Dataset]:
+    """Opens `d.jsonl`, of three pictures in `folder`, with the sizes of these in the index."""
+    write(tmp_path / "d.jsonl", 3)
+
+    def scan(folder: Path, strict: bool = True) -> Dataset:
+        entry = DatasetConfig(annotations=tmp_path / "d.jsonl", images=folder)
+        return Dataset("d", entry, Reading(processor.fields, tmp_path / "cache", processor.readers, strict))
+
+    return scan
+
+
+def drawn(folder: Path, width: int, *numbers: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    for k in numbers:
+        Image.new("RGB", (width, 56)).save(folder / f"{k}.png")
+    return folder
+
+
+def widths(processor: Processor, data: Dataset) -> list[int]:
+    """Patches in a row of each picture: of its header, and decoded."""
+    for record in data:
+        [size] = processor.tokenize(record).sizes
+        processor.patches(record, 0, [Piece(0, size)])
+    return [cast(pictures.ImageSize, processor.tokenize(record).sizes[0]).columns for record in data]
+
+
+def test_sizes_of_pictures_that_are_replaced_are_read_again(tmp_path: Path, processor: Processor, scan: Any) -> None:
+    folder = drawn(tmp_path / "images", 56, 0, 1, 2)
+    data = scan(folder)
+    assert widths(processor, data) == [4, 4, 4]
+    drawn(folder, 112, 1)
+    for found in (data, scan(folder)):
+        assert widths(processor, found) == [4, 8, 4]
+    (folder / "2.png").unlink()
+    with pytest.raises(UserError, match=r"d\.jsonl:3: image .*2\.png: cannot be read \(no such file"):
+        processor.tokenize(scan(folder)[2])
+
+
+def test_a_picture_that_is_replaced_with_its_time_is_an_error_with_a_way_out(
+    tmp_path: Path, processor: Processor, scan: Any
+) -> None:
+    folder = drawn(tmp_path / "images", 56, 0, 1, 2)
+    for width in (56, 112):
+        (folder / "1.png").write_bytes((drawn(tmp_path / "other", width, 1) / "1.png").read_bytes().ljust(999))
+        os.utime(folder / "1.png", (1, 1))
+        data = scan(folder)
+    with pytest.raises(UserError, match=r"touch one whose old size is in data\.index"):
+        widths(processor, data)
+    (folder / "1.png").touch()
+    assert widths(processor, scan(folder)) == [4, 8, 4]
+
+
+def test_folders_of_pictures_share_no_sizes(tmp_path: Path, processor: Processor, scan: Any) -> None:
+    one, two = drawn(tmp_path / "one", 56, 0, 1, 2), drawn(tmp_path / "two", 112, 0, 1, 2)
+    (tmp_path / "link").symlink_to(one)
+    for folder, width in ((one, 4), (two, 8), (tmp_path / "link", 4)):
+        assert widths(processor, scan(folder)) == [width] * 3
+        for path in folder.iterdir():
+            os.utime(path, (1, 1))
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(two)
+    assert widths(processor, scan(tmp_path / "link")) == [8, 8, 8]
+
+
+def test_what_a_lenient_reader_missed_is_found_when_it_is_back(tmp_path: Path, processor: Processor, scan: Any) -> None:
+    folder = drawn(tmp_path / "images", 56, 0, 2)
+    lenient = scan(folder, strict=False)
+    assert lenient.bad == 0, "the record is as it should be"
+    assert [record.headers for record in scan(folder, strict=False)] == [((56, 56),), None, ((56, 56),)]
+    with pytest.raises(UserError, match=r"1\.png: cannot be read"):
+        widths(processor, lenient)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"d\.jsonl:2: image .*1\.png: cannot be read"):
+            scan(folder)
+    drawn(folder, 112, 1)
+    assert widths(processor, scan(folder)) == widths(processor, lenient) == [4, 8, 4]
+    assert scan(folder).digest == lenient.digest
 
 
 OPENS = """
@@ -310,6 +407,7 @@ from pathlib import Path
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.records import Dataset, Reading
+from megatron_hetero.data.sources import index
 from megatron_hetero.data.sources.index import Indexer
 real = Indexer._computed
 def computed(self, files):
@@ -318,27 +416,85 @@ def computed(self, files):
     return real(self, files)
 Indexer._computed = computed
 folder = Path(sys.argv[1])
+def full(*_):
+    raise OSError(28, "No space left on device")
+if "full" in sys.argv:
+    index._write = full
+if "tell" in sys.argv:
+    print("opens", flush=True)
 data = Dataset("d", DatasetConfig(annotations=folder / "d.jsonl", images=folder), Reading(cache=folder / "cache"))
 print(data.digest, flush=True)
 """
 
 
-def open_elsewhere(folder: Path, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", OPENS, str(folder), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def open_elsewhere(folder: Path, seconds: float, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", OPENS, str(folder), str(seconds), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_one_process_computes_while_others_wait(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.long)])
+def test_one_process_computes_while_others_wait(count: int, tmp_path: Path) -> None:
     write(tmp_path / "d.jsonl", 30)
-    outputs = [each.communicate(timeout=60)[0] for each in [open_elsewhere(tmp_path, 1.0) for _ in range(3)]]
+    outputs = [each.communicate(timeout=60)[0] for each in [open_elsewhere(tmp_path, 1.0) for _ in range(count)]]
     assert sum("computes" in output for output in outputs) == 1
     assert len({output.split()[-1] for output in outputs}) == 1
 
 
-def test_an_index_that_was_left_halfway_is_computed_by_the_next(tmp_path: Path, opened: Any) -> None:
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> list[index.Lock]:
+    """The locks that this process has."""
+    held, take, release = list[index.Lock](), index.Lock.take, index.Lock.release
+
+    def taken(*arguments: Any, **options: Any) -> index.Lock:
+        held.append(take(*arguments, **options))
+        return held[-1]
+
+    monkeypatch.setattr(index.Lock, "take", taken)
+    monkeypatch.setattr(index.Lock, "release", lambda lock, **how: (held.remove(lock), release(lock, **how)))
+    return held
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_who_has_waited_does_not_keep_others_waiting(
+    stored: bool, tmp_path: Path, opened: Any, locks: list[index.Lock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while it opens the index, nor while it computes its own since there is none on a full disk."""
+    write(tmp_path / "d.jsonl", 30)
+    works = {
+        name: getattr(*place) for name, place in (("_read", (index, "_read")), ("_computed", (Indexer, "_computed")))
+    }
+
+    def alone(name: str) -> Callable[..., Any]:
+        def work(*arguments: Any) -> Any:
+            if name == "_computed" or arguments[0].exists():
+                seen.append((name, len(locks)))
+            return works[name](*arguments)
+
+        return work
+
+    seen = list[tuple[str, int]]()
+    with open_elsewhere(tmp_path, 0.5, *([] if stored else ["full"])) as first:
+        assert first.stdout is not None and first.stdout.readline() == "computes\n"
+        monkeypatch.setattr(index, "_read", alone("_read"))
+        monkeypatch.setattr(Indexer, "_computed", alone("_computed"))
+        assert len(opened()) == 30
+    assert seen == [("_read" if stored else "_computed", 0)] and not locks
+    assert computed(opened) == (0 if stored else 1) and bool([*(tmp_path / "cache").iterdir()]) == stored
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_index_that_was_left_halfway_is_computed_by_the_next(waits: bool, tmp_path: Path, opened: Any) -> None:
     write(tmp_path / "d.jsonl", 30)
     with open_elsewhere(tmp_path, 60.0) as first:
         assert first.stdout is not None and first.stdout.readline() == "computes\n"
+        if waits:
+            with open_elsewhere(tmp_path, 0.0, "tell") as second:
+                assert second.stdout is not None and second.stdout.readline() == "opens\n"
+                time.sleep(0.3)
+                first.send_signal(signal.SIGKILL)
+                assert second.communicate(timeout=60)[0].startswith("computes")
+            assert stored(tmp_path) and len(opened()) == 30 and not computed(opened)
+            return
         first.send_signal(signal.SIGKILL)
     began = time.monotonic()
     assert len(opened()) == 30 and computed(opened) == 1

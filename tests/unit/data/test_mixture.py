@@ -9,13 +9,17 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig, SampledDataset
 from megatron_hetero.data import mixture as mixture_module
 from megatron_hetero.data.mixture import Mixture, Shuffle
@@ -117,6 +121,43 @@ def test_blocks_are_permuted_whole_and_mixed_within_windows(tmp_path: Path, monk
     assert len({name for window in blocks for name, _ in window}) == 2
     assert len(set(order)) == 75 and order != sorted(order)
     assert not any(all(a[1] < b[1] for a, b in itertools.pairwise(order[k : k + 15])) for k in range(0, 75, 15))
+
+
+def in_groups(path: Path, rows: int) -> DatasetConfig:
+    """13 records in row groups of so many."""
+    table = pa.table({"question": [f"{k}?" for k in range(13)], "answer": ["It."] * 13})
+    parquet.write_table(table, path.with_suffix(".parquet"), row_group_size=rows)
+    return DatasetConfig(files=Pattern(f"{path}.parquet"))
+
+
+def spaced(path: Path, blanks: int) -> DatasetConfig:
+    """13 records, one after another with so many blanks in it."""
+    texts = [json.dumps({"question": f"{k}?", "answer": "It."}) for k in range(13)]
+    path.write_text("\n".join(text.replace(" ", " " * (1 + blanks * (k % 2))) for k, text in enumerate(texts)))
+    return DatasetConfig(annotations=path)
+
+
+@pytest.mark.parametrize("write, one, other, alike", [
+    (in_groups, 5, 8, False),
+    (spaced, 0, 400, False),
+    (spaced, 0, 3, True),
+])  # fmt: skip
+def test_hashes_of_blocks_are_equal_if_the_order_is(
+    write: Any, one: int, other: int, alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same records in another physical form."""
+    monkeypatch.setattr(index, "BLOCK_RECORDS", 2)
+    monkeypatch.setattr(mixture_module, "WINDOW_RECORDS", 4)
+    monkeypatch.setattr(mixture_module, "WINDOW_BYTES", 1500)
+    forms = [Mixture.parse(["d%150", "d"], {"d": write(tmp_path / f"{size}", size)}, shuffle="blocks", seed=0)
+             for size in (one, other)]  # fmt: skip
+    digests = [[(data.digest, blocks) for data, _, blocks in form.hashed()] for form in forms]
+    assert digests[0][0][0] == digests[1][0][0] and all(blocks for _, blocks in digests[0])
+    assert (digests[0] == digests[1]) == alike
+    orders = [[[number for _, number in epoch(form, k)] for k in range(9)] for form in forms]
+    assert (orders[0] == orders[1]) == alike
+    forms[0].shuffle = True
+    assert [blocks for *_, blocks in forms[0].hashed()] == ["", ""]
 
 
 def test_large_blocks_are_windows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,13 @@ from megatron_hetero.base.contents import InMemory, StoredFile
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
-from megatron_hetero.data.records import Dataset, Turn
+from megatron_hetero.data.records import Dataset
 from megatron_hetero.data.sources import parquet
 from megatron_hetero.data.sources.formats import Columns, Found, Place
 from megatron_hetero.data.sources.parquet import Cell, ParquetFiles
 from megatron_hetero.data.sources.parquet_pages import decoded
+from megatron_hetero.data.turns import Turn
+from megatron_hetero.data.validation import IMAGES
 from tests.unit.data.conftest import MemoryStore
 
 pa = pytest.importorskip("pyarrow")
@@ -795,7 +797,7 @@ def test_a_data_set_of_pictures(tmp_path: Path) -> None:
     pairs = [[{"user": "What?", "assistant": "A disc.", "source": "shapes"}], [{"user": "And?", "assistant": "Two."}]]
     columns = {"images": pa.array([[picture], [picture] * 2], pa.list_(ITEM)), "texts": pairs}
     data = dataset(save(tmp_path / "a.parquet", columns))
-    assert data[0].turns == (Turn("user", "<image>What?"), Turn("assistant", "A disc."))
+    assert data[0].turns == (Turn("user", (IMAGES[0], "What?")), Turn("assistant", "A disc."))
     assert len(data[1].items) == 2 and data[1].where == f"{tmp_path / 'a.parquet'} row 2"
     with data[1].item(1).content.open() as file, Image.open(file) as image:
         assert image.size == (6, 4)

@@ -12,6 +12,7 @@ import sys
 import unicodedata
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -31,8 +32,11 @@ from megatron_hetero.data import chat
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
+from megatron_hetero.data.turns import Turn
+from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.models.items.pictures import ImageSize, PixelLimits, rope_positions
 from megatron_hetero.models.items.types import Block
+from tests.support.chat_templates import THINKING
 from tests.support.items import IMAGE, whole
 from tests.support.sizes import grids
 
@@ -244,7 +248,7 @@ def test_special_tokens_in_the_text_are_refused(
 ) -> None:
     texts = ["Be brief.", "What?", "A disc."]
     texts[turn] += f" {token}!"
-    with pytest.raises(UserError, match=rf"^train\.jsonl:1: field 'conversations\[{turn}\]'.*{re.escape(token)}"):
+    with pytest.raises(UserError, match=rf"^train\.jsonl:1: turn {turn + 1}: special token {re.escape(token)}"):
         processor.tokenize(make_record(*texts[1:], system=texts[0]))
 
 
@@ -271,8 +275,8 @@ def test_bad_pictures_name_record_and_file(processor: Processor, make_record: Ma
 
 TEMPLATES = {
     "{{ raise_exception('no system turn') }}": "fails (TemplateError: no system turn)",
-    "{% for m in messages %}{{ m.role }}{% endfor %}": "generation prompt, the text and <|im_end|>",
-    "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "generation prompt",
+    "{% for m in messages %}{{ m.role }}{% endfor %}": "does not render the text of turn 2",
+    "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "its generation prompt",
     "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "0 tokens of images",
     "{% if %}": "fails (TemplateSyntaxError",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "fails (SecurityError",
@@ -288,28 +292,34 @@ def test_unfit_chat_templates_are_named(
     record = make_record("<image>", "x", images=["56x56.png"], folder=pictures)
     with pytest.raises(UserError, match="^train.jsonl:1: chat template of model.hf_path") as caught:
         processor.tokenize(record)
-    assert TEMPLATES[template] in str(caught.value) and "Use the chat template of the published model" in str(
-        caught.value
-    )
+    assert TEMPLATES[template] in str(caught.value)
 
 
-# As published ones do: thoughts of earlier turns are dropped, and a prompt may begin one.
-THINKING = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
-{%- if m.role == 'assistant' and loop.last %}{{ '<think>\\n' + m.content.split('<think>\\n')[-1] }}
-{%- elif m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}
-{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
 PLAIN = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
 {%- generation %}CONTENT{% endgeneration %}{{ '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-FITTING = {"published": None, "demo": demo_template("Be brief."), "marked": PLAIN.replace("CONTENT", "{{ m.content }}")}
-UNFIT = {
-    "thinking": THINKING,
+FITTING = {
+    "published": None,
+    "demo": demo_template("Be brief."),
+    "marked": PLAIN.replace("CONTENT", "{{ m.content }}"),
     "trimmed": PLAIN.replace("CONTENT", "{{ m.content | trim }}"),
-    "escaped": PLAIN.replace("CONTENT", "{{ m.content | tojson }}"),
-    "ending": PLAIN.replace("CONTENT", "{{ m.content }}{% if loop.last %}.{% endif %}"),
-    "counting": "{{ messages | length }}" + PLAIN.replace("CONTENT", "{{ m.content }}"),
-    "without a prompt": PLAIN.split("{%- if")[0].replace("CONTENT", "{{ m.content }}"),
+    "ending": PLAIN.replace("CONTENT", "{{ m.content }}{% if m.role == 'assistant' %}.{% endif %}"),
+    "end of text": PLAIN.replace("CONTENT", "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"),
+    "thinking": THINKING,
+}
+UNFIT = {
+    "escaped": (PLAIN.replace("CONTENT", "{{ m.content | tojson }}"), "does not render the text of turn 2"),
+    "cut": (PLAIN.replace("CONTENT", "{{ m.content[:12] }}"), "does not render the text of turn 2"),
+    "thoughtless": (PLAIN.replace("CONTENT", "{{ m.content.split('</think>')[-1] }}"), "the thought of turn 2"),
+    "counting": (
+        "{{ messages | length }}" + PLAIN.replace("CONTENT", "{{ m.content }}"),
+        "turn 2 after its generation",
+    ),
+    "without an end": (PLAIN.replace("CONTENT", "{{ m.content }}").replace("<|im_end|>", ""), "the text of turn 2"),
+    "without a prompt": (
+        PLAIN.split("{%- if")[0].replace("CONTENT", "{{ m.content }}"),
+        r"found <\|im_start\|> in what",
+    ),
 }
 ROUNDS = """{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ ' ' ~ loop.index ~ '\\n' ~ m.content }}
 {{- '<|im_end|>\\n' }}{% endfor %}
@@ -328,31 +338,23 @@ def test_answers_are_where_prompts_end(
 ) -> None:
     tokenizer = copy.copy(processor.tokenizer)
     tokenizer.chat_template = FITTING[name] or tokenizer.chat_template
+    assume(name != "thinking" or all(text.count("<think>") == text.count("</think>") for text in texts))
     record = make_record(*[text for answer in texts for text in (answer[::-1], answer)], system=system)
     messages, text = chat.to_messages(record), ""
     answers = iter(k for k, turn in enumerate(record.turns) if turn.role == "assistant")
     for run in chat.render(tokenizer, record):
         if run.supervised:
             k = next(answers)
-            assert text == tokenizer.apply_chat_template(messages[:k], tokenize=False, add_generation_prompt=True)
-            assert run.text == record.turns[k].text + "<|im_end|>"
+            prompt = tokenizer.apply_chat_template(messages[:k], tokenize=False, add_generation_prompt=True)
+            if not (name == "thinking" and k + 1 < len(messages)):
+                assert text == prompt
+            else:
+                assert text == prompt.removesuffix("<think>\n")
+            visible = record.turns[k].text.rpartition("</think>")[2].strip()
+            assert visible in run.text and run.text.endswith("<|im_end|>") and run.text.count("<|im_end|>") == 1
+            assert name in ("trimmed", "ending", "thinking") or run.text == record.turns[k].text + "<|im_end|>"
         text += run.text
     assert text == tokenizer.apply_chat_template(messages, tokenize=False) and next(answers, None) is None
-
-
-def by_whole_prompts(tokenizer: Any, record: Record) -> list[chat.RenderedText] | None:
-    """The runs of a record by the definition, or None if the template is refused."""
-    messages, text, runs = chat.to_messages(record), "", []
-    full = tokenizer.apply_chat_template(messages, tokenize=False)
-    for k, turn in enumerate(record.turns):
-        if turn.role == "assistant":
-            prompt = tokenizer.apply_chat_template(messages[:k], tokenize=False, add_generation_prompt=True)
-            answer = turn.text + "<|im_end|>"
-            if len(prompt) < len(text) or not full.startswith(prompt + answer):
-                return None
-            runs += [chat.RenderedText(prompt[len(text) :], False), chat.RenderedText(answer, True)]
-            text = prompt + answer
-    return [run for run in [*runs, chat.RenderedText(full[len(text) :], False)] if run.text]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -366,19 +368,141 @@ def test_turns_by_themselves_are_those_of_whole_prompts(
     system: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chat, "NEAR_TURNS", 2)
     tokenizer = copy.copy(processor.tokenizer)
-    others = {"rounds": ROUNDS, "without marks": WITHOUT_MARKS}
-    tokenizer.chat_template = (FITTING | UNFIT | others)[name] or tokenizer.chat_template
+    others = {"rounds": ROUNDS, "without marks": WITHOUT_MARKS} | {key: text for key, (text, _) in UNFIT.items()}
+    tokenizer.chat_template = (FITTING | others)[name] or tokenizer.chat_template
     record = make_record(*[text for answer in texts for text in (answer[::-1], answer)], system=system)
-    try:
-        assert chat.render(tokenizer, record) == by_whole_prompts(tokenizer, record)
-    except UserError as error:
-        assert "does not render turn" in str(error) and by_whole_prompts(tokenizer, record) is None
+    found = []
+    for near in (2, 1000):
+        monkeypatch.setattr(chat, "NEAR_TURNS", near)
+        try:
+            found.append(chat.render(tokenizer, record))
+        except UserError as error:
+            assert "does not render" in str(error) or "opens a thought" in str(error)
+            found.append([])
+    assert found[0] == found[1]
 
 
-def test_the_cost_of_turns_is_linear(processor: Processor, make_record: MakeRecord) -> None:
+TOOL = {"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "zoom", "arguments": {"box": [1, 2]}}}
+
+
+def thoughtful(*answers: Turn) -> Record:
+    turns = [turn for answer in answers for turn in (Turn("user", (IMAGES[0], "What?")), answer)]
+    return Record("test", 0, "train.jsonl:1", tuple(turns))
+
+
+def supervised_runs(tokenizer: Any, record: Record, **options: Any) -> list[str]:
+    """Also checks that the runs joined are what the template renders of the whole record."""
+    runs = chat.render(tokenizer, record, **options)
+    full = tokenizer.apply_chat_template(chat.to_messages(record), tools=[*record.tools] or None, tokenize=False)
+    assert "".join(run.text for run in runs) == full
+    return [run.text for run in runs if run.supervised]
+
+
+@pytest.fixture
+def thinking(processor: Processor) -> Any:
+    tokenizer = copy.copy(processor.tokenizer)
+    tokenizer.chat_template = THINKING
+    return tokenizer
+
+
+def test_thoughts_are_part_of_the_last_answer(thinking: Any) -> None:
+    given = [
+        Turn("assistant", "<think>\nRound.\n</think>\n\nA disc."),
+        Turn("assistant", "A disc.", further={"reasoning_content": "Round."}),
+    ]
+    for answer in given:
+        runs = supervised_runs(thinking, thoughtful(answer, answer))
+        assert runs == ["A disc.<|im_end|>", "Round.\n</think>\n\nA disc.<|im_end|>"]
+        assert supervised_runs(thinking, thoughtful(answer, answer), last_only=True) == runs[1:]
+        masked = replace(answer, supervised=False)
+        assert supervised_runs(thinking, thoughtful(answer, masked)) == runs[:1]
+        assert supervised_runs(thinking, thoughtful(answer, masked), last_only=True) == runs[:1]
+        assert supervised_runs(thinking, thoughtful(masked, masked)) == []
+    # What would be generated: an answer without a thought ends the one that the prompt begins.
+    assert supervised_runs(thinking, thoughtful(Turn("assistant", "A disc."))) == ["\n</think>\n\nA disc.<|im_end|>"]
+    assert chat.drops_thoughts(thinking)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_calls_of_tools_are_answers(thinking: Any, rounds: int) -> None:
+    calls = Turn("assistant", "", further={"tool_calls": [CALL, CALL], "reasoning_content": "Small."})
+    turns = [Turn("user", (IMAGES[0], "What?")), calls, Turn("tool", "[3, 4]"), Turn("assistant", "A disc.")]
+    record = Record("test", 0, "train.jsonl:1", tuple(turns * rounds), tools=(TOOL,))
+    silent = replace(calls, further={"tool_calls": [CALL]})
+    call = '<tool_call>\n{"name": "zoom", "arguments": {"box": [1, 2]}}\n</tool_call>'
+    last = [f"Small.\n</think>\n\n{call}\n{call}<|im_end|>", "\n</think>\n\nA disc.<|im_end|>"]
+    earlier = [f"{call}\n{call}<|im_end|>", "A disc.<|im_end|>"]
+    assert supervised_runs(thinking, record) == [*earlier * (rounds - 1), *last]
+    record = replace(record, turns=(turns[0], silent, turns[2], calls, *turns[2:]))
+    assert supervised_runs(thinking, record) == [f"{call}<|im_end|>", *last]
+
+
+def test_a_thought_is_opened_once(thinking: Any) -> None:
+    """A template that takes thoughts from `reasoning_content` alone opens an empty one before that in the text."""
+    thinking.chat_template = THINKING.replace("elif '</think>' in content", "elif false")
+    with pytest.raises(UserError, match="opens a thought before that of turn 2.*`reasoning_content`"):
+        chat.render(thinking, thoughtful(Turn("assistant", "<think>\nRound.\n</think>\n\nA disc.")))
+    answer = Turn("assistant", "A disc.", further={"reasoning_content": "Round."})
+    assert supervised_runs(thinking, thoughtful(answer)) == ["Round.\n</think>\n\nA disc.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("further", "tools", "problem"),
+    [
+        ({"tool_calls": [CALL]}, (), "does not render the call of 'zoom' of turn 2"),
+        ({"reasoning_content": "Round."}, (), "does not render the thought of turn 2"),
+        (
+            {},
+            (TOOL,),
+            "does not render the tool 'zoom'.*Use the template of a model that calls tools, or remove `tools`",
+        ),
+    ],
+)
+def test_what_the_template_leaves_out_is_refused(
+    processor: Processor, further: dict[str, Any], tools: Any, problem: str
+) -> None:
+    record = thoughtful(Turn("assistant", "A disc.", further=further), Turn("assistant", "Yes."))
+    with pytest.raises(UserError, match=problem):
+        chat.render(processor.tokenizer, replace(record, tools=tools))
+    assert not chat.drops_thoughts(processor.tokenizer)
+
+
+def test_special_tokens_of_users_are_content(processor: Processor, make_record: MakeRecord) -> None:
+    changed = replace(processor, tokenizer=copy.deepcopy(processor.tokenizer))
+    changed.tokenizer.add_tokens(["<|loc|>"], special_tokens=True)
+    sample = changed.tokenize(make_record("Where is <|loc|>?", "At <|loc|>."))
+    assert supervised_texts(changed, sample) == ["At <|loc|>.<|im_end|>"]
+    assert (sample.input_ids == changed.tokenizer.convert_tokens_to_ids("<|loc|>")).sum() == 2
+    changed = replace(changed)  # A token of the template is structure.
+    changed.tokenizer.chat_template = PLAIN.replace("CONTENT", "{{ '<|loc|>' if loop.first }}{{ m.content }}")
+    with pytest.raises(UserError, match=r"turn 2: special token <\|loc\|> in the text"):
+        changed.tokenize(make_record("Where?", "At <|loc|>."))
+
+
+@pytest.mark.parametrize("place", ["tool_calls", "reasoning_content", "tools"])
+def test_special_tokens_are_refused_wherever_a_template_renders_them(
+    processor: Processor, thinking: Any, place: str
+) -> None:
+    bad: dict[str, Any] = {"name": "zoom", "arguments": {"at": "<|im_end|>"}}
+    values = {"tool_calls": [{"function": bad}], "reasoning_content": "<|im_end|>"}
+    answer = Turn("assistant", "A disc.", further={} if place == "tools" else {place: values[place]})
+    record = Record("d", 0, "d:1", (Turn("user", "What?"), answer), tools=(bad,) if place == "tools" else ())
+    with pytest.raises(UserError, match=r"special token <\|im_end\|> in the text"):
+        replace(processor, tokenizer=thinking).tokenize(record)
+
+
+def test_a_text_like_a_placeholder_is_text(processor: Processor) -> None:
+    record = Record("d", 0, "d:1", (Turn("user", ("Write ", "<image>")), Turn("assistant", "<image>")))
+    sample = processor.tokenize(record)
+    assert supervised_texts(processor, sample) == ["<image><|im_end|>"] and not len(sample.row_positions)
+
+
+@pytest.mark.parametrize("name", ["published", "thinking"])
+def test_the_cost_of_turns_is_linear(processor: Processor, make_record: MakeRecord, name: str) -> None:
     tokenizer, rendered = copy.copy(processor.tokenizer), list[int]()
+    tokenizer.chat_template = FITTING[name] or tokenizer.chat_template
     apply = tokenizer.apply_chat_template
 
     def counted(messages: list[Any], **options: Any) -> str:
@@ -388,8 +512,8 @@ def test_the_cost_of_turns_is_linear(processor: Processor, make_record: MakeReco
     tokenizer.apply_chat_template = counted
     record = make_record(*["What is it?", "A disc."] * 2000)
     runs = chat.render(tokenizer, record)
-    assert len(runs) == 4001 and sum(rendered) < 4 * 4000
-    assert {run.text for run in runs if run.supervised} == {"A disc.<|im_end|>"}
+    assert len(runs) == 4001 and sum(rendered) < 12 * 4000
+    assert {run.text.split("\n")[-1] for run in runs if run.supervised} == {"A disc.<|im_end|>"}
     tokenizer.chat_template = ROUNDS
     assert len(chat.render(tokenizer, make_record(*["What?", "A disc."] * (chat.MOST_TURNS // 2)))) == 513
     rendered.clear()
@@ -400,12 +524,12 @@ def test_the_cost_of_turns_is_linear(processor: Processor, make_record: MakeReco
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_templates_that_change_answers_or_prompts_are_refused(
-    processor: Processor, make_record: MakeRecord, name: str
+    processor: Processor, make_record: MakeRecord, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = copy.copy(processor.tokenizer)
-    tokenizer.chat_template = UNFIT[name]
-    with pytest.raises(UserError, match=r"does not render turn \d as its generation prompt, the text and"):
-        chat.render(tokenizer, make_record("What?", "<think>\nA</think> disc. ", "Sure?", " Yes"))
+    template, problem = UNFIT[name]
+    monkeypatch.setattr(processor.tokenizer, "chat_template", template)
+    with pytest.raises(UserError, match=problem):
+        processor.tokenize(make_record("What?", "<think>\nA</think> red\ndisc. ", "Sure?", "<think>So.</think> Yes"))
 
 
 def test_a_chat_template_of_absurd_length_is_named(model_folder: Path, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.records import Turn
 from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
+from megatron_hetero.data.turns import Turn
+from megatron_hetero.data.validation import IMAGES
 from tests.support.items import annotated, pictures, values_of
 
 Write = Callable[[Sequence[Any]], Path]
@@ -41,7 +42,7 @@ def test_loads_records_of_both_formats(write_annotations: Write, tmp_path: Path)
     assert data[1].items == pictures("a.png")
     assert data[2].turns == (
         Turn("system", "Be brief."),
-        Turn("user", "日本 <image> <image>"),
+        Turn("user", ("日本 ", IMAGES[0], " ", IMAGES[0])),
         Turn("assistant", "naïve 🎨"),
     )
     assert data[-1] == data[2] and data[2].index == 2 and data[2].dataset == "shapes"

@@ -25,12 +25,13 @@ from megatron_hetero.base.contents import Part, StoredFile
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
-from megatron_hetero.data.records import Dataset, Reading, Turn
+from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources import tar_headers
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found
 from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.tars import TarFiles
-from megatron_hetero.data.validation import item_fields
+from megatron_hetero.data.turns import Turn
+from megatron_hetero.data.validation import IMAGES, item_fields
 from tests.unit.data.conftest import MemoryStore
 
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
@@ -436,13 +437,13 @@ def test_data_sets(tmp_path: Path) -> None:
     path = tmp_path / "s{0..1}.tar"
     data = opened(path)
     assert len(data) == 2 and data[1].where == f"{tmp_path}/s1.tar: k1"
-    assert data[1].turns == (Turn("user", "<image>"), Turn("assistant", "A caption."))
+    assert data[1].turns == (Turn("user", (IMAGES[0],)), Turn("assistant", "A caption."))
     assert raw(data[1].items[0].file) == b"p1"
     data = opened(path, image="jpg", question="json.qa.0.q", answer="json[qa][0][a]")
-    assert data[1].turns == (Turn("user", "<image>Why 1?"), Turn("assistant", "So."))
+    assert data[1].turns == (Turn("user", (IMAGES[0], "Why 1?")), Turn("assistant", "So."))
     data = opened(path, conversations="json.chat")
     assert (
-        data[0].turns == (Turn("user", "<image>What?"), Turn("assistant", "It."))
+        data[0].turns == (Turn("user", (IMAGES[0], "What?")), Turn("assistant", "It."))
         and raw(data[0].items[0].file) == b"p0"
     )
     assert opened(path, answer="txt").digest == opened(path, answer="txt").digest != data.digest

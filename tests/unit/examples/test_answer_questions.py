@@ -18,7 +18,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from examples.answer_questions import Answerer, main, rates
-from megatron_hetero.data.records import Record, Turn
+from megatron_hetero.data.records import Record
+from megatron_hetero.data.turns import Turn
 from tests.support.items import annotated
 
 

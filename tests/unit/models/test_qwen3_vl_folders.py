@@ -28,7 +28,9 @@ from examples.demo.model import DemoSizes
 from examples.demo.model import write_model as write_demo
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Record, Turn
+from megatron_hetero.data.records import Record
+from megatron_hetero.data.turns import Turn
+from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.families.common import canonical_name, nested_name
 from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape
@@ -272,7 +274,7 @@ def test_the_demo_is_read_and_reads_pictures(tmp_path: Path) -> None:
     assert list(shapes.vision.outputs) == ["rows", "deepstack.0", "deepstack.1", "deepstack.2"] and shapes.text.tied
     open_modules(ModelFolders.read(folder), shapes, 0)
     Image.linear_gradient("L").convert("RGB").resize((96, 160)).save(tmp_path / "a.png")
-    turns = (Turn("user", "<image>What is in it?"), Turn("assistant", "A red disc."))
+    turns = (Turn("user", (IMAGES[0], "What is in it?")), Turn("assistant", "A red disc."))
     record = Record("d", 0, "x:1", turns, pictures("a.png"), tmp_path)
     processor = Processor.from_folder(folder)
     sample = processor.tokenize(record)

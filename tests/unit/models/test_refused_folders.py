@@ -22,7 +22,9 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.data.records import Record, Turn
+from megatron_hetero.data.records import Record
+from megatron_hetero.data.turns import Turn
+from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.hf.model_files import SINGLE
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import TensorSlice
@@ -66,7 +68,7 @@ def open_all(folder: Path) -> dict[str, StoredWeights]:
     folders, shapes = ModelSources(folder).read()
     weights = open_modules(folders, shapes, 0)
     processor = Processor.from_folder(folder)
-    turns = (Turn("user", "<image>What?"), Turn("assistant", "A disc."))
+    turns = (Turn("user", (IMAGES[0], "What?")), Turn("assistant", "A disc."))
     record = Record("d", 0, f"{folder}/train.jsonl:1", turns, pictures("a.png"), folder)
     sample = processor.tokenize(record)
     assert sample.input_ids.max() < shapes.text.vocab and len(sample.row_positions) == sample.rows.sum()

@@ -334,18 +334,40 @@ def test_tables_are_stored_until_a_file_changes(
 ) -> None:
     path, limits = write_video(tmp_path / "a.mp4", frames[:6]), Limits(60.0, tmp_path / "index")
     first = frame_table(item(path), limits)
-    [stored] = (tmp_path / "index").iterdir()
+    [stored] = (tmp_path / "index").glob("*/*.times")
+    assert stored.name.startswith(stored.parent.name), "one of many folders"
     video_files._known.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(video_files, "_read_table", lambda *_: pytest.fail("it is stored"))
         again = frame_table(item(path), limits)
     np.testing.assert_array_equal(again.stamps, first.stamps)
     assert {**vars(again), "stamps": 0, "keys": 0} == {**vars(first), "stamps": 0, "keys": 0}
-    stored.write_bytes(stored.read_bytes()[:100])  # Cut by a full disk: made anew.
-    video_files._known.cache_clear()
-    assert len(frame_table(item(path), limits).stamps) == 6
+    for cut in (100, -5):
+        stored.write_bytes(stored.read_bytes()[:cut])  # By a full disk: made anew.
+        video_files._known.cache_clear()
+        assert len(frame_table(item(path), limits).stamps) == 6
     write_video(path, frames[:9])
     assert len(frame_table(item(path), limits).stamps) == 9
+    assert len([*(tmp_path / "index").glob("*/*.times")]) == 2
+
+
+def test_stored_tables_take_few_bytes_and_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = np.arange(100_000) * 512 + np.random.default_rng(0).integers(0, 2, 100_000)
+    table = FrameTable(stamps, np.arange(0, 100_000, 250), 1 / 12800, True, 25.0, 0, 640, 480, -1, "yuv420p")
+    file = tmp_path / "ab" / f"ab{0:038}.times"
+    video_files._store(file, table)
+    assert file.stat().st_size < 100_000
+    again = video_files._stored(file)
+    assert again is not None
+    np.testing.assert_array_equal(again.stamps, stamps)
+    np.testing.assert_array_equal(again.keys, table.keys)
+    monkeypatch.setattr(video_files, "MOST_STORED", 3)
+    monkeypatch.setattr("secrets.randbelow", lambda _: 0)
+    for k in range(1, 6):
+        os.utime(file, (k, k))
+        file = file.with_name(f"ab{k:038}.times")
+        video_files._store(file, table)
+    assert {each.name[-7] for each in file.parent.iterdir()} == {"3", "4", "5"}, "the newest"
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(frames: list[np.ndarray], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import resource
 import shutil
 import signal
@@ -15,10 +16,11 @@ from unittest import mock
 
 import pytest
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.errors import BadSample, UserError
 from megatron_hetero.base.outputs import unwritable
 from megatron_hetero.checkpoint import resume as shared_folder
 from megatron_hetero.checkpoint.resume import lock_folder
+from megatron_hetero.train import log
 from megatron_hetero.train.log import LogFolder
 from tests.functional.checkpoint.test_whose_folder import HOLD
 
@@ -67,6 +69,25 @@ def test_a_configuration_of_the_users_own_is_kept(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("# mine")
     write(tmp_path, A)
     assert text(tmp_path / "earlier-1/config.yaml") == "# mine"
+
+
+def test_bad_records_are_named_once_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "MOST_NAMED", 3)
+    path = tmp_path / "bad_records.jsonl"
+
+    def name(*records: int, history: str = "") -> list[int]:
+        folder = LogFolder(tmp_path, history, "a: 1\n")
+        for k in records:
+            folder.name([BadSample("d", k, f"a.jsonl:{k + 1}", "text", "bad")])
+        folder.append(A)
+        folder.close()
+        return [json.loads(line)["record"] for line in text(path).splitlines()]
+
+    assert name(4, 1, 4) == [4, 1]
+    assert name(1, 7, 8, history=A) == [4, 1, 7], "a run that goes on names each record once, too"
+    assert name(8) == [8] and (tmp_path / "earlier-1/bad_records.jsonl").exists()
+    (tmp_path / "metrics.jsonl").unlink()
+    assert name(1) == [1], "an earlier run that stopped before its first step is kept apart"
 
 
 def test_one_run_alone_writes(tmp_path: Path) -> None:

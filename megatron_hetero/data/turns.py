@@ -1,0 +1,41 @@
+"""The turns of a conversation, as chat templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_hetero.data.item_fields import ItemField
+
+ChatRole = Literal["system", "user", "assistant", "tool"]
+Content = str | tuple[str | ItemField, ...]
+"""A text, or texts and the fields of items in their order. What looks like a placeholder in a text is text."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One speaker's turn.
+
+    Attributes:
+        role: the speaker.
+        content: what is said; items in turns of users and tools only.
+        supervised: whether it is trained on, if it is the assistant's.
+        further: further fields of the chat message as the template takes them: `tool_calls`, `reasoning_content`,
+            `name`, `tool_call_id`.
+    """
+
+    role: ChatRole
+    content: Content
+    supervised: bool = True
+    further: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Sequence[str | ItemField]:
+        """Texts and the fields of items, in order."""
+        return (self.content,) if isinstance(self.content, str) else self.content
+
+    @property
+    def text(self) -> str:
+        """The content with a placeholder for each item, for display."""
+        return "".join(part if isinstance(part, str) else part.placeholder for part in self.parts)
