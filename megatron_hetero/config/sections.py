@@ -513,11 +513,10 @@ class LogConfig(Section):
 
 Overridable = Literal[
     "data.datasets", "data.shuffle", "data.max_seq_length", "data.too_long", "data.bad_records",
-    "data.supervised_turns", "data.min_pixels", "data.max_pixels",
-    "data.video.rules", "data.video.fps", "data.video.min_frames", "data.video.max_frames", "data.video.frame_pixels",
-    "data.video.total_pixels", "data.video.text_after", "data.video.marks",
-    "train.seed", "train.global_batch_size", "train.patches_per_micro_batch",
-    "model.router_aux_loss_coef", "model.encoders", "model.hf_path",
+    "data.supervised_turns", "data.min_pixels", "data.max_pixels", "data.video.rules", "data.video.fps",
+    "data.video.min_frames", "data.video.max_frames", "data.video.frame_pixels", "data.video.total_pixels",
+    "data.video.text_after", "data.video.marks", "train.seed", "train.global_batch_size",
+    "train.patches_per_micro_batch", "model.router_aux_loss_coef", "model.encoders", "model.hf_path",
 ]  # fmt: skip
 """Settings that `checkpoint.allow_changes` lets differ from the checkpoint's: they change what is trained."""
 

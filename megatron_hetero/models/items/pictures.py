@@ -163,9 +163,7 @@ class PixelLimits(NamedTuple):
 
 
 def read_settings(folder: Path, sources: Sequence[str]) -> dict[str, Any]:
-    """The settings of a folder's processor as `transformers` finds them; empty if there are none. `sources`: see
-    `ItemType.settings`. Raises `UserError`.
-    """
+    """The settings of a processor with these `ItemType.settings`, as `transformers` finds them. Raises `UserError`."""
     key, *files = sources
     for name in (NESTED, *files):
         if (folder / name).is_file():
