@@ -7,6 +7,7 @@
 # make properties    the property tests with other examples than those of `make test`
 # make fuzz          bad input of all kinds for 20 minutes: taken, or refused with a sentence
 # make slurm         the job scripts on a Slurm of three nodes on this machine; some minutes, as root, Linux
+# make release-check  the wheel, in an environment of its own: imports, plans and starts; some minutes, up to 6 GB
 # make test-versions six sets of Python, torch, transformers and Megatron-Core; up to 6 GB each
 # Each makes what it needs, .venv included. PYTHON=python3.12 make ... takes another interpreter.
 
@@ -29,8 +30,8 @@ export HF_HUB_OFFLINE := 1
 # Each process would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test matrix lint types unit functional torture nccl-rules recorded properties fuzz slurm test-versions
-.PHONY: format readme kernels train demo-clean bench bench-gpu clean
+.PHONY: help venv test matrix lint types unit functional torture nccl-rules recorded properties fuzz slurm release-check
+.PHONY: test-versions format readme kernels train demo-clean bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -104,6 +105,23 @@ fuzz: $(INSTALLED)
 # Not part of `make test`. Wants Slurm and munge installed, and root; says so where they are missing.
 slurm: $(INSTALLED)
 	$(BIN)/python -m pytest -m slurm tests/slurm
+
+# Not part of `make test`. Programs are copied, since beside the package Python would find it instead of the wheel.
+RELEASE := build/release
+IN_RELEASE = cd $(RELEASE)/programs && ../env/bin/python
+release-check:
+	rm -rf build && mkdir -p $(RELEASE)/programs
+	$(PYTHON) -m venv $(RELEASE)/env
+	$(RELEASE)/env/bin/python -m pip wheel --disable-pip-version-check --no-input -q --no-deps -w $(RELEASE) .
+	$(if $(TORCH_INDEX),$(RELEASE)/env/bin/python -m pip install -q --no-deps -c constraints.txt --index-url $(TORCH_INDEX) torch)
+	$(RELEASE)/env/bin/python -m pip install --disable-pip-version-check --no-input -q -c constraints.txt $(RELEASE)/*.whl
+	cp -r pretrain_vlm.py examples $(RELEASE)/programs
+	$(IN_RELEASE) -m pip check
+	$(IN_RELEASE) -c 'import sys; from megatron_hetero import *; from megatron_hetero import __file__; assert sys.prefix in __file__'
+	$(IN_RELEASE) -m megatron_hetero.run --help >/dev/null
+	$(IN_RELEASE) pretrain_vlm.py --plan --world-size 8 --config examples/qwen2_5_vl_7b.yaml \
+		--model.hf_path examples/models/qwen2_5_vl_7b
+	rm -rf build
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
@@ -27,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_hetero.base.errors import VISION, UserError, listed, printable
 from megatron_hetero.base.terminal import Parser, console
 from megatron_hetero.cli.command import a_path, at_least
-from megatron_hetero.config.sections import DatasetConfig, cache_folder
+from megatron_hetero.config.sections import DatasetConfig, VideoConfig, cache_folder
 from megatron_hetero.data.chat import END_OF_TURN
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor import Processor
@@ -43,9 +44,9 @@ _MARKS = re.compile("<image>|<video>")
 class Answerer:
     """A model with its tokenizer and readers. Nothing is downloaded and no code of the folder runs."""
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, marks: Literal["video", "pairs"] = "video") -> None:
         """Raises `UserError` if the folder lacks files, or weights, which transformers would initialise at random."""
-        self.processor = Processor.from_folder(folder)
+        self.processor = Processor.from_folder(folder, SimpleNamespace(video=VideoConfig(marks=marks)))
         tokenizer: Any = self.processor.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN  # Any token will do: padding is masked.
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
@@ -148,6 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blank", action="store_true", help="show pictures and videos in one colour")
     parser.add_argument("--max-new-tokens", type=positive, default=8, help="maximum tokens per answer (default 8)")
     parser.add_argument("--batch-size", type=positive, default=16, help="questions per batch (default 16)")
+    marks = "the run's data.video.marks, which no folder has (default video)"
+    parser.add_argument("--marks", choices=("video", "pairs"), default="video", help=marks)
     parser.add_argument("--device", type=_device, default="cpu", help="torch device (default cpu)")
     return parser
 
@@ -167,7 +170,7 @@ def _answer(given: argparse.Namespace) -> None:
     entry = DatasetConfig(annotations=given.annotations, images=given.images)
     questions = Dataset("questions", entry, Reading(fields, cache_folder("records")))
     records = [questions[k] for k in range(len(questions))[: given.limit]]
-    console().print(rates(Answerer(given.hf_dir, given.device), records, given))
+    console().print(rates(Answerer(given.hf_dir, given.device, given.marks), records, given))
 
 
 if __name__ == "__main__":

@@ -163,6 +163,9 @@ def difference(topology: Topology, found: Mapping[str, nn.Module], alone: Mappin
 
 def main(argv: Sequence[str]) -> None:
     """Train, and compare."""
+    if "--help" in argv:
+        print(__doc__)
+        return
     if len(argv) != 2:
         raise UserError(f"found {len(argv)} arguments, expected the layouts of text and generator, such as `dp:4 dp:4`")
     with process_group():

@@ -16,12 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
+
+# `python examples/make_demo.py` has this file's folder on its path, not the one above it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.demo.films import RATE, FilmSample, film_samples
 from examples.demo.model import SYSTEM_PROMPTS, DemoSizes, write_model

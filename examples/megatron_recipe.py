@@ -21,6 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+# `python -m` has the current folder on its path, not this file's.
+sys.path.append(str(Path(__file__).parent))
+
 import torch
 import torch.distributed as dist
 from demo_data import Sample, read_data

@@ -107,6 +107,9 @@ def differences(found: Mapping[str, nn.Module], expected: Mapping[str, nn.Module
 
 def main(argv: Sequence[str]) -> None:
     """Train, compare, and report on one rank."""
+    if "--help" in argv:
+        print(__doc__)
+        return
     with process_group() as platform:
         world = dist.get_world_size()
         texts = [*argv, f"dp:{world}", f"dp:{world}"][:2]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+# `python -m` has the current folder on its path, not this file's.
+sys.path.append(str(Path(__file__).parent))
 
 import torch
 from demo_data import LENGTH, PATCH, SIDE, Sample

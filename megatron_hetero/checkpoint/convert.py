@@ -147,9 +147,8 @@ def export_checkpoint(
     targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
     sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}
     total, done = sum(sizes.values()), 0
-    data = checkpoint.record.config.get("data") or {}
     with sound(checkpoint.folder / RECORD):
-        changes = export_changes(folders, data)
+        changes = export_changes(folders, checkpoint.record.config, sources.encoders)
     companions = companions_of(sources.companions, changes)
     with model_writer(target, shapes, targets, companions, limit, checkpoint.record.experts_transposed) as put:
         for name, shape in stored.items():

@@ -17,8 +17,9 @@ from megatron_hetero.base.errors import VISION, UserError, faults_of, in_short, 
 from megatron_hetero.base.files import read_bytes, read_text
 from megatron_hetero.checkpoint.contents import expected_shapes
 from megatron_hetero.checkpoint.index import RANDOM, Shape
-from megatron_hetero.config.fields import wrong
+from megatron_hetero.config.fields import children, wrong
 from megatron_hetero.config.optimizers import optimizer_kind
+from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import Overridable, require_encoder_name
 from megatron_hetero.data.processor import TEXT_FILES, VISION_FILES, check_folder
 from megatron_hetero.hf.model_files import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
@@ -29,7 +30,9 @@ from megatron_hetero.models.weights import stored_shapes
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
-"""Settings that may change only if `checkpoint.allow_changes` names them: they change the data stream."""
+"""Settings that may change only if `checkpoint.allow_changes` names them: they change what is trained."""
+LIMITS = ("data.max_seq_length", "train.patches_per_micro_batch")
+"""Those that do so only if larger samples are skipped."""
 MODEL = "model.hf_path"
 """The overridable setting that stands for all files other than weights in the model's folders."""
 
@@ -177,7 +180,8 @@ class DatasetRecord:
 
 _DTYPE = Literal["float32", "bfloat16"] | None
 _MODEL = defstruct("Model", [("freeze", list[str]), ("train", list[str] | None, None), ("dtype", _DTYPE, None)])
-_SECTIONS = {"precision": dict[str, dict[str, Any]], "data": dict[str, Any], "train": dict[str, Any]}
+_DATA = defstruct("Data", [("video", dict[str, Any] | None, None)])
+_SECTIONS = {"precision": dict[str, dict[str, Any]], "data": _DATA, "train": dict[str, Any]}
 _READ = defstruct("Config", [("model", _MODEL), *((name, kind | None, None) for name, kind in _SECTIONS.items())])
 """The settings that are read from `RunRecord.config`."""
 
@@ -237,8 +241,15 @@ class RunRecord:
     def _setting(self, name: str) -> str:
         if name == "data.datasets":
             return ", ".join(map(str, self.datasets))
-        section, field = name.split(".")
-        return str((self.config.get(section) or {}).get(field))
+        if name == "model.encoders":  # Without their folders, which are compared by content.
+            own, keys = self.config["model"].get("encoders") or {}, ("token", "min_pixels", "max_pixels")
+            return str({encoder: {key: values.get(key) for key in keys} for encoder, values in own.items()})
+        *sections, field = name.split(".")
+        values, kind = self.config, Config
+        for part in sections:
+            values, kind = values.get(part) or {}, (children(kind) or {})[part]
+        value = values.get(field, getattr(kind, field, None))  # Defaults are attributes of their class.
+        return "no value" if value is None else str(value)
 
     def require_resumable(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
         """Check that a run with the record `new` may resume from this one, and does not end before its step. Raises
@@ -246,7 +257,8 @@ class RunRecord:
         """
         if self.imported_from is not None:
             return
-        for name in (*(name for name in OVERRIDABLE if name != MODEL), "optimizer.name"):
+        ignored = (MODEL, *(LIMITS if new._setting("data.too_long") != "skip" else ()))
+        for name in (*(name for name in OVERRIDABLE if name not in ignored), "optimizer.name"):
             old_value, new_value = self._setting(name), new._setting(name)
             if old_value != new_value and name not in allowed:
                 more = f", or allow it with --checkpoint.allow_changes {name}" if name in OVERRIDABLE else ""

@@ -289,6 +289,9 @@ class VideoConfig(Section):
         "Position of the text after a Qwen2.5-VL video: after its largest position, as in pretraining, or "
         "overlapping, as in transformers 5.3 and later.",
     )
+    marks: Literal["video", "pairs"] = option(
+        "video", "Marks of a Qwen3-VL video: around it and its pairs (video), or its pairs only (pairs), as in vLLM."
+    )
     timeout_s: float = option(120.0, "Timeout in seconds of reading one video; 0 disables.", at_least=0)
     index: Path | None = option(
         None, "Cache folder of videos' frame times, which are read once per file.", "in the user's cache"
@@ -508,8 +511,14 @@ class LogConfig(Section):
         object.__setattr__(self, "dir", self.dir.absolute())
 
 
-Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.global_batch_size", "model.hf_path"]
-"""Settings that `checkpoint.allow_changes` lets differ from the checkpoint's."""
+Overridable = Literal[
+    "data.datasets", "data.shuffle", "data.max_seq_length", "data.too_long", "data.bad_records",
+    "data.supervised_turns", "data.min_pixels", "data.max_pixels", "data.video.rules", "data.video.fps",
+    "data.video.min_frames", "data.video.max_frames", "data.video.frame_pixels", "data.video.total_pixels",
+    "data.video.text_after", "data.video.marks", "train.seed", "train.global_batch_size",
+    "train.patches_per_micro_batch", "model.router_aux_loss_coef", "model.encoders", "model.hf_path",
+]  # fmt: skip
+"""Settings that `checkpoint.allow_changes` lets differ from the checkpoint's: they change what is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

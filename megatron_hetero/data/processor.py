@@ -87,7 +87,8 @@ class Processor:
         rows = [each.tokens.row for each in own.items]
         tokens = [getattr(config, row) for row in rows if row == rows[0] or own.tokens[row] not in claimed]
         readers = _open_readers(VISION, source, tokens, section, setting)
-        shown = {field: {"type": str(field.modality)} for field in readers}
+        parts = {each.modality: each.chat_part(section, own.tokens[each.tokens.row]) for each in own.items}
+        shown = {field: parts[field.modality] for field in readers}
         start, end = _around(own)
         for name, further in (encoders or {}).items():
             taken = {reader.token_id: f"stands for images of {field.encoder}" for field, reader in readers.items()}

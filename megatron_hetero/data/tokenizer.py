@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.base.errors import UserError, in_short
+from megatron_hetero.base.errors import VISION, UserError, in_short
 from megatron_hetero.base.files import MOST_JSON_BYTES, is_unfit, read_object
 from megatron_hetero.base.outputs import advice_to_export
-from megatron_hetero.hf.model_files import COMPANIONS, PROCESSOR_FILES, require_own_files
-from megatron_hetero.models.folders import ModelFolders
-from megatron_hetero.models.registry import titles
+from megatron_hetero.hf.model_files import COMPANIONS, NESTED, PROCESSOR_FILES, Changes, require_own_files
+from megatron_hetero.models.family import Family
+from megatron_hetero.models.folders import ModelFolders, read_config
+from megatron_hetero.models.registry import family_of, titles
 
 TOKENIZER = "tokenizer.json"
 MOST_TOKENIZER_BYTES = 64 * 2**20
@@ -164,13 +165,32 @@ def with_token_ids(folders: ModelFolders, tokenizer: Any) -> Any:
     return config
 
 
-def export_changes(folders: ModelFolders, data: Mapping[str, Any]) -> dict[str, str | None]:
-    """Files of an export that differ from the language model's folder: by name the new text, or None to omit the file.
-    `data`: that section of the run's configuration.
+def export_changes(folders: ModelFolders, config: Mapping[str, Any], encoders: Mapping[str, Path]) -> Changes:
+    """Files of an export that differ from the folder of each encoder, of `vision` from that of the language model.
+    `config`: the run's configuration; `encoders`: folders of further ones.
     """
-    settings: dict[str, str | None] = {}
-    for each in folders.family.items:
-        settings |= each.exported(folders.vision, data)
+    changes: dict[str, Mapping[str, str | None]] = {VISION: _model_files(folders, config.get("data") or {})}
+    for name, folder in encoders.items():
+        family = family_of(read_config(folder, f"model.encoders.{name}.hf_path").model_type)
+        changes[name] = _processor_files(folder, family, config["model"]["encoders"][name])
+    return changes
+
+
+def _processor_files(folder: Path, family: Family, section: Mapping[str, Any]) -> dict[str, str | None]:
+    """Processor files for the inputs of a run with this section: all that some version of transformers reads first."""
+    files: dict[str, Any] = {}
+    nested = read_object(folder / NESTED) if (folder / NESTED).is_file() else {}
+    for each in family.items:
+        if settings := each.exported(folder, section):
+            key, file, *_ = each.settings
+            files[file] = settings
+            if key in nested:
+                files[NESTED] = nested = nested | {key: settings}
+    return {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
+
+
+def _model_files(folders: ModelFolders, data: Mapping[str, Any]) -> dict[str, str | None]:
+    settings = _processor_files(folders.vision, folders.family, data)
     if folders.text == folders.vision:
         return settings
     tokenizer = open_tokenizer(folders)

@@ -29,7 +29,9 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
     *("chat_template.jinja", "chat_template.json"),
 )
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+NESTED = "processor_config.json"
+"""The file with the settings of all processors, each under a key, in newer folders."""
+PROCESSOR_FILES = ("preprocessor_config.json", NESTED, "video_preprocessor_config.json")
 COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES)
 """Files other than weights: configuration, tokenizer, processor, chat template."""
 ENCODERS = "encoders"
@@ -43,7 +45,9 @@ _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """Names of files in a Hugging Face cache: Git's hash or SHA-256 of their content."""
 _MOST_INDEX_BYTES = 64 * 2**20
 """Enough for half a million tensors."""
-NO_CHANGES: Mapping[str, str | None] = {}
+Changes = Mapping[str, Mapping[str, str | None]]
+"""By encoder, and by file: the new text, or None to omit the file."""
+NO_CHANGES: Changes = {}
 SHARD_BYTES = 5 * 10**9
 Dtypes = Union["torch.dtype", Mapping[str, "torch.dtype"]]
 """One dtype for all tensors of a folder, or one for each by name."""
@@ -111,7 +115,7 @@ def all_finite(values: Tensor) -> bool:
 # ----------------------------------------------------------------------------------------------- writing
 
 
-def read_companions(folder: Path, changes: Mapping[str, str | None] = NO_CHANGES) -> Companions:
+def read_companions(folder: Path, changes: Mapping[str, str | None]) -> Companions:
     """The companions of a folder with `changes`: new texts by name, or None to omit a file. Raises `UserError`."""
 
     def unreadable(error: OSError) -> UserError:

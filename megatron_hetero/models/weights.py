@@ -21,6 +21,7 @@ from megatron_hetero.hf.model_files import (
     ENCODERS,
     NO_CHANGES,
     SHARD_BYTES,
+    Changes,
     Companions,
     Dtypes,
     FolderWriter,
@@ -165,11 +166,11 @@ def _beginning(weights: StoredWeights, prefix: str) -> frozenset[str]:
     return frozenset(name for name in weights.shapes if name.startswith(prefix))
 
 
-def companions_of(folders: Mapping[str, Path], changes: Mapping[str, str | None] = NO_CHANGES) -> dict[str, Companions]:
+def companions_of(folders: Mapping[str, Path], changes: Changes = NO_CHANGES) -> dict[str, Companions]:
     """Read for each encoder the files to write next to its weights from the folder that it came from; with those of
     `vision` the tokenizer too, except for `changes` (see `read_companions`). Raises `UserError`.
     """
-    return {name: read_companions(folder, changes if name == VISION else {}) for name, folder in folders.items()}
+    return {name: read_companions(folder, changes.get(name, {})) for name, folder in folders.items()}
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class Inputs:
             return cls(weights, processor, mixture, held_out, {}, transposed)
         if config.export.hf_dir is not None:
             require_writable(config.export.hf_dir)
-        changes = export_changes(job.folders, asdict(config.data))
+        changes = export_changes(job.folders, asdict(config), encoders)
         companions = companions_of({VISION: config.model.hf_path, **encoders}, changes)
         return cls(weights, processor, mixture, held_out, companions, transposed)
 

@@ -116,6 +116,7 @@ class VideoOracle(Oracle):
     """
 
     overlapping: bool = False
+    pairs_only: bool = False
     """Go on where releases from 5.3 on do instead."""
 
     @classmethod
@@ -164,7 +165,7 @@ class VideoOracle(Oracle):
     def _render(self, record: dict) -> str:
         messages = [turn | {"value": turn["value"].replace("<video>", "\0")} for turn in record["conversations"]]
         text = super()._render(record | {"conversations": messages})
-        return text.replace("\0", "<|vision_start|><|video_pad|><|vision_end|>")
+        return text.replace("\0", "<|video_pad|>" if self.pairs_only else "<|vision_start|><|video_pad|><|vision_end|>")
 
     def _shown(self, grid: list[int], times: tuple[list[float], float]) -> str:
         pads = "<|placed|>" * (grid[1] * grid[2] // 4)

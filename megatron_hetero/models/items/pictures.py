@@ -17,6 +17,8 @@ import numpy as np
 from PIL import Image
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.base.files import read_object
+from megatron_hetero.hf.model_files import NESTED
 from megatron_hetero.models.items.image_files import image_place, load_picture, picture_size
 from megatron_hetero.models.items.types import Block, Header, Item, ItemOrder, ItemTokens, ItemType, Modality, Piece
 
@@ -160,6 +162,18 @@ class PixelLimits(NamedTuple):
     max_pixels: int | None = None
 
 
+def read_settings(folder: Path, sources: Sequence[str]) -> dict[str, Any]:
+    """The settings of a processor with these `ItemType.settings`, as `transformers` finds them. Raises `UserError`."""
+    key, *files = sources
+    for name in (NESTED, *files):
+        if (folder / name).is_file():
+            found = read_object(folder / name)
+            settings = found.get(key) if name == NESTED else found
+            if isinstance(settings, dict):
+                return settings
+    return {}
+
+
 def load_image_processor(folder: Path, of_class: type, section: Any, setting: str) -> Any:
     """The image processor of a folder in its PIL variant, which gives the same pixels on every machine.
 
@@ -252,12 +266,21 @@ class Pictures(ItemType):
     modality: Modality = "image"
     tokens = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
     processor: str = "an image processor"
+    settings: tuple[str, ...] = ("image_processor", "preprocessor_config.json")
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ImageReader:
         """A reader with the folder's image processor."""
         image_processor = load_image_processor(folder, self.image_processor_class(), section, setting)
         check_agreement(folder, config.vision_config, image_processor)
         return ImageReader(image_processor, token_id)
+
+    def exported(self, folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
+        """The image processor's settings with the run's limits."""
+        if not any(asked := PixelLimits(section.get("min_pixels"), section.get("max_pixels"))):
+            return {}
+        size = load_image_processor(folder, self.image_processor_class(), asked, str(folder)).size
+        limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"], "size": size}
+        return read_settings(folder, self.settings) | limits
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
         """A square of whole units, as the image processor would resize it."""

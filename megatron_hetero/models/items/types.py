@@ -115,6 +115,8 @@ class ItemType(Protocol):
     """The tokens of an item in the text."""
     processor: str
     """Name of the processor of `transformers` that reads its items, for messages."""
+    settings: tuple[str, ...] = ()
+    """Where folders have the processor's settings: key in `processor_config.json`, and files of older folders."""
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ItemReader:
         """The reader of an encoder's folder, which `setting` names.
@@ -132,6 +134,10 @@ class ItemType(Protocol):
         """
         ...
 
+    def chat_part(self, section: Any, token: str) -> dict[str, str]:
+        """The part of a chat message that stands for an item with rows of `token`. `section`: see `open`."""
+        return {"type": self.modality}
+
     def assumed(self, shape: Any, plan: EstimateConfig) -> Size:
         """The size of the pieces that section `plan` describes, for an encoder of `shape`."""
         ...
@@ -148,10 +154,8 @@ class ItemType(Protocol):
         """The size of a piece in words."""
         ...
 
-    def exported(self, folder: Path, data: Mapping[str, Any]) -> dict[str, str]:
-        """Files of an export that differ from the encoder's folder since section `data` of a run has other settings:
-        new texts by name.
-        """
+    def exported(self, folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
+        """The processor's settings in an export of a run with `section` (see `open`); empty for those of the folder."""
         return {}
 
 

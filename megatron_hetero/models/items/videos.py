@@ -4,7 +4,6 @@ assigned to a replica and encoded by itself. It has two frames where a picture h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,10 +14,10 @@ import numpy as np
 from PIL import Image
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.base.files import read_object
+from megatron_hetero.config.fields import unused
 from megatron_hetero.config.sections import VideoConfig
 from megatron_hetero.models.items.image_files import load_picture, picture_size
-from megatron_hetero.models.items.pictures import ImageSize, pixels_of, require_patches, square
+from megatron_hetero.models.items.pictures import ImageSize, pixels_of, read_settings, require_patches, square
 from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, ItemType, Modality, Piece
 from megatron_hetero.models.items.video_files import Convert, Late, Limits, frame_table, read_frames, within
 from megatron_hetero.models.items.video_sampling import (
@@ -298,12 +297,6 @@ class ProcessorDefaults(NamedTuple):
     max_frames: int = 768
 
 
-_NESTED = "video_processor"
-"""Key of the first of `PROCESSORS`."""
-PROCESSORS = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
-"""Files with the settings of a folder's video processor, the first that has them."""
-
-
 @dataclass(frozen=True)
 class Videos(ItemType):
     """See `megatron_hetero.models.items.types.ItemType`. `bounded`: see `Sampling`. `timestamps`: see `VideoReader`."""
@@ -314,13 +307,16 @@ class Videos(ItemType):
     modality: Modality = "video"
     tokens = ItemTokens("vision_start_token_id", "video_token_id", "vision_end_token_id")
     processor: str = "a video processor"
+    settings: tuple[str, ...] = ("video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> VideoReader:
         """A reader with the settings of the folder's video processor, or of its image processor."""
         asked, vision = getattr(section, "video", None) or VideoConfig(), config.vision_config
-        _, settings = read_settings(folder)
+        if asked.marks != "video" and not self.timestamps:
+            raise unused("data.video.marks", asked.marks, "only Qwen3-VL marks pairs of frames", "remove it")
+        settings = read_settings(folder, self.settings)
         settings |= {"do_sample_frames": True} if asked.fps is not None else {}
-        require_patches(folder / PROCESSORS[1], settings, vision)
+        require_patches(folder / self.settings[1], settings, vision)
         return VideoReader(
             token_id,
             self._sampling(settings, asked, vision.patch_size * vision.spatial_merge_size),
@@ -333,6 +329,11 @@ class Videos(ItemType):
             rate=float(getattr(vision, "tokens_per_second", 1)),
             text_after=asked.text_after,
         )
+
+    def chat_part(self, section: Any, token: str) -> dict[str, str]:
+        """As text, a video gets no marks from the chat template."""
+        is_text = (getattr(section, "video", None) or VideoConfig()).marks == "pairs"
+        return {"type": "text", "text": token} if is_text else super().chat_part(section, token)
 
     def _sampling(self, settings: Mapping[str, Any], asked: VideoConfig, unit: int) -> Sampling:
         """The rules with the user's numbers, then the folder's, then those of the processor."""
@@ -369,26 +370,24 @@ class Videos(ItemType):
         scale = settings.get("rescale_factor") or 1 / 255
         return tuple(float(x) / scale for x in mean), tuple(float(x) / scale for x in std)
 
-    def exported(self, folder: Path, data: Mapping[str, Any]) -> dict[str, str]:
+    def exported(self, folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
         """The video processor's settings with the run's numbers, as far as `transformers` has them."""
-        asked = data.get("video") or {}
+        asked = section.get("video") or {}
         chosen = {name: asked[name] for name in AUTHORS._fields if asked.get(name) is not None}
         if asked.get("rules") == "authors":
             chosen = AUTHORS._asdict() | chosen | {"cap_pixels_per_frame": True}
         pixels = asked.get("frame_pixels" if self.bounded == "frame" else "total_pixels")
-        if not chosen and pixels is None:
+        # Without a file of their own, videos would follow the limits of pictures.
+        if not chosen and pixels is None and not (section.get("min_pixels") or section.get("max_pixels")):
             return {}
-        name, settings = read_settings(folder)
-        settings = {**settings, **chosen}
+        settings = read_settings(folder, self.settings) | chosen
         if chosen and (settings.get("fps") or self.defaults.fps):
             settings["do_sample_frames"] = True
         if pixels is not None:
             low, high = self._areas(settings)
             settings = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")}
             settings["size"] = {"shortest_edge": low, "longest_edge": max(min(high, pixels), int(low * 1.05))}
-        if name == PROCESSORS[0]:
-            return {name: json.dumps({**read_object(folder / name), _NESTED: settings}, indent=2) + "\n"}
-        return {PROCESSORS[1]: json.dumps(settings, indent=2) + "\n"}
+        return settings
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
         """A square pair of whole units."""
@@ -406,16 +405,3 @@ class Videos(ItemType):
     def measures(self, shape: Any, size: ImageSize) -> str:
         """Width and height in pixels."""
         return pixels_of(shape, size)
-
-
-def read_settings(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The settings of the folder's video processor, and the file that `transformers` finds them in; empty if there is
-    none. Raises `UserError`.
-    """
-    for name in PROCESSORS:
-        if (folder / name).is_file():
-            found = read_object(folder / name)
-            settings = found.get(_NESTED) if name == PROCESSORS[0] else found
-            if isinstance(settings, dict):
-                return name, settings
-    return "", {}

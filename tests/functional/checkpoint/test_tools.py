@@ -127,7 +127,8 @@ def beside_weights(folder: Path) -> dict[str, bytes]:
 
 TWO = "--model.hf_path FOLDERS/text --model.hf_path_vision FOLDERS/narrow --model.freeze vision --model.dtype bfloat16"
 DETAIL = (
-    "--model.encoders.detail.hf_path FOLDERS/detail --model.encoders.detail.token <|video_pad|> --model.dtype bfloat16"
+    "--model.encoders.detail.hf_path FOLDERS/detail --model.encoders.detail.token <|video_pad|> --model.dtype bfloat16 "
+    "--data.min_pixels 4096 --data.max_pixels 9000 --model.encoders.detail.max_pixels 8000"
 )
 
 
@@ -161,6 +162,11 @@ def test_an_export_has_the_bytes_of_the_runs_own(
     _require_loads_strictly(tmp_path / "export")
     if DETAIL in more:
         _require_loads_strictly(tmp_path / "export/encoders/detail")
+        settings = [
+            json.loads((tmp_path / "export" / name / "preprocessor_config.json").read_text())
+            for name in ("", "encoders/detail")
+        ]
+        assert [each["size"]["longest_edge"] for each in settings] == [9000, 8000]
 
     # Shards hold the same, and what goes back is what was in the checkpoint, as far as the type can say.
     assert exported(tmp_path / "checkpoints/step-00000002", tmp_path / "stored", "--dtype", "stored",

@@ -7,14 +7,17 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.checkpoint.record import OVERRIDABLE, ModelSources, RunRecord, hashes
+from megatron_hetero.checkpoint.record import LIMITS, MODEL, OVERRIDABLE, ModelSources, RunRecord, hashes
+from megatron_hetero.config.schema import load_config, to_yaml
+from megatron_hetero.config.sections import DataConfig, VideoConfig
 from tests.support.folders import ModelChoice, write_model
 
 RUN: dict[str, Any] = {
@@ -65,6 +68,7 @@ def changed(path: str, value: Any = None) -> Any:
     ("config.model.encoders", {"text": {"hf_path": "/x"}}, "encoders of the model: found the name `text`"),
     ("datasets", None, "missing 1 required positional argument: 'datasets'"),
     ("datasets", [{"share": "a", "records": 6}], "missing 1 required positional argument: 'sha256'"),
+    ("config.data.video", 5, "ValidationError"),
     ("more", 1, "more"),
 ])  # fmt: skip
 def test_a_foreign_record_is_one_error(path: str, value: Any, message: str, tmp_path: Path) -> None:
@@ -184,3 +188,74 @@ def test_folders_that_come_and_go(sources: ModelSources, tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"detail/config.json: added since"):
         record_of(alone).require_same_model(record_of(sources), (), tmp_path)
     record_of(alone, "/elsewhere").require_same_model(record_of(sources), (), tmp_path)
+
+
+# ----------------------------------------------------------------------------------------- settings that are compared
+
+OTHERS = {
+    "data.shuffle": "blocks", "data.too_long": "skip", "data.bad_records": "skip",
+    "data.supervised_turns": "last", "data.min_pixels": 7, "data.max_pixels": 9000,
+    "data.video.rules": "authors", "data.video.fps": 1.5, "data.video.min_frames": 2, "data.video.max_frames": 16,
+    "data.video.frame_pixels": 5, "data.video.total_pixels": 6, "data.video.text_after": "transformers",
+    "data.video.marks": "pairs", "train.seed": 1, "train.global_batch_size": 4, "model.router_aux_loss_coef": 1e-3,
+    "model.encoders": {"detail": {"hf_path": "/elsewhere", "token": "<x>", "max_pixels": 9000}},
+}  # fmt: skip
+"""Compared settings with other values than the defaults."""
+FREE = {
+    "registry", "index", "scan", "max_bad_share", "balance", "workers", "worker_type",
+    "video.timeout_s", "video.index", "video",
+}  # fmt: skip
+"""Settings of `data` that change neither samples nor inputs, and the section."""
+
+
+def defaults() -> RunRecord:
+    """A record whose settings are the defaults, after JSON."""
+    words = "--model.hf_path /m --data.datasets a --data.registry.a.annotations /a.json"
+    words += " --model.encoders.detail.hf_path /d --model.encoders.detail.token <x>"
+    config = json.loads(json.dumps(yaml.safe_load(to_yaml(load_config(words.split())))))
+    return RunRecord(4, 2, {}, (), config)
+
+
+def with_setting(record: RunRecord, name: str, *value: Any) -> RunRecord:
+    """A record with another value of a setting, or without it."""
+    config = copy.deepcopy(dict(record.config))
+    *sections, last = name.split(".")
+    inner = config
+    for section in sections:
+        inner = inner[section]
+    inner.update({last: value[0]}) if value else inner.pop(last)
+    return replace(record, config=config)
+
+
+def test_each_setting_of_data_is_compared_or_without_effect() -> None:
+    names = {f.name for f in fields(DataConfig)} | {f"video.{f.name}" for f in fields(VideoConfig)}
+    assert {name.removeprefix("data.") for name in OVERRIDABLE if name.startswith("data.")} == names - FREE
+    assert OTHERS.keys() == {*OVERRIDABLE} - {"data.datasets", MODEL, *LIMITS}
+
+
+@pytest.mark.parametrize("name, value", [*OTHERS.items(), *((name, 77) for name in LIMITS)])
+def test_a_setting_that_changes_what_is_trained(name: str, value: Any, tmp_path: Path) -> None:
+    skipping = with_setting(defaults(), "data.too_long", "skip")
+    old = skipping if name in LIMITS else defaults()
+    new = with_setting(old, name, value)
+    allow = rf"--checkpoint.allow_changes {re.escape(name)}\."
+    with pytest.raises(UserError, match=rf"^{re.escape(name)} \(--{re.escape(name)}\): found .*{allow}"):
+        old.require_resumable(new, [other for other in OVERRIDABLE if other != name], tmp_path)
+    old.require_resumable(new, [name], tmp_path)
+    new.require_resumable(new, [], tmp_path)
+    if name in LIMITS:  # A larger sample would have been an error.
+        defaults().require_resumable(with_setting(defaults(), name, value), [], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["data.video", *(name for name in OTHERS if name != "model.encoders")])
+def test_a_setting_that_an_old_record_lacks_has_its_default(name: str, tmp_path: Path) -> None:
+    old = with_setting(defaults(), name)
+    old.require_resumable(defaults(), [], tmp_path)
+    name, value = (name, OTHERS[name]) if name in OTHERS else ("data.video.fps", 3.0)
+    with pytest.raises(UserError, match=rf"^{re.escape(name)} "):
+        old.require_resumable(with_setting(defaults(), name, value), [], tmp_path)
+
+
+def test_folders_of_further_encoders_may_move(tmp_path: Path) -> None:
+    moved = with_setting(defaults(), "model.encoders", {"detail": {"hf_path": "/elsewhere", "token": "<x>"}})
+    defaults().require_resumable(moved, [], tmp_path)

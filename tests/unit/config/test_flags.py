@@ -32,7 +32,7 @@ plan.supervised plan.expert_imbalance plan.memory_gb plan.videos plan.frames pla
 data.registry.NAME.video_placeholder
 data.supervised_turns
 data.video.rules data.video.fps data.video.min_frames data.video.max_frames data.video.frame_pixels
-data.video.total_pixels data.video.text_after data.video.timeout_s data.video.index
+data.video.total_pixels data.video.text_after data.video.marks data.video.timeout_s data.video.index
 """
 
 

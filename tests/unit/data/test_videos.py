@@ -66,11 +66,12 @@ def reader(folder: Path, **video: Any) -> VideoReader:
     return reader
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
-def test_tokens_positions_and_patches_are_those_of_transformers(folder: Path, overlapping: bool) -> None:
+@pytest.mark.parametrize("version", ["", "5.3", "4.57"])
+def test_tokens_positions_and_patches_are_those_of_transformers(folder: Path, version: str) -> None:
     oracle = VideoOracle.load(folder / "model", folder / "data.jsonl")
-    oracle.overlapping = overlapping
-    ours = processor(folder, text_after="transformers" if overlapping else "max")
+    oracle.overlapping, oracle.pairs_only = version == "5.3", version == "4.57" and folder.name.startswith("qwen3")
+    settings = {"text_after": "transformers" if oracle.overlapping else "max"}
+    ours = processor(folder, **settings, marks="pairs" if oracle.pairs_only else "video")
     annotations = annotated("d", folder / "data.jsonl", folder / "images", ours.fields)
     assert {ref.field.name for record in annotations for ref in record.items} == {"image", "video"}
     assert any(ref.frames for record in annotations for ref in record.items)
@@ -86,6 +87,22 @@ def test_tokens_positions_and_patches_are_those_of_transformers(folder: Path, ov
             ]
             if found:
                 np.testing.assert_allclose(np.concatenate(found), inputs[f"pixel_values{tail}"], atol=1e-5)
+
+
+def test_marks_of_pairs_are_those_of_qwen3_vl(folder: Path) -> None:
+    if not reader(folder).timestamps:
+        with pytest.raises(UserError, match=r"data\.video\.marks .*found pairs, expected no value"):
+            processor(folder, marks="pairs")
+        return
+    ours = processor(folder, marks="pairs")
+    record = next(
+        each
+        for each in annotated("d", folder / "data.jsonl", folder / "images", ours.fields)
+        if [ref.field.name for ref in each.items] == ["video"]
+    )
+    text = ours.tokenizer.decode(ours.tokenize(record).input_ids)
+    assert text.count("<|vision_start|>") == text.count(" seconds>") == text.count("<|vision_end|>") > 0
+    assert "<|im_start|>user\n<0." in text
 
 
 def test_pairs_are_read_apart_as_together(folder: Path) -> None:
@@ -367,23 +384,19 @@ def test_an_export_samples_as_the_run_did(folder: Path, tmp_path: Path) -> None:
     run = {"fps": 1.5, "min_frames": 2, "max_frames": 40, "frame_pixels": 100_000, "total_pixels": 2_000_000}
     [videos] = (each for each in read_family(model).items if each.modality == "video")
     assert videos.exported(model, {"video": {"fps": None, "rules": "transformers"}}) == {}
-    for name, text in videos.exported(model, {"video": run}).items():
-        (model / name).write_text(text)
+    (model / "video_preprocessor_config.json").write_text(json.dumps(videos.exported(model, {"video": run})))
     [found] = (each for each in Processor.from_folder(model).readers.values() if isinstance(each, VideoReader))
     wanted = reader(folder, **run | {"frame_pixels" if found.timestamps else "total_pixels": None}).sampling
     for name in ("fps", "min_frames", "max_frames"):
         assert getattr(found.sampling, name) == getattr(wanted, name)
     for frames, height, width in ((2, 56, 56), (20, 720, 1280), (40, 2000, 3000)):
         assert found.sampling.size(frames, height, width) == wanted.size(frames, height, width)
-    [text] = videos.exported(folder / "model", {"video": {"frame_pixels": 1 << 40, "total_pixels": 1 << 40}}).values()
-    assert json.loads(text)["size"]["longest_edge"] < 1 << 40, "the folder's own limit stays"
-    nested = {"video_processor": {"fps": 3, "do_sample_frames": True}, "processor_class": "X"}
+    told = videos.exported(folder / "model", {"video": {"frame_pixels": 1 << 40, "total_pixels": 1 << 40}})
+    assert told["size"]["longest_edge"] < 1 << 40, "the folder's own limit stays"
+    nested = {"video_processor": {"fps": 3, "do_sample_frames": True}}
     (model / "processor_config.json").write_text(json.dumps(nested))
-    [(name, text)] = videos.exported(model, {"video": {"rules": "authors"}}).items()
-    assert name == "processor_config.json"
-    told = json.loads(text)
-    assert told["processor_class"] == "X" and told["video_processor"]["cap_pixels_per_frame"]
-    assert (told["video_processor"]["fps"], told["video_processor"]["max_frames"]) == (2.0, 768)
+    told = videos.exported(model, {"video": {"rules": "authors"}})
+    assert (told["fps"], told["max_frames"], told["cap_pixels_per_frame"]) == (2.0, 768, True)
 
 
 def read_family(folder: Path) -> Family:
