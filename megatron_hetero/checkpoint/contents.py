@@ -65,7 +65,7 @@ def _written_shard(
     for kind, stored in shard.stored.items():
         yield from _stored_entries(kind, blocks, stored, 0, shapes)
     for block in blocks:
-        if block.begins:
+        if block.begins and shard.moments:
             yield Entry(f"{STEP}/{block.name}", (1,), (0,), shard.updates.view(1))
 
 

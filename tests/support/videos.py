@@ -126,7 +126,7 @@ class VideoOracle(Oracle):
 
     @property
     def family(self) -> str:
-        return self.model.config.model_type
+        return self.model.config.model_type.removesuffix("_moe")
 
     def inputs_of(self, record: dict) -> tuple[Tensor, dict[str, Any]]:
         """Tokens, and what the model gets beside them."""

@@ -21,6 +21,7 @@ _UNQUANTISED = Only(
     because="quantised weights cannot be trained",
     fix="use the unquantised model; if the weights have been dequantised, remove the key",
 )
+_RENAME = f"rename the file to {SINGLE}, or to {INDEX} if it is an index, and remove the key"
 SUPPORTED: dict[str, Only] = {
     "attention_dropout": Only((0, None), because="attention is computed without dropout", fix="set it to 0"),
     "in_channels": Only((3,), because="pictures are read as red, green and blue", fix="use a model for RGB pictures"),
@@ -28,11 +29,7 @@ SUPPORTED: dict[str, Only] = {
     "per_layer_config": Only((None, {}), because="all layers of a module are built the same way"),
     "quantization_config": _UNQUANTISED,
     "compression_config": _UNQUANTISED,
-    "transformers_weights": Only(
-        (None, SINGLE, INDEX),
-        because="weights are read from the usual files",
-        fix=f"rename the file to {SINGLE}, or to {INDEX} if it is an index, and remove the key",
-    ),
+    "transformers_weights": Only((None, SINGLE, INDEX), because="other files are not read", fix=_RENAME),
     "tie_word_embeddings": Only((True, False), because="the head has the embedding's weights or its own"),
 }
 """Keys of `config.json`, anywhere in it, with the only values that are supported."""

@@ -234,10 +234,15 @@ def test_tensors_may_be_frozen_one_by_one(untouched: Untouched, folders: Path, t
     assert kept and all(torch.equal(before[key].float(), loaded[key].float()) for key in kept)
 
 
-@pytest.mark.parametrize("dtype", thinned(["float32", "bfloat16"], 2))
-def test_plain_sgd_resumes_too(dtype: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
-    more = f"--optimizer.name sgd --optimizer.weight_decay 0 --model.dtype {dtype} --data.workers 0 {TWO}"
-    line = flags(folders, tmp_path / "whole", "dp:2", "tp:2", more)
+ZERO = "--zero.vision 2 --zero.text 3"
+
+
+@pytest.mark.parametrize(
+    "dtype, text, zero", thinned([("float32", "tp:2", ""), ("bfloat16", "tp:2", ""), ("float32", "dp:2", ZERO)], 2)
+)
+def test_plain_sgd_resumes_too(dtype: str, text: str, zero: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    more = f"--optimizer.name sgd --optimizer.weight_decay 0 --model.dtype {dtype} --data.workers 0 {TWO} {zero}"
+    line = flags(folders, tmp_path / "whole", "dp:2", text, more)
     untouched = pools(2).run(jobs.train, line)[0]
     written = interrupted(tmp_path / "whole", tmp_path / "cut")
     line = [word.replace(str(tmp_path / "whole"), str(tmp_path / "cut")) for word in line]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from benchmarks.crew import Crew
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.megatron import prepare, tensor_parallel
 from megatron_hetero.groups.platform import CPU, Platform
@@ -202,31 +200,6 @@ def test_the_layer_equals_transformers(row: Row, pools: Callable[[int], Pool]) -
     results = pools(4).run(differences, row)
     limit = 1e-12 if row.dtype == torch.float64 else 2e-6
     assert all(difference <= limit for found in results for difference in found.values()), results
-
-
-class OnOneDevice:
-    """A rank of several that share a device."""
-
-    def __init__(self, platform: Platform):
-        self.platform = platform
-
-    def differences(self, row: Row) -> dict[str, float]:
-        return differences(row, self.platform)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_ranks_without_rows_on_a_gpu_equal_transformers(tmp_path: Path) -> None:
-    """Four ranks on one, as NCCL would not have them."""
-    from benchmarks.gpu.sharing import join
-
-    crew = Crew(4, tmp_path / "store", OnOneDevice, join=join, start="spawn")
-    try:
-        for row in (*EMPTY, Row("tp:2,cp:2,ep:4", recompute=Recompute("none", chunk=5))):
-            results = crew.run("differences", row)
-            assert all(difference <= 1e-5 for found in results for difference in found.values()), (row, results)
-    finally:
-        crew.close()
 
 
 COUNTS = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (0, 5, 0, 33), (64, 0, 0, 0)]
