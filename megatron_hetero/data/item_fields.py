@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import itertools
+import os
 import posixpath
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_hetero.base.contents import Content
+from megatron_hetero.base.contents import Content, InMemory
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.models.items.types import Modality
 
@@ -17,7 +22,11 @@ FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".p
 PLURALS = {"image": "images", "video": "videos"}
 """Fields of the encoder `vision`, and their other names."""
 _MOST, _RATES = 1e9, (1e-3, 1000)
-"""Largest number of seconds, and smallest and largest number of frames per second."""
+"""Largest number of seconds, pixels or frames, and smallest and largest number of frames per second."""
+MOST_DATA_BYTES = 4 << 20
+"""Limit of a picture in a data URI."""
+_DATA = re.compile(r"data:image/([\w.+-]+)[^,]*;base64,", re.IGNORECASE)
+_SCHEME = re.compile(r"data(?=:[^,]*,)|[a-z][a-z0-9+.-]*(?=://)", re.IGNORECASE)
 _VIDEOS = "the path of a video, a list of paths, or a list of frames"
 
 
@@ -65,28 +74,29 @@ def label_of(file: Any) -> Any:
     return file.label if is_content(file) else file
 
 
-def items_of(value: dict[str, Any], field: ItemField, where: str) -> list[ItemRef]:
-    """The items in a field of a record. A video is a file or a list of frames. Raises `UserError`."""
+def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Path | None) -> list[ItemRef]:
+    """The items in a field of a record, or of a part of a message. A video is a file or a list of frames. `folder`: of
+    images, to which absolute paths become relative. Raises `UserError`.
+    """
     name, is_video = _named(value, field.name, where), field.modality == "video"
     place, given = f"{where}: field '{name}'", value.get(name)
-    listed = [] if given is None else [given] if isinstance(given, str) or is_content(given) else given
+    if given is None:
+        return []
+    listed = [given] if isinstance(given, str) or is_content(given) else given
     if not isinstance(listed, list):
         raise _no_paths(given, place, _VIDEOS if is_video else "a string, a list of strings, or null")
-    if is_video and isinstance(given, list):
-        listed = _videos(given, place)
+    files: list[Any] = []
     for k, each in enumerate(listed):
-        for path in each if is_video and isinstance(each, list) else [each]:
-            _check_path(path, f"{place}[{k}]" if isinstance(given, list) else place)
-    if not is_video:
-        return [ItemRef(field, path) for path in listed]
-    videos = [
-        ItemRef(field, each[0], tuple(each)) if isinstance(each, list) else ItemRef(field, each) for each in listed
-    ]
-    fields = _further(value, videos, where)
-    return [video._replace(given=tuple(of_one)) for video, of_one in zip(videos, fields, strict=True)]
+        place_of_one = f"{place}[{k}]" if listed is given else place
+        frames = each if is_video and isinstance(each, list) else [each]
+        found = [_file(path, place_of_one, folder, field.modality) for path in frames]
+        files.append(found if frames is each else found[0])
+    if is_video and listed is given:
+        files = _videos(files, place)
+    return [ItemRef(field, each[0], tuple(each)) if isinstance(each, list) else ItemRef(field, each) for each in files]
 
 
-def _named(value: dict[str, Any], field: str, where: str) -> str:
+def _named(value: Mapping[str, Any], field: str, where: str) -> str:
     """The name that a record uses for a field. Raises `UserError` if it uses both."""
     plural = PLURALS.get(field, field)
     if not value.get(plural):
@@ -131,35 +141,51 @@ def _is_frame(path: Any) -> bool:
     return isinstance(name, str) and name.lower().endswith(FRAME_SUFFIXES)
 
 
-def _further(value: dict[str, Any], videos: Sequence[ItemRef], where: str) -> list[list[tuple[str, Any]]]:
-    """The further fields of each video."""
-    found: list[list[tuple[str, Any]]] = [[] for _ in videos]
-    for name, expected, is_one in (
-        ("fps", "frames per second, {:g} to {}".format(*_RATES), lambda x: _is_number(x, *_RATES)),
-        ("video_start", "seconds, a number of at least 0", _is_number),
-        ("video_end", "seconds, a number above 0", lambda x: _is_number(x) and x > 0),
-        ("times", "the second at which each frame is shown, ascending", _is_ascending),
-    ):
-        given, place = value.get(name), f"{where}: field '{name}'"
-        if given is None or not videos:
+def with_settings(value: Mapping[str, Any], refs: list[ItemRef], where: str) -> list[ItemRef]:
+    """Items of one field with those `SETTINGS` of a record or part that they do not have. Raises `UserError`."""
+    if not refs:
+        return refs
+    found: list[dict[str, Any]] = [dict(ref.given) for ref in refs]
+    for name in SETTINGS if refs[0].field.modality == "video" else SIZES:
+        (expected, is_one, convert), given, place = SETTINGS[name], value.get(name), f"{where}: field '{name}'"
+        if given is None:
             continue
         one = is_one(given)
-        each = [given] * len(videos) if one and (name != "times" or len(videos) == 1) else given
-        if not isinstance(each, list) or len(each) != len(videos) or not all(map(is_one, each)):
-            several = f", or a list of {len(videos)} of these" if len(videos) > 1 else ""
+        each = [given] * len(refs) if one and (name != "times" or len(refs) == 1) else given
+        if not isinstance(each, list) or len(each) != len(refs) or not all(map(is_one, each)):
+            several = f", or a list of {len(refs)} of these" if len(refs) > 1 else ""
             raise UserError.at(place, found=quoted(str(given)), expected=expected + several, fix="correct the record")
-        for video, of_one, values in zip(videos, each, found, strict=True):
-            if name == "times" and len(of_one) != len(video.frames):
-                what = f"{len(video.frames)} frames" if video.frames else f"the file {quoted(str(video.file))}"
+        for ref, of_one, values in zip(refs, each, found, strict=True):
+            times = name == "times"
+            if (times and len(of_one) != len(ref.frames)) or (name == "sample_fps" and not ref.frames):
+                what = f"{len(ref.frames)} frames" if ref.frames else f"the file {quoted(str(ref.file))}"
                 raise UserError.at(
                     place,
-                    found=f"{len(of_one)} times for {what}",
-                    expected="one for each frame of a list of frames",
+                    found=f"{len(of_one)} times for {what}" if times else f"it for {what}",
+                    expected="one for each frame of a list of frames" if times else "a list of frames",
                     because="a file has times of its own",
                     fix="correct or remove the field",
                 )
-            values.append((name, tuple(map(float, of_one)) if name == "times" else float(of_one)))
-    return found
+            values.setdefault(name, convert(of_one))
+    return [ref._replace(given=_checked(of_one, where)) for ref, of_one in zip(refs, found, strict=True)]
+
+
+def _checked(given: dict[str, Any], where: str) -> tuple[tuple[str, Any], ...]:
+    """Settings of one item that do not contradict each other. Raises `UserError`."""
+    found, expected = "", ""
+    for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):
+        if low in given and given[low] > given.get(high, given[low]):
+            found, expected = f"{low} {given[low]} above {high} {given[high]}", f"{low} up to {high}"
+    for one, other in (("fps", "nframes"), ("fps", "sample_fps")):
+        if one in given and other in given:
+            found, expected = f"both {one} and {other}", "one of them"
+    if len(sides := {"resized_height", "resized_width"} & given.keys()) == 1:
+        found, expected = f"{min(sides)} alone", "both resized_height and resized_width"
+    if found:
+        raise UserError.at(where, found=found, expected=expected, fix="correct or remove one of these fields")
+    if "sample_fps" in given:
+        given["fps"] = given.pop("sample_fps")
+    return tuple(given.items())
 
 
 def _is_number(value: Any, least: float = 0, most: float = _MOST) -> bool:
@@ -173,24 +199,83 @@ def _is_ascending(value: Any) -> bool:
     return all(low < high for low, high in itertools.pairwise(value))
 
 
+_RATE = "frames per second, {:g} to {}".format(*_RATES), lambda x: _is_number(x, *_RATES), float
+_COUNT = "a whole number above 0", lambda x: _is_number(x, 1, 1e12) and x == int(x), int
+SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+SETTINGS: Mapping[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
+    "fps": _RATE,
+    "video_start": ("seconds, a number of at least 0", _is_number, float),
+    "video_end": ("seconds, a number above 0", lambda x: _is_number(x) and x > 0, float),
+    "times": (
+        "the second at which each frame is shown, ascending", _is_ascending, lambda times: tuple(map(float, times))
+    ),
+    "sample_fps": _RATE,
+    **dict.fromkeys(("nframes", "min_frames", "max_frames", "total_pixels", *SIZES), _COUNT),
+}  # fmt: skip
+"""What a record or a part of a message may say of its items: what is expected, whether a value is that, and how it is
+stored. Pictures have `SIZES` alone. Names of qwen-vl-utils, but for `times`.
+"""
+
+
 def _no_paths(value: Any, place: str, expected: str) -> UserError:
     fix = "write the path relative to the folder of images and videos"
     return UserError.at(place, found="an empty list" if value == [] else kind(value), expected=expected, fix=fix)
 
 
-def _check_path(path: Any, where: str) -> None:
+def _file(path: Any, where: str, folder: Path | None, modality: Modality) -> str | Content:
+    """A path in the folder of images, relative to that, or the picture in a data URI. Raises `UserError`."""
     if is_content(path):
-        return
+        return path
     if not isinstance(path, str) or not path.strip() or "\0" in path:
         found = quoted(path) if isinstance(path, str) else kind(path)
         raise UserError.at(
             where, found=found, expected="the path of a file", fix="write a path relative to the image folder"
         )
-    if path.startswith("/") or (".." in path and posixpath.normpath(path).split("/")[0] == ".."):
+    if ":" in path and (match := _SCHEME.match(path)):
+        return _of_url(path, match[0].lower(), where, modality)
+    if path.startswith("/") and folder is not None:
+        path = _relative(path, folder)
+    if (path.startswith("/") and folder is not None) or (
+        ".." in path and posixpath.normpath(path).split("/")[0] == ".."
+    ):
         raise UserError.at(
             where,
             found=f"{quoted(path)}, which leaves the image folder",
-            expected="a path inside the image folder",
+            expected=f"a path inside {folder}" if folder is not None else "a path inside the image folder",
             because="annotations must not reach other files",
-            fix="write it relative to the folder in `images` of data.registry, or set that folder higher up",
+            fix="move the file into the folder, or set `images` in data.registry to a folder above both and write "
+            "paths relative to that",
         )
+    return path
+
+
+def _relative(path: str, folder: Path) -> str:
+    """An absolute path relative to the folder, by their names or where links lead; unchanged if it is not inside."""
+    for resolve in (os.path.normpath, os.path.realpath):
+        start = os.path.join(resolve(os.path.abspath(folder)), "")
+        if (found := resolve(path)).startswith(start):
+            return found[len(start) :]
+    return path
+
+
+def _of_url(url: str, scheme: str, where: str, modality: Modality) -> InMemory:
+    """The picture in a data URI. Raises `UserError` for all other URLs."""
+    expected, fix = "a path relative to the image folder", "write the path of a file in the image folder"
+    if scheme != "data":
+        fix = "download the file, and " + fix if scheme != "file" else fix + ", without file://"
+        because = "nothing is downloaded" if scheme != "file" else "annotations name files inside that folder alone"
+        raise UserError.at(where, found=quoted(url), expected=expected, because=because, fix=fix)
+    fix, match = "write it to a file in the image folder, and name that", _DATA.match(url)
+    if match is None or (modality == "video" and not f".{match[1].lower()}".endswith(FRAME_SUFFIXES)):
+        expected = "a picture such as data:image/png;base64,..."
+        raise UserError.at(where, found=f"the data URI {quoted(url[:40])}", expected=expected, fix=fix)
+    text = "".join(url[match.end() :].split())
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise UserError.at(where, problem=f"a data URI of broken base64 ({error})", fix=fix) from None
+    if not 0 < len(data) <= MOST_DATA_BYTES:
+        expected = f"at most {MOST_DATA_BYTES:,}"
+        raise UserError.at(where, found=f"a data URI of {len(data):,} bytes", expected=expected, fix=fix)
+    name = f"{hashlib.sha256(data).hexdigest()[:32]}.{match[1].lower()}"
+    return InMemory(data, name, name, (name, len(data)))

@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from megatron_hetero.base.contents import Content as FileContent
 from megatron_hetero.base.contents import StoredFile
-from megatron_hetero.base.errors import UserError, quoted, reason
+from megatron_hetero.base.errors import UserError, printable, quoted, reason
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
 from megatron_hetero.data.sources.index import Blocks, Indexer
 from megatron_hetero.data.sources.mapping import FieldMap
 from megatron_hetero.data.sources.opening import open_files
-from megatron_hetero.data.turns import ChatRole, Content, Turn
-from megatron_hetero.data.validation import IMAGES, Turns, split_at_placeholders, validate_record
+from megatron_hetero.data.turns import Turn
+from megatron_hetero.data.validation import IMAGES, Parsed, split_at_placeholders, validate_record, with_items
 from megatron_hetero.models.items.types import Header, Item, ItemReader
 
 
@@ -149,6 +149,12 @@ class Dataset(Sequence[Record]):
         """Messages of the first bad records."""
         return self._index.problems
 
+    @property
+    def unread(self) -> str:
+        """A line about keys of records that were not read; empty if there are none."""
+        names = ", ".join(f"{name} ({number:,})" for name, number in self._index.unread.items())
+        return names and printable(f"data set {self.name}: keys that are not read, by number of records: {names}")
+
     @cached_property
     def blocks(self) -> Blocks:
         """Runs of records that are read best together."""
@@ -177,46 +183,54 @@ class Dataset(Sequence[Record]):
             raise UserError.at(stored, problem=problem, fix=fix) from error
         if isinstance(found.value, UserError):
             raise found.value
-        turns, items = self._parsed(found.value, found.where)
+        turns, items, tools, _ = self._parsed(found.value, found.where)
         headers = self._index.headers(file, number)
         return Record(
             dataset=self.name,
             index=i,
             where=found.where,
-            turns=tuple(Turn(cast(ChatRole, role), self._content(role, text)) for role, text in turns),
+            turns=tuple(with_items(turn, self._reading.fields) for turn in turns),
             items=tuple(items),
             folder=self.entry.images,
             headers=None if headers is None or len(headers) != len(items) else tuple(headers),
+            tools=tools,
         )
 
-    def _content(self, role: str, text: str) -> Content:
-        texts, shown = split_at_placeholders(text, self._reading.fields)
-        if role != "user" or not shown:
-            return text
-        return tuple(part for pair in zip(texts, [*shown, ""], strict=True) for part in pair if part != "")
-
-    def _parsed(self, value: Any, where: str) -> tuple[Turns, list[ItemRef]]:
-        """The turns and items of a record. Raises `UserError`."""
+    def _parsed(self, value: Any, where: str) -> Parsed:
+        """What a record says. Raises `UserError`."""
         return validate_record(
             self._map.apply(value, where),
             where,
-            has_image_folder=self.entry.images is not None,
+            folder=self.entry.images,
             fields=self._reading.fields,
             video_placeholder=self.entry.video_placeholder,
         )
 
-    def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[Header]]:
+    def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[Header], Sequence[str]]:
         """See `megatron_hetero.data.sources.index.Check`."""
-        turns, items = self._parsed(value, where)
+        turns, items, tools, unread = self._parsed(value, where)
         shown = [
             (ref.field.key, label_of(ref.file), [*map(label_of, ref.frames)], ref.given)
             if ref.frames or ref.given
             else (ref.field.key, label_of(ref.file))
             for ref in items
         ]
-        text = msgspec.json.encode((turns, shown))
+        said = [_said(turn, self._reading.fields) for turn in turns]
+        text = msgspec.json.encode((said, shown, tools) if tools else (said, shown))
         readers = self._reading.readers
         if readers is None or not items:
-            return text, ()
+            return text, (), unread
         record = Record(self.name, 0, where, (), tuple(items), self.entry.images)
-        return text, [readers[ref.field].header(record.item(k)) for k, ref in enumerate(items)]
+        return text, [readers[ref.field].header(record.item(k)) for k, ref in enumerate(items)], unread
+
+
+def _said(turn: Turn, fields: Sequence[ItemField]) -> tuple[object, ...]:
+    """A turn for the digest: its speaker and text, and all of it only if that is more, so that records keep theirs."""
+    if turn.supervised and not turn.further:
+        if isinstance(turn.content, str):
+            return turn.role, turn.content
+        items = [part for part in turn.content if not isinstance(part, str)]
+        if turn.role == "assistant" or split_at_placeholders(turn.text, fields)[1] == items:
+            return turn.role, turn.text
+    parts = [part if isinstance(part, str) else (part.key,) for part in turn.parts]
+    return turn.role, parts, turn.supervised, turn.further

@@ -57,7 +57,9 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     job, inputs = open_inputs(config, platform, watchdog)
     steps = build_step_trainer(job, platform, inputs.weights, watchdog=watchdog)
     topology = steps.topology
-    for notice in backend_notices(config.model.layer_backend, platform) if topology.rank == FIRST else ():
+    unread = {data.unread for each in (inputs.mixture, *inputs.held_out.values()) for data, _ in each.parts}
+    notices = [*backend_notices(config.model.layer_backend, platform), *sorted(unread - {""})]
+    for notice in notices if topology.rank == FIRST else ():
         print(notice, flush=True)
     state = TrainState(steps.optimizer, topology, steps.shapes, working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):

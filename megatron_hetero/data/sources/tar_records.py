@@ -9,8 +9,8 @@ from typing import Any
 from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.data.item_fields import FRAME_SUFFIXES, PLURALS, is_content
+from megatron_hetero.data.keys import FORMS
 from megatron_hetero.data.sources.json_files import BOM, MOST_TEXT_BYTES, decode_json, lone_surrogate, not_utf8
-from megatron_hetero.data.validation import FORMS
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".mpg", ".mpeg", ".m4v")
 """A part with such a suffix is a video."""
