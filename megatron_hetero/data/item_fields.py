@@ -74,25 +74,31 @@ def label_of(file: Any) -> Any:
     return file.label if is_content(file) else file
 
 
+def wrong(
+    place: str, found: str, expected: str, fix: str = "correct or remove the record", because: str = ""
+) -> UserError:
+    """The error for a field of a record."""
+    return UserError.at(place, found=found, expected=expected, fix=fix, because=because)
+
+
 def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Path | None) -> list[ItemRef]:
-    """The items in a field of a record, or of a part of a message. A video is a file or a list of frames. `folder`: of
-    images, to which absolute paths become relative. Raises `UserError`.
+    """The items in a field of a record. A video is a file or a list of frames. Raises `UserError`.
+
+    `folder`: of images and videos, to which absolute paths become relative.
     """
     name, is_video = _named(value, field.name, where), field.modality == "video"
-    place, given = f"{where}: field '{name}'", value.get(name)
-    if given is None:
+    if (given := value.get(name)) is None:
         return []
+    place = f"{where}: field '{name}'"
     listed = [given] if isinstance(given, str) or is_content(given) else given
     if not isinstance(listed, list):
         raise _no_paths(given, place, _VIDEOS if is_video else "a string, a list of strings, or null")
     files: list[Any] = []
     for k, each in enumerate(listed):
-        place_of_one = f"{place}[{k}]" if listed is given else place
-        frames = each if is_video and isinstance(each, list) else [each]
-        found = [_file(path, place_of_one, folder, field.modality) for path in frames]
-        files.append(found if frames is each else found[0])
-    if is_video and listed is given:
-        files = _videos(files, place)
+        of_one, is_list = f"{place}[{k}]" if listed is given else place, is_video and isinstance(each, list)
+        found = [_file(path, of_one, folder, is_video) for path in (each if is_list else [each])]
+        files.append(found if is_list else found[0])
+    files = _videos(files, place) if is_video and listed is given else files
     return [ItemRef(field, each[0], tuple(each)) if isinstance(each, list) else ItemRef(field, each) for each in files]
 
 
@@ -102,12 +108,8 @@ def _named(value: Mapping[str, Any], field: str, where: str) -> str:
     if not value.get(plural):
         return field
     if plural != field and value.get(field):
-        raise UserError.at(
-            f"{where}: fields '{field}' and '{plural}'",
-            problem="given both",
-            because="they are names of one field",
-            fix="remove one of them",
-        )
+        place, because = f"{where}: fields '{field}' and '{plural}'", "they are names of one field"
+        raise UserError.at(place, problem="given both", because=because, fix="remove one of them")
     return plural
 
 
@@ -115,24 +117,17 @@ def _videos(given: list[Any], place: str) -> list[Any]:
     """Each video of a list, as a file or as a list of frames."""
     if any(isinstance(each, list) for each in given):
         for k, each in enumerate(given):
-            if each == [] or not (isinstance(each, str | list) or is_content(each)):
+            if each == []:
                 raise _no_paths(each, f"{place}[{k}]", _VIDEOS)
             if isinstance(each, list) and not all(map(_is_frame, each)):
-                raise UserError.at(
-                    f"{place}[{k}]",
-                    found=quoted(str(each)),
-                    expected=f"the frames of one video, files such as {', '.join(FRAME_SUFFIXES[:4])}",
-                    fix="list videos without an inner list",
-                )
+                expected = f"the frames of one video, files such as {', '.join(FRAME_SUFFIXES[:4])}"
+                raise wrong(f"{place}[{k}]", quoted(str(each)), expected, "list videos without an inner list")
         return given
     are_frames = list(map(_is_frame, given))
     if any(are_frames) and not all(are_frames):
-        raise UserError.at(
-            place,
-            found=f"pictures and {quoted(str(given[are_frames.index(False)]))} in one list",
-            expected="the frames of one video, or videos",
-            fix="put the frames of each video into a list of their own, [[...], ...]",
-        )
+        found = f"pictures and {quoted(str(given[are_frames.index(False)]))} in one list"
+        fix = "put the frames of each video into a list of their own, [[...], ...]"
+        raise wrong(place, found, "the frames of one video, or videos", fix)
     return [given] if any(are_frames) else given
 
 
@@ -143,10 +138,8 @@ def _is_frame(path: Any) -> bool:
 
 def with_settings(value: Mapping[str, Any], refs: list[ItemRef], where: str) -> list[ItemRef]:
     """Items of one field with those `SETTINGS` of a record or part that they do not have. Raises `UserError`."""
-    if not refs:
-        return refs
     found: list[dict[str, Any]] = [dict(ref.given) for ref in refs]
-    for name in SETTINGS if refs[0].field.modality == "video" else SIZES:
+    for name in SETTINGS if refs and refs[0].field.modality == "video" else SIZES if refs else ():
         (expected, is_one, convert), given, place = SETTINGS[name], value.get(name), f"{where}: field '{name}'"
         if given is None:
             continue
@@ -154,35 +147,29 @@ def with_settings(value: Mapping[str, Any], refs: list[ItemRef], where: str) -> 
         each = [given] * len(refs) if one and (name != "times" or len(refs) == 1) else given
         if not isinstance(each, list) or len(each) != len(refs) or not all(map(is_one, each)):
             several = f", or a list of {len(refs)} of these" if len(refs) > 1 else ""
-            raise UserError.at(place, found=quoted(str(given)), expected=expected + several, fix="correct the record")
+            raise wrong(place, quoted(str(given)), expected + several, "correct the record")
         for ref, of_one, values in zip(refs, each, found, strict=True):
-            times = name == "times"
-            if (times and len(of_one) != len(ref.frames)) or (name == "sample_fps" and not ref.frames):
+            is_unfit = len(of_one) != len(ref.frames) if name == "times" else name == "sample_fps" and not ref.frames
+            if is_unfit:
                 what = f"{len(ref.frames)} frames" if ref.frames else f"the file {quoted(str(ref.file))}"
-                raise UserError.at(
-                    place,
-                    found=f"{len(of_one)} times for {what}" if times else f"it for {what}",
-                    expected="one for each frame of a list of frames" if times else "a list of frames",
-                    because="a file has times of its own",
-                    fix="correct or remove the field",
-                )
+                several = f"{len(of_one)} times" if name == "times" else "a rate"
+                expected, because = "one for each frame of a list of frames", "a file has times of its own"
+                raise wrong(place, f"{several} for {what}", expected, "correct or remove the field", because)
             values.setdefault(name, convert(of_one))
     return [ref._replace(given=_checked(of_one, where)) for ref, of_one in zip(refs, found, strict=True)]
 
 
 def _checked(given: dict[str, Any], where: str) -> tuple[tuple[str, Any], ...]:
     """Settings of one item that do not contradict each other. Raises `UserError`."""
-    found, expected = "", ""
+    fix, sides = "correct or remove one of these fields", {"resized_height", "resized_width"} & given.keys()
     for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):
         if low in given and given[low] > given.get(high, given[low]):
-            found, expected = f"{low} {given[low]} above {high} {given[high]}", f"{low} up to {high}"
-    for one, other in (("fps", "nframes"), ("fps", "sample_fps")):
-        if one in given and other in given:
-            found, expected = f"both {one} and {other}", "one of them"
-    if len(sides := {"resized_height", "resized_width"} & given.keys()) == 1:
-        found, expected = f"{min(sides)} alone", "both resized_height and resized_width"
-    if found:
-        raise UserError.at(where, found=found, expected=expected, fix="correct or remove one of these fields")
+            raise wrong(where, f"{low} {given[low]} above {high} {given[high]}", f"{low} up to {high}", fix)
+    for other in {"nframes", "sample_fps"} & given.keys():
+        if "fps" in given:
+            raise wrong(where, f"both fps and {other}", "one of them", fix)
+    if len(sides) == 1:
+        raise wrong(where, f"{min(sides)} alone", "both resized_height and resized_width", fix)
     if "sample_fps" in given:
         given["fps"] = given.pop("sample_fps")
     return tuple(given.items())
@@ -219,33 +206,29 @@ stored. Pictures have `SIZES` alone. Names of qwen-vl-utils, but for `times`.
 
 def _no_paths(value: Any, place: str, expected: str) -> UserError:
     fix = "write the path relative to the folder of images and videos"
-    return UserError.at(place, found="an empty list" if value == [] else kind(value), expected=expected, fix=fix)
+    return wrong(place, "an empty list" if value == [] else kind(value), expected, fix)
 
 
-def _file(path: Any, where: str, folder: Path | None, modality: Modality) -> str | Content:
+def _file(path: Any, where: str, folder: Path | None, is_video: bool) -> str | Content:
     """A path in the folder of images, relative to that, or the picture in a data URI. Raises `UserError`."""
     if is_content(path):
         return path
+    fix = "write a path relative to the image folder"
     if not isinstance(path, str) or not path.strip() or "\0" in path:
-        found = quoted(path) if isinstance(path, str) else kind(path)
-        raise UserError.at(
-            where, found=found, expected="the path of a file", fix="write a path relative to the image folder"
-        )
+        raise wrong(where, quoted(path) if isinstance(path, str) else kind(path), "the path of a file", fix)
     if ":" in path and (match := _SCHEME.match(path)):
-        return _of_url(path, match[0].lower(), where, modality)
+        if match[0].lower() == "data":
+            return _picture(path, where, is_video)
+        because = "nothing is downloaded, and annotations must not reach other files"
+        raise wrong(where, quoted(path), "the path of a file", f"copy the file there, and {fix}", because)
     if path.startswith("/") and folder is not None:
         path = _relative(path, folder)
-    if (path.startswith("/") and folder is not None) or (
+    if (folder is not None and path.startswith("/")) or (
         ".." in path and posixpath.normpath(path).split("/")[0] == ".."
     ):
-        raise UserError.at(
-            where,
-            found=f"{quoted(path)}, which leaves the image folder",
-            expected=f"a path inside {folder}" if folder is not None else "a path inside the image folder",
-            because="annotations must not reach other files",
-            fix="move the file into the folder, or set `images` in data.registry to a folder above both and write "
-            "paths relative to that",
-        )
+        found, because = f"{quoted(path)}, which leaves the image folder", "annotations must not reach other files"
+        fix = f"copy the file there, and {fix}, or set `images` in data.registry to a folder above it"
+        raise wrong(where, found, f"a path inside {folder or 'the image folder'}", fix, because)
     return path
 
 
@@ -258,24 +241,16 @@ def _relative(path: str, folder: Path) -> str:
     return path
 
 
-def _of_url(url: str, scheme: str, where: str, modality: Modality) -> InMemory:
-    """The picture in a data URI. Raises `UserError` for all other URLs."""
-    expected, fix = "a path relative to the image folder", "write the path of a file in the image folder"
-    if scheme != "data":
-        fix = "download the file, and " + fix if scheme != "file" else fix + ", without file://"
-        because = "nothing is downloaded" if scheme != "file" else "annotations name files inside that folder alone"
-        raise UserError.at(where, found=quoted(url), expected=expected, because=because, fix=fix)
-    fix, match = "write it to a file in the image folder, and name that", _DATA.match(url)
-    if match is None or (modality == "video" and not f".{match[1].lower()}".endswith(FRAME_SUFFIXES)):
-        expected = "a picture such as data:image/png;base64,..."
-        raise UserError.at(where, found=f"the data URI {quoted(url[:40])}", expected=expected, fix=fix)
-    text = "".join(url[match.end() :].split())
+def _picture(uri: str, where: str, is_video: bool) -> InMemory:
+    """The picture in a data URI. Raises `UserError`."""
+    fix, found, match = "write it to a file in the image folder, and name that", quoted(uri[:40]), _DATA.match(uri)
+    if match is None or (is_video and not f".{match[1].lower()}".endswith(FRAME_SUFFIXES)):
+        raise wrong(where, f"the data URI {found}", "a picture such as data:image/png;base64,...", fix)
     try:
-        data = base64.b64decode(text, validate=True)
+        data = base64.b64decode("".join(uri[match.end() :].split()), validate=True)
     except ValueError as error:
-        raise UserError.at(where, problem=f"a data URI of broken base64 ({error})", fix=fix) from None
+        raise wrong(where, f"the data URI {found} ({error})", "base64", fix) from None
     if not 0 < len(data) <= MOST_DATA_BYTES:
-        expected = f"at most {MOST_DATA_BYTES:,}"
-        raise UserError.at(where, found=f"a data URI of {len(data):,} bytes", expected=expected, fix=fix)
+        raise wrong(where, f"a data URI of {len(data):,} bytes", f"1 to {MOST_DATA_BYTES:,}", fix)
     name = f"{hashlib.sha256(data).hexdigest()[:32]}.{match[1].lower()}"
     return InMemory(data, name, name, (name, len(data)))

@@ -45,7 +45,7 @@ _ROWS = (
 )  # fmt: skip
 """Levels, keys, why they are refused, and what to do. `label` is that of preferences if it is true or false."""
 REFUSED = {(level, name): why for levels, names, *why in _ROWS for level in levels.split() for name in names.split()}
-_MOST_NAMES, _MOST_CHARACTERS = 32, 64
+MOST_NAMES, _MOST_CHARACTERS = 32, 64
 """Names of keys that are counted by themselves, and characters of a name."""
 
 
@@ -66,5 +66,5 @@ def count_names(counts: dict[str, int], names: Iterable[str], number: int = 1) -
     """Add a number to the counts of these names. All beyond the first names count as one."""
     for name in names:
         short = name[:_MOST_CHARACTERS]
-        key = short if short in counts or len(counts) < _MOST_NAMES else "others"
+        key = short if short in counts or len(counts) < MOST_NAMES else "others"
         counts[key] = counts.get(key, 0) + number

@@ -17,9 +17,13 @@ from megatron_hetero.base.contents import StoredFile
 from megatron_hetero.base.errors import UserError, printable, quoted, reason
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
+from megatron_hetero.data.keys import MOST_NAMES
 from megatron_hetero.data.sources.index import Blocks, Indexer
 from megatron_hetero.data.sources.mapping import FieldMap
 from megatron_hetero.data.sources.opening import open_files
+from megatron_hetero.data.sources.parquet import ParquetFiles
+from megatron_hetero.data.sources.tar_records import TEXTS
+from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES, Parsed, split_at_placeholders, validate_record, with_items
 from megatron_hetero.models.items.types import Header, Item, ItemReader
@@ -151,8 +155,10 @@ class Dataset(Sequence[Record]):
 
     @property
     def unread(self) -> str:
-        """A line about keys of records that were not read; empty if there are none."""
-        names = ", ".join(f"{name} ({number:,})" for name, number in self._index.unread.items())
+        """A line about keys of records that were not read; empty if there are none. Raises `UserError`, `OSError`."""
+        columns = self._format.unread(self._index.files[0]) if isinstance(self._format, ParquetFiles) else ()
+        counts = {**dict.fromkeys(columns[:MOST_NAMES], len(self)), **self._index.unread}
+        names = ", ".join(f"{name} ({number:,})" for name, number in counts.items())
         return names and printable(f"data set {self.name}: keys that are not read, by number of records: {names}")
 
     @cached_property
@@ -208,7 +214,10 @@ class Dataset(Sequence[Record]):
 
     def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[Header], Sequence[str]]:
         """See `megatron_hetero.data.sources.index.Check`."""
-        turns, items, tools, unread = self._parsed(value, where)
+        turns, items, tools, names = self._parsed(value, where)
+        # Parts of samples that are texts, and what mapped fields come from, have been read.
+        is_tar, used = isinstance(self._format, TarFiles), [path[0] for _, path in self._map.paths]
+        unread = [each for each in names if each not in used and not (is_tar and each.rpartition(".")[2] in TEXTS)]
         shown = [
             (ref.field.key, label_of(ref.file), [*map(label_of, ref.frames)], ref.given)
             if ref.frames or ref.given

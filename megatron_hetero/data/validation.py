@@ -14,11 +14,10 @@ users and tools; in parts of messages, types tell what is an item, and what the 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_hetero.base.errors import VISION, UserError, in_short, quoted
-from megatron_hetero.data.item_fields import SETTINGS, ItemField, ItemRef, items_of, kind, with_settings
+from megatron_hetero.data.item_fields import SETTINGS, ItemField, ItemRef, items_of, kind, with_settings, wrong
 from megatron_hetero.data.keys import FORMS, READ, THOUGHTS, WEIGHTS, unread
 from megatron_hetero.data.turns import ChatRole, Turn
 from megatron_hetero.models.items.types import Modality
@@ -40,6 +39,14 @@ _NEXT = {None: ("user",), "user": ("assistant",), "assistant": ("user", "tool"),
 """Roles that may follow a turn; only a tool follows its call."""
 _SHOWING = ("user", "tool")
 """Roles whose turns show items."""
+_TEXTS = {"conversations": ("value",), "messages": ("content",), "texts": ("user", "assistant"),
+          **dict.fromkeys(FORMS[3:], ("question", "answer"))}  # fmt: skip
+"""Keys of the texts of turns, in turn, by form."""
+_EXAMPLES = {
+    "conversations": '[{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]',
+    "messages": '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]',
+    "texts": '[{"user": ..., "assistant": ...}]',
+}
 _PARTS = {"image_url": "image", "video_url": "video"}
 """Fields of items by types of parts, besides their own."""
 
@@ -53,18 +60,6 @@ class Parsed(NamedTuple):
     items: list[ItemRef]
     tools: tuple[dict[str, Any], ...] = ()
     unread: Sequence[str] = ()
-
-
-class _Function(msgspec.Struct):
-    name: str
-    arguments: Any = None
-
-
-class _Call(msgspec.Struct, omit_defaults=True):
-    """A call as OpenAI writes it."""
-
-    function: _Function
-    id: str | None = None
 
 
 def item_fields(encoders: Mapping[str, Sequence[Modality]]) -> tuple[ItemField, ...]:
@@ -104,11 +99,11 @@ def validate_record(
         UserError: naming ``where`` and the field.
     """
     if not isinstance(value, dict):
-        raise _wrong(where, kind(value), "a JSON object", 'write {"image": ..., "conversations": [...]}')
+        raise wrong(where, kind(value), "a JSON object", 'write {"image": ..., "conversations": [...]}')
     known, has_videos = _known(tuple(fields))
     ignored = unread(value, "record", known, where)
     form = next((name for name in FORMS if value.get(name) is not None), FORMS[0])
-    turns = _FORMS[form](value, where, ignored)
+    turns = _turns(value, form, where, ignored)
     _check_order(turns, form, where)
     if not has_videos and (name := next((name for name in ("video", "videos") if value.get(name)), None)):
         raise _no_videos(f"{where}: field '{name}'")
@@ -129,9 +124,9 @@ def validate_record(
             content = tuple(part.field if isinstance(part, ItemRef) else part for part in parts)
             refs = [part for part in parts if isinstance(part, ItemRef)]
         if refs and turn.role not in _SHOWING:
-            found, expected = f"{refs[0].field.placeholder} in a turn of {_speaker(turn.role, form)}", "only text"
+            found, expected = f"{refs[0].field.placeholder} in a turn of {_speakers((turn.role,), form)}", "only text"
             fix = "move it to the human turn that shows the item; what is text is a part of type text in `messages`"
-            raise _wrong(_place(where, form, k), found, expected, fix)
+            raise wrong(_place(where, form, k), found, expected, fix)
         if content is not turn.content:
             turns[k] = turn._replace(content=content)
         shown += refs
@@ -140,22 +135,16 @@ def validate_record(
     _check_answers(turns, form, where)
     items = _placed(value, shown, own, form, where)
     if folder is None and (paths := [ref for ref in items if isinstance(ref.file, str)]):
-        raise UserError.at(
-            f"{where}: field '{paths[0].field.name}'",
-            problem=f"{quoted(str(paths[0].file))} given, but the data set has no image folder",
-            fix="set `images` of the data set in data.registry",
-        )
+        problem = f"{quoted(str(paths[0].file))} given, but the data set has no image folder"
+        fix, place = "set `images` of the data set in data.registry", f"{where}: field '{paths[0].field.name}'"
+        raise UserError.at(place, problem=problem, fix=fix)
     if (system := value.get("system")) is not None:
         if not isinstance(system, str) or turns[0].role == "system":
             found = kind(system) if not isinstance(system, str) else "it beside a turn of system"
-            raise _wrong(f"{where}: field 'system'", found, "one text of the system", "remove the field or the turn")
+            raise wrong(f"{where}: field 'system'", found, "one text of the system", "remove the field or the turn")
         turns = [Turn("system", system), *turns]
     tools = value.get("tools") or ()
     return Parsed(turns, items, tuple(_objects(tools, f"{where}: field 'tools'")) if tools else (), ignored)
-
-
-def _wrong(place: str, found: str, expected: str, fix: str = "correct or remove the record") -> UserError:
-    return UserError.at(place, found=found, expected=expected, fix=fix)
 
 
 @lru_cache
@@ -214,20 +203,20 @@ def _part(part: Any, fields: Mapping[str, ItemField], place: str, folder: Path |
     if name == "text":
         ignored += unread(given, "part", ("type", "text"), place)
         if not isinstance(given.get("text"), str):
-            raise _wrong(f"{place}: field 'text'", kind(given.get("text")), "a text", "write it, or remove the part")
+            raise wrong(f"{place}: field 'text'", kind(given.get("text")), "a text", "write it, or remove the part")
         return given["text"]
     field = fields.get(_PARTS.get(name, name)) if isinstance(name, str) else None
     if field is None:
         found = f"a part of type {quoted(name)}" if given and isinstance(name, str) else kind(part)
         fix = "write it as one of these, or remove the part"
-        raise _wrong(place, found, f"parts of type {', '.join(['text', *fields, *_PARTS])}", fix)
+        raise wrong(place, found, f"parts of type {', '.join(['text', *fields, *_PARTS])}", fix)
     if isinstance(given.get(name), dict):  # {"type": "image_url", "image_url": {"url": ...}}
         given = {**given, name: None, **given[name]}
     ignored += unread(given, "part", (*READ["part"], name, field.name), place)
     files = [given[key] for key in dict.fromkeys((name, field.name, "url", "path")) if given.get(key) is not None]
     refs = items_of({field.name: files}, field, place, folder) if files else [ItemRef(field, "")]
     if len(refs) != 1:
-        raise _wrong(place, f"{len(refs)} items", "one item in a part", "write a part for each")
+        raise wrong(place, f"{len(refs)} items", "one item in a part", "write a part for each")
     return with_settings(given, refs, place)[0]
 
 
@@ -247,23 +236,22 @@ def _placed(
 ) -> list[ItemRef]:
     """The items that turns show, those of the record's fields in their order, with what it says of them."""
     fields = [ref.field for ref in shown]
-    without = fields if all(ref.file == "" for ref in shown) else [ref.field for ref in shown if ref.file == ""]
+    without = [ref.field for ref in shown if ref.file == ""]
     for field, refs in own.items():
-        place, marks = f"{where}: fields '{field.name}' and '{form}'", without.count(field)
-        if refs and marks < fields.count(field):
+        marks, is_in_both = without.count(field), bool(refs) and len(without) < len(fields)
+        if marks == len(refs) and not is_in_both:
+            continue
+        place = f"{where}: fields '{field.name}' and '{form}'"
+        if is_in_both and marks < fields.count(field):
             because, fix = "their order is unknown", "name each in one of them"
             raise UserError.at(place, problem=f"{field.name}s in both", because=because, fix=fix)
         if marks != len(refs):
-            raise UserError.at(
-                place,
-                found=f"{marks} {field.placeholder} placeholders for {len(refs)} {field.modality}s",
-                expected=f"one placeholder for each {field.modality}",
-                because="a placeholder marks the position of an item's tokens",
-                fix=f"add or remove placeholders or {field.modality}s",
-            )
-    coming = {field: iter(refs) for field, refs in own.items()}
+            found = f"{marks} {field.placeholder} placeholders for {len(refs)} {field.modality}s"
+            fix, because = f"add or remove placeholders or {field.modality}s", "it marks the place of an item's tokens"
+            raise wrong(place, found, f"one placeholder for each {field.modality}", fix, because)
+    coming = {field: iter(refs) for field, refs in own.items() if refs}
     items = [ref if ref.file != "" else next(coming[ref.field]) for ref in shown]
-    if SETTINGS.keys().isdisjoint(value) and not any(ref.given for ref in shown):
+    if not items or (SETTINGS.keys().isdisjoint(value) and not any(ref.given for ref in shown)):
         return items
     items = [item._replace(given=ref.given) for item, ref in zip(items, shown, strict=True)]
     settled = {field: iter(with_settings(value, [i for i in items if i.field == field], where)) for field in own}
@@ -273,88 +261,60 @@ def _placed(
 # --------------------------------------------------------------------------------------------- forms of text
 
 
-Form = Callable[[dict[str, Any], str, list[str]], list[Turn]]
-"""The turns of a record, whose content may be a list of parts as the record has it. Adds names of keys that are not
-read to a list.
-"""
-
-
-def _conversations(value: dict[str, Any], where: str, ignored: list[str]) -> list[Turn]:
-    listed = _listed(value, "conversations", where, '[{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]')
-    with contextlib.suppress(KeyError, TypeError):  # Nearly all records are as simple as they can be.
-        turns = [Turn(ROLES[turn["from"]], turn["value"]) for turn in listed if len(turn) == 2]
-        if len(turns) == len(listed) and all(type(turn.content) is str for turn in turns):
-            return turns
-    return [_turn(turn, "from", "value", _place(where, "conversations", k), ignored) for k, turn in enumerate(listed)]
-
-
-def _messages(value: dict[str, Any], where: str, ignored: list[str]) -> list[Turn]:
-    example = '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]'
-    listed = _listed(value, "messages", where, example)
-    return [_turn(turn, "role", "content", _place(where, "messages", k), ignored) for k, turn in enumerate(listed)]
-
-
-def _texts(value: dict[str, Any], where: str, ignored: list[str]) -> list[Turn]:
-    turns = []
-    for k, pair in enumerate(_listed(value, "texts", where, '[{"user": ..., "assistant": ...}]')):
-        place, rest = _place(where, "texts", 2 * k), {**pair} if isinstance(pair, dict) else pair
-        user = {"role": "user", "user": rest.pop("user", None)} if isinstance(rest, dict) else rest
-        turns.append(_turn(user, "role", "user", place, ignored))
-        turns.append(_turn({**rest, "role": "assistant"}, "role", "assistant", place, ignored))
-    return turns
-
-
-def _question(value: dict[str, Any], where: str, _: list[str]) -> list[Turn]:
-    question, answer = value.get("question"), value.get("answer")
-    # Some data sets have several right answers, the first of which is trained on.
-    answer = _as_text(answer[0] if isinstance(answer, list) and answer else answer)
-    turns = [Turn("user", "" if question is None else question), Turn("assistant", answer)]
-    for name, turn in zip(FORMS[3:], turns, strict=True):
-        if not isinstance(turn.content, str):
-            found = "no such field" if value.get(name) is None else kind(turn.content)
-            fix = "name the field that has it in `fields` of the data set, or correct the record"
-            raise _wrong(f"{where}: field '{name}'", found, "a text", fix)
-    return turns
-
-
-_FORMS: dict[str, Form] = dict(zip(FORMS, (_conversations, _messages, _texts, _question, _question), strict=True))
-
-
-def _listed(value: dict[str, Any], form: str, where: str, example: str) -> list[Any]:
-    listed = value.get(form)
-    if not isinstance(listed, list) or not listed:
+def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> list[Turn]:
+    """The turns of a record, whose content may be a list of parts as the record has it."""
+    listed, keys = value.get(form), _TEXTS[form]
+    if form in FORMS[3:]:
+        answer = value.get("answer")
+        # Some data sets have several right answers, the first of which is trained on.
+        answer = answer[0] if isinstance(answer, list) and answer else answer
+        listed = [{"role": "user", "question": value.get("question") or ""}, {"role": "assistant", "answer": answer}]
+    elif not isinstance(listed, list) or not listed:
         found = "no such field" if form not in value else "an empty list" if listed == [] else kind(listed)
-        expected = "a list of turns" if form != "texts" else "a list of pairs"
-        raise _wrong(f"{where}: field '{form}'", found, expected, f"write {example}")
-    return listed
+        raise wrong(f"{where}: field '{form}'", found, "a list of turns", f"write {_EXAMPLES[form]}")
+    elif form == "texts":
+        if (pair := next((pair for pair in listed if not isinstance(pair, dict)), listed)) is not listed:
+            raise wrong(_place(where, form, 2 * listed.index(pair)), kind(pair), "a pair", f"write {_EXAMPLES[form]}")
+        pairs = (({"role": "user", "user": pair.get("user")}, {**pair, "role": "assistant"}) for pair in listed)
+        listed = [turn for pair in pairs for turn in pair]
+    elif form == FORMS[0]:
+        try:  # Nearly all records are as simple as they can be.
+            turns = [Turn(ROLES[t["from"]], t["value"]) for t in listed if len(t) == 2 and type(t["value"]) is str]
+        except (KeyError, TypeError):
+            turns = []
+        if len(turns) == len(listed):
+            return turns
+    return [_turn(turn, keys, k % len(keys), _place(where, form, k), ignored) for k, turn in enumerate(listed)]
 
 
 # ------------------------------------------------------------------------------------------------------- turns
 
 
-def _turn(turn: Any, role_key: str, text_key: str, place: str, ignored: list[str]) -> Turn:
+def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[str]) -> Turn:
+    """A turn with its text in key `k` of `keys`."""
+    role_key, text_key = "from" if keys == ("value",) else "role", keys[k]
     if not isinstance(turn, dict):
-        raise _wrong(place, kind(turn), f"an object with '{role_key}' and '{text_key}'")
-    ignored += unread(turn, "turn", (*READ["turn"], role_key, text_key), place)
+        raise wrong(place, kind(turn), f"an object with '{role_key}' and '{text_key}'")
+    ignored += unread(turn, "turn", (*READ["turn"], role_key, *keys), place)
     speaker, text = turn.get(role_key), turn.get(text_key)
     role = "assistant" if speaker in _CALLS else ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         found = quoted(speaker) if isinstance(speaker, str) else f"{kind(speaker)} for '{role_key}'"
         names = "human, gpt, system, observation or function_call"
         names = names if role_key == "from" else "user, assistant, system or tool"
-        raise _wrong(place, found, f"'{role_key}' to be {names}", "rename the speaker of this turn")
+        raise wrong(place, found, f"'{role_key}' to be {names}", "rename the speaker of this turn")
     further = _further({**turn, "tool_calls": text} if speaker in _CALLS else turn, role, place)
     if role == "assistant":
         text = "" if "tool_calls" in further and (text is None or speaker in _CALLS) else _as_text(text)
-    if not isinstance(text, str) and (role_key == "from" or not isinstance(text, list)):
+    if not isinstance(text, str) and (text_key != "content" or not isinstance(text, list)):
         found, fix = f"{kind(text)} for '{text_key}'", f"write the turn's text in '{text_key}'"
-        raise _wrong(place, found, "a string", fix)
+        raise wrong(place, found, "a string", fix)
     given = {name: turn[name] for name in WEIGHTS if turn.get(name) is not None}
     answers = [bool(each) for each in given.values() if each in (0, 1) and (role == "assistant" or not each)]
     if len(answers) < len(given) or len(set(answers)) > 1:
         found = ", ".join(f"{name} {each!r:.20}" for name, each in given.items())
         expected, fix = "true, false, 1 or 0, and for answers alone", "write `loss` of answers alone, true or false"
-        raise _wrong(place, f"{found} in a turn of {role}", expected, fix)
+        raise wrong(place, f"{found} in a turn of {role}", expected, fix)
     content: Any = text
     return Turn(role, content, all(answers) or role != "assistant", further)
 
@@ -376,24 +336,23 @@ def _further(turn: dict[str, Any], role: ChatRole, place: str) -> dict[str, Any]
         if name == "tool_calls":
             given = [_call(call, place_of_it) for call in _objects(given, place_of_it)]
         elif not isinstance(given, str):
-            raise _wrong(place_of_it, kind(given), "a text")
+            raise wrong(place_of_it, kind(given), "a text")
         if role != speaker or found.setdefault(key, given) != given:
             shown = f"it in a turn of {role}" if role != speaker else f"another text than in '{key}'"
-            raise _wrong(place_of_it, shown, f"it once, in a turn of {speaker}", "correct or remove the field")
+            raise wrong(place_of_it, shown, f"it once, in a turn of {speaker}", "correct or remove the field")
     return found
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     """A call as chat templates take it, with its arguments as an object."""
-    try:
-        found = msgspec.convert(call if call.get("function") else {"function": call}, _Call)
-        arguments = found.function.arguments or {}
-        arguments = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-        found.function.arguments = msgspec.convert(arguments, dict[str, Any])
-    except (ValueError, RecursionError) as error:
-        expected = '{"function": {"name": ..., "arguments": {...}}}'
-        raise _wrong(place, f"a call that does not fit ({in_short(error)})", expected) from None
-    return {"type": "function", **msgspec.to_builtins(found)}
+    function = call.get("function") or call
+    function = function if isinstance(function, dict) else {}
+    name, arguments = function.get("name"), function.get("arguments") or {}
+    given = _objects(arguments, place)
+    if not isinstance(name, str) or not name or len(given) != 1:
+        raise wrong(place, f"{kind(name)} for a function's name", '{"function": {"name": ..., "arguments": {...}}}')
+    number = {"id": call["id"]} if call.get("id") is not None else {}
+    return {"type": "function", **number, "function": {"name": name, "arguments": given[0]}}
 
 
 def _objects(given: Any, place: str) -> list[dict[str, Any]]:
@@ -402,16 +361,19 @@ def _objects(given: Any, place: str) -> list[dict[str, Any]]:
         given = msgspec.json.decode(given) if isinstance(given, str) else given
         return msgspec.convert(given if isinstance(given, list) else [given], list[dict[str, Any]])
     except (ValueError, RecursionError) as error:
-        raise _wrong(place, in_short(error), "JSON objects in a list, or its JSON text") from None
+        raise wrong(place, in_short(error), "JSON objects in a list, or its JSON text") from None
 
 
 def _check_answers(turns: Sequence[Turn], form: str, where: str) -> None:
     """Check that no answer is empty, and one is trained on."""
+    is_trained = False
     for k, turn in enumerate(turns):
-        if turn.role == "assistant" and (not turn.content or turn.text.isspace()) and "tool_calls" not in turn.further:
-            because, fix = "the model would be trained to say nothing", "write the answer, or remove the record"
-            raise UserError.at(_place(where, form, k), problem="empty answer", because=because, fix=fix)
-    if not any(turn.supervised for turn in turns if turn.role == "assistant"):
+        if turn.role == "assistant":
+            is_trained |= turn.supervised
+            if (not turn.content or turn.text.isspace()) and "tool_calls" not in turn.further:
+                because, fix = "the model would be trained to say nothing", "write the answer, or remove the record"
+                raise UserError.at(_place(where, form, k), problem="empty answer", because=because, fix=fix)
+    if not is_trained:
         fix = "remove the record, or train on one of its answers"
         raise UserError.at(f"{where}: field '{form}'", problem="no answer that is trained on", fix=fix)
 
@@ -422,32 +384,25 @@ def _check_order(turns: Sequence[Turn], form: str, where: str) -> None:
     """
     before, is_call = None, False
     for k, turn in enumerate(turns):
-        if turn.role == "system" and not k:
-            continue
         wanted = ("tool",) if is_call else _NEXT[before]
-        if turn.role not in wanted:
+        if turn.role not in wanted and (k or turn.role != "system"):
+            found, expected = (f"a turn of {_speakers(roles, form)}" for roles in ((turn.role,), wanted))
+            because = "turns alternate after an optional leading system turn, and tools answer their calls"
             fix = "merge consecutive turns of one speaker, or remove the extra turn"
-            raise UserError.at(
-                _place(where, form, k),
-                found=f"a turn of {_speaker(turn.role, form)}",
-                expected=f"a turn of {' or '.join(_speaker(each, form) for each in wanted)}",
-                because="turns alternate after an optional leading system turn, and tools answer their calls",
-                fix="add the tool's answer, or remove the call" if is_call else fix,
-            )
-        before, is_call = turn.role, "tool_calls" in turn.further
+            fix = "add the tool's answer, or remove the call" if is_call else fix
+            raise wrong(_place(where, form, k), found, expected, fix, because)
+        before, is_call = turn.role if turn.role != "system" else None, "tool_calls" in turn.further
     if before != "assistant":
-        answering = _speaker("assistant", form)
-        raise UserError.at(
-            _place(where, form, len(turns) - 1),
-            found=f"a conversation that ends with {_speaker(turns[-1].role, form)}",
-            expected=f"one that ends with {answering}",
-            because=f"only {answering} turns are trained on",
-            fix="add the answer, or remove the last turn",
-        )
+        last, answering = (_speakers((role,), form) for role in (turns[-1].role, "assistant"))
+        fix, because = "add the answer, or remove the last turn", f"only {answering} turns are trained on"
+        found, place = f"a conversation that ends with {last}", _place(where, form, len(turns) - 1)
+        raise wrong(place, found, f"one that ends with {answering}", fix, because)
 
 
-def _speaker(role: str, form: str) -> str:
-    return {"user": "human", "assistant": "gpt", "tool": "observation"}.get(role, role) if form == FORMS[0] else role
+def _speakers(roles: Sequence[str], form: str) -> str:
+    """Roles by the names of a form."""
+    names = {"user": "human", "assistant": "gpt", "tool": "observation"} if form == FORMS[0] else {}
+    return " or ".join(names.get(role, role) for role in roles)
 
 
 def _place(where: str, form: str, k: int) -> str:

@@ -156,6 +156,12 @@ class ParquetFiles:
         """See `Format.read_ahead`. Loads row groups in the background, into at most half of the cache."""
         self._background.submit(self._load_ahead, file, numbers)
 
+    def unread(self, file: StoredFile) -> list[str]:
+        """Columns of a file that are not read. Raises `UserError`, `OSError`."""
+        footer = self._footer(file)
+        names, used = footer.metadata.schema.to_arrow_schema().names, {column.name for column in footer.columns}
+        return [name for name in names if name not in used]
+
     def bytes_of(self, cell: Cell) -> bytes:
         """The bytes of an item. Raises `OSError`, and `UserError` if the file is damaged."""
         footer = self._footer(cell.file)

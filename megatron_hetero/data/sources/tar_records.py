@@ -118,7 +118,9 @@ def _slots(given: Any, field: str) -> list[tuple[dict[str, Any], str]]:
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None
         shown = content if isinstance(content, list) else []
-        holders += [(part, field) for part in shown if isinstance(part, dict) and part.get("type") == field]
+        for part in (part for part in shown if isinstance(part, dict) and part.get("type") in (field, f"{field}_url")):
+            key = next((key for key in (part["type"], field, "url", "path") if part.get(key)), field)
+            holders.append((part[key], "url") if isinstance(part.get(key), dict) else (part, key))
     return [(holder, key) for holder, key in holders if holder.get(key)]
 
 

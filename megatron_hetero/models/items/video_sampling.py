@@ -72,7 +72,7 @@ class Sampling:
         high = given.get("max_frames", max(self.max_frames, low))
         own = replace(self, fps=given.get("fps") or self.fps, min_frames=low, max_frames=high)
         if "nframes" in given:
-            number = round(given["nframes"] / 2) * 2
+            number = max(2, round(given["nframes"] / 2) * 2)
             own = replace(own, fps=None, min_frames=number, max_frames=number)
         if given.keys().isdisjoint(("min_pixels", "max_pixels", "total_pixels")):
             return own

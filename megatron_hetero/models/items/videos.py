@@ -190,13 +190,6 @@ class VideoReader:
             rate = mean_rate(times[first:stop])
         # The rate of a list of frames is the list's own.
         sampling = self.sampling.given({**given, "fps": None} if item.frames else given)
-        if "nframes" in given and not 2 <= sampling.min_frames <= stop - first:
-            raise UserError.at(
-                f"{item.where}: video {item.content}",
-                found=f"nframes {given['nframes']}",
-                expected=f"2 to {stop - first}, the frames of the video",
-                fix="correct nframes, or give fps",
-            )
         numbers = sampling.frames(stop - first, rate)
         count = len(numbers)
         numbers = first + (numbers if constant else nearest_frames(times[first:stop], numbers))

@@ -141,7 +141,7 @@ def test_forms_of_text(value: dict[str, Any], texts: list[str], items: list[str]
         ({"texts": [{"user": "Q", "assistant": None}]}, r"'texts\[0\]': found null for 'assistant'"),
         ({"texts": ["Q"]}, r"'texts\[0\]': found a string"),
         ({"texts": [{"user": "Q", "assistant": " "}]}, r"'texts\[0\]': empty answer"),
-        ({"question": "Q"}, "field 'answer': found no such field"),
+        ({"question": "Q"}, "field 'answer': found null for 'answer'"),
         ({"question": 3, "answer": "A"}, "field 'question': found a number"),
         ({"question": "Q", "answer": ""}, "field 'answer': empty answer"),
         ({"answer": "A", "system": 1}, "field 'system': found a number"),

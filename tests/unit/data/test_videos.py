@@ -158,8 +158,7 @@ def test_segments_and_rates_of_records(folder: Path) -> None:
     assert (sized.rows * read.patch, sized.columns * read.patch) == given_size(
         {"resized_height": 112, "resized_width": 60}, 2 * read.patch
     )
-    with pytest.raises(UserError, match="found nframes 82, expected 2 to 80, the frames of the video. Correct nframes"):
-        read.size(item_of(path, nframes=82))
+    assert read.size(item_of(path, nframes=82)).pairs == 40
     assert read.size(item_of(path, video_start=12.0)).times[0] == 12.0
     times = [k / 30 for k in range(30)] + [1 + k / 2 for k in range(20)]
     uneven = write_video(folder / "images/fast.mp4", noise(50, (56, 56), 2), times=times, rate=30)
