@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,21 +162,16 @@ def _no_videos(place: str) -> UserError:
 
 def with_items(turn: Turn, fields: Sequence[ItemField]) -> Turn:
     """A turn of `Parsed` with items in place of placeholders, and its texts joined between them."""
-    merged: list[str | ItemField] = [""]
+    parts: Sequence[str | ItemField] = turn.parts
     if isinstance(turn.content, str):
         if turn.role not in _SHOWING or "<" not in turn.content:
             return turn
         texts, shown = split_at_placeholders(turn.content, fields)
         parts = [part for pair in zip(texts, [*shown, ""], strict=True) for part in pair]
-    else:
-        parts = turn.content
-    for part in parts:
-        if isinstance(part, str) and isinstance(merged[-1], str):
-            merged[-1] += part
-        else:
-            merged.append(part)
-    parts = [part for part in merged if part != ""]
-    return turn._replace(content=tuple(parts) if len(merged) > 1 else merged[0])
+    runs = groupby(parts, lambda part: isinstance(part, str))
+    merged = [each for is_text, run in runs for each in (["".join(map(str, run))] if is_text else run) if each != ""]
+    is_text = all(isinstance(each, str) for each in merged)
+    return turn._replace(content="".join(map(str, merged)) if is_text else tuple(merged))
 
 
 def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> tuple[list[str], list[ItemField]]:
@@ -238,14 +234,12 @@ def _placed(
     fields = [ref.field for ref in shown]
     without = [ref.field for ref in shown if ref.file == ""]
     for field, refs in own.items():
-        marks, is_in_both = without.count(field), bool(refs) and len(without) < len(fields)
-        if marks == len(refs) and not is_in_both:
-            continue
-        place = f"{where}: fields '{field.name}' and '{form}'"
-        if is_in_both and marks < fields.count(field):
-            because, fix = "their order is unknown", "name each in one of them"
-            raise UserError.at(place, problem=f"{field.name}s in both", because=because, fix=fix)
+        marks = without.count(field)
+        if refs and marks < fields.count(field):
+            place, because = f"{where}: fields '{field.name}' and '{form}'", "their order is unknown"
+            raise UserError.at(place, problem=f"{field.name}s in both", because=because, fix="name each in one of them")
         if marks != len(refs):
+            place = f"{where}: fields '{field.name}' and '{form}'"
             found = f"{marks} {field.placeholder} placeholders for {len(refs)} {field.modality}s"
             fix, because = f"add or remove placeholders or {field.modality}s", "it marks the place of an item's tokens"
             raise wrong(place, found, f"one placeholder for each {field.modality}", fix, because)
