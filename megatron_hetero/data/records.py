@@ -117,6 +117,7 @@ class Dataset(Sequence[Record]):
             )
         self._format, files, own = open_files(entry, setting, [field.name for field in reading.fields])
         self._map = FieldMap.parse(entry.fields or own, reading.fields, f"{setting}.fields")
+        self._mapped = {".".join(path[:n]) for _, path in self._map.paths for n in range(1, len(path) + 1)}
         key = (self._format, entry.video_placeholder, entry.images is not None, self._map, *map(tuple, reading.fields))
         scan, strict = reading.readers is not None, reading.strict
         indexer = Indexer(name, files, self._format, self._checked, repr(key), reading.cache, scan=scan, strict=strict)
@@ -215,16 +216,18 @@ class Dataset(Sequence[Record]):
     def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[Header], Sequence[str]]:
         """See `megatron_hetero.data.sources.index.Check`."""
         turns, items, tools, names = self._parsed(value, where)
-        # Parts of samples that are texts, and what mapped fields come from, have been read.
-        is_tar, used = isinstance(self._format, TarFiles), [path[0] for _, path in self._map.paths]
-        unread = [each for each in names if each not in used and not (is_tar and each.rpartition(".")[2] in TEXTS)]
+        is_tar = isinstance(self._format, TarFiles)  # Parts of its samples that are texts have been read.
+        unread = [n for n in names if n not in self._mapped and not (is_tar and n.rpartition(".")[2] in TEXTS)]
         shown = [
             (ref.field.key, label_of(ref.file), [*map(label_of, ref.frames)], ref.given)
             if ref.frames or ref.given
             else (ref.field.key, label_of(ref.file))
             for ref in items
         ]
-        said = [_said(turn, self._reading.fields) for turn in turns]
+        said = [
+            turn[:2] if type(turn.content) is str and turn.supervised and not turn.further else self._said(turn)
+            for turn in turns
+        ]
         text = msgspec.json.encode((said, shown, tools) if tools else (said, shown))
         readers = self._reading.readers
         if readers is None or not items:
@@ -232,14 +235,11 @@ class Dataset(Sequence[Record]):
         record = Record(self.name, 0, where, (), tuple(items), self.entry.images)
         return text, [readers[ref.field].header(record.item(k)) for k, ref in enumerate(items)], unread
 
-
-def _said(turn: Turn, fields: Sequence[ItemField]) -> tuple[object, ...]:
-    """A turn for the digest: its speaker and text, and all of it only if that is more, so that records keep theirs."""
-    if turn.supervised and not turn.further:
-        if isinstance(turn.content, str):
-            return turn.role, turn.content
-        items = [part for part in turn.content if not isinstance(part, str)]
-        if turn.role == "assistant" or split_at_placeholders(turn.text, fields)[1] == items:
+    def _said(self, turn: Turn) -> tuple[object, ...]:
+        """A turn for the digest: its speaker and text, or all of it if that is more, so that records keep theirs."""
+        items = [part for part in turn.parts if not isinstance(part, str)]
+        is_text = turn.role == "assistant" or split_at_placeholders(turn.text, self._reading.fields)[1] == items
+        if turn.supervised and not turn.further and is_text:
             return turn.role, turn.text
-    parts = [part if isinstance(part, str) else (part.key,) for part in turn.parts]
-    return turn.role, parts, turn.supervised, turn.further
+        parts = [part if isinstance(part, str) else (part.key,) for part in turn.parts]
+        return turn.role, parts, turn.supervised, turn.further
