@@ -174,10 +174,12 @@ def show_statistics(config: Config, count: int, console: Console) -> None:
 
 
 def samples_per_epoch(parts: Iterable[tuple[Dataset, SampledDataset]]) -> str:
-    """Samples of an epoch of these data sets, in words."""
+    """Samples of an epoch of these data sets, and keys of their records that are not read, in lines."""
+    parts = list(parts)
     good = [(len(data) - data.bad, each) for data, each in parts]
     sources = ", ".join(f"{each} ({records} records)" for records, each in good)
-    return printable(f"{sum(each.count(records) for records, each in good)} samples per epoch from {sources}")
+    text = printable(f"{sum(each.count(records) for records, each in good)} samples per epoch from {sources}")
+    return "\n".join([text, *dict.fromkeys(data.unread for data, _ in parts if data.unread)])
 
 
 def _problems(found: Iterable[DatasetStatistics]) -> Iterator[str]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import itertools
+import os
 import posixpath
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_hetero.base.contents import Content
+from megatron_hetero.base.contents import Content, InMemory
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.models.items.types import Modality
 
@@ -17,7 +22,11 @@ FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".p
 PLURALS = {"image": "images", "video": "videos"}
 """Fields of the encoder `vision`, and their other names."""
 _MOST, _RATES = 1e9, (1e-3, 1000)
-"""Largest number of seconds, and smallest and largest number of frames per second."""
+"""Largest number of seconds, pixels or frames, and smallest and largest number of frames per second."""
+MOST_DATA_BYTES = 4 << 20
+"""Limit of a picture in a data URI."""
+_DATA = re.compile(r"data:image/([\w.+-]+)[^,]*;base64,", re.IGNORECASE)
+_SCHEME = re.compile(r"data(?=:[^,]*,)|[a-z][a-z0-9+.-]*(?=://)", re.IGNORECASE)
 _VIDEOS = "the path of a video, a list of paths, or a list of frames"
 
 
@@ -65,39 +74,42 @@ def label_of(file: Any) -> Any:
     return file.label if is_content(file) else file
 
 
-def items_of(value: dict[str, Any], field: ItemField, where: str) -> list[ItemRef]:
-    """The items in a field of a record. A video is a file or a list of frames. Raises `UserError`."""
+def wrong(
+    place: str, found: str, expected: str, fix: str = "correct or remove the record", because: str = ""
+) -> UserError:
+    """The error for a field of a record."""
+    return UserError.at(place, found=found, expected=expected, fix=fix, because=because)
+
+
+def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Path | None) -> list[ItemRef]:
+    """The items in a field of a record. A video is a file or a list of frames. Raises `UserError`.
+
+    `folder`: of images and videos, to which absolute paths become relative.
+    """
     name, is_video = _named(value, field.name, where), field.modality == "video"
-    place, given = f"{where}: field '{name}'", value.get(name)
-    listed = [] if given is None else [given] if isinstance(given, str) or is_content(given) else given
+    if (given := value.get(name)) is None:
+        return []
+    place = f"{where}: field '{name}'"
+    listed = [given] if isinstance(given, str) or is_content(given) else given
     if not isinstance(listed, list):
         raise _no_paths(given, place, _VIDEOS if is_video else "a string, a list of strings, or null")
-    if is_video and isinstance(given, list):
-        listed = _videos(given, place)
+    files: list[Any] = []
     for k, each in enumerate(listed):
-        for path in each if is_video and isinstance(each, list) else [each]:
-            _check_path(path, f"{place}[{k}]" if isinstance(given, list) else place)
-    if not is_video:
-        return [ItemRef(field, path) for path in listed]
-    videos = [
-        ItemRef(field, each[0], tuple(each)) if isinstance(each, list) else ItemRef(field, each) for each in listed
-    ]
-    fields = _further(value, videos, where)
-    return [video._replace(given=tuple(of_one)) for video, of_one in zip(videos, fields, strict=True)]
+        of_one, is_list = f"{place}[{k}]" if listed is given else place, is_video and isinstance(each, list)
+        found = [_file(path, of_one, folder, is_video) for path in (each if is_list else [each])]
+        files.append(found if is_list else found[0])
+    files = _videos(files, place) if is_video and listed is given else files
+    return [ItemRef(field, each[0], tuple(each)) if isinstance(each, list) else ItemRef(field, each) for each in files]
 
 
-def _named(value: dict[str, Any], field: str, where: str) -> str:
+def _named(value: Mapping[str, Any], field: str, where: str) -> str:
     """The name that a record uses for a field. Raises `UserError` if it uses both."""
     plural = PLURALS.get(field, field)
     if not value.get(plural):
         return field
     if plural != field and value.get(field):
-        raise UserError.at(
-            f"{where}: fields '{field}' and '{plural}'",
-            problem="given both",
-            because="they are names of one field",
-            fix="remove one of them",
-        )
+        place, because = f"{where}: fields '{field}' and '{plural}'", "they are names of one field"
+        raise UserError.at(place, problem="given both", because=because, fix="remove one of them")
     return plural
 
 
@@ -105,24 +117,17 @@ def _videos(given: list[Any], place: str) -> list[Any]:
     """Each video of a list, as a file or as a list of frames."""
     if any(isinstance(each, list) for each in given):
         for k, each in enumerate(given):
-            if each == [] or not (isinstance(each, str | list) or is_content(each)):
+            if each == []:
                 raise _no_paths(each, f"{place}[{k}]", _VIDEOS)
             if isinstance(each, list) and not all(map(_is_frame, each)):
-                raise UserError.at(
-                    f"{place}[{k}]",
-                    found=quoted(str(each)),
-                    expected=f"the frames of one video, files such as {', '.join(FRAME_SUFFIXES[:4])}",
-                    fix="list videos without an inner list",
-                )
+                expected = f"the frames of one video, files such as {', '.join(FRAME_SUFFIXES[:4])}"
+                raise wrong(f"{place}[{k}]", quoted(str(each)), expected, "list videos without an inner list")
         return given
     are_frames = list(map(_is_frame, given))
     if any(are_frames) and not all(are_frames):
-        raise UserError.at(
-            place,
-            found=f"pictures and {quoted(str(given[are_frames.index(False)]))} in one list",
-            expected="the frames of one video, or videos",
-            fix="put the frames of each video into a list of their own, [[...], ...]",
-        )
+        found = f"pictures and {quoted(str(given[are_frames.index(False)]))} in one list"
+        fix = "put the frames of each video into a list of their own, [[...], ...]"
+        raise wrong(place, found, "the frames of one video, or videos", fix)
     return [given] if any(are_frames) else given
 
 
@@ -131,35 +136,43 @@ def _is_frame(path: Any) -> bool:
     return isinstance(name, str) and name.lower().endswith(FRAME_SUFFIXES)
 
 
-def _further(value: dict[str, Any], videos: Sequence[ItemRef], where: str) -> list[list[tuple[str, Any]]]:
-    """The further fields of each video."""
-    found: list[list[tuple[str, Any]]] = [[] for _ in videos]
-    for name, expected, is_one in (
-        ("fps", "frames per second, {:g} to {}".format(*_RATES), lambda x: _is_number(x, *_RATES)),
-        ("video_start", "seconds, a number of at least 0", _is_number),
-        ("video_end", "seconds, a number above 0", lambda x: _is_number(x) and x > 0),
-        ("times", "the second at which each frame is shown, ascending", _is_ascending),
-    ):
-        given, place = value.get(name), f"{where}: field '{name}'"
-        if given is None or not videos:
+def with_settings(value: Mapping[str, Any], refs: list[ItemRef], where: str) -> list[ItemRef]:
+    """Items of one field with those `SETTINGS` of a record or part that they do not have. Raises `UserError`."""
+    found: list[dict[str, Any]] = [dict(ref.given) for ref in refs]
+    for name in SETTINGS if refs and refs[0].field.modality == "video" else SIZES if refs else ():
+        (expected, is_one, convert), given, place = SETTINGS[name], value.get(name), f"{where}: field '{name}'"
+        if given is None:
             continue
         one = is_one(given)
-        each = [given] * len(videos) if one and (name != "times" or len(videos) == 1) else given
-        if not isinstance(each, list) or len(each) != len(videos) or not all(map(is_one, each)):
-            several = f", or a list of {len(videos)} of these" if len(videos) > 1 else ""
-            raise UserError.at(place, found=quoted(str(given)), expected=expected + several, fix="correct the record")
-        for video, of_one, values in zip(videos, each, found, strict=True):
-            if name == "times" and len(of_one) != len(video.frames):
-                what = f"{len(video.frames)} frames" if video.frames else f"the file {quoted(str(video.file))}"
-                raise UserError.at(
-                    place,
-                    found=f"{len(of_one)} times for {what}",
-                    expected="one for each frame of a list of frames",
-                    because="a file has times of its own",
-                    fix="correct or remove the field",
-                )
-            values.append((name, tuple(map(float, of_one)) if name == "times" else float(of_one)))
-    return found
+        each = [given] * len(refs) if one and (name != "times" or len(refs) == 1) else given
+        if not isinstance(each, list) or len(each) != len(refs) or not all(map(is_one, each)):
+            several = f", or a list of {len(refs)} of these" if len(refs) > 1 else ""
+            raise wrong(place, quoted(str(given)), expected + several, "correct the record")
+        for ref, of_one, values in zip(refs, each, found, strict=True):
+            is_unfit = len(of_one) != len(ref.frames) if name == "times" else name == "sample_fps" and not ref.frames
+            if is_unfit:
+                what = f"{len(ref.frames)} frames" if ref.frames else f"the file {quoted(str(ref.file))}"
+                several = f"{len(of_one)} times" if name == "times" else "a rate"
+                expected, because = "one for each frame of a list of frames", "a file has times of its own"
+                raise wrong(place, f"{several} for {what}", expected, "correct or remove the field", because)
+            values.setdefault(name, convert(of_one))
+    return [ref._replace(given=_checked(of_one, where)) for ref, of_one in zip(refs, found, strict=True)]
+
+
+def _checked(given: dict[str, Any], where: str) -> tuple[tuple[str, Any], ...]:
+    """Settings of one item that do not contradict each other. Raises `UserError`."""
+    fix, sides = "correct or remove one of these fields", {"resized_height", "resized_width"} & given.keys()
+    for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):
+        if low in given and given[low] > given.get(high, given[low]):
+            raise wrong(where, f"{low} {given[low]} above {high} {given[high]}", f"{low} up to {high}", fix)
+    for other in {"nframes", "sample_fps"} & given.keys():
+        if "fps" in given:
+            raise wrong(where, f"both fps and {other}", "one of them", fix)
+    if len(sides) == 1:
+        raise wrong(where, f"{min(sides)} alone", "both resized_height and resized_width", fix)
+    if "sample_fps" in given:
+        given["fps"] = given.pop("sample_fps")
+    return tuple(given.items())
 
 
 def _is_number(value: Any, least: float = 0, most: float = _MOST) -> bool:
@@ -173,24 +186,71 @@ def _is_ascending(value: Any) -> bool:
     return all(low < high for low, high in itertools.pairwise(value))
 
 
+_RATE = "frames per second, {:g} to {}".format(*_RATES), lambda x: _is_number(x, *_RATES), float
+_COUNT = "a whole number above 0", lambda x: _is_number(x, 1, 1e12) and x == int(x), int
+SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+SETTINGS: Mapping[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
+    "fps": _RATE,
+    "video_start": ("seconds, a number of at least 0", _is_number, float),
+    "video_end": ("seconds, a number above 0", lambda x: _is_number(x) and x > 0, float),
+    "times": (
+        "the second at which each frame is shown, ascending", _is_ascending, lambda times: tuple(map(float, times))
+    ),
+    "sample_fps": _RATE,
+    **dict.fromkeys(("nframes", "min_frames", "max_frames", "total_pixels", *SIZES), _COUNT),
+}  # fmt: skip
+"""What a record or a part of a message may say of its items: what is expected, whether a value is that, and how it is
+stored. Pictures have `SIZES` alone. Names of qwen-vl-utils, but for `times`.
+"""
+
+
 def _no_paths(value: Any, place: str, expected: str) -> UserError:
     fix = "write the path relative to the folder of images and videos"
-    return UserError.at(place, found="an empty list" if value == [] else kind(value), expected=expected, fix=fix)
+    return wrong(place, "an empty list" if value == [] else kind(value), expected, fix)
 
 
-def _check_path(path: Any, where: str) -> None:
+def _file(path: Any, where: str, folder: Path | None, is_video: bool) -> str | Content:
+    """A path in the folder of images, relative to that, or the picture in a data URI. Raises `UserError`."""
     if is_content(path):
-        return
+        return path
+    fix = "write a path relative to the image folder"
     if not isinstance(path, str) or not path.strip() or "\0" in path:
-        found = quoted(path) if isinstance(path, str) else kind(path)
-        raise UserError.at(
-            where, found=found, expected="the path of a file", fix="write a path relative to the image folder"
-        )
-    if path.startswith("/") or (".." in path and posixpath.normpath(path).split("/")[0] == ".."):
-        raise UserError.at(
-            where,
-            found=f"{quoted(path)}, which leaves the image folder",
-            expected="a path inside the image folder",
-            because="annotations must not reach other files",
-            fix="write it relative to the folder in `images` of data.registry, or set that folder higher up",
-        )
+        raise wrong(where, quoted(path) if isinstance(path, str) else kind(path), "the path of a file", fix)
+    if ":" in path and (match := _SCHEME.match(path)):
+        if match[0].lower() == "data":
+            return _picture(path, where, is_video)
+        because = "nothing is downloaded, and annotations must not reach other files"
+        raise wrong(where, quoted(path), "the path of a file", f"copy the file there, and {fix}", because)
+    if path.startswith("/") and folder is not None:
+        path = _relative(path, folder)
+    if (folder is not None and path.startswith("/")) or (
+        ".." in path and posixpath.normpath(path).split("/")[0] == ".."
+    ):
+        found, because = f"{quoted(path)}, which leaves the image folder", "annotations must not reach other files"
+        fix = f"copy the file there, and {fix}, or set `images` in data.registry to a folder above it"
+        raise wrong(where, found, f"a path inside {folder or 'the image folder'}", fix, because)
+    return path
+
+
+def _relative(path: str, folder: Path) -> str:
+    """An absolute path relative to the folder, by their names or where links lead; unchanged if it is not inside."""
+    for resolve in (os.path.normpath, os.path.realpath):
+        start = os.path.join(resolve(os.path.abspath(folder)), "")
+        if (found := resolve(path)).startswith(start):
+            return found[len(start) :]
+    return path
+
+
+def _picture(uri: str, where: str, is_video: bool) -> InMemory:
+    """The picture in a data URI. Raises `UserError`."""
+    fix, found, match = "write it to a file in the image folder, and name that", quoted(uri[:40]), _DATA.match(uri)
+    if match is None or (is_video and not f".{match[1].lower()}".endswith(FRAME_SUFFIXES)):
+        raise wrong(where, f"the data URI {found}", "a picture such as data:image/png;base64,...", fix)
+    try:
+        data = base64.b64decode("".join(uri[match.end() :].split()), validate=True)
+    except ValueError as error:
+        raise wrong(where, f"the data URI {found} ({error})", "base64", fix) from None
+    if not 0 < len(data) <= MOST_DATA_BYTES:
+        raise wrong(where, f"a data URI of {len(data):,} bytes", f"1 to {MOST_DATA_BYTES:,}", fix)
+    name = f"{hashlib.sha256(data).hexdigest()[:32]}.{match[1].lower()}"
+    return InMemory(data, name, name, (name, len(data)))

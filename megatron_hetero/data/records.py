@@ -8,21 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from megatron_hetero.base.contents import Content as FileContent
 from megatron_hetero.base.contents import StoredFile
-from megatron_hetero.base.errors import UserError, blaming, quoted, reason
+from megatron_hetero.base.errors import UserError, blaming, printable, quoted, reason
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
+from megatron_hetero.data.keys import MOST_NAMES
 from megatron_hetero.data.sources.index import Blocks, Indexer
 from megatron_hetero.data.sources.mapping import FieldMap
 from megatron_hetero.data.sources.opening import open_files
-from megatron_hetero.data.turns import ChatRole, Content, Turn
-from megatron_hetero.data.validation import IMAGES, Turns, split_at_placeholders, validate_record
+from megatron_hetero.data.sources.parquet import ParquetFiles
+from megatron_hetero.data.sources.tar_records import TEXTS
+from megatron_hetero.data.sources.tars import TarFiles
+from megatron_hetero.data.turns import Turn
+from megatron_hetero.data.validation import IMAGES, Parsed, split_at_placeholders, validate_record, with_items
 from megatron_hetero.models.items.types import Header, Item, ItemReader
 
 
@@ -114,6 +118,7 @@ class Dataset(Sequence[Record]):
             )
         self._format, files, own = open_files(entry, setting, [field.name for field in reading.fields])
         self._map = FieldMap.parse(entry.fields or own, reading.fields, f"{setting}.fields")
+        self._mapped = {".".join(path[:n]) for _, path in self._map.paths for n in range(1, len(path) + 1)}
         scan, strict = reading.readers is not None, reading.strict
         folder = (strict, entry.images and os.path.realpath(entry.images)) if scan else entry.images is not None
         key = (self._format, entry.video_placeholder, folder, self._map, *map(tuple, reading.fields))
@@ -151,6 +156,14 @@ class Dataset(Sequence[Record]):
         """Messages of the first bad records."""
         return self._index.problems
 
+    @property
+    def unread(self) -> str:
+        """A line about keys of records that were not read; empty if there are none. Raises `UserError`, `OSError`."""
+        columns = self._format.unread(self._index.files[0]) if isinstance(self._format, ParquetFiles) else ()
+        counts = {**dict.fromkeys(columns[:MOST_NAMES], len(self)), **self._index.unread}
+        names = ", ".join(f"{name} ({number:,})" for name, number in counts.items())
+        return names and printable(f"data set {self.name}: keys that are not read, by number of records: {names}")
+
     @cached_property
     def blocks(self) -> Blocks:
         """Runs of records that are read best together."""
@@ -180,14 +193,15 @@ class Dataset(Sequence[Record]):
         with blaming(self.name, i, found.where, "record"):
             if isinstance(found.value, UserError):
                 raise found.value
-            turns, items = self._parsed(found.value, found.where)
+            turns, items, tools, _ = self._parsed(found.value, found.where)
         record = Record(
             dataset=self.name,
             index=i,
             where=found.where,
-            turns=tuple(Turn(cast(ChatRole, role), self._content(role, text)) for role, text in turns),
+            turns=tuple(with_items(turn, self._reading.fields) for turn in turns),
             items=tuple(items),
             folder=self.entry.images,
+            tools=tools,
         )
         known = self._index.headers(file, number)
         # Of files that have changed since, they are read when needed.
@@ -195,43 +209,52 @@ class Dataset(Sequence[Record]):
             return record
         return replace(record, headers=tuple((first, second) for _, first, second in known))
 
-    def _content(self, role: str, text: str) -> Content:
-        texts, shown = split_at_placeholders(text, self._reading.fields)
-        if role != "user" or not shown:
-            return text
-        return tuple(part for pair in zip(texts, [*shown, ""], strict=True) for part in pair if part != "")
-
-    def _parsed(self, value: Any, where: str) -> tuple[Turns, list[ItemRef]]:
-        """The turns and items of a record. Raises `UserError`."""
+    def _parsed(self, value: Any, where: str) -> Parsed:
+        """What a record says. Raises `UserError`."""
         return validate_record(
             self._map.apply(value, where),
             where,
-            has_image_folder=self.entry.images is not None,
+            folder=self.entry.images,
             fields=self._reading.fields,
             video_placeholder=self.entry.video_placeholder,
         )
 
-    def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[tuple[int, int, int]]]:
+    def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[tuple[int, int, int]], Sequence[str]]:
         """See `megatron_hetero.data.sources.index.Check`."""
-        turns, items = self._parsed(value, where)
+        turns, items, tools, names = self._parsed(value, where)
+        is_tar = isinstance(self._format, TarFiles)  # Parts of its samples that are texts have been read.
+        unread = [n for n in names if n not in self._mapped and not (is_tar and n.rpartition(".")[2] in TEXTS)]
         shown = [
             (ref.field.key, label_of(ref.file), [*map(label_of, ref.frames)], ref.given)
             if ref.frames or ref.given
             else (ref.field.key, label_of(ref.file))
             for ref in items
         ]
-        text = msgspec.json.encode((turns, shown))
+        said = [
+            turn[:2] if type(turn.content) is str and turn.supervised and not turn.further else self._said(turn)
+            for turn in turns
+        ]
+        text = msgspec.json.encode((said, shown, tools) if tools else (said, shown))
         readers = self._reading.readers
         if readers is None or not items:
-            return text, ()
+            return text, (), unread
         record = Record(self.name, 0, where, (), tuple(items), self.entry.images)
         try:
             shown_by = [(readers[ref.field], record.item(k)) for k, ref in enumerate(items)]
-            return text, [(_stamp(item), *reader.header(item)) for reader, item in shown_by]
+            return text, [(_stamp(item), *reader.header(item)) for reader, item in shown_by], unread
         except UserError:
             if self._reading.strict:
                 raise
-            return text, ()  # They may be there when they are needed.
+            return text, (), unread  # They may be there when they are needed.
+
+    def _said(self, turn: Turn) -> tuple[object, ...]:
+        """A turn for the digest: its speaker and text, or all of it if that is more, so that records keep theirs."""
+        items = [part for part in turn.parts if not isinstance(part, str)]
+        is_text = turn.role == "assistant" or split_at_placeholders(turn.text, self._reading.fields)[1] == items
+        if turn.supervised and not turn.further and is_text:
+            return turn.role, turn.text
+        parts = [part if isinstance(part, str) else (part.key,) for part in turn.parts]
+        return turn.role, parts, turn.supervised, turn.further
 
 
 def _stamp(item: Item) -> int:

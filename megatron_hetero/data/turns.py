@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from megatron_hetero.data.item_fields import ItemField
 
@@ -13,8 +12,7 @@ Content = str | tuple[str | ItemField, ...]
 """A text, or texts and the fields of items in their order. What looks like a placeholder in a text is text."""
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One speaker's turn.
 
     Attributes:
@@ -28,7 +26,7 @@ class Turn:
     role: ChatRole
     content: Content
     supervised: bool = True
-    further: dict[str, Any] = field(default_factory=dict)
+    further: Mapping[str, Any] = {}
 
     @property
     def parts(self) -> Sequence[str | ItemField]:
@@ -38,4 +36,6 @@ class Turn:
     @property
     def text(self) -> str:
         """The content with a placeholder for each item, for display."""
+        if isinstance(self.content, str):
+            return self.content
         return "".join(part if isinstance(part, str) else part.placeholder for part in self.parts)

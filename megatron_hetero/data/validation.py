@@ -1,4 +1,5 @@
-"""Validates records, once when their files are indexed and again when one is read, and reduces them to turns and items.
+"""Validates records, once when their files are indexed and again when one is read, and reduces them to turns, items and
+tools.
 
 The text of a record is in one of these *forms*, the first that it has:
 
@@ -7,29 +8,59 @@ The text of a record is in one of these *forms*, the first that it has:
   - `texts`: pairs of `user` and `assistant`;
   - `question` and `answer`; or `answer` alone, as for captions.
 
-In all but the first, items without placeholders come before the first human text.
+In all but the first, items without placeholders come before the first human text. Placeholders are in plain texts of
+users and tools; in parts of messages, types tell what is an item, and what the assistant says is text.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from megatron_hetero.base.errors import VISION, UserError, quoted
-from megatron_hetero.data.item_fields import PLURALS, ItemField, ItemRef, items_of, kind
+import msgspec
+
+from megatron_hetero.base.errors import VISION, UserError, in_short, quoted
+from megatron_hetero.data.item_fields import SETTINGS, ItemField, ItemRef, items_of, kind, with_settings, wrong
+from megatron_hetero.data.keys import FORMS, READ, THOUGHTS, WEIGHTS, unread
+from megatron_hetero.data.turns import ChatRole, Turn
 from megatron_hetero.models.items.types import Modality
 
-# Names of LLaVA and of chat templates.
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-FORMS = ("conversations", "messages", "texts", "question", "answer")
-"""Fields with the text of a record."""
-FURTHER = ("system", "fps", "times", "video_start", "video_end")
-"""Fields that say more of text or videos."""
+# Names of LLaVA and of chat templates; of LLaMA-Factory and ms-swift for tools.
+ROLES: Mapping[str, ChatRole] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+         "system": "system", "tool": "tool", "observation": "tool", "tool_response": "tool"}  # fmt: skip
+_CALLS = ("function_call", "tool_call")
+"""Speakers, the assistant, whose text is the JSON of `tool_calls`."""
+_NEXT = {None: ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
+"""Roles that may follow a turn; only a tool follows its call."""
+_SHOWING = ("user", "tool")
+"""Roles whose turns show items."""
+_TEXTS = {"conversations": ("value",), "messages": ("content",), "texts": ("user", "assistant"),
+          **dict.fromkeys(FORMS[3:], ("question", "answer"))}  # fmt: skip
+"""Keys of the texts of turns, in turn, by form."""
+_EXAMPLES = {
+    "conversations": '[{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]',
+    "messages": '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]',
+    "texts": '[{"user": ..., "assistant": ...}]',
+}
+_PARTS = {"image_url": "image", "video_url": "video"}
+"""Fields of items by types of parts, besides their own."""
 
-Turns = list[tuple[str, str]]
+
+class Parsed(NamedTuple):
+    """What a record says. `items`: in the order in which turns show them. `unread`: names of keys that were not read,
+    see `megatron_hetero.data.keys`.
+    """
+
+    turns: list[Turn]
+    items: list[ItemRef]
+    tools: tuple[dict[str, Any], ...] = ()
+    unread: Sequence[str] = ()
 
 
 def item_fields(encoders: Mapping[str, Sequence[Modality]]) -> tuple[ItemField, ...]:
@@ -54,51 +85,93 @@ def validate_record(
     value: Any,
     where: str,
     *,
-    has_image_folder: bool,
+    folder: Path | None,
     fields: Sequence[ItemField] = IMAGES,
     video_placeholder: str = "<video>",
-) -> tuple[Turns, list[ItemRef]]:
+) -> Parsed:
     """Checks one record, whose items may be in `fields`, and reduces it to what training needs.
 
     Args:
         where: the record in messages.
-        has_image_folder: whether items may be given by paths.
+        folder: of items that are given by paths.
         video_placeholder: what stands for a video in records without pictures.
-
-    Returns:
-        The turns as (role, text) with role in system, user, assistant; and the items in the order of placeholders.
 
     Raises:
         UserError: naming ``where`` and the field.
     """
     if not isinstance(value, dict):
-        raise UserError.at(
-            where, found=kind(value), expected="a JSON object", fix='write {"image": ..., "conversations": [...]}'
-        )
+        raise wrong(where, kind(value), "a JSON object", 'write {"image": ..., "conversations": [...]}')
+    known, has_videos = _known(tuple(fields))
+    ignored = unread(value, "record", known, where)
     form = next((name for name in FORMS if value.get(name) is not None), FORMS[0])
-    value, turns = _FORMS[form](value, where)
+    turns = _turns(value, form, where, ignored)
     _check_order(turns, form, where)
-    items = {field: items_of(value, field, where) for field in fields}
-    if video_placeholder != "<video>" and value.get("video") and not value.get("image"):
-        turns = [(role, text.replace(video_placeholder, "<video>")) for role, text in turns]
+    if not has_videos and (name := next((name for name in ("video", "videos") if value.get(name)), None)):
+        raise _no_videos(f"{where}: field '{name}'")
+    own = {field: items_of(value, field, where, folder) for field in fields}
+    mark = video_placeholder if value.get("video") and not value.get("image") else "<video>"
+    shown: list[ItemRef] = []
+    for k, turn in enumerate(turns):
+        if isinstance(turn.content, str) and (turn.role == "assistant" or "<" not in turn.content):
+            continue
+        if isinstance(turn.content, str):
+            text = turn.content.replace(mark, "<video>")
+            if not has_videos and "<video>" in text:
+                raise _no_videos(_place(where, form, k))
+            content, refs = text, [ItemRef(field, "") for field in split_at_placeholders(text, fields)[1]]
+        else:
+            names, place = {field.name: field for field in fields}, _place(where, form, k)
+            parts = [_part(part, names, f"{place} part {j}", folder, ignored) for j, part in enumerate(turn.content)]
+            content = tuple(part.field if isinstance(part, ItemRef) else part for part in parts)
+            refs = [part for part in parts if isinstance(part, ItemRef)]
+        if refs and turn.role not in _SHOWING:
+            found, expected = f"{refs[0].field.placeholder} in a turn of {_speakers((turn.role,), form)}", "only text"
+            fix = "move it to the human turn that shows the item; what is text is a part of type text in `messages`"
+            raise wrong(_place(where, form, k), found, expected, fix)
+        if content is not turn.content:
+            turns[k] = turn._replace(content=content)
+        shown += refs
     if form != FORMS[0]:
-        turns = _with_placeholders(turns, items)
-    everything = "\n".join([text for _, text in turns])
-    if not any(field.modality == "video" for field in fields):
-        _refuse_videos(value, turns, form, where)
-    shown = split_at_placeholders(everything, fields)[1] if "<" in everything else []
-    for field in fields:
-        _check_placeholders(turns, len(items[field]), shown.count(field), field, form, where)
-        if not has_image_folder and (paths := [ref.file for ref in items[field] if isinstance(ref.file, str)]):
-            raise UserError.at(
-                f"{where}: field '{field.name}'",
-                problem=f"{quoted(paths[0])} given, but the data set has no image folder",
-                fix="set `images` of the data set in data.registry",
-            )
-    if len(shown) < 2:
-        return turns, [items[field][0] for field in shown]
-    coming = {field: iter(its_items) for field, its_items in items.items()}
-    return turns, [next(coming[field]) for field in shown]
+        shown = _before(turns, own, shown)
+    _check_answers(turns, form, where)
+    items = _placed(value, shown, own, form, where)
+    if folder is None and (paths := [ref for ref in items if isinstance(ref.file, str)]):
+        problem = f"{quoted(str(paths[0].file))} given, but the data set has no image folder"
+        fix, place = "set `images` of the data set in data.registry", f"{where}: field '{paths[0].field.name}'"
+        raise UserError.at(place, problem=problem, fix=fix)
+    if (system := value.get("system")) is not None:
+        if not isinstance(system, str) or turns[0].role == "system":
+            found = kind(system) if not isinstance(system, str) else "it beside a turn of system"
+            raise wrong(f"{where}: field 'system'", found, "one text of the system", "remove the field or the turn")
+        turns = [Turn("system", system), *turns]
+    tools = value.get("tools") or ()
+    return Parsed(turns, items, tuple(_objects(tools, f"{where}: field 'tools'")) if tools else (), ignored)
+
+
+@lru_cache
+def _known(fields: tuple[ItemField, ...]) -> tuple[frozenset[str], bool]:
+    """Keys of records that are read, and whether videos are."""
+    known = frozenset([*READ["record"], *(field.name for field in fields)])
+    return known, any(field.modality == "video" for field in fields)
+
+
+def _no_videos(place: str) -> UserError:
+    problem = "a video or <video>, but the model does not support videos"
+    return UserError.at(place, problem=problem, fix="remove the record, or extract frames and list them in 'image'")
+
+
+def with_items(turn: Turn, fields: Sequence[ItemField]) -> Turn:
+    """A turn of `Parsed` with items in place of placeholders, and its texts joined between them."""
+    parts: Sequence[str | ItemField] = turn.parts
+    if isinstance(turn.content, str):
+        if turn.role not in _SHOWING or "<" not in turn.content:
+            return turn
+        texts, shown = split_at_placeholders(turn.content, fields)
+        parts = [part for pair in zip(texts, [*shown, ""], strict=True) for part in pair]
+    runs = groupby(parts, lambda part: isinstance(part, str))
+    merged = [each for is_text, run in runs for each in (["".join(map(str, run))] if is_text else run) if each != ""]
+    is_text = all(isinstance(each, str) for each in merged)
+    return turn._replace(content="".join(map(str, merged)) if is_text else tuple(merged))
 
 
 def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> tuple[list[str], list[ItemField]]:
@@ -114,218 +187,219 @@ def _placeholders(fields: tuple[ItemField, ...]) -> tuple[re.Pattern[str], dict[
     return re.compile("(" + "|".join(map(re.escape, by_placeholder)) + ")"), by_placeholder
 
 
-def _refuse_videos(value: dict[str, Any], turns: Turns, form: str, where: str) -> None:
-    fields = [f"field '{name}'" for name in ("video", "videos") if value.get(name)]
-    fields += [f"field '{form}[{k}]'" for k, (_, text) in enumerate(turns) if "<video>" in text]
-    if fields:
-        raise UserError.at(
-            f"{where}: {fields[0]}",
-            problem="a video or <video>, but the model does not support videos",
-            fix="remove the record, or extract frames and list them in 'image'",
-        )
+# ------------------------------------------------------------------------------------------ items in their places
 
 
-def _with_placeholders(turns: Turns, items: Mapping[ItemField, Sequence[ItemRef]]) -> Turns:
-    """The turns, with the placeholders of fields that have none before the first human text."""
-    first = next(k for k, (role, _) in enumerate(turns) if role == "user")
-    for field in reversed(list(items)):
-        if items[field] and not any(field.placeholder in text for _, text in turns):
-            role, text = turns[first]
-            turns[first] = role, field.placeholder * len(items[field]) + text
-    return turns
+def _part(part: Any, fields: Mapping[str, ItemField], place: str, folder: Path | None, ignored: list[str]) -> Any:
+    """A part of a message: a text or an item, without a file if that is in the record's field."""
+    if isinstance(part, str):
+        return part
+    given = part if isinstance(part, dict) else {}
+    name = given.get("type") or next((key for key in ("text", *fields, *_PARTS) if given.get(key) is not None), "")
+    if name == "text":
+        ignored += unread(given, "part", ("type", "text"), place)
+        if not isinstance(given.get("text"), str):
+            raise wrong(f"{place}: field 'text'", kind(given.get("text")), "a text", "write it, or remove the part")
+        return given["text"]
+    field = fields.get(_PARTS.get(name, name)) if isinstance(name, str) else None
+    if field is None:
+        found = f"a part of type {quoted(name)}" if given and isinstance(name, str) else kind(part)
+        fix = "write it as one of these, or remove the part"
+        raise wrong(place, found, f"parts of type {', '.join(['text', *fields, *_PARTS])}", fix)
+    if isinstance(given.get(name), dict):  # {"type": "image_url", "image_url": {"url": ...}}
+        given = {**given, name: None, **given[name]}
+    ignored += unread(given, "part", (*READ["part"], name, field.name), place)
+    files = [given[key] for key in dict.fromkeys((name, field.name, "url", "path")) if given.get(key) is not None]
+    refs = items_of({field.name: files}, field, place, folder) if files else [ItemRef(field, "")]
+    if len(refs) != 1:
+        raise wrong(place, f"{len(refs)} items", "one item in a part", "write a part for each")
+    return with_settings(given, refs, place)[0]
+
+
+def _before(turns: list[Turn], own: Mapping[ItemField, Sequence[ItemRef]], shown: Sequence[ItemRef]) -> list[ItemRef]:
+    """What turns show, with items of fields that none shows before the first human text."""
+    more = [ref.field for field, refs in own.items() if not any(ref.field == field for ref in shown) for ref in refs]
+    k = next(k for k, turn in enumerate(turns) if turn.role == "user")
+    if isinstance(text := turns[k].content, str):
+        turns[k] = turns[k]._replace(content="".join(field.placeholder for field in more) + text)
+    else:
+        turns[k] = turns[k]._replace(content=(*more, *text))
+    return [*(ItemRef(field, "") for field in more), *shown]
+
+
+def _placed(
+    value: dict[str, Any], shown: Sequence[ItemRef], own: Mapping[ItemField, Sequence[ItemRef]], form: str, where: str
+) -> list[ItemRef]:
+    """The items that turns show, those of the record's fields in their order, with what it says of them."""
+    fields = [ref.field for ref in shown]
+    without = [ref.field for ref in shown if ref.file == ""]
+    for field, refs in own.items():
+        marks = without.count(field)
+        if refs and marks < fields.count(field):
+            place, because = f"{where}: fields '{field.name}' and '{form}'", "their order is unknown"
+            raise UserError.at(place, problem=f"{field.name}s in both", because=because, fix="name each in one of them")
+        if marks != len(refs):
+            place = f"{where}: fields '{field.name}' and '{form}'"
+            found = f"{marks} {field.placeholder} placeholders for {len(refs)} {field.modality}s"
+            fix, because = f"add or remove placeholders or {field.modality}s", "it marks the place of an item's tokens"
+            raise wrong(place, found, f"one placeholder for each {field.modality}", fix, because)
+    coming = {field: iter(refs) for field, refs in own.items() if refs}
+    items = [ref if ref.file != "" else next(coming[ref.field]) for ref in shown]
+    if not items or (SETTINGS.keys().isdisjoint(value) and not any(ref.given for ref in shown)):
+        return items
+    items = [item._replace(given=ref.given) for item, ref in zip(items, shown, strict=True)]
+    settled = {field: iter(with_settings(value, [i for i in items if i.field == field], where)) for field in own}
+    return [next(settled[item.field]) for item in items]
 
 
 # --------------------------------------------------------------------------------------------- forms of text
 
 
-Form = Callable[[dict[str, Any], str], tuple[dict[str, Any], Turns]]
-"""The record, to which a form may add items, and its turns."""
-
-
-def _conversations(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]:
-    fix = 'write [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]'
-    listed = _listed(value, "conversations", where, fix)
-    with contextlib.suppress(KeyError, TypeError, AttributeError):  # Nearly all records are as simple as they can be.
-        turns = [(ROLES[turn["from"]], turn["value"]) for turn in listed]
-        if all(text.strip() for _, text in turns):
-            return value, turns
-    place = f"{where}: field 'conversations"
-    return value, [_turn(turn, "from", "value", f"{place}[{k}]'") for k, turn in enumerate(listed)]
-
-
-def _messages(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]:
-    fix = 'write [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]'
-    listed, shown = _listed(value, "messages", where, fix), dict[str, list[Any]]()
-    turns = []
-    for k, message in enumerate(listed):
-        place = f"{where}: field 'messages[{k}]'"
-        if isinstance(message, dict) and isinstance(message.get("content"), list):
-            message = {**message, "content": _joined(message["content"], shown, place)}
-        turns.append(_turn(message, "role", "content", place))
-    for name, items in shown.items():
-        if any(value.get(other) for other in (name, PLURALS[name])):
-            raise UserError.at(
-                f"{where}: fields '{name}' and 'messages'",
-                problem=f"{name}s in both",
-                because="their order is unknown",
-                fix="name each in one of them",
-            )
-        value = {**value, name: items}
-    return value, turns
-
-
-def _joined(parts: Sequence[Any], shown: dict[str, list[Any]], place: str) -> str:
-    """The text of a message's parts, with placeholders. Items that parts name go into `shown`, by field."""
-    texts = []
-    for part in parts:
-        name = part.get("type") if isinstance(part, dict) else None
-        if isinstance(part, str) or (name == "text" and isinstance(part.get("text"), str)):
-            texts.append(part if isinstance(part, str) else part["text"])
-        elif name in PLURALS:
-            texts.append(f"<{name}>")
-            if part.get(name) is not None:
-                shown.setdefault(name, []).append(part[name])
-        else:
-            raise UserError.at(
-                place,
-                found=f"a part of type {quoted(name)}" if isinstance(name, str) else kind(part),
-                expected="parts of type text, image or video",
-                fix="correct or remove the record",
-            )
-    return "".join(texts)
-
-
-def _texts(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]:
-    fix = 'write [{"user": ..., "assistant": ...}]'
-    turns: Turns = []
-    for k, pair in enumerate(_listed(value, "texts", where, fix)):
-        place = f"{where}: field 'texts[{k}]'"
-        both = (pair.get("user"), pair.get("assistant")) if isinstance(pair, dict) else (None, None)
-        if not (isinstance(both[0], str) and isinstance(both[1], str)):
-            found = kind(pair) if not isinstance(pair, dict) else " and ".join(map(kind, both))
-            expected, fix = "texts in 'user' and 'assistant'", "correct or remove the record"
-            raise UserError.at(place, found=found, expected=expected, fix=fix)
-        _check_answer(both[1], place)
-        turns += [("user", both[0]), ("assistant", both[1])]
-    return value, _with_system(value, turns, where)
-
-
-def _question(value: dict[str, Any], where: str) -> tuple[dict[str, Any], Turns]:
-    question, answer = value.get("question"), value.get("answer")
-    # Some data sets have several right answers, the first of which is trained on.
-    answer = answer[0] if isinstance(answer, list) and answer else answer
-    turns: Turns = []
-    for name, role, text in (
-        ("question", "user", "" if question is None else question),
-        ("answer", "assistant", answer),
-    ):
-        if not isinstance(text, str):
-            found = "no such field" if value.get(name) is None else kind(text)
-            fix = "name the field that has it in `fields` of the data set, or correct the record"
-            raise UserError.at(f"{where}: field '{name}'", found=found, expected="a text", fix=fix)
-        turns.append((role, text))
-    _check_answer(turns[1][1], f"{where}: field 'answer'")
-    return value, _with_system(value, turns, where)
-
-
-_FORMS: dict[str, Form] = {
-    "conversations": _conversations,
-    "messages": _messages,
-    "texts": _texts,
-    "question": _question,
-    "answer": _question,
-}
-
-
-def _with_system(value: dict[str, Any], turns: Turns, where: str) -> Turns:
-    system = value.get("system")
-    if system is None:
-        return turns
-    if not isinstance(system, str):
-        fix = "correct the record"
-        raise UserError.at(f"{where}: field 'system'", found=kind(system), expected="a text", fix=fix)
-    return [("system", system), *turns]
-
-
-def _listed(value: dict[str, Any], form: str, where: str, fix: str) -> list[Any]:
-    listed = value.get(form)
-    if not isinstance(listed, list) or not listed:
+def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> list[Turn]:
+    """The turns of a record, whose content may be a list of parts as the record has it."""
+    listed, keys = value.get(form), _TEXTS[form]
+    if form in FORMS[3:]:
+        answer = value.get("answer")
+        # Some data sets have several right answers, the first of which is trained on.
+        answer = answer[0] if isinstance(answer, list) and answer else answer
+        listed = [{"role": "user", "question": value.get("question") or ""}, {"role": "assistant", "answer": answer}]
+    elif not isinstance(listed, list) or not listed:
         found = "no such field" if form not in value else "an empty list" if listed == [] else kind(listed)
-        expected = "a list of turns" if form != "texts" else "a list of pairs"
-        raise UserError.at(f"{where}: field '{form}'", found=found, expected=expected, fix=fix)
-    return listed
+        raise wrong(f"{where}: field '{form}'", found, "a list of turns", f"write {_EXAMPLES[form]}")
+    elif form == "texts":
+        if (pair := next((pair for pair in listed if not isinstance(pair, dict)), listed)) is not listed:
+            raise wrong(_place(where, form, 2 * listed.index(pair)), kind(pair), "a pair", f"write {_EXAMPLES[form]}")
+        pairs = (({"role": "user", "user": pair.get("user")}, {**pair, "role": "assistant"}) for pair in listed)
+        listed = [turn for pair in pairs for turn in pair]
+    elif form == FORMS[0]:
+        try:  # Nearly all records are as simple as they can be.
+            turns = [Turn(ROLES[t["from"]], t["value"]) for t in listed if len(t) == 2 and type(t["value"]) is str]
+        except (KeyError, TypeError):
+            turns = []
+        if len(turns) == len(listed):
+            return turns
+    return [_turn(turn, keys, k % len(keys), _place(where, form, k), ignored) for k, turn in enumerate(listed)]
 
 
-def _turn(turn: Any, role_key: str, text_key: str, place: str) -> tuple[str, str]:
+# ------------------------------------------------------------------------------------------------------- turns
+
+
+def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[str]) -> Turn:
+    """A turn with its text in key `k` of `keys`."""
+    role_key, text_key = "from" if keys == ("value",) else "role", keys[k]
     if not isinstance(turn, dict):
-        expected, fix = f"an object with '{role_key}' and '{text_key}'", "correct or remove the record"
-        raise UserError.at(place, found=kind(turn), expected=expected, fix=fix)
+        raise wrong(place, kind(turn), f"an object with '{role_key}' and '{text_key}'")
+    ignored += unread(turn, "turn", (*READ["turn"], role_key, *keys), place)
     speaker, text = turn.get(role_key), turn.get(text_key)
-    if not isinstance(speaker, str) or speaker not in ROLES:
+    role = "assistant" if speaker in _CALLS else ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
         found = quoted(speaker) if isinstance(speaker, str) else f"{kind(speaker)} for '{role_key}'"
-        names = "human, gpt or system" if role_key == "from" else "user, assistant or system"
-        expected, fix = f"'{role_key}' to be {names}", "rename the speaker of this turn"
-        raise UserError.at(place, found=found, expected=expected, fix=fix)
-    if not isinstance(text, str):
+        names = "human, gpt, system, observation or function_call"
+        names = names if role_key == "from" else "user, assistant, system or tool"
+        raise wrong(place, found, f"'{role_key}' to be {names}", "rename the speaker of this turn")
+    further = _further({**turn, "tool_calls": text} if speaker in _CALLS else turn, role, place)
+    if role == "assistant":
+        text = "" if "tool_calls" in further and (text is None or speaker in _CALLS) else _as_text(text)
+    if not isinstance(text, str) and (text_key != "content" or not isinstance(text, list)):
         found, fix = f"{kind(text)} for '{text_key}'", f"write the turn's text in '{text_key}'"
-        raise UserError.at(place, found=found, expected="a string", fix=fix)
-    if ROLES[speaker] == "assistant":
-        _check_answer(text, place)
-    return ROLES[speaker], text
+        raise wrong(place, found, "a string", fix)
+    given = {name: turn[name] for name in WEIGHTS if turn.get(name) is not None}
+    answers = [bool(each) for each in given.values() if each in (0, 1) and (role == "assistant" or not each)]
+    if len(answers) < len(given) or len(set(answers)) > 1:
+        found = ", ".join(f"{name} {each!r:.20}" for name, each in given.items())
+        expected, fix = "true, false, 1 or 0, and for answers alone", "write `loss` of answers alone, true or false"
+        raise wrong(place, f"{found} in a turn of {role}", expected, fix)
+    content: Any = text
+    return Turn(role, content, all(answers) or role != "assistant", further)
 
 
-def _check_answer(text: str, place: str) -> None:
-    if not text or text.isspace():
-        because, fix = "the model would be trained to say nothing", "write the answer, or remove the record"
-        raise UserError.at(place, problem="empty answer", because=because, fix=fix)
+def _as_text(value: Any) -> Any:
+    """Numbers as their JSON text, and other values as they are."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    return json.dumps(value) if is_number else value
 
 
-def _check_order(turns: Turns, form: str, where: str) -> None:
-    """An optional leading system turn, then user and assistant in turn, ending with the assistant."""
-    roles = [role for role, _ in turns]
-    start = 1 if roles[0] == "system" else 0
-    if len(roles) > start and roles[start:] == ["user", "assistant"] * ((len(roles) - start) // 2):
-        return
-    for k, role in enumerate(roles[start:], start=start):
-        wanted = "assistant" if (k - start) % 2 else "user"
-        if role != wanted:
-            raise UserError.at(
-                f"{where}: field '{form}[{k}]'",
-                found=f"a turn of {_speaker(role, form)}",
-                expected=f"a turn of {_speaker(wanted, form)}",
-                because="turns alternate after an optional leading system turn",
-                fix="merge consecutive turns of one speaker, or remove the extra turn",
-            )
-    if roles[-1] != "assistant":
-        answering = _speaker("assistant", form)
-        raise UserError.at(
-            f"{where}: field '{form}[{len(roles) - 1}]'",
-            found=f"a conversation that ends with {_speaker(roles[-1], form)}",
-            expected=f"one that ends with {answering}",
-            because=f"only {answering} turns are trained on",
-            fix="add the answer, or remove the last turn",
-        )
+def _further(turn: dict[str, Any], role: ChatRole, place: str) -> dict[str, Any]:
+    """What a chat message has besides its content."""
+    found: dict[str, Any] = {}
+    speakers = {**dict.fromkeys((*THOUGHTS, "tool_calls"), "assistant"), "name": role, "tool_call_id": "tool"}
+    for name, speaker in speakers.items():
+        if (given := turn.get(name)) in (None, "", []):
+            continue
+        key, place_of_it = THOUGHTS[0] if name in THOUGHTS else name, f"{place}: field '{name}'"
+        if name == "tool_calls":
+            given = [_call(call, place_of_it) for call in _objects(given, place_of_it)]
+        elif not isinstance(given, str):
+            raise wrong(place_of_it, kind(given), "a text")
+        if role != speaker or found.setdefault(key, given) != given:
+            shown = f"it in a turn of {role}" if role != speaker else f"another text than in '{key}'"
+            raise wrong(place_of_it, shown, f"it once, in a turn of {speaker}", "correct or remove the field")
+    return found
 
 
-def _speaker(role: str, form: str) -> str:
-    return {"user": "human", "assistant": "gpt"}.get(role, role) if form == FORMS[0] else role
+def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
+    """A call as chat templates take it, with its arguments as an object."""
+    function = call.get("function") or call
+    function = function if isinstance(function, dict) else {}
+    name, arguments = function.get("name"), function.get("arguments") or {}
+    given = _objects(arguments, place)
+    if not isinstance(name, str) or not name or len(given) != 1:
+        raise wrong(place, f"{kind(name)} for a function's name", '{"function": {"name": ..., "arguments": {...}}}')
+    number = {"id": call["id"]} if call.get("id") is not None else {}
+    return {"type": "function", **number, "function": {"name": name, "arguments": given[0]}}
 
 
-def _check_placeholders(turns: Turns, items: int, placeholders: int, field: ItemField, form: str, where: str) -> None:
-    if placeholders:
-        for k, (role, text) in enumerate(turns):
-            if role != "user" and field.placeholder in text:
-                raise UserError.at(
-                    f"{where}: field '{form}[{k}]'",
-                    found=f"{field.placeholder} in a turn of {_speaker(role, form)}",
-                    expected="placeholders in human turns only",
-                    fix="move the placeholder to the human turn that shows the item",
-                )
-    if placeholders != items:
-        raise UserError.at(
-            f"{where}: fields '{field.name}' and '{form}'",
-            found=f"{placeholders} {field.placeholder} placeholders for {items} {field.modality}s",
-            expected=f"one placeholder for each {field.modality}",
-            because="a placeholder marks the position of an item's tokens",
-            fix=f"add or remove placeholders or {field.modality}s",
-        )
+def _objects(given: Any, place: str) -> list[dict[str, Any]]:
+    """JSON objects, in a list or not, as they are or as JSON text. Raises `UserError`."""
+    try:
+        given = msgspec.json.decode(given) if isinstance(given, str) else given
+        return msgspec.convert(given if isinstance(given, list) else [given], list[dict[str, Any]])
+    except (ValueError, RecursionError) as error:
+        raise wrong(place, in_short(error), "JSON objects in a list, or its JSON text") from None
+
+
+def _check_answers(turns: Sequence[Turn], form: str, where: str) -> None:
+    """Check that no answer is empty, and one is trained on."""
+    is_trained = False
+    for k, turn in enumerate(turns):
+        if turn.role == "assistant":
+            is_trained |= turn.supervised
+            if (not turn.content or turn.text.isspace()) and "tool_calls" not in turn.further:
+                because, fix = "the model would be trained to say nothing", "write the answer, or remove the record"
+                raise UserError.at(_place(where, form, k), problem="empty answer", because=because, fix=fix)
+    if not is_trained:
+        fix = "remove the record, or train on one of its answers"
+        raise UserError.at(f"{where}: field '{form}'", problem="no answer that is trained on", fix=fix)
+
+
+def _check_order(turns: Sequence[Turn], form: str, where: str) -> None:
+    """An optional leading system turn, then user and assistant in turn, ending with the assistant. Tools answer the
+    assistant, who then continues.
+    """
+    before, is_call = None, False
+    for k, turn in enumerate(turns):
+        wanted = ("tool",) if is_call else _NEXT[before]
+        if turn.role not in wanted and (k or turn.role != "system"):
+            found, expected = (f"a turn of {_speakers(roles, form)}" for roles in ((turn.role,), wanted))
+            because = "turns alternate after an optional leading system turn, and tools answer their calls"
+            fix = "merge consecutive turns of one speaker, or remove the extra turn"
+            fix = "add the tool's answer, or remove the call" if is_call else fix
+            raise wrong(_place(where, form, k), found, expected, fix, because)
+        before, is_call = turn.role if turn.role != "system" else None, "tool_calls" in turn.further
+    if before != "assistant":
+        last, answering = (_speakers((role,), form) for role in (turns[-1].role, "assistant"))
+        fix, because = "add the answer, or remove the last turn", f"only {answering} turns are trained on"
+        found, place = f"a conversation that ends with {last}", _place(where, form, len(turns) - 1)
+        raise wrong(place, found, f"one that ends with {answering}", fix, because)
+
+
+def _speakers(roles: Sequence[str], form: str) -> str:
+    """Roles by the names of a form."""
+    names = {"user": "human", "assistant": "gpt", "tool": "observation"} if form == FORMS[0] else {}
+    return " or ".join(names.get(role, role) for role in roles)
+
+
+def _place(where: str, form: str, k: int) -> str:
+    """Turn `k` of a form in messages."""
+    name = f"{form}[{k}]" if form in FORMS[:2] else f"texts[{k // 2}]" if form == "texts" else FORMS[3:][k]
+    return f"{where}: field '{name}'"

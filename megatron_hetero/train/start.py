@@ -57,9 +57,10 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     job, inputs = open_inputs(config, platform, watchdog)
     steps = build_step_trainer(job, platform, inputs.weights, watchdog=watchdog)
     topology = steps.topology
-    notices = *backend_notices(config.model.layer_backend, platform), inputs.processor.advice
-    for notice in filter(None, notices if topology.rank == FIRST else ()):
-        print(notice, flush=True)
+    if topology.rank == FIRST:
+        unread = {data.unread for each in (inputs.mixture, *inputs.held_out.values()) for data, _ in each.parts}
+        notices = *backend_notices(config.model.layer_backend, platform), *sorted(unread), inputs.processor.advice
+        print(*filter(None, notices), sep="\n", end="\n" * any(notices), flush=True)
     state = TrainState(steps.optimizer, topology, steps.shapes, working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
         record = shared_record(config, state, inputs.mixture, inputs.transposed)

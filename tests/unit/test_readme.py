@@ -115,7 +115,7 @@ def test_records_in_the_text_are_valid() -> None:
     records = [record for item in found for record in (item if isinstance(item, list) else [item])]
     assert records
     for record in records:
-        validate_record(record, "README", has_image_folder=True, fields=item_fields({"vision": ("image", "video")}))
+        validate_record(record, "README", folder=Path("/images"), fields=item_fields({"vision": ("image", "video")}))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_named)

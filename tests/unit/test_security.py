@@ -14,7 +14,7 @@ from megatron_hetero.checkpoint import index as checkpoint_index
 from megatron_hetero.config import load
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
-from megatron_hetero.data import chat, tokenizer
+from megatron_hetero.data import chat, item_fields, tokenizer
 from megatron_hetero.data.records import Dataset
 from megatron_hetero.data.sources import json_files, parquet, patterns, tar_headers
 from megatron_hetero.hf import model_files
@@ -41,7 +41,8 @@ TESTS = {
     "hf/test_links::test_a_snapshot_of_a_cache_is_read hf/test_links::test_what_is_no_blob_of_the_cache",
     "**Nothing is downloaded**": "data/test_sources::test_other_urls_reach_no_file_system "
     "data/test_sources::test_braces_hide_no_url",
-    "A data set's own files": "data/test_energon::test_names_reach_nothing",
+    "A data set's own files": "data/test_energon::test_names_reach_nothing "
+    "data/test_keys::test_who_follows_the_advice_can_train",
     "**No index of another user": "data/test_index::test_an_index_that_is_not_our_own_is_not_used "
     "data/test_index::test_an_index_of_the_owner_of_its_folder_is_used "
     "data/test_index::test_users_of_a_shared_folder_have_indexes_of_their_own",
@@ -72,6 +73,7 @@ LIMITS = [
     ("a row group", parquet.MOST_GROUP_ROWS, "16,777,216 rows"),
     ("a name in a tar", tar_headers._MOST_NAME, "4,096 bytes"),
     ("a conversation", chat.MOST_TURNS, "512 turns"),
+    ("a picture in a data URI", item_fields.MOST_DATA_BYTES, "4 MiB"),
     ("an image or a frame", 2 * (Image.MAX_IMAGE_PIXELS or 0), "178,956,970"),
     ("an image or a frame", video_files.MOST_PIXELS, "178,956,970"),
     ("a video", video_files.MOST_FRAMES, "8,388,608"),

@@ -37,6 +37,7 @@ from megatron_hetero.base.files import keep_newest, open_own, replacing
 from megatron_hetero.base.lock import Lock
 from megatron_hetero.base.terminal import Progress
 from megatron_hetero.base.worker_process import Processes
+from megatron_hetero.data.keys import count_names
 from megatron_hetero.data.sources.formats import Arrays, Columns, Format, finished
 
 VERSION = 2
@@ -60,9 +61,10 @@ MOST_PROBLEMS = 20
 _ALIGN = 64
 _LENGTH = 8
 
-Check = Callable[[Any, str], tuple[bytes, Sequence[tuple[int, int, int]]]]
-"""Checks the value of a record; `where` is for messages. Returns what its digest is computed from, and for each item a
-number that changes with its file, and its header. Raises `UserError` for a bad record.
+Check = Callable[[Any, str], tuple[bytes, Sequence[tuple[int, int, int]], Sequence[str]]]
+"""Checks the value of a record; `where` is for messages. Returns what its digest is computed from, for each item a
+number that changes with its file, and its header, and the names of keys that were not read. Raises `UserError` for a
+bad record.
 """
 
 
@@ -86,6 +88,7 @@ class Index:
         digest: hash of all records, wherever their files are.
         scanned: whether it has the headers of items.
         problems: messages of the first bad records.
+        unread: number of records by the names of keys that were not read.
     """
 
     files: tuple[StoredFile, ...]
@@ -93,6 +96,7 @@ class Index:
     digest: str
     scanned: bool
     problems: tuple[str, ...]
+    unread: Mapping[str, int]
     _columns: Mapping[str, tuple[np.ndarray, np.ndarray]]
     """The entries of all files, and where those of each file start, int64 [files + 1]."""
 
@@ -139,7 +143,7 @@ class Checked(NamedTuple):
     """What was found in consecutive records of one file.
 
     `digest`: of the records. `bad`: numbers of bad ones, and `problems`: messages of the first. `ends`, `headers`: of
-    items, as columns.
+    items, as columns. `unread`: see `Index`.
     """
 
     digest: bytes
@@ -147,6 +151,7 @@ class Checked(NamedTuple):
     problems: list[str]
     ends: np.ndarray
     headers: np.ndarray
+    unread: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -295,7 +300,7 @@ class Indexer:
         starts = np.cumsum([0, *(records for records, _ in scanned)], dtype=np.int64)
         names = dict.fromkeys(name for _, columns in scanned for name in columns)
         columns = {name: _joined([finished(columns.get(name)) for _, columns in scanned]) for name in names}
-        return Index(files, starts, "", False, (), columns)
+        return Index(files, starts, "", False, (), {}, columns)
 
     def _scan(self, file: StoredFile, progress: Progress, stop: threading.Event) -> tuple[int, Columns]:
         """The number of records of a file, and their columns, with their blocks."""
@@ -341,25 +346,26 @@ class Indexer:
     def check_records(self, file: StoredFile, columns: Arrays, numbers: range) -> Checked:
         """What is found in consecutive records of a file. Raises `UserError`."""
         digest, bad, problems = hashlib.sha256(), list[int](), list[str]()
-        ends, headers = array("q"), array("q")
+        ends, headers, unread = array("q"), array("q"), dict[str, int]()
         with self._reading(file):
             for number, (value, where) in zip(numbers, self.format.read(file, columns, numbers), strict=True):
                 try:
                     if isinstance(value, UserError):
                         raise value
-                    text, of_items = self.check(value, where)
+                    text, of_items, names = self.check(value, where)
                 except UserError as error:
                     if self.strict:
                         raise
-                    text, of_items = b"", ()
+                    text, of_items, names = b"", (), ()
                     problems += [str(error)] if len(problems) < MOST_PROBLEMS else []
                     bad.append(number)
                 digest.update(b"%d " % len(text))
                 digest.update(text)
+                count_names(unread, names)
                 if self.scan:
                     headers.extend(figure for figures in of_items for figure in figures)
                     ends.append(len(headers) // 3)
-        return Checked(digest.digest(), bad, problems, finished(ends), finished(headers))
+        return Checked(digest.digest(), bad, problems, finished(ends), finished(headers), unread)
 
 
 def _processors() -> int:
@@ -401,7 +407,12 @@ def _with_findings(places: Index, files: Sequence[int], found: Sequence[Checked]
         )
     digest = hashlib.sha256(b"".join(each.digest for each in found)).hexdigest()
     problems = tuple(text for each in found for text in each.problems)[:MOST_PROBLEMS]
-    return replace(places, digest=digest, scanned=scanned, problems=problems, _columns={**places._columns, **columns})
+    unread: dict[str, int] = {}
+    for each in found:
+        for name, number in each.unread.items():
+            count_names(unread, [name], number)
+    columns |= places._columns
+    return replace(places, digest=digest, scanned=scanned, problems=problems, unread=unread, _columns=columns)
 
 
 def _joined(of_files: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -435,6 +446,7 @@ def _write(path: Path, index: Index) -> None:
         "digest": index.digest,
         "scanned": index.scanned,
         "problems": index.problems,
+        "unread": index.unread,
         "arrays": places,
         "checksum": checksum,
     }
@@ -481,8 +493,8 @@ def _read(path: Path) -> Index | None:
             if f"{name} of files" in arrays
         }
         files = tuple(StoredFile(str(name), tuple(known)) for name, known in header["files"])
-        problems = tuple(map(str, header["problems"]))
-        found = Index(files, starts, str(header["digest"]), header["scanned"] is True, problems, columns)
+        problems, unread = tuple(map(str, header["problems"])), {str(k): int(n) for k, n in header["unread"].items()}
+        found = Index(files, starts, str(header["digest"]), header["scanned"] is True, problems, unread, columns)
         return found if _fits(found) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None

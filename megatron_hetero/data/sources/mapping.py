@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.data.item_fields import PLURALS
-from megatron_hetero.data.validation import FORMS, FURTHER, ItemField
+from megatron_hetero.data.keys import FORMS, READ
+from megatron_hetero.data.validation import ItemField
 
 _QUESTIONS = ("question", "answer")
 _KEYS = re.compile(r"[^.\[\]]+")
@@ -25,7 +26,7 @@ def keys_of(path: str) -> tuple[str, ...]:
 
 def known_fields(items: Iterable[str]) -> tuple[str, ...]:
     """Fields that a record may have, among them `items` of any encoder."""
-    return tuple(dict.fromkeys([*items, *PLURALS, *PLURALS.values(), *FORMS, *FURTHER]))
+    return tuple(dict.fromkeys([*items, *READ["record"]]))
 
 
 class FieldMap(NamedTuple):

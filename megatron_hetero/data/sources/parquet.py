@@ -23,11 +23,11 @@ import numpy as np
 
 from megatron_hetero.base.contents import InMemory, StoredFile, Version
 from megatron_hetero.base.errors import UserError, in_short, listed
+from megatron_hetero.data.keys import FORMS, REFUSED
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
 from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import keys_of, known_fields
 from megatron_hetero.data.sources.parquet_pages import decoded
-from megatron_hetero.data.validation import FORMS
 
 CACHE_BYTES, TEXT_BYTES = 1 << 30, 1 << 25
 """Decompressed bytes of row groups in memory, of all data sets: of items, and of texts, which are read again soon. One
@@ -119,7 +119,8 @@ class ParquetFiles:
             raise UserError.at("data.registry", problem=problem, fix="install it with `pip install pyarrow`") from error
         self._arguments = dict(fields), tuple(items)
         paths = tuple((name, keys_of(path)) for name, path in fields.items())
-        self._wanted = _Wanted(paths, frozenset(known_fields(items)).difference(fields))
+        names = frozenset(known_fields(items)).union(name for level, name in REFUSED if level == "record")
+        self._wanted = _Wanted(paths, names.difference(fields))
         self._background = ThreadPoolExecutor(1, "read ahead")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -154,6 +155,12 @@ class ParquetFiles:
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
         """See `Format.read_ahead`. Loads row groups in the background, into at most half of the cache."""
         self._background.submit(self._load_ahead, file, numbers)
+
+    def unread(self, file: StoredFile) -> list[str]:
+        """Columns of a file that are not read. Raises `UserError`, `OSError`."""
+        footer = self._footer(file)
+        names, used = footer.metadata.schema.to_arrow_schema().names, {column.name for column in footer.columns}
+        return [name for name in names if name not in used]
 
     def bytes_of(self, cell: Cell) -> bytes:
         """The bytes of an item. Raises `OSError`, and `UserError` if the file is damaged."""

@@ -9,8 +9,8 @@ from typing import Any
 from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.data.item_fields import FRAME_SUFFIXES, PLURALS, is_content
+from megatron_hetero.data.keys import FORMS
 from megatron_hetero.data.sources.json_files import BOM, MOST_TEXT_BYTES, decode_json, lone_surrogate, not_utf8
-from megatron_hetero.data.validation import FORMS
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".mpg", ".mpeg", ".m4v")
 """A part with such a suffix is a video."""
@@ -118,7 +118,9 @@ def _slots(given: Any, field: str) -> list[tuple[dict[str, Any], str]]:
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None
         shown = content if isinstance(content, list) else []
-        holders += [(part, field) for part in shown if isinstance(part, dict) and part.get("type") == field]
+        for part in (part for part in shown if isinstance(part, dict) and part.get("type") in (field, f"{field}_url")):
+            key = next((key for key in (part["type"], field, "url", "path") if part.get(key)), field)
+            holders.append((part[key], "url") if isinstance(part.get(key), dict) else (part, key))
     return [(holder, key) for holder, key in holders if holder.get(key)]
 
 

@@ -7,6 +7,7 @@ merge x merge places, row by row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from megatron_hetero.base.files import read_object
 from megatron_hetero.hf.model_files import NESTED
 from megatron_hetero.models.items.image_files import image_place, load_picture, picture_size
 from megatron_hetero.models.items.types import Block, Header, Item, ItemOrder, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.video_sampling import given_size
 
 if TYPE_CHECKING:
     from megatron_hetero.config.sections import EstimateConfig
@@ -102,13 +104,18 @@ class ImageReader:
 
     def size(self, item: Item) -> ImageSize:
         """The size of a picture as the encoder takes it."""
+        return self._size(item, item.header or self.header(item))
+
+    def _size(self, item: Item, own: tuple[int, int]) -> ImageSize:
         # Imports torch; see `megatron_hetero.data.tokenizer`.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        processor, (width, height) = self.image_processor, item.header or self.header(item)
-        limits = processor.size["shortest_edge"], processor.size["longest_edge"]
+        processor, given, (width, height) = self.image_processor, dict(item.given), own
+        unit, limits = processor.patch_size * processor.merge_size, processor.size
+        low = given.get("min_pixels", min(limits["shortest_edge"], given.get("max_pixels", math.inf)))
+        high = given.get("max_pixels", max(limits["longest_edge"], low))
         try:
-            height, width = smart_resize(height, width, processor.patch_size * processor.merge_size, *limits)
+            height, width = given_size(given, unit) or smart_resize(height, width, unit, low, high)
         except (ValueError, ZeroDivisionError) as error:
             raise UserError.at(
                 image_place(item.where, item.content),
@@ -142,8 +149,11 @@ class ImageReader:
         Raises:
             UserError: the picture cannot be decoded, or differs in size from its header.
         """
-        [(_, size)], picture = pieces, load_picture(item.content, item.where)
-        output = self.image_processor(images=[picture], return_tensors="np")
+        [(_, size)], picture, more = pieces, load_picture(item.content, item.where), {}
+        if item.given:
+            (_, rows, columns), patch = self._size(item, picture.size), self.image_processor.patch_size
+            picture, more = fitted(picture, (columns * patch, rows * patch)), {"do_resize": False}
+        output = self.image_processor(images=[picture], return_tensors="np", **more)
         found, expected = output["image_grid_thw"][0].tolist(), list(cast(ImageSize, size))
         if found != expected:
             raise UserError.at(
@@ -153,6 +163,11 @@ class ImageReader:
                 fix="do not change pictures meanwhile; replace damaged ones; touch one whose old size is in data.index",
             )
         return np.ascontiguousarray(output["pixel_values"], dtype=np.float32)
+
+
+def fitted(picture: Image.Image, side: tuple[int, int]) -> Image.Image:
+    """The picture in this width and height."""
+    return picture if picture.size == side else picture.resize(side, Image.Resampling.BICUBIC)
 
 
 class PixelLimits(NamedTuple):

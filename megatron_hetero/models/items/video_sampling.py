@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,8 @@ AUTHORS = Numbers(2.0, 4, 768)
 """Of `authors`."""
 ANY_NUMBER = 1 << 31
 """In place of the largest number of frames."""
+_PICTURE_TOKENS = 4, 16384
+"""Tokens of a picture or frame whose size a record gives, at least and at most."""
 _FRAME_TOKENS, _VIDEO_TOKENS = (128, 768), 0.9 * 128_000
 """Tokens of a frame, at least and at most, and of a video, by the rules of `authors`."""
 
@@ -47,6 +50,7 @@ class Sampling:
         frame_pixels: largest area of a frame besides; None: no limit.
         total_pixels: largest area of all frames together besides; None: no limit.
         unit: pixels of a unit's side.
+        frame_low: smallest area of a frame by what a record says of sizes, which counts as by `authors`; None: nothing.
     """
 
     rules: Rules
@@ -60,6 +64,21 @@ class Sampling:
     frame_pixels: int | None
     total_pixels: int | None
     unit: int
+    frame_low: float | None = None
+
+    def given(self, given: Mapping[str, Any]) -> Sampling:
+        """The rules with what a record says of a video, by the names of qwen-vl-utils."""
+        low = given.get("min_frames", min(self.min_frames, given.get("max_frames", self.min_frames)))
+        high = given.get("max_frames", max(self.max_frames, low))
+        own = replace(self, fps=given.get("fps") or self.fps, min_frames=low, max_frames=high)
+        if "nframes" in given:
+            number = max(2, round(given["nframes"] / 2) * 2)
+            own = replace(own, fps=None, min_frames=number, max_frames=number)
+        if given.keys().isdisjoint(("min_pixels", "max_pixels", "total_pixels")):
+            return own
+        frame, total = given.get("max_pixels", self.frame_pixels), given.get("total_pixels", self.total_pixels)
+        least = given.get("min_pixels", min(_FRAME_TOKENS[0] * self.unit**2, frame or math.inf))
+        return replace(own, frame_low=least, frame_pixels=frame, total_pixels=total)
 
     def frames(self, total: int, rate: float) -> np.ndarray:
         """The frames to take of `total` (at least 1) at `rate` per second: int64 [k], ascending, k at least 1."""
@@ -83,8 +102,9 @@ class Sampling:
         that differ by a factor above 200.
         """
         low, high = self.low, self.high
-        if self.rules == "authors":
+        if self.rules == "authors" or self.frame_low is not None:
             low, most = (tokens * self.unit**2 for tokens in _FRAME_TOKENS)
+            low = low if self.frame_low is None else self.frame_low
             total = self.total_pixels or _VIDEO_TOKENS * self.unit**2
             bound = max(min(most, total / frames * 2), int(low * 1.05))
             return resized_frame(height, width, self.unit, low, min(bound, self.frame_pixels or bound))
@@ -99,6 +119,16 @@ class Sampling:
         if self.bounded == "frame":
             return resized_frame(height, width, self.unit, low, high)
         return resized_video(frames, height, width, self.unit, low, high)
+
+
+def given_size(given: Mapping[str, Any], unit: int) -> tuple[int, int] | None:
+    """Height and width that a record gives, in whole units as qwen-vl-utils rounds them; None if it gives none. Raises
+    `ValueError`.
+    """
+    if "resized_height" not in given:
+        return None
+    sides = max(given["resized_height"], unit), max(given["resized_width"], unit)
+    return resized_frame(*sides, unit, *(tokens * unit**2 for tokens in _PICTURE_TOKENS))
 
 
 def resized_frame(height: int, width: int, unit: int, low: float, high: float) -> tuple[int, int]:

@@ -5,7 +5,7 @@ assigned to a replica and encoded by itself. It has two frames where a picture h
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,7 +17,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import unused
 from megatron_hetero.config.sections import VideoConfig
 from megatron_hetero.models.items.image_files import load_picture, picture_size
-from megatron_hetero.models.items.pictures import ImageSize, pixels_of, read_settings, require_patches, square
+from megatron_hetero.models.items.pictures import ImageSize, fitted, pixels_of, read_settings, require_patches, square
 from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, ItemType, Modality, Piece
 from megatron_hetero.models.items.video_files import Convert, Late, Limits, frame_table, read_frames, within
 from megatron_hetero.models.items.video_sampling import (
@@ -25,6 +25,7 @@ from megatron_hetero.models.items.video_sampling import (
     AUTHORS,
     Bounded,
     Sampling,
+    given_size,
     is_constant,
     mean_rate,
     nearest_frames,
@@ -183,18 +184,19 @@ class VideoReader:
             table = frame_table(item, self.limits)
             times, own = table.times, (table.width, table.height)
             rate = table.rate if is_constant(times, table.rate) else mean_rate(times)
-        sampling, (first, stop) = self.sampling, _segment(item, times, given)
+        first, stop = _segment(item, times, given)
         if not (constant := is_constant(times, rate)):
             rate = mean_rate(times[first:stop])
-        if "fps" in given and not item.frames:
-            sampling = replace(sampling, fps=given["fps"])
+        # The rate of a list of frames is the list's own.
+        sampling = self.sampling.given({**given, "fps": None} if item.frames else given)
         numbers = sampling.frames(stop - first, rate)
         count = len(numbers)
         numbers = first + (numbers if constant else nearest_frames(times[first:stop], numbers))
         numbers = np.append(numbers, np.full(-count % self.temporal, numbers[-1]))
         shown = times[0] + numbers / rate if constant else times[numbers]
         try:
-            height, width = sampling.size(max(count, self.temporal), own[1], own[0])
+            unit = self.patch * self.merge
+            height, width = given_size(given, unit) or sampling.size(max(count, self.temporal), own[1], own[0])
         except (ValueError, ZeroDivisionError) as error:
             raise UserError.at(
                 f"{item.where}: video {item.content}",
@@ -261,11 +263,6 @@ class VideoReader:
         patches = cut.transpose(1, 4, 2, 5, 7, 0, 3, 6)
         values = self._values[np.arange(channels)[:, None, None, None], patches]
         return values.reshape(rows * columns * self.merge**2, -1)
-
-
-def fitted(picture: Image.Image, side: tuple[int, int]) -> Image.Image:
-    """The picture in this width and height."""
-    return picture if picture.size == side else picture.resize(side, Image.Resampling.BICUBIC)
 
 
 def _segment(item: Item, times: np.ndarray, given: Mapping[str, Any]) -> tuple[int, int]:

@@ -4,6 +4,8 @@ others train nothing.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -25,9 +27,10 @@ LAYOUTS = [("sp:2", "tp:2"), ("dp:1@0", "dp:1@1")]
 
 def with_skips(flags: list[str]) -> dict[str, Any]:
     """Train and save as the program does: for each step whether it changed a weight, its loss, and how many samples it
-    left out; and the step to resume from.
+    left out; the step to resume from; and what the start printed.
     """
-    run, steps = build_logged(flags), []
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run, steps = build_logged(flags), []
     with run.writer:
         for number, batch, _ in run.batches():
             before = stored(run)
@@ -37,7 +40,7 @@ def with_skips(flags: list[str]) -> dict[str, Any]:
             after = stored(run)
             changed = any(not np.array_equal(value, after[name]) for name, value in before.items())
             steps.append((changed, metrics.loss, metrics.skipped_samples + len(batch.bad)))
-    return {"steps": steps, "from": run.resumed.step}
+    return {"steps": steps, "from": run.resumed.step, "printed": printed.getvalue()}
 
 
 def cut_pictures(data: Path, samples: set[int]) -> None:
@@ -58,6 +61,7 @@ def test_steps_are_alike_in_all_layouts_and_after_a_resume(
 ) -> None:
     data, (spoil, more) = write_data(tmp_path, 8, seed=3, pictures=(1, 2)), KINDS[kind]
     spoil(data, {2, 3, 5})  # All of step 2, one of step 3.
+    data.write_text("".join(json.dumps({"id": 7, **json.loads(line)}) + "\n" for line in data.read_text().splitlines()))
     common = f"--train.iters 4 --optimizer.name adamw --optimizer.lr 1e-3 {more}"
 
     def train(layouts: tuple[str, str], i: int) -> dict[str, Any]:
@@ -68,6 +72,7 @@ def test_steps_are_alike_in_all_layouts_and_after_a_resume(
     shutil.rmtree(tmp_path / "run0/step-00000004")
     again = train(("dp:2", "dp:2"), 0)
     assert again["from"] == 2
+    assert all(run["printed"].count("not read, by number of records: id (8)\n") == 1 for run in (*found, again))
     for run in (*found, {**again, "steps": found[0]["steps"][:2] + again["steps"]}):
         changed, losses, skipped = zip(*run["steps"], strict=True)
         assert changed == (True, False, True, True) and skipped == (0, 2, 1, 0)

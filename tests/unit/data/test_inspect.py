@@ -29,7 +29,7 @@ def config_file(model_folder: Path, tmp_path: Path) -> Path:
     Image.new("RGB", (280, 56)).save(tmp_path / "images" / "a.jpg", exif=exif)
     turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A [b]disc\x1b[31m."}]
     text_only = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}] * 2
-    records = [{"image": "a.jpg", "conversations": turns}, {"conversations": text_only}]
+    records = [{"image": "a.jpg", "id": 7, "conversations": turns}, {"conversations": text_only}]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     registry = {"shapes": {"annotations": "train.jsonl", "images": "images"}}
     data = {"registry": registry, "datasets": ["shapes"], "shuffle": False, "max_seq_length": 60}
@@ -48,6 +48,7 @@ def test_shows_text_supervision_and_images(config_file: Path, capsys: pytest.Cap
     assert "image 0: a.jpg, 56×280 px → 56×280 px, grid (1, 20, 4) (t, h, w), 20 tokens" in output
     assert "longer than data.max_seq_length" in output
     assert "2 samples per epoch from shapes (2 records)" in output
+    assert "\ndata set shapes: keys that are not read, by number of records: id (1)\n" in output
     assert "\x1b" not in output
 
 

@@ -416,7 +416,7 @@ def test_thoughts_are_part_of_the_last_answer(thinking: Any) -> None:
         runs = supervised_runs(thinking, thoughtful(answer, answer))
         assert runs == ["A disc.<|im_end|>", "Round.\n</think>\n\nA disc.<|im_end|>"]
         assert supervised_runs(thinking, thoughtful(answer, answer), last_only=True) == runs[1:]
-        masked = replace(answer, supervised=False)
+        masked = answer._replace(supervised=False)
         assert supervised_runs(thinking, thoughtful(answer, masked)) == runs[:1]
         assert supervised_runs(thinking, thoughtful(answer, masked), last_only=True) == runs[:1]
         assert supervised_runs(thinking, thoughtful(masked, masked)) == []
@@ -430,7 +430,7 @@ def test_calls_of_tools_are_answers(thinking: Any, rounds: int) -> None:
     calls = Turn("assistant", "", further={"tool_calls": [CALL, CALL], "reasoning_content": "Small."})
     turns = [Turn("user", (IMAGES[0], "What?")), calls, Turn("tool", "[3, 4]"), Turn("assistant", "A disc.")]
     record = Record("test", 0, "train.jsonl:1", tuple(turns * rounds), tools=(TOOL,))
-    silent = replace(calls, further={"tool_calls": [CALL]})
+    silent = calls._replace(further={"tool_calls": [CALL]})
     call = '<tool_call>\n{"name": "zoom", "arguments": {"box": [1, 2]}}\n</tool_call>'
     last = [f"Small.\n</think>\n\n{call}\n{call}<|im_end|>", "\n</think>\n\nA disc.<|im_end|>"]
     earlier = [f"{call}\n{call}<|im_end|>", "A disc.<|im_end|>"]

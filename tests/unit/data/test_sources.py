@@ -93,8 +93,8 @@ def test_paths_of_fields() -> None:
 
 
 def turns_of(value: dict[str, Any]) -> tuple[list[tuple[str, str]], list[Any]]:
-    turns, items = validate_record(value, "d:1", has_image_folder=True, fields=FIELDS)
-    return turns, [item.file for item in items]
+    found = validate_record(value, "d:1", folder=Path("/images"), fields=FIELDS)
+    return [(turn.role, turn.text) for turn in found.turns], [item.file for item in found.items]
 
 
 ANSWER = {"role": "assistant", "content": "It."}
@@ -132,21 +132,24 @@ def test_forms_of_text(value: dict[str, Any], texts: list[str], items: list[str]
         ({"messages": [ANSWER]}, r"'messages\[0\]': found a turn of assistant, expected a turn of user"),
         (
             {"messages": [{"role": "tool", "content": "x"}]},
-            r"'messages\[0\]': found 'tool', expected 'role'",
+            r"'messages\[0\]': found a turn of tool, expected a turn of user",
         ),
         ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "a number for 'content'"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, "a part of type 'audio'"),
         ({"messages": [{"role": "user", "content": PARTS[:2]}, ANSWER], "image": "a"}, "images in both"),
         ({"messages": {}}, "field 'messages': found an object"),
-        ({"texts": [{"user": "Q", "assistant": None}]}, r"'texts\[0\]': found a string and null"),
+        ({"texts": [{"user": "Q", "assistant": None}]}, r"'texts\[0\]': found null for 'assistant'"),
         ({"texts": ["Q"]}, r"'texts\[0\]': found a string"),
         ({"texts": [{"user": "Q", "assistant": " "}]}, r"'texts\[0\]': empty answer"),
-        ({"question": "Q"}, "field 'answer': found no such field"),
+        ({"question": "Q"}, "field 'answer': found null for 'answer'"),
         ({"question": 3, "answer": "A"}, "field 'question': found a number"),
         ({"question": "Q", "answer": ""}, "field 'answer': empty answer"),
         ({"answer": "A", "system": 1}, "field 'system': found a number"),
         ({"question": "<image>", "answer": "A"}, "1 <image> placeholders for 0 images"),
-        ({"question": "Q", "answer": "<image>", "image": "a"}, r"<image> in a turn of assistant"),
+        (
+            {"messages": [{"role": "system", "content": "<image>"}, {"role": "user", "content": "Q"}, ANSWER]},
+            r"<image> in a turn of system",
+        ),
     ],
 )
 def test_bad_forms_of_text(value: dict[str, Any], message: str) -> None:

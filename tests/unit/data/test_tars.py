@@ -309,6 +309,10 @@ RECORDS = {
                                    *PICTURES, CLIP),
                             {"messages": user({"type": "image", "image": "1"}, "?", {"type": "video", "video": "v"}),
                              "image": None, "video": None}),
+    "names in addresses": (sample(user({"type": "image_url", "image_url": {"url": "img1.png"}})
+                                  [0:1] + user({"type": "image", "path": "img2.png"})[0:1], *PICTURES),
+                           {"messages": [{"role": "user", "content": [part]} for part in (
+                               {"type": "image_url", "image_url": {"url": "1"}}, {"type": "image", "path": "2"})]}),
     "a number": (sample(5, ("a.txt", "x")), {"json": 5, "answer": "x"}),
     "not a number": ([("a.json", '{"answer": "x", "y": NaN}')], {"answer": "x"}),
 }  # fmt: skip

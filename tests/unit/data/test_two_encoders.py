@@ -95,7 +95,7 @@ def test_packs_say_which_rows_are_whose(two: Processor, tmp_path: Path, pictures
         ({"detail": ["../a.png", "b.png"]}, ["field 'detail'[0]", "leaves the image folder"]),
         ({"detail": 3}, ["field 'detail'", "a number"]),
         ({"conversations": [{"from": "human", "value": "<image><image>"}, {"from": "gpt", "value": "<detail>"}]},
-         ["conversations[1]", "<detail> in a turn of gpt"]),
+         ["'detail' and 'conversations'", "0 <detail> placeholders for 2 images"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(change: dict, parts: list[str], tmp_path: Path, pictures: Path) -> None:

@@ -25,6 +25,7 @@ from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.validation import item_fields, validate_record
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.types import Piece
+from megatron_hetero.models.items.video_sampling import given_size
 from megatron_hetero.models.items.videos import VideoReader
 from megatron_hetero.models.registry import family_of
 from tests.support.folders import ModelChoice, write_model
@@ -169,6 +170,12 @@ def test_segments_and_rates_of_records(folder: Path) -> None:
     assert whole.pairs == 20 and part.pairs == 5
     assert part.times[0] == 5.0 and 9.0 <= part.times[-1] <= 9.75
     assert read.size(item_of(path, fps=1.0)).pairs == 10
+    assert read.size(item_of(path, nframes=6)).pairs == read.size(item_of(path, fps=9.0, max_frames=6)).pairs == 3
+    sized = read.size(item_of(path, resized_height=112, resized_width=60))
+    assert (sized.rows * read.patch, sized.columns * read.patch) == given_size(
+        {"resized_height": 112, "resized_width": 60}, 2 * read.patch
+    )
+    assert read.size(item_of(path, nframes=82)).pairs == 40
     assert read.size(item_of(path, video_start=12.0)).times[0] == 12.0
     times = [k / 30 for k in range(30)] + [1 + k / 2 for k in range(20)]
     uneven = write_video(folder / "images/fast.mp4", noise(50, (56, 56), 2), times=times, rate=30)
@@ -265,7 +272,7 @@ def record(**fields: Any) -> dict[str, Any]:
 
 def items(**fields: Any) -> Sequence[tuple[Any, ...]]:
     """Files, frames and further fields of the items of a record."""
-    return [ref[1:] for ref in validate_record(record(**fields), "d:1", has_image_folder=True, fields=FIELDS)[1]]
+    return [ref[1:] for ref in validate_record(record(**fields), "d:1", folder=Path("/images"), fields=FIELDS).items]
 
 
 def test_forms_of_the_field() -> None:

@@ -1,0 +1,70 @@
+"""Keys of records, of their turns, and of parts of messages: those that are read, those that are refused because they
+would change what is trained, and all others, which are counted. docs/data.md has the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.data.item_fields import PLURALS, SETTINGS, is_content
+
+FORMS = ("conversations", "messages", "texts", "question", "answer")
+"""Fields with the text of a record."""
+WEIGHTS = ("loss", "weight", "train")
+"""Names by which a turn says whether it is trained on."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names of what the assistant thinks before it answers."""
+READ: Mapping[str, tuple[str, ...]] = {
+    "record": (*PLURALS, *PLURALS.values(), *FORMS, "system", "tools", *SETTINGS),
+    "turn": (*WEIGHTS, *THOUGHTS, "tool_calls", "tool_call_id", "name"),
+    "part": ("type", "url", "path", *SETTINGS),
+}
+"""By level; besides, a record has fields of further encoders, a turn its speaker and text, a part its text or item."""
+_ROWS = (
+    ("record turn part", "rejected rejected_response rejected_messages rejected_images chosen kto_tag label",
+     "rejected answers are not trained on", "keep the wanted answer as the last turn, and remove this field"),
+    ("record turn part", "objects bbox bboxes bbox_2d boxes boxes_seq ref refs quad",
+     "a text is not filled from fields", "write the boxes into the text, and remove this field"),
+    ("record turn part", "audio audios input_audio", "models have no sound", "remove the field, or the record"),
+    ("record turn part", "loss_weight loss_scale loss_mask sample_weight train_detail",
+     "an answer is trained on whole or not at all", "write `loss` of its turn, true or false, and remove this field"),
+    ("record part", "loss weight train", "a turn has it", "write `loss` of its turn, true or false, instead"),
+    ("record part", "raw_fps num_frames", "others are read", "write `fps`, `times` or `nframes` instead"),
+    ("record", "chat_template chat_template_kwargs enable_thinking", "records are rendered as the model's folder says",
+     "change the template in the folder, and remove this field"),
+    ("record", "history", "its turns would be left out", "write all turns into `messages`, and remove this field"),
+    ("record", "functions", "templates take `tools`", "rename it `tools`"),
+    ("turn", "mask", "it may mean either", "write `loss`, true or false, instead"),
+    ("turn", "image images video videos", "a turn's items are in its text",
+     'write a part such as {"type": "image", "image": ...} instead'),
+    ("turn", "tools functions", "a record has them", "write `tools` beside the turns instead"),
+    ("turn", "function_call refusal", "templates take no such field", "write it into `tool_calls` or the text instead"),
+    ("part", "base64 bytes", "an item's file is named", "write data:image/png;base64,... in its place"),
+)  # fmt: skip
+"""Levels, keys, why they are refused, and what to do. `label` is that of preferences if it is true or false."""
+REFUSED = {(level, name): why for levels, names, *why in _ROWS for level in levels.split() for name in names.split()}
+MOST_NAMES, _MOST_CHARACTERS = 32, 64
+"""Names of keys that are counted by themselves, and characters of a name."""
+
+
+def unread(value: Mapping[str, Any], level: str, known: Collection[str], place: str) -> list[str]:
+    """Names of keys that have a value and are not `known`, such as `turn.time`. Raises `UserError` for refused ones."""
+    names = []
+    for name in value:
+        if name in known or (each := value[name]) is None or each in ("", [], {}) or is_content(each):
+            continue
+        if (level, name) in REFUSED and (name != "label" or isinstance(each, bool)):
+            because, fix = REFUSED[level, name]
+            raise UserError.at(f"{place}: field '{name}'", problem="not supported", because=because, fix=fix)
+        names.append(name if level == "record" else f"{level}.{name}")
+    return names
+
+
+def count_names(counts: dict[str, int], names: Iterable[str], number: int = 1) -> None:
+    """Add a number to the counts of these names. All beyond the first names count as one."""
+    for name in names:
+        short = name[:_MOST_CHARACTERS]
+        key = short if short in counts or len(counts) < MOST_NAMES else "others"
+        counts[key] = counts.get(key, 0) + number
