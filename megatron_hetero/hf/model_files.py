@@ -115,7 +115,7 @@ def all_finite(values: Tensor) -> bool:
 # ----------------------------------------------------------------------------------------------- writing
 
 
-def read_companions(folder: Path, changes: Mapping[str, str | None]) -> Companions:
+def read_companions(folder: Path, changes: Mapping[str, str | None] = {}) -> Companions:
     """The companions of a folder with `changes`: new texts by name, or None to omit a file. Raises `UserError`."""
 
     def unreadable(error: OSError) -> UserError:

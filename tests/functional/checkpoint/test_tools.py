@@ -480,6 +480,7 @@ def truncated(model: Path) -> str:
 
 
 def gone(model: Path) -> str:
+    (model / SINGLE).unlink()
     (model / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
     return "model-00001-of-00001.safetensors: found no such file"
 

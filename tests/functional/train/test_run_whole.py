@@ -84,11 +84,11 @@ def export_of(flags: list[str], target: Path) -> Arrays:
 
 
 def mapped_weights(flags: list[str]) -> list[str]:
-    """Build a run; returns the files of weights that are still mapped."""
-    run = build(flags)
+    """Build a run; returns the files of its weights that are still mapped."""
+    run, own = build(flags), flags[flags.index("--model.hf_path") + 1]
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     del run  # It was there until now.
-    return [line for line in lines if line.endswith(".safetensors")]
+    return [line for line in lines if line.endswith(".safetensors") and own in line]
 
 
 Pools = Callable[[int], Pool]
