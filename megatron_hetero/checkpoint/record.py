@@ -31,8 +31,10 @@ from megatron_hetero.models.weights import stored_shapes
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
 """Settings that may change only if `checkpoint.allow_changes` names them: they change what is trained."""
+FAILING = {"data.too_long": "error", "data.bad_records": "stop"}
+"""Values with which a run stops at a sample, so that it has trained nothing else than one that skips it."""
 LIMITS = ("data.max_seq_length", "train.patches_per_micro_batch")
-"""Those that do so only if larger samples are skipped."""
+"""Settings that change what is trained only where larger samples are skipped."""
 MODEL = "model.hf_path"
 """The overridable setting that stands for all files other than weights in the model's folders."""
 
@@ -257,7 +259,8 @@ class RunRecord:
         """
         if self.imported_from is not None:
             return
-        ignored = (MODEL, *(LIMITS if new._setting("data.too_long") != "skip" else ()))
+        ignored = {MODEL, *(name for name, value in FAILING.items() if self._setting(name) == value)}
+        ignored |= {*LIMITS} if "data.too_long" in ignored else set()
         for name in (*(name for name in OVERRIDABLE if name not in ignored), "optimizer.name"):
             old_value, new_value = self._setting(name), new._setting(name)
             if old_value != new_value and name not in allowed:

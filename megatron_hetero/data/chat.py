@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from megatron_hetero.base.errors import UserError, in_short
 from megatron_hetero.data.item_fields import ItemField
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.turns import Content, Turn
+from megatron_hetero.data.turns import Content
 from megatron_hetero.data.validation import IMAGES
 
 END_OF_TURN = "<|im_end|>"
-END_OF_THOUGHT, THOUGHT = "</think>", "the thought"
+END_OF_THOUGHT = "</think>"
 Parts = Mapping[ItemField, dict[str, str]]
 """The part of a chat message that stands for an item, by field."""
 NEAR_TURNS, MOST_TURNS = 32, 512
@@ -22,6 +23,7 @@ NEAR_TURNS, MOST_TURNS = 32, 512
 the template renders turns by more than themselves.
 """
 _OPENING = [{"role": "user", "content": "Shall we begin?"}, {"role": "assistant", "content": "Yes, do go on."}]
+_UNKNOWN = "otherwise the supervised tokens cannot be located"
 PICTURES: Parts = {field: {"type": "image"} for field in IMAGES}
 
 
@@ -49,9 +51,9 @@ def render(tokenizer: Any, record: Record, shown: Parts = PICTURES, *, last_only
 
     The runs joined are the rendered text. An answer begins where the template's own generation prompt ends, so training
     matches generation, and ends with ``<|im_end|>`` or the tokenizer's token for the end of texts; thoughts and tool
-    calls are part of it. Where the template renders an answer otherwise than after its generation prompt, such as one
-    whose thought it drops, the answer begins after the header that the template writes for earlier answers. Supervised
-    are the answers of `Turn.supervised`, with `last_only` none but the last of these.
+    calls are part of it. An earlier answer that the template does not render after its generation prompt, such as one
+    whose thought it drops, begins after the header that it writes for earlier answers. Supervised are the answers of
+    `Turn.supervised`, with `last_only` the last answer alone.
 
     Prompts of the first turns and the last one are rendered whole. Between them a turn is rendered after another short
     conversation, which costs no more for many turns. Each way is tried where the other does not lead to the text.
@@ -63,43 +65,97 @@ def render(tokenizer: Any, record: Record, shown: Parts = PICTURES, *, last_only
     messages = to_messages(record, shown)
     full = _apply(tokenizer, messages, record)
     answers = [k for k, turn in enumerate(record.turns) if turn.role == "assistant"]
-    trained = [k for k in answers if record.turns[k].supervised][-1 if last_only else 0 :]
-    ends = [token for token in (END_OF_TURN, tokenizer.eos_token) if token]
+    trained = [k for k in answers[-1 if last_only else 0 :] if record.turns[k].supervised]
+    _require_rendered(tokenizer, record, messages, full, [k for k in answers[-1:] if k in trained])
+    ends = [token for token in dict.fromkeys((END_OF_TURN, tokenizer.eos_token)) if token]
     runs, position, next_turn = [], 0, 0
     for k in answers:
-        start = _begin(tokenizer, record, messages, range(next_turn, k), full, position)
+        is_last = k == answers[-1] and k in trained
+        start = _begin(tokenizer, record, messages, range(next_turn, k), full, position, is_last=is_last)
         stops = [at + len(token) for token in ends if (at := full.find(token, start)) >= 0]
         answer = full[start : min(stops, default=start)]
-        lost = _lost(record.turns[k], answer)
-        if lost and not (lost == THOUGHT and k < answers[-1] and drops_thoughts(tokenizer)):
-            fix = "remove it, or use a chat template that renders it unchanged, as those of published models do"
-            raise _template_error(record, f"does not render {lost} of turn {k + 1}", fix)
+        parts = [
+            (turn, part, full[position:start]) for turn in range(next_turn, k) for part in record.turns[turn].parts
+        ]
+        parts.append((k, record.turns[k].text.rpartition(END_OF_THOUGHT)[2], answer))
+        for turn, part, rendered in parts:
+            if isinstance(part, str) and part.strip() not in rendered:
+                problem = f"does not render the text of turn {turn + 1} as it is"
+                problem += f", followed by {' or '.join(ends)}" if turn == k else ""
+                raise _template_error(record, problem, "use a template that renders all turns, as published ones do")
         if full[position:start].rstrip().endswith("<think>") and "<think>" in answer:
             problem = f"opens a thought before that of turn {k + 1}"
             raise _template_error(record, problem, "write the thought into the turn's `reasoning_content`")
         runs += [RenderedText(full[position:start], False), RenderedText(answer, k in trained)]
         position, next_turn = start + len(answer), k + 1
-    for tool in record.tools:
-        if (name := str(tool.get("function", tool).get("name"))) not in full:
-            fix = "use the template of a model that calls tools, or remove `tools` from the record"
-            raise _template_error(record, f"does not render the tool {name!r}", fix)
     return [run for run in [*runs, RenderedText(full[position:], False)] if run.text]
 
 
-def _begin(
-    tokenizer: Any, record: Record, messages: list[dict[str, Any]], asked: range, full: str, position: int
-) -> int:
-    """Where the answer to the turns `asked` begins in the text `full`, of which all before `position` is rendered from
-    earlier turns. Raises `UserError`.
+def _require_rendered(
+    tokenizer: Any, record: Record, messages: list[dict[str, Any]], full: str, last: Sequence[int]
+) -> None:
+    """Check that the text `full` depends on the tools, their calls and the thoughts of a record, of which templates may
+    drop those of answers before the `last` one. Raises `UserError`.
     """
 
+    def is_same(change: Callable[[dict[str, Any]], dict[str, Any]], only: Sequence[int] = range(len(messages))) -> bool:
+        changed = [change(message) if k in only else message for k, message in enumerate(messages)]
+        return changed != messages and _apply(tokenizer, changed, record) == full
+
+    lost = ""
+    if record.tools and _apply(tokenizer, messages, replace(record, tools=())) == full:
+        lost = "`tools`"
+    elif any(turn.further for turn in record.turns) and (is_same(_without_calls) or is_same(_without_arguments)):
+        lost = "`tool_calls`"
+    elif is_same(_without_thought, last) or (is_same(_without_thought) and not drops_thoughts(tokenizer)):
+        lost = "a thought"
+    if lost:
+        because, fix = "it would not be trained on", "remove it, or use the template of a model that supports it"
+        raise _template_error(record, f"does not render {lost}", fix, because)
+
+
+def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != "tool_calls"}
+
+
+def _without_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [call | {"function": call["function"] | {"arguments": {}}} for call in message.get("tool_calls", ())]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _without_thought(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if message["role"] != "assistant" or "reasoning_content" in message:
+        return {name: value for name, value in message.items() if name != "reasoning_content"}
+    thought, end, answer = content.rpartition(END_OF_THOUGHT)
+    return (
+        message | {"content": "<think>" + end + answer} if thought.strip().removeprefix("<think>").strip() else message
+    )
+
+
+def _begin(
+    tokenizer: Any,
+    record: Record,
+    messages: list[dict[str, Any]],
+    asked: range,
+    full: str,
+    position: int,
+    *,
+    is_last: bool,
+) -> int:
+    """Where the answer to the turns `asked` begins in the text `full`, of which all before `position` is rendered from
+    earlier turns. `is_last`: it must follow the generation prompt. Raises `UserError`.
+    """
+    ways = 1 if is_last else 2
+
     def after_all_turns() -> int:
-        prompts = _prompts(tokenizer, messages[: asked.stop], record)
+        prompts = islice(_prompts(tokenizer, messages[: asked.stop], record), ways)
         return next((len(prompt) for prompt in prompts if full.startswith(prompt)), -1)
 
     def after_another_opening() -> int:
         with suppress(UserError):
-            for prompt in _prompts(tokenizer, [*_OPENING, *messages[asked.start : asked.stop]], record):
+            prompts = _prompts(tokenizer, [*_OPENING, *messages[asked.start : asked.stop]], record)
+            for prompt in islice(prompts, ways):
                 tail = prompt.partition(_OPENING[1]["content"] + END_OF_TURN)[2]
                 if tail and full.startswith(tail, position):
                     return position + len(tail)
@@ -115,7 +171,7 @@ def _begin(
         raise UserError.at(record.where, found=found, expected=expected, because=because, fix="split the conversation")
     if (start := after_all_turns() if is_between else after_another_opening()) >= position:
         return start
-    fix = "use a template that begins answers as it does with add_generation_prompt"
+    fix = "let the template write before answers all that it writes with add_generation_prompt"
     raise _template_error(record, f"does not render turn {asked.stop + 1} after its generation prompt", fix)
 
 
@@ -128,21 +184,14 @@ def _prompts(tokenizer: Any, messages: list[dict[str, Any]], record: Record) -> 
         yield _apply(tokenizer, messages, record) + more[len(asked) : more.index(mark)]
 
 
-def _lost(turn: Turn, answer: str) -> str:
-    """What of a turn the template left out of the answer, or ""."""
-    thought, _, text = turn.text.rpartition(END_OF_THOUGHT)
-    thought = turn.further.get("reasoning_content") or thought.strip().removeprefix("<think>")
-    names = [str(call["function"]["name"]) for call in turn.further.get("tool_calls", ())]
-    parts = {"the text": text, **{f"the call of {name!r}": name for name in names}, THOUGHT: thought}
-    return next((what for what, part in parts.items() if part.strip() not in answer), "")
-
-
 def drops_thoughts(tokenizer: Any) -> bool:
     """Whether the chat template drops the thoughts of earlier answers, as templates of reasoning models do."""
-    thought = _OPENING[1]["content"]
-    messages = [_OPENING[0], {"role": "assistant", "content": f"<think>\n{thought}\n{END_OF_THOUGHT}\n\nYes."}] * 2
+    question, thought = _OPENING[0], _OPENING[1]["content"]
+    inside = {"role": "assistant", "content": f"<think>\n{thought}\n{END_OF_THOUGHT}\n\nYes."}
+    beside = {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False).count(thought) == 1
+        texts = [tokenizer.apply_chat_template([question, answer] * 2, tokenize=False) for answer in (inside, beside)]
+        return any(text.count(thought) == 1 for text in texts)
     except Exception:  # Any record will report what is wrong with the template.
         return False
 
@@ -156,7 +205,6 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, pr
         raise _template_error(record, f"fails ({in_short(error)})", fix) from error
 
 
-def _template_error(record: Record, problem: str, fix: str) -> UserError:
-    because = "otherwise the supervised tokens cannot be located"
+def _template_error(record: Record, problem: str, fix: str, because: str = _UNKNOWN) -> UserError:
     where = f"{record.where}: chat template of model.hf_path"
     return UserError.at(where, problem=problem, because=because, fix=fix)

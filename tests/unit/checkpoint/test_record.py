@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.checkpoint.record import LIMITS, MODEL, OVERRIDABLE, ModelSources, RunRecord, hashes
+from megatron_hetero.checkpoint.record import FAILING, LIMITS, MODEL, OVERRIDABLE, ModelSources, RunRecord, hashes
 from megatron_hetero.config.schema import load_config, to_yaml
 from megatron_hetero.config.sections import DataConfig, VideoConfig
 from tests.support.folders import ModelChoice, write_model
@@ -238,6 +238,9 @@ def test_a_setting_that_changes_what_is_trained(name: str, value: Any, tmp_path:
     skipping = with_setting(defaults(), "data.too_long", "skip")
     old = skipping if name in LIMITS else defaults()
     new = with_setting(old, name, value)
+    if name in FAILING:  # A run may begin to skip, which would have stopped, and not end to.
+        old.require_resumable(new, [], tmp_path)
+        old, new = new, old
     allow = rf"--checkpoint.allow_changes {re.escape(name)}\."
     with pytest.raises(UserError, match=rf"^{re.escape(name)} \(--{re.escape(name)}\): found .*{allow}"):
         old.require_resumable(new, [other for other in OVERRIDABLE if other != name], tmp_path)
@@ -247,7 +250,7 @@ def test_a_setting_that_changes_what_is_trained(name: str, value: Any, tmp_path:
         defaults().require_resumable(with_setting(defaults(), name, value), [], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["data.video", *(name for name in OTHERS if name != "model.encoders")])
+@pytest.mark.parametrize("name", ["data.video", *sorted(OTHERS.keys() - {"model.encoders", *FAILING})])
 def test_a_setting_that_an_old_record_lacks_has_its_default(name: str, tmp_path: Path) -> None:
     old = with_setting(defaults(), name)
     old.require_resumable(defaults(), [], tmp_path)

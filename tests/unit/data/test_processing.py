@@ -310,7 +310,7 @@ FITTING = {
 UNFIT = {
     "escaped": (PLAIN.replace("CONTENT", "{{ m.content | tojson }}"), "does not render the text of turn 2"),
     "cut": (PLAIN.replace("CONTENT", "{{ m.content[:12] }}"), "does not render the text of turn 2"),
-    "thoughtless": (PLAIN.replace("CONTENT", "{{ m.content.split('</think>')[-1] }}"), "the thought of turn 2"),
+    "thoughtless": (PLAIN.replace("CONTENT", "{{ m.content.split('</think>')[-1] }}"), "does not render a thought"),
     "counting": (
         "{{ messages | length }}" + PLAIN.replace("CONTENT", "{{ m.content }}"),
         "turn 2 after its generation",
@@ -418,7 +418,7 @@ def test_thoughts_are_part_of_the_last_answer(thinking: Any) -> None:
         assert supervised_runs(thinking, thoughtful(answer, answer), last_only=True) == runs[1:]
         masked = answer._replace(supervised=False)
         assert supervised_runs(thinking, thoughtful(answer, masked)) == runs[:1]
-        assert supervised_runs(thinking, thoughtful(answer, masked), last_only=True) == runs[:1]
+        assert supervised_runs(thinking, thoughtful(answer, masked), last_only=True) == []
         assert supervised_runs(thinking, thoughtful(masked, masked)) == []
     # What would be generated: an answer without a thought ends the one that the prompt begins.
     assert supervised_runs(thinking, thoughtful(Turn("assistant", "A disc."))) == ["\n</think>\n\nA disc.<|im_end|>"]
@@ -451,22 +451,57 @@ def test_a_thought_is_opened_once(thinking: Any) -> None:
 @pytest.mark.parametrize(
     ("further", "tools", "problem"),
     [
-        ({"tool_calls": [CALL]}, (), "does not render the call of 'zoom' of turn 2"),
-        ({"reasoning_content": "Round."}, (), "does not render the thought of turn 2"),
+        ({"tool_calls": [CALL]}, (), "does not render `tool_calls`"),
+        ({"reasoning_content": "Round."}, (), "does not render a thought"),
         (
             {},
             (TOOL,),
-            "does not render the tool 'zoom'.*Use the template of a model that calls tools, or remove `tools`",
+            "does not render `tools`.*Remove it, or use the template of a model that supports it",
         ),
     ],
 )
 def test_what_the_template_leaves_out_is_refused(
     processor: Processor, further: dict[str, Any], tools: Any, problem: str
 ) -> None:
-    record = thoughtful(Turn("assistant", "A disc.", further=further), Turn("assistant", "Yes."))
+    # The words are there, but not from where they should come.
+    record = thoughtful(Turn("assistant", "Round. Call zoom [1, 2].", further=further), Turn("assistant", "Yes."))
     with pytest.raises(UserError, match=problem):
         chat.render(processor.tokenizer, replace(record, tools=tools))
     assert not chat.drops_thoughts(processor.tokenizer)
+
+
+LEAVING_OUT = {
+    "the system": ("{% if m.role != 'system' %}", "turn 1"),
+    "results": ("{% if m.role != 'tool' %}", "turn 4"),
+    "arguments": ("{% set said = m.content ~ (m.tool_calls[0].function.name if m.tool_calls) %}"
+                  "{% set m = dict(m, content=said) %}{% if 1 %}", "`tool_calls`"),
+    "ends of questions": ("{% set m = dict(m, content=m.content[:3]) if m.role == 'user' else m %}{% if 1 %}",
+                          "turn 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAVING_OUT)
+def test_templates_that_leave_out_a_turn_are_refused(processor: Processor, name: str) -> None:
+    begin, problem = LEAVING_OUT[name]
+    tokenizer, calls = copy.copy(processor.tokenizer), {"tool_calls": [CALL]}
+    tokenizer.chat_template = (
+        PLAIN.replace("{{ '<|im_start|>'", begin + "{{ '<|im_start|>'", 1)
+        .replace("{{ '<|im_end|>\\n' }}", "{{ '<|im_end|>\\n' }}{% endif %}", 1)
+        .replace("CONTENT", "{{ m.content }}" + "{{ m.tool_calls | tojson if m.tool_calls }}" * (name != "arguments"))
+    )
+    turns = Turn("system", "Look."), Turn("user", "What?"), Turn("assistant", "", further=calls), Turn("tool", "[3]")
+    with pytest.raises(UserError, match=f"does not render .*{problem}"):
+        chat.render(tokenizer, Record("d", 0, "d:1", (*turns, Turn("assistant", "A disc."))))
+
+
+def test_the_last_answer_follows_the_generation_prompt(processor: Processor, make_record: MakeRecord) -> None:
+    """Prompts of templates that forbid thoughts end an empty one, which the text has to have, too."""
+    tokenizer = copy.copy(processor.tokenizer)
+    tokenizer.chat_template = FITTING["marked"].replace(
+        "assistant\\n' }}", "assistant\\n<think>\\n\\n</think>\\n\\n' }}"
+    )
+    with pytest.raises(UserError, match="does not render turn 2 after its generation prompt.*Let the template write"):
+        chat.render(tokenizer, make_record("What?", "A disc."))
 
 
 def test_special_tokens_of_users_are_content(processor: Processor, make_record: MakeRecord) -> None:
