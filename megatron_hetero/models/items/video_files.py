@@ -28,7 +28,7 @@ from PIL import Image
 
 from megatron_hetero.base.contents import Content, Version
 from megatron_hetero.base.errors import UserError, in_short, reason
-from megatron_hetero.base.files import keep_newest, read_bytes, replacing
+from megatron_hetero.base.files import mark_used, read_bytes, remove_unused, replacing
 from megatron_hetero.models.items.types import Item
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 27)
 MOST_FRAMES = 1 << 23
 """Limit of a file: 38 hours of 60 frames a second."""
 MOST_STORED = 1 << 15
-"""Stored tables in each of 256 folders."""
+"""Stored tables in each of 256 folders, but for those that were used lately."""
 WORTH_A_SEEK = 16
 """Frames that seeking has to spare: it costs about as much as decoding a few."""
 UPRIGHT = -1
@@ -183,6 +183,7 @@ def _table(content: Content, version: Version, limits: Limits) -> FrameTable:
 
     def read(late: Late) -> FrameTable:
         if file is not None and (stored := _stored(file)) is not None:
+            mark_used(file)
             return stored
         table = _read_table(content, late)
         if file is not None:
@@ -215,7 +216,7 @@ def _store(file: Path, table: FrameTable) -> None:
             steps = np.diff(np.concatenate([table.stamps, table.keys]).astype(np.int64), prepend=0)
             new.write_bytes(head.encode() + b"\n" + zlib.compress(steps.tobytes(), 1))
         if not secrets.randbelow(1024):  # Listing a folder takes time.
-            keep_newest(file.parent.glob(f"{file.parent.name}*.times"), MOST_STORED)
+            remove_unused(file.parent.glob(f"{file.parent.name}*.times"), MOST_STORED)
 
 
 # ------------------------------------------------------------------------------------------------ time limits
