@@ -98,8 +98,9 @@ def test_an_index_is_computed_once_and_anew_if_its_file_changes(
     assert len(opened()) == 31 and computed(opened) == 6
     assert len([*(tmp_path / "cache").iterdir()]) == 7, "jobs may have mapped each of the five of these data"
     # A month later they are no longer used, but for those that a job opens.
+    month_ago = time.time() - 31 * 86_400
     for path in (tmp_path / "cache").iterdir():
-        os.utime(path, (time.time() - 31 * 86_400,) * 2)
+        os.utime(path, (month_ago, month_ago))
     for at, count in ((1, 6), (2, 6), (3, 6), (4, 7)):
         os.utime(tmp_path / "d.jsonl", ns=(at, at))
         assert len(opened()) == 31 and computed(opened) == count
