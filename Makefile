@@ -110,7 +110,7 @@ slurm: $(INSTALLED)
 release-check:
 	RELEASE=$$(mktemp -d) && trap 'rm -rf "$$RELEASE"' EXIT && $(MAKE) --no-print-directory .release RELEASE="$$RELEASE"
 
-# Built from a copy: setuptools would write into build/ here.
+# Built from a copy: setuptools would write into build/ here. TMPDIR chooses the disk.
 IN_RELEASE = cd $(RELEASE)/programs && ../env/bin/python
 .release:
 	mkdir $(RELEASE)/programs $(RELEASE)/source
