@@ -28,15 +28,12 @@ class ExpertTraffic:
 
     Attributes:
         rows: of a layer in a micro-batch, on average.
-        least: rows that would do: a token has to reach each other rank with one of its experts.
         received: bytes in a step, on average.
         exchanges: all-to-alls in a step.
-        waits: how often the host waits for the device in a step, for sizes of exchanges, and for those of products in
-            chunks or without a single kernel for bfloat16 and all experts.
+        waits: how often the host waits for the device in a step, for sizes of exchanges and of products in parts.
     """
 
     rows: int
-    least: float
     received: int
     exchanges: int
     waits: int
@@ -97,7 +94,6 @@ def expert_traffic(assumed: AssumedBatch, at: int) -> ExpertTraffic | None:
     times = job.batch.micro_batches
     return ExpertTraffic(
         rows,
-        tokens * (ranks - 1) * (1 - (1 - 1 / ranks) ** mlp.top_k),
         times * (len(sparse) * (passed * passes + chosen) + len(again) * passed),
         times * (ranks > 1) * (len(sparse) * (FORWARD + BACKWARD * (passes - 1)) + len(again) * BACKWARD),
         times * len(sparse) * waits,

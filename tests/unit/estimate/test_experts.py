@@ -139,7 +139,6 @@ def test_traffic_is_that_of_rows_that_are_sent_once(
     [traffic], times = plan.experts, plan.job.batch.micro_batches
     of_rank = sum(plan.assumed.lengths) / tokens
     assert traffic.rows == pytest.approx(of_rank * (ranks - 1) * (1 - (1 - 1 / ranks) ** 8), abs=ranks)
-    assert traffic.rows / traffic.least == pytest.approx(1, abs=0.01)
     assert traffic.waits == 4 * times
     assert traffic.exchanges == 4 * times * (5 + 3 * (passes - 1))
     of_pass = traffic.rows * (2 * 2048 + 8) * 2
