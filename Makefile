@@ -31,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv test matrix lint types unit functional torture nccl-rules recorded properties fuzz slurm release-check
-.PHONY: test-versions format readme kernels train demo-clean bench bench-gpu clean
+.PHONY: .release test-versions format readme kernels train demo-clean bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -107,12 +107,16 @@ slurm: $(INSTALLED)
 	$(BIN)/python -m pytest -m slurm tests/slurm
 
 # Not part of `make test`. Programs are copied, since beside the package Python would find it instead of the wheel.
-RELEASE := build/release
-IN_RELEASE = cd $(RELEASE)/programs && ../env/bin/python
 release-check:
-	rm -rf build && mkdir -p $(RELEASE)/programs
+	RELEASE=$$(mktemp -d) && trap 'rm -rf "$$RELEASE"' EXIT && $(MAKE) --no-print-directory .release RELEASE="$$RELEASE"
+
+# Built from a copy: setuptools would write into build/ here. TMPDIR chooses the disk.
+IN_RELEASE = cd $(RELEASE)/programs && ../env/bin/python
+.release:
+	mkdir $(RELEASE)/programs $(RELEASE)/source
+	cp -r setup.py pyproject.toml README.md LICENSE megatron_hetero $(RELEASE)/source
 	$(PYTHON) -m venv $(RELEASE)/env
-	$(RELEASE)/env/bin/python -m pip wheel --disable-pip-version-check --no-input -q --no-deps -w $(RELEASE) .
+	$(RELEASE)/env/bin/python -m pip wheel --disable-pip-version-check --no-input -q --no-deps -w $(RELEASE) $(RELEASE)/source
 	$(if $(TORCH_INDEX),$(RELEASE)/env/bin/python -m pip install -q --no-deps -c constraints.txt --index-url $(TORCH_INDEX) torch)
 	$(RELEASE)/env/bin/python -m pip install --disable-pip-version-check --no-input -q -c constraints.txt $(RELEASE)/*.whl
 	cp -r pretrain_vlm.py examples $(RELEASE)/programs
@@ -121,7 +125,6 @@ release-check:
 	$(IN_RELEASE) -m megatron_hetero.run --help >/dev/null
 	$(IN_RELEASE) pretrain_vlm.py --plan --world-size 8 --config examples/qwen2_5_vl_7b.yaml \
 		--model.hf_path examples/models/qwen2_5_vl_7b
-	rm -rf build
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -12,6 +12,7 @@ At the end the weights are compared with those of the same loop in one process.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -163,15 +164,14 @@ def difference(topology: Topology, found: Mapping[str, nn.Module], alone: Mappin
 
 def main(argv: Sequence[str]) -> None:
     """Train, and compare."""
-    if "--help" in argv:
-        print(__doc__)
-        return
-    if len(argv) != 2:
-        raise UserError(f"found {len(argv)} arguments, expected the layouts of text and generator, such as `dp:4 dp:4`")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", help="layout, such as dp:4 or pp:2,dp:2")
+    parser.add_argument("generator", help="layout, such as dp:4")
+    given = parser.parse_args(argv)
     with process_group():
-        topology = build(GRAPH, text=argv[0], generator=argv[1])
+        topology = build(GRAPH, text=given.text, generator=given.generator)
         if topology.layouts[TEXT].pp > 2:
-            raise UserError(f"text layout `{argv[0]}`: found {topology.layouts[TEXT].pp} stages, expected 1 or 2")
+            raise UserError(f"text layout `{given.text}`: found {topology.layouts[TEXT].pp} stages, expected 1 or 2")
         found = difference(topology, train(topology), train_alone(topology.platform.device))
         if topology.rank == 0:
             print(f"weights: {found:.1e} from those of one process")

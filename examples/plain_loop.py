@@ -11,6 +11,7 @@ At the end the weights are compared with those of the same loop in one process.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -107,12 +108,13 @@ def differences(found: Mapping[str, nn.Module], expected: Mapping[str, nn.Module
 
 def main(argv: Sequence[str]) -> None:
     """Train, compare, and report on one rank."""
-    if "--help" in argv:
-        print(__doc__)
-        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("vision", nargs="?", help="layout: dp")
+    parser.add_argument("text", nargs="?", help="layout: dp")
+    given = parser.parse_args(argv)
     with process_group() as platform:
         world = dist.get_world_size()
-        texts = [*argv, f"dp:{world}", f"dp:{world}"][:2]
+        texts = [text or f"dp:{world}" for text in (given.vision, given.text)]
         layouts = {
             name: Layout.parse(text, world, module=name) for name, text in zip((VISION, TEXT), texts, strict=True)
         }

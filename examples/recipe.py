@@ -1,7 +1,10 @@
 """SigLIP feeds a `GPTModel`. A second run resumes the first: torchrun --nproc-per-node 2 examples/recipe.py"""
 
+import argparse
 from pathlib import Path
 
+if __name__ == "__main__":  # Before Megatron, whose import takes seconds.
+    argparse.ArgumentParser(description=__doc__).parse_known_args()
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import optimizer, tensor_parallel, transformer
@@ -37,8 +40,7 @@ def _train(layouts):
         with mh.micro_batch(boundary):
             plan = boundary.plan(samples=SAMPLES, rows_per_sample=ROWS)
             pictures, tokens = topology.shard("vision", gray), topology.shard("text", gray).view(-1, 1)
-            made = None if vision is None else vision(pictures.expand(-1, 3, 48, 48) / 16)[0].flatten(0, 1)
-            rows = boundary(plan, made)
+            rows = boundary(plan, vision(pictures.expand(-1, 3, 48, 48) / 16)[0].flatten(0, 1) if vision else None)
             if text is not None:
                 tokens, places = tokens.expand(-1, LENGTH), torch.arange(LENGTH).expand(len(tokens), -1) < ROWS
                 hidden = mh.place_rows(text.embedding(tokens, None), rows, places, length_first=True)
@@ -54,4 +56,5 @@ def _train(layouts):
             dcp.save({"step": step, "train": optim.state_for_dcp()}, checkpoint_id=RUN / f"{step:08}")
 
 
-mh.guarded(_train, ["dp:2", "tp:2"])  # The tower: dp. The text model: tp and dp, with pp see megatron_recipe.py.
+if __name__ == "__main__":
+    mh.guarded(_train, ["dp:2", "tp:2"])  # The tower: dp. The text model: tp and dp, with pp see megatron_recipe.py.

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import stat
+import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -25,6 +26,7 @@ MOST_BYTES = 1 << 27
 """Default limit on files that are read whole: several times the largest tokenizer."""
 MOST_OWN_BYTES = 1 << 30
 """Default limit on files of this program: metrics of millions of steps."""
+_DAY_S = 86_400.0
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -99,12 +101,23 @@ def replacing(path: Path) -> Generator[Path]:
         new.unlink(missing_ok=True)
 
 
-def keep_newest(files: Iterable[Path], most: int) -> None:
-    """Remove all but so many files of a cache."""
+def mark_used(path: Path) -> None:
+    """Keep a file of a cache from `remove_unused`. Once a day, since NFS drops pages of files with another time."""
     with suppress(OSError):
-        if len(found := list(files)) > most:
-            for path in sorted(found, key=os.path.getmtime)[:-most]:
-                path.unlink(missing_ok=True)
+        if path.stat().st_mtime < time.time() - _DAY_S:
+            os.utime(path)
+
+
+def remove_unused(files: Iterable[Path], most: int) -> None:
+    """Remove all but so many files of a cache; of the others, none that was used in the last 30 days."""
+    times = dict[Path, float]()
+    for path in files:
+        with suppress(OSError):
+            times[path] = path.stat().st_mtime
+    for path in sorted(times, key=times.__getitem__)[:-most]:
+        with suppress(OSError):
+            if times[path] < time.time() - 30 * _DAY_S:
+                path.unlink()
 
 
 def is_unfit(path: Path) -> str | None:

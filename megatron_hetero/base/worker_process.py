@@ -18,7 +18,6 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import Any
 from weakref import finalize
@@ -43,7 +42,7 @@ class Processes:
         processes = [_Process(target, setting) for _ in range(count)]
         for each in processes:
             self._idle.put(each)
-        self.close = finalize(self, _close, processes)
+        self.close = finalize(self, lambda: [each.close() for each in processes])
         """Ends the processes; so does the end of this one."""
 
     def call(self, what: str, method: str, *arguments: Any) -> Any:
@@ -113,11 +112,6 @@ class _Process:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-
-
-def _close(processes: Iterable[_Process]) -> None:
-    for each in processes:
-        each.close()
 
 
 def send(to: socket.socket, value: Any) -> None:

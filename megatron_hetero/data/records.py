@@ -120,8 +120,8 @@ class Dataset(Sequence[Record]):
         self._map = FieldMap.parse(entry.fields or own, reading.fields, f"{setting}.fields")
         self._mapped = {".".join(path[:n]) for _, path in self._map.paths for n in range(1, len(path) + 1)}
         scan, strict = reading.readers is not None, reading.strict
-        folder = (strict, entry.images and os.path.realpath(entry.images)) if scan else entry.images is not None
-        key = (self._format, entry.video_placeholder, folder, self._map, *map(tuple, reading.fields))
+        folder = entry.images and os.path.realpath(entry.images)
+        key = (self._format, entry.video_placeholder, folder, scan and strict, self._map, *map(tuple, reading.fields))
         indexer = Indexer(name, files, self._format, self._checked, repr(key), reading.cache, scan=scan, strict=strict)
         self._index = indexer.index()
         if not len(self._index):

@@ -28,14 +28,12 @@ class ExpertTraffic:
 
     Attributes:
         rows: of a layer in a micro-batch, on average.
-        least: rows that would do: a token has to reach each other rank with one of its experts.
         received: bytes in a step, on average.
         exchanges: all-to-alls in a step.
-        waits: how often the host waits for the device in a step, to know how much is exchanged.
+        waits: how often the host waits for the device in a step, for sizes of exchanges and of products in parts.
     """
 
     rows: int
-    least: float
     received: int
     exchanges: int
     waits: int
@@ -76,26 +74,27 @@ def operations_above_mean(layers: Iterable[Layer], layout: Layout, imbalance: fl
 
 
 def expert_traffic(assumed: AssumedBatch, at: int) -> ExpertTraffic | None:
-    """The traffic of a rank of the text module at pipeline coordinate `at`; None if it exchanges nothing."""
+    """The traffic of a rank of the text module at pipeline coordinate `at`; None if its host does not wait."""
     job = assumed.job
     layout, layers = job.layouts[TEXT], job.shapes.text.architecture.layers
     stages = stages_of_rank(job.stages[TEXT], at, layout.pp)
     sparse = expert_mlps(layers[number] for stage in stages for number in stage.layers)
-    if (ranks := ranks_of_experts(layout)) == 1 or not sparse:
+    ranks, recompute = ranks_of_experts(layout), Recompute.of(job.config.model, TEXT)
+    tokens = sum(assumed.lengths) / layout.ways("weights", "tokens")
+    reads = recompute.chunks(round(tokens)) or job.config.model.dtype != "bfloat16"
+    if not sparse or not (waits := (ranks > 1) + reads):
         return None
-    recompute = Recompute.of(job.config.model, TEXT)
     whole = (number for stage in stages for number in stage.layers[: recompute.whole_layers(len(stage.layers))])
     again = expert_mlps(layers[number] for number in whole)
     passes = 1 + job.schedule.module[TEXT].backward
-    tokens, mlp, itemsize = sum(assumed.lengths) / layout.ways("weights", "tokens"), sparse[0], job.dtype.itemsize
+    mlp, itemsize = sparse[0], job.dtype.itemsize
     rows = sum(Sizes.expected(round(tokens), mlp.top_k, ranks, 1.0).received[1:])
     passed = rows * (2 * mlp.hidden + mlp.top_k) * itemsize
-    chosen = rows * mlp.top_k * _CHOICE + (ranks - 1) * (1 - -mlp.experts // ranks) * _SIZE
+    chosen = rows * mlp.top_k * _CHOICE + (ranks - 1) * 2 * _SIZE
     times = job.batch.micro_batches
     return ExpertTraffic(
         rows,
-        tokens * (ranks - 1) * (1 - (1 - 1 / ranks) ** mlp.top_k),
         times * (len(sparse) * (passed * passes + chosen) + len(again) * passed),
-        times * (len(sparse) * (FORWARD + BACKWARD * (passes - 1)) + len(again) * BACKWARD),
-        times * len(sparse),
+        times * (ranks > 1) * (len(sparse) * (FORWARD + BACKWARD * (passes - 1)) + len(again) * BACKWARD),
+        times * len(sparse) * waits,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -37,7 +38,7 @@ from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule, gathered_stages
 from megatron_hetero.step.optimizer import build_shard_optimizer
 from megatron_hetero.step.runner import Runner, build
-from megatron_hetero.train.inputs import open_inputs
+from megatron_hetero.train.inputs import Inputs, open_inputs
 from megatron_hetero.train.log import MetricsWriter, Writer, unwritable
 from megatron_hetero.train.measures import StepProfiler
 from megatron_hetero.train.step_trainer import StepTrainer
@@ -58,9 +59,9 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     steps = build_step_trainer(job, platform, inputs.weights, watchdog=watchdog)
     topology = steps.topology
     if topology.rank == FIRST:
-        unread = {data.unread for each in (inputs.mixture, *inputs.held_out.values()) for data, _ in each.parts}
-        notices = *backend_notices(config.model.layer_backend, platform), *sorted(unread), inputs.processor.advice
-        print(*filter(None, notices), sep="\n", end="\n" * any(notices), flush=True)
+        notices = [*backend_notices(config.model.layer_backend, platform), *_unread(inputs), inputs.processor.advice]
+        for notice in filter(None, notices):
+            print(notice, flush=True)
     state = TrainState(steps.optimizer, topology, steps.shapes, working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
         record = shared_record(config, state, inputs.mixture, inputs.transposed)
@@ -77,6 +78,13 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
         resumed=resumed,
         saver=Saver(config, state, record, resumed.step, watchdog.waiting, writer.history),
     )
+
+
+def _unread(inputs: Inputs) -> list[str]:
+    """Return lines about keys of records that are not read; none if a file cannot be read, which all ranks will see."""
+    with suppress(UserError, OSError):
+        return sorted({data.unread for each in (inputs.mixture, *inputs.held_out.values()) for data, _ in each.parts})
+    return []
 
 
 def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:

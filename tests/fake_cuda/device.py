@@ -3,8 +3,8 @@ real.
 
 `FakeGpu` is a context in which a program runs as it would on its rank's GPU, up to the values, and which knows what the
 device would be asked for: kernels, memory, and every place where the host waits for the device. What the host reads
-from the device is made up: ones; for the sizes of an exchange of experts, those that `Sizes.expected` has, and as many
-pairs for each expert.
+from the device is made up: ones; for the sizes of an exchange of experts, those that `Sizes.expected` has, and for
+where the pairs of each expert end, as many for each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Self
 from unittest import mock
 from weakref import finalize
@@ -389,10 +388,9 @@ def _fsdp_calls(gpu: FakeGpu) -> Iterator[None]:
 def _expected(exchanged: Callable[..., dispatch.Sizes]) -> Callable[..., dispatch.Sizes]:
     """As `dispatch._sizes`, with sizes under uniform routing in place of those that were read."""
 
-    def sizes(place: Tensor, owner: Tensor, to_rank: Tensor, most: int, group: Any, imbalance: float) -> dispatch.Sizes:
-        exchanged(place, owner, to_rank, most, group, imbalance)
-        found = dispatch.Sizes.expected(len(owner), owner.shape[1], to_rank.shape[1], imbalance)
-        return found._replace(of_experts=_even(found.pairs, most))
+    def sizes(owner: Tensor, to_rank: Tensor, group: Any, imbalance: float) -> dispatch.Sizes:
+        exchanged(owner, to_rank, group, imbalance)
+        return dispatch.Sizes.expected(len(owner), owner.shape[1], to_rank.shape[1], imbalance)
 
     return sizes
 
@@ -402,14 +400,9 @@ def _read(real: Callable[..., tuple[int, ...]]) -> Callable[..., tuple[int, ...]
 
     def read(ends: Tensor, pairs: int) -> tuple[int, ...]:
         real(ends, pairs)
-        return tuple(accumulate(_even(pairs, len(ends))))
+        return tuple(dispatch.block(pairs, expert, len(ends))[1] for expert in range(len(ends)))
 
     return read
-
-
-def _even(pairs: int, experts: int) -> tuple[int, ...]:
-    spans = (dispatch.block(pairs, expert, experts) for expert in range(experts))
-    return tuple(stop - start for start, stop in spans)
 
 
 @contextlib.contextmanager

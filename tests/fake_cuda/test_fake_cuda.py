@@ -34,7 +34,7 @@ LOAD = "update", "megatron_hetero/train/expert_load.py take_loads: a copy to the
 SIZES = "text forward", "megatron_hetero/models/layers/dispatch.py _sizes: a copy to the host"
 """Once in each sparse layer and micro-batch where experts are on several ranks, and in no backward pass."""
 READ = "text forward", "megatron_hetero/models/layers/dispatch.py _read: a copy to the host"
-"""Likewise where nothing is exchanged, but products are no single kernel or experts pass in chunks."""
+"""Likewise where products are no single kernel or experts pass in chunks."""
 
 why_not = guard.missing()
 pytestmark = pytest.mark.skipif(why_not is not None, reason=str(why_not))
@@ -69,7 +69,7 @@ def test_the_host_waits_for_the_device_twice_a_step(case: Case, found: runs.Foun
         expected[LOAD] = 1
         if "ep:1" not in case.text.split(","):
             expected[SIZES] = of_case["layers"]["text"] * of_case["micro_batches"]
-        elif "--model.chunk.text" in case.more or case.capability[0] not in (9, 10):
+        if "--model.chunk.text" in case.more or case.capability[0] not in (9, 10):
             expected[READ] = of_case["layers"]["text"] * of_case["micro_batches"]
     assert {(phase, place): times for phase, place, times in of_case["waits"]} == expected
 

@@ -47,6 +47,10 @@ def test_images_are_made_by_the_makefile_and_run_as_a_user() -> None:
     as_root = " ".join(lines[: lines.index("USER 1000")])
     assert "pip install" not in as_root and "make venv" not in as_root
     assert sum("make venv" in line for line in lines if line.startswith("RUN")) == 2
+    whole = [number for number, line in enumerate(lines) if line.endswith(" . .")]
+    assert all("make venv" in lines[number - 1] for number in whole) and len(whole) == 2, "edits install nothing"
+    as_users = [line.split()[1] for line in lines if line.startswith("USER")]
+    assert as_users == ["1000", "root", "1000"] and "ibverbs-providers libibverbs1 librdmacm1" in DOCKERFILE
     extras = {extra for each in re.findall(r"ARG EXTRAS=(\S+)", DOCKERFILE) for extra in each.split(",")}
     assert extras <= _setup("extras_require").keys()
     assert "PYTHON ?=" in MAKEFILE and "EXTRAS :=" in MAKEFILE, "the images set them"

@@ -33,7 +33,7 @@ import numpy as np
 
 from megatron_hetero.base.contents import StoredFile
 from megatron_hetero.base.errors import UserError, reason
-from megatron_hetero.base.files import keep_newest, open_own, replacing
+from megatron_hetero.base.files import mark_used, open_own, remove_unused, replacing
 from megatron_hetero.base.lock import Lock
 from megatron_hetero.base.terminal import Progress
 from megatron_hetero.base.worker_process import Processes
@@ -54,8 +54,10 @@ MOST_PROCESSES = 16
 """Processes that check records."""
 RECORDS_OF_A_PROCESS = 1 << 14
 """Records that are worth a process, which takes some tenths of a second to start."""
-MOST_VERSIONS = 256
-"""Indexes of a data set that are stored: nodes may have copies of its files with other times."""
+MOST_VERSIONS = 16
+"""Indexes of a data set that are stored, but for those that were opened lately: jobs have them mapped."""
+RETRIES_S = (0.0, 0.5, 1.0, 2.0)
+"""Pauses before an index that another process should have stored is missing: NFS remembers that it was not there."""
 MOST_PROBLEMS = 20
 """Messages of bad records that are stored."""
 _ALIGN = 64
@@ -226,15 +228,22 @@ class Indexer:
                 try:
                     lock = Lock.take(path.with_suffix(".lock"), path, "index", mixed="two indexes", fix="wait for it")
                 except UserError:
-                    time.sleep(pause := min(1.5 * pause + 0.05, 2.0))  # A thousand processes may ask one disk.
-                    if (found := self._open(path, files)) is not None:
-                        return found
+                    for _ in range(4):  # A thousand processes may ask one disk.
+                        time.sleep(pause := min(1.5 * pause + 0.05, 2.0))
+                        if (found := self._open(path, files)) is not None:
+                            return found
         except OSError as error:
             self._warn(path, error)
             return self._computed(files)
         if pause and not lock.left:  # An index that cannot be stored, or has a bad record, is computed by all at once.
             lock.release(remove=True)
-            return self._open(path, files) or self._computed(files)
+            for seconds in RETRIES_S:
+                time.sleep(seconds)
+                with contextlib.suppress(OSError):
+                    list(path.parent.iterdir())  # NFS asks its server anew.
+                if (found := self._open(path, files)) is not None:
+                    return found
+            return self._computed(files)
         try:
             # Somebody else may have computed it meanwhile.
             if (found := self._open(path, files)) is not None:
@@ -243,7 +252,7 @@ class Indexer:
             try:
                 if self._open(path, files) is None:  # Locks may not reach a machine that has stored and mapped one.
                     _write(path, computed)
-                    keep_newest(path.parent.glob(f"{path.stem[:20]}*.index"), MOST_VERSIONS)
+                    remove_unused(path.parent.glob(f"{path.stem[:20]}*.index"), MOST_VERSIONS)
                 if (found := self._open(path, files)) is None:
                     raise OSError("what is written there may be changed by others")
             except OSError as error:
@@ -265,6 +274,7 @@ class Indexer:
         found = _read(path)
         if found is None or [each.known for each in found.files] != [each.known for each in files]:
             return None
+        mark_used(path)
         # These files, not those that the index names.
         return replace(found, files=tuple(files)) if "bad" in found._columns else None
 

@@ -28,12 +28,11 @@ from PIL import Image
 
 from megatron_hetero.base.contents import Content, Version
 from megatron_hetero.base.errors import UserError, in_short, reason
-from megatron_hetero.base.files import keep_newest, read_bytes, replacing
+from megatron_hetero.base.files import mark_used, read_bytes, remove_unused, replacing
 from megatron_hetero.models.items.types import Item
 
 if TYPE_CHECKING:
     from av.container import InputContainer
-    from av.packet import Packet
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
@@ -47,7 +46,7 @@ MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 27)
 MOST_FRAMES = 1 << 23
 """Limit of a file: 38 hours of 60 frames a second."""
 MOST_STORED = 1 << 15
-"""Stored tables in each of 256 folders."""
+"""Stored tables in each of 256 folders, but for those that were used lately."""
 WORTH_A_SEEK = 16
 """Frames that seeking has to spare: it costs about as much as decoding a few."""
 UPRIGHT = -1
@@ -183,6 +182,7 @@ def _table(content: Content, version: Version, limits: Limits) -> FrameTable:
 
     def read(late: Late) -> FrameTable:
         if file is not None and (stored := _stored(file)) is not None:
+            mark_used(file)
             return stored
         table = _read_table(content, late)
         if file is not None:
@@ -215,7 +215,7 @@ def _store(file: Path, table: FrameTable) -> None:
             steps = np.diff(np.concatenate([table.stamps, table.keys]).astype(np.int64), prepend=0)
             new.write_bytes(head.encode() + b"\n" + zlib.compress(steps.tobytes(), 1))
         if not secrets.randbelow(1024):  # Listing a folder takes time.
-            keep_newest(file.parent.glob(f"{file.parent.name}*.times"), MOST_STORED)
+            remove_unused(file.parent.glob(f"{file.parent.name}*.times"), MOST_STORED)
 
 
 # ------------------------------------------------------------------------------------------------ time limits
@@ -376,7 +376,9 @@ def _read_table(content: Content, late: Late) -> FrameTable:
             packets, exact = packets + 1, exact and packet.pts is not None
             if packets > MOST_FRAMES:
                 raise _unusable(content, f"more than {MOST_FRAMES} frames")
-            if not packet.is_discard and not _is_hidden(stream, packet):
+            # VP8 has frames that are only referred to (RFC 6386, section 9.1).
+            is_hidden = stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
+            if not packet.is_discard and not is_hidden:
                 frames.append((stamp, packet.is_keyframe))
         _check_whole(content, container, stream, packets, end)
         if not frames:
@@ -391,11 +393,6 @@ def _read_table(content: Content, late: Late) -> FrameTable:
         turn = _turn(frame)
         size = _picture(frame, turn).size
         return FrameTable(stamps, keys, unit, exact, rate, number, *size, turn, frame.format.name)
-
-
-def _is_hidden(stream: VideoStream, packet: Packet[Any]) -> bool:
-    """Whether a packet is of a frame that is only referred to, which VP8 has (RFC 6386, section 9.1)."""
-    return stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
 
 def _check_whole(content: Content, container: InputContainer, stream: VideoStream, packets: int, end: float) -> None:

@@ -328,7 +328,7 @@ class Videos(ItemType):
         )
 
     def chat_part(self, section: Any, token: str) -> dict[str, str]:
-        """As text, a video gets no marks from the chat template."""
+        """See the base class. As text, a video gets no marks from the chat template."""
         is_text = (getattr(section, "video", None) or VideoConfig()).marks == "pairs"
         return {"type": "text", "text": token} if is_text else super().chat_part(section, token)
 

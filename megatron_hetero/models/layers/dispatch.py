@@ -14,15 +14,14 @@ A row to each rank with one of k experts is, under uniform routing, ep (1 - (1 -
 which stays. That is never more than an all-gather of tokens, which sends each token everywhere.
 
 The host has to know the sizes of an exchange, which the router determines on the device. So a forward pass waits for
-the device once, unless all experts are on each rank; a backward pass and a recomputation know them. With them come the
-pairs of each expert, which chunks and products one by one depend on.
+the device once, unless all experts are on each rank; a backward pass and a recomputation know them. It waits once more
+for `Dispatch.host_ends`, where chunks or products one by one depend on the pairs of each expert.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -120,14 +119,11 @@ class _Exchanged(torch.autograd.Function):
 
 
 class Sizes(NamedTuple):
-    """Sizes of a dispatch on one rank: rows that it sends to each rank and receives from each, and pairs received, also
-    of each of its experts.
-    """
+    """Sizes of a dispatch on one rank: rows that it sends to each rank and receives from each, and pairs received."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     pairs: int
-    of_experts: tuple[int, ...] | None = None
 
     @classmethod
     def expected(cls, tokens: int, top_k: int, ranks: int, imbalance: float) -> Sizes:
@@ -148,7 +144,6 @@ class Dispatch:
         pairs: copies of received rows, by expert.
         choice: int64 [pairs], the place of each pair in [received rows, k].
         ends: int32 [experts of this rank], where the pairs of each end.
-        known: pairs of each of these experts, and perhaps of none behind them, if the host knows them.
     """
 
     chosen: Tensor
@@ -157,14 +152,11 @@ class Dispatch:
     pairs: Copies
     choice: Tensor
     ends: Tensor
-    known: tuple[int, ...] | None = None
 
     @cached_property
     def host_ends(self) -> tuple[int, ...]:
-        """`ends`, for which the host waits once if it does not know them."""
-        if self.known is None:
-            return _read(self.ends, len(self.choice))
-        return tuple(accumulate(self.known[: len(self.ends)]))
+        """`ends`, for which the host waits once."""
+        return _read(self.ends, len(self.choice))
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, group: dist.ProcessGroup, imbalance: float = 1.0) -> Dispatch:
@@ -182,13 +174,13 @@ class Dispatch:
             return cls(chosen, None, None, *_by_expert(chosen, own, experts, chosen.numel()))
         owner = (chosen * ranks + (ranks - 1)) // experts  # The inverse of `block`.
         to_rank = chosen.new_zeros(len(chosen), ranks, dtype=torch.bool).scatter_(1, owner, True)
-        sizes = _sizes(chosen - experts * owner // ranks, owner, to_rank, -(-experts // ranks), group, imbalance)
+        sizes = _sizes(owner, to_rank, group, imbalance)
         exchange = RowExchange(group, sizes.sent, sizes.received)
         # Without the rest of what they are views of.
         tokens = torch.nonzero_static(to_rank.t(), size=sum(sizes.sent))[:, 1].contiguous()
         rows = Copies.of(tokens, tokens.argsort(stable=True), to_rank.sum(1))
         received = exchange.run(chosen.int().index_select(0, tokens)).long()
-        return cls(chosen, rows, exchange, *_by_expert(received, own, experts, sizes.pairs), sizes.of_experts)
+        return cls(chosen, rows, exchange, *_by_expert(received, own, experts, sizes.pairs))
 
     def send(self, x: Tensor) -> Tensor:
         """Return the rows [received, width] that come for `x` [tokens, width]."""
@@ -203,22 +195,20 @@ class Dispatch:
         return add_up(self.exchange.back(x), self.rows)
 
 
-def _sizes(
-    place: Tensor, owner: Tensor, to_rank: Tensor, most: int, group: dist.ProcessGroup, imbalance: float
-) -> Sizes:
+def _sizes(owner: Tensor, to_rank: Tensor, group: dist.ProcessGroup, imbalance: float) -> Sizes:
     """Exchange sizes, and wait for them. `owner` int64 [tokens, k] and `to_rank` bool [tokens, ranks]: the ranks of the
-    experts of each token; `place`: which of the experts there they are, of `most` on a rank.
+    experts of each token.
     """
     tokens, ranks = to_rank.shape
     if owner.is_meta:
         return Sizes.expected(tokens, owner.shape[1], ranks, imbalance)
-    mine, theirs = both = owner.new_zeros(2, ranks, 1 + most)
+    sizes = owner.new_zeros(2, ranks, 2)
+    mine, theirs = sizes
     torch.sum(to_rank, dim=0, out=mine[:, 0])
-    mine.view(-1).scatter_(0, (owner * (1 + most) + 1 + place).flatten(), 1, reduce="add")
+    mine[:, 1].scatter_(0, owner.flatten(), 1, reduce="add")
     dist.all_to_all_single(theirs, mine, group=group)
-    sent, received = both.tolist()
-    pairs = tuple(map(sum, zip(*(pairs for _, *pairs in received), strict=True)))
-    return Sizes(tuple(n for n, *_ in sent), tuple(n for n, *_ in received), sum(pairs), pairs)
+    sent, received = sizes.tolist()
+    return Sizes(tuple(n for n, _ in sent), tuple(n for n, _ in received), sum(n for _, n in received))
 
 
 def _read(ends: Tensor, pairs: int) -> tuple[int, ...]:

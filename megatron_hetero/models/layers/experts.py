@@ -262,35 +262,35 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, first: Tensor, second: Tensor, *given: Any) -> Tensor:
         ctx.save_for_backward(x, weights, first, second)
-        ctx.given = chunks, ends, inner = given
+        ctx.given = cuts, ends, activate = given
         out = torch.empty_like(x)
-        for experts, rows, _ in chunks:
+        for experts, rows, _ in cuts:
             inside = _inside(ends, experts, rows)
             wide = _products(x[rows], first[experts].transpose(1, 2), inside)
-            out[rows] = _products(inner(wide, weights[rows]), second[experts].transpose(1, 2), inside)
+            out[rows] = _products(activate(wide, weights[rows]), second[experts].transpose(1, 2), inside)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x, weights, *matrices), (chunks, ends, activated) = ctx.saved_tensors, ctx.given
-        of_x, of_weights, grad = torch.empty_like(x), torch.empty_like(weights), grad.contiguous()
-        found = {at: torch.empty_like(m) for at, m in enumerate(matrices) if ctx.needs_input_grad[2 + at]}
+        (x, weights, *matrices), (cuts, ends, activate) = ctx.saved_tensors, ctx.given
+        grad_x, grad_weights, grad = torch.empty_like(x), torch.empty_like(weights), grad.contiguous()
+        grads = {at: torch.empty_like(m) for at, m in enumerate(matrices) if ctx.needs_input_grad[2 + at]}
         sums, sum_type = dict[int, Tensor](), torch.promote_types(x.dtype, torch.float32)
-        for experts, rows, continues in chunks:
+        for experts, rows, continues in cuts:
             (first, second), inside = [matrix[experts] for matrix in matrices], _inside(ends, experts, rows)
             wide, factors = _products(x[rows], first.transpose(1, 2), inside), weights[rows].detach()
             with torch.enable_grad():
-                inner = activated(wide.requires_grad_(), factors.requires_grad_())
-            of_inner = _products(grad[rows], second, inside)
-            of_wide, of_weights[rows] = torch.autograd.grad(inner, (wide, factors), of_inner)
-            of_x[rows] = _products(of_wide, first, inside)
-            for at, (left, right) in enumerate(((of_wide, x[rows]), (grad[rows], inner.detach()))):
-                if at in found:
+                inner = activate(wide.requires_grad_(), factors.requires_grad_())
+            grad_inner = _products(grad[rows], second, inside)
+            grad_wide, grad_weights[rows] = torch.autograd.grad(inner, (wide, factors), grad_inner)
+            grad_x[rows] = _products(grad_wide, first, inside)
+            for at, (left, right) in enumerate(((grad_wide, x[rows]), (grad[rows], inner.detach()))):
+                if at in grads:
                     product = _outer_products(left, right, inside, matrices[at][experts])
                     sums[at] = product + sums[at].to(sum_type) if continues else product
-                    found[at][experts] = sums[at]
-        return of_x, of_weights, found.get(0), found.get(1), None, None, None
+                    grads[at][experts] = sums[at]
+        return grad_x, grad_weights, grads.get(0), grads.get(1), None, None, None
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Ends) -> Tensor:

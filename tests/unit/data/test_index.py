@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -95,7 +96,15 @@ def test_an_index_is_computed_once_and_anew_if_its_file_changes(
     monkeypatch.setattr(index, "MOST_VERSIONS", 2)
     os.utime(tmp_path / "d.jsonl", ns=(3, 3))
     assert len(opened()) == 31 and computed(opened) == 6
-    assert len([*(tmp_path / "cache").iterdir()]) == 4, "the last two, that of other data, and a file of somebody"
+    assert len([*(tmp_path / "cache").iterdir()]) == 7, "jobs may have mapped each of the five of these data"
+    # A month later they are no longer used, but for those that a job opens.
+    month_ago = time.time() - 31 * 86_400
+    for path in (tmp_path / "cache").iterdir():
+        os.utime(path, (month_ago, month_ago))
+    for at, count in ((1, 6), (2, 6), (3, 6), (4, 7)):
+        os.utime(tmp_path / "d.jsonl", ns=(at, at))
+        assert len(opened()) == 31 and computed(opened) == count
+    assert len([*(tmp_path / "cache").iterdir()]) == 6, "these four, that of other data, and a file of somebody"
 
 
 @pytest.mark.parametrize(
@@ -386,6 +395,25 @@ def test_folders_of_pictures_share_no_sizes(tmp_path: Path, processor: Processor
     assert widths(processor, scan(tmp_path / "link")) == [8, 8, 8]
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_folders_of_pictures_share_no_digest_and_verdict(tmp_path: Path, opened: Any, strict: bool) -> None:
+    one, two = drawn(tmp_path / "one", 56, 0), drawn(tmp_path / "two", 56, 0)
+    path = write(tmp_path / "d.jsonl", 1)
+    path.write_text(path.read_text().replace("0.png", f"{one}/0.png"))
+
+    def reads(folder: Path, cache: str, strict: bool) -> Dataset:
+        entry = DatasetConfig(annotations=path, images=folder)
+        return Dataset("d", entry, Reading(cache=tmp_path / cache, strict=strict))
+
+    with pytest.raises(UserError, match="leaves the image folder") if strict else nullcontext():
+        assert reads(two, "one", strict).bad == 1
+    inside = reads(one, "one", True)
+    assert not inside.bad and Path(str(inside[0].item(0).content)) == one / "0.png"
+    assert reads(tmp_path, "one", True).digest == reads(tmp_path, "two", True).digest != inside.digest
+    with pytest.raises(UserError, match="leaves the image folder"):
+        reads(two, "one", True)
+
+
 def test_what_a_lenient_reader_missed_is_found_when_it_is_back(tmp_path: Path, processor: Processor, scan: Any) -> None:
     folder = drawn(tmp_path / "images", 56, 0, 2)
     lenient = scan(folder, strict=False)
@@ -476,10 +504,24 @@ def test_who_has_waited_does_not_keep_others_waiting(
     with open_elsewhere(tmp_path, 0.5, *([] if stored else ["full"])) as first:
         assert first.stdout is not None and first.stdout.readline() == "computes\n"
         monkeypatch.setattr(index, "_read", alone("_read"))
+        monkeypatch.setattr(index, "RETRIES_S", (0.0,))
         monkeypatch.setattr(Indexer, "_computed", alone("_computed"))
         assert len(opened()) == 30
     assert seen == [("_read" if stored else "_computed", 0)] and not locks
     assert computed(opened) == (0 if stored else 1) and bool([*(tmp_path / "cache").iterdir()]) == stored
+
+
+def test_who_has_waited_asks_anew_for_a_file_that_was_missing(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS answers from memory, for up to a minute, that there is no file, until its folder is listed."""
+    write(tmp_path / "d.jsonl", 30)
+    read, iterdir, listed = index._read, Path.iterdir, list[bool]()
+    with open_elsewhere(tmp_path, 0.5) as first:
+        assert first.stdout is not None and first.stdout.readline() == "computes\n"
+        monkeypatch.setattr(index, "_read", lambda path: read(path) if any(listed) else None)
+        monkeypatch.setattr(Path, "iterdir", lambda path: listed.append(bool(stored(tmp_path))) or iterdir(path))
+        assert len(opened()) == 30 and not computed(opened) and len(listed) == 1
 
 
 @pytest.mark.parametrize("waits", [False, True])

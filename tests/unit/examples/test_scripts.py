@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SCRIPTS = sorted(path.stem for path in ROOT.glob("examples/*.py") if path.stem != "recipe")
-"""All but one that takes no arguments and trains at once."""
+SCRIPTS = sorted(path.stem for path in ROOT.glob("examples/*.py"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Megatron-Core's, at import.
@@ -37,3 +36,16 @@ def test_help(tmp_path: Path) -> None:
         line = [sys.executable, *command, "--help"]
         told = subprocess.run(line, cwd=folder, capture_output=True, text=True, check=True)
         assert told.stdout.startswith("usage: python -m examples.make_demo")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Megatron-Core's, at import.
+@pytest.mark.parametrize("script", ["recipe", "plain_loop", "generator"])
+def test_help_of_a_program_that_trains(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
+    if script == "recipe":
+        monkeypatch.setitem(sys.modules, "torch", None)  # It helps before it imports anything slow.
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
+    assert not ended.value.code and capsys.readouterr().out.startswith(f"usage: {script}.py")

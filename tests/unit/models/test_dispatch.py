@@ -65,8 +65,9 @@ def _compare(chosen: list[Tensor], given: list[Tensor], rank: int, blocks: list[
         factors = torch.arange(start, stop).repeat_interleave(sizes.long()) + 1.0
         out = dispatch.bring_back(add_up(pairs * factors[:, None].double(), dispatch.pairs))
         out.backward(x.detach() + 1)
-    with mock.patch.object(layers_dispatch, "_read", None):  # The host knows them.
-        assert list(dispatch.host_ends) == dispatch.ends.tolist()
+    with mock.patch.object(layers_dispatch, "_read", wraps=layers_dispatch._read) as read:
+        assert list(dispatch.host_ends) == dispatch.ends.tolist() == list(dispatch.host_ends)
+        assert read.call_count == 1, "for forward, backward and recomputation"
     of_token = (chosen[rank] + 1).sum(1, keepdim=True)
     assert torch.equal(out, x * of_token)
     assert x.grad is not None and torch.equal(x.grad, (x.detach() + 1) * of_token)

@@ -368,6 +368,9 @@ def test_stored_tables_take_few_bytes_and_have_a_limit(tmp_path: Path, monkeypat
         file = file.with_name(f"ab{k:038}.times")
         video_files._store(file, table)
     assert {each.name[-7] for each in file.parent.iterdir()} == {"3", "4", "5"}, "the newest"
+    for k in range(5):
+        video_files._store(file.with_name(f"ab{k:038}.times"), table)
+    assert len([*file.parent.iterdir()]) == 6, "used in the last 30 days"
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(frames: list[np.ndarray], tmp_path: Path) -> None:
