@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -25,17 +25,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_hetero.base.errors import VISION, UserError, in_short, quoted
-from megatron_hetero.data.item_fields import SETTINGS, ItemField, ItemRef, items_of, kind, with_settings, wrong
+from megatron_hetero.base.errors import VISION, UserError, quoted
+from megatron_hetero.data.item_fields import EMPTY, SETTINGS, ItemField, ItemRef, items_of, kind, with_settings, wrong
 from megatron_hetero.data.keys import FORMS, READ, THOUGHTS, WEIGHTS, unread
-from megatron_hetero.data.turns import ChatRole, Turn
+from megatron_hetero.data.turns import ChatRole, Content, Turn
 from megatron_hetero.models.items.types import Modality
 
 # Names of LLaVA and of chat templates; of LLaMA-Factory and ms-swift for tools.
 ROLES: Mapping[str, ChatRole] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
          "system": "system", "tool": "tool", "observation": "tool", "tool_response": "tool"}  # fmt: skip
 _CALLS = ("function_call", "tool_call")
-"""Speakers, the assistant, whose text is the JSON of `tool_calls`."""
+"""Speakers, the assistant, whose text is the JSON of `tool_calls`, perhaps after a thought."""
+_THOUGHT_AND_CALLS = re.compile(r"(?:\s*<think>(.*?)</think>)?(.*)", re.DOTALL)
 _NEXT = {None: ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
 """Roles that may follow a turn; only a tool follows its call."""
 _SHOWING = ("user", "tool")
@@ -103,7 +104,12 @@ def validate_record(
         raise wrong(where, kind(value), "a JSON object", 'write {"image": ..., "conversations": [...]}')
     known, has_videos = _known(tuple(fields))
     ignored = unread(value, "record", known, where)
-    form = next((name for name in FORMS if value.get(name) is not None), FORMS[0])
+    forms = [name for name in FORMS if value.get(name) is not None]
+    if not forms:
+        found = f"no such field among {quoted(', '.join(value))}" if value else "an empty object"
+        fix = "rename the fields, or map them to these with `fields` of the data set in data.registry"
+        raise wrong(f"{where}: field 'conversations'", found, f"this or one of {', '.join(FORMS[1:])}", fix)
+    form = next((name for name in forms if value[name] not in EMPTY), forms[0])
     turns = _turns(value, form, where, ignored)
     _check_order(turns, form, where)
     if not has_videos and (name := next((name for name in ("video", "videos") if value.get(name)), None)):
@@ -114,38 +120,53 @@ def validate_record(
     for k, turn in enumerate(turns):
         if isinstance(turn.content, str) and (turn.role == "assistant" or "<" not in turn.content):
             continue
+        parts: Sequence[Any]
         if isinstance(turn.content, str):
             text = turn.content.replace(mark, "<video>")
             if not has_videos and "<video>" in text:
                 raise _no_videos(_place(where, form, k))
-            content, refs = text, [ItemRef(field, "") for field in split_at_placeholders(text, fields)[1]]
+            parts = content = split_at_placeholders(text, fields)
+            refs = [ItemRef(part, "") for part in parts if not isinstance(part, str)]
         else:
-            names, place = {field.name: field for field in fields}, _place(where, form, k)
-            parts = [_part(part, names, f"{place} part {j}", folder, ignored) for j, part in enumerate(turn.content)]
-            content = tuple(part.field if isinstance(part, ItemRef) else part for part in parts)
+            place = _place(where, form, k)
+            parts = [_part(part, own, f"{place} part {j}", folder, ignored) for j, part in enumerate(turn.content)]
+            content = _merged(part.field if isinstance(part, ItemRef) else part for part in parts)
             refs = [part for part in parts if isinstance(part, ItemRef)]
         if refs and turn.role not in _SHOWING:
-            found, expected = f"{refs[0].field.placeholder} in a turn of {_speakers((turn.role,), form)}", "only text"
+            found, expected = f"{refs[0].field.placeholder} in a turn of {turn.role}", "only text"
             fix = "move it to the human turn that shows the item; what is text is a part of type text in `messages`"
             raise wrong(_place(where, form, k), found, expected, fix)
-        if content is not turn.content:
-            turns[k] = turn._replace(content=content)
+        turns[k] = turn._replace(content=content)
         shown += refs
     if form != FORMS[0]:
-        shown = _before(turns, own, shown)
+        # What no turn shows comes before the first human text.
+        named = {ref.field for ref in shown}
+        if more := [field for field, refs in own.items() if field not in named for _ in refs]:
+            k = next(k for k, turn in enumerate(turns) if turn.role == "user")
+            turns[k] = turns[k]._replace(content=_merged([*more, *turns[k].parts]))
+            shown = [*(ItemRef(field, "") for field in more), *shown]
     _check_answers(turns, form, where)
     items = _placed(value, shown, own, form, where)
+    if not SETTINGS.keys().isdisjoint(value):
+        of_items = {name for ref in items for name in ref.field.settings}
+        ignored += [name for name in SETTINGS if name not in of_items and value.get(name) not in EMPTY]
     if folder is None and (paths := [ref for ref in items if isinstance(ref.file, str)]):
         problem = f"{quoted(str(paths[0].file))} given, but the data set has no image folder"
         fix, place = "set `images` of the data set in data.registry", f"{where}: field '{paths[0].field.name}'"
         raise UserError.at(place, problem=problem, fix=fix)
-    if (system := value.get("system")) is not None:
+    turns = _joined(turns)
+    if (system := value.get("system")) not in EMPTY:
         if not isinstance(system, str) or turns[0].role == "system":
-            found = kind(system) if not isinstance(system, str) else "it beside a turn of system"
+            found = kind(system) if not isinstance(system, str) else "this field and a system turn"
             raise wrong(f"{where}: field 'system'", found, "one text of the system", "remove the field or the turn")
         turns = [Turn("system", system), *turns]
-    tools = value.get("tools") or ()
-    return Parsed(turns, items, tuple(_objects(tools, f"{where}: field 'tools'")) if tools else (), ignored)
+    if (tools := value.get("tools")) in EMPTY:
+        return Parsed(turns, items, (), ignored)
+    tools = _objects(tools, place := f"{where}: field 'tools'")
+    for tool in tools:
+        _function(tool, place)
+    tools = tuple({name: each for name, each in tool.items() if each is not None} for tool in tools)
+    return Parsed(turns, items, tools, ignored)
 
 
 @lru_cache
@@ -160,25 +181,11 @@ def _no_videos(place: str) -> UserError:
     return UserError.at(place, problem=problem, fix="remove the record, or extract frames and list them in 'image'")
 
 
-def with_items(turn: Turn, fields: Sequence[ItemField]) -> Turn:
-    """A turn of `Parsed` with items in place of placeholders, and its texts joined between them."""
-    parts: Sequence[str | ItemField] = turn.parts
-    if isinstance(turn.content, str):
-        if turn.role not in _SHOWING or "<" not in turn.content:
-            return turn
-        texts, shown = split_at_placeholders(turn.content, fields)
-        parts = [part for pair in zip(texts, [*shown, ""], strict=True) for part in pair]
-    runs = groupby(parts, lambda part: isinstance(part, str))
-    merged = [each for is_text, run in runs for each in (["".join(map(str, run))] if is_text else run) if each != ""]
-    is_text = all(isinstance(each, str) for each in merged)
-    return turn._replace(content="".join(map(str, merged)) if is_text else tuple(merged))
-
-
-def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> tuple[list[str], list[ItemField]]:
-    """The parts of a text between placeholders, and the fields of these."""
+def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> Content:
+    """The text with fields in place of their placeholders."""
     pattern, by_placeholder = _placeholders(tuple(fields))
     parts = pattern.split(text)
-    return parts[::2], [by_placeholder[placeholder] for placeholder in parts[1::2]]
+    return text if len(parts) == 1 else tuple([by_placeholder.get(part, part) for part in parts if part])
 
 
 @lru_cache
@@ -187,14 +194,42 @@ def _placeholders(fields: tuple[ItemField, ...]) -> tuple[re.Pattern[str], dict[
     return re.compile("(" + "|".join(map(re.escape, by_placeholder)) + ")"), by_placeholder
 
 
+def _merged(parts: Iterable[str | ItemField]) -> Content:
+    """The content of a turn, with texts joined between items."""
+    runs = groupby(parts, lambda part: isinstance(part, str))
+    merged = [each for is_text, run in runs for each in (["".join(map(str, run))] if is_text else run) if each]
+    return tuple(merged) if any(not isinstance(each, str) for each in merged) else "".join(map(str, merged))
+
+
+def _joined(turns: list[Turn]) -> list[Turn]:
+    """The turns, with calls that follow a turn of the assistant in that."""
+    if not any(turn.further for turn in turns):
+        return turns
+    joined: list[Turn] = []
+    for turn in turns:
+        if _is_more(turn) and joined[-1].role == "assistant":
+            calls = [*joined[-1].further.get("tool_calls", ()), *turn.further["tool_calls"]]
+            joined[-1] = joined[-1]._replace(further={**joined[-1].further, "tool_calls": calls})
+        else:
+            joined.append(turn)
+    return joined
+
+
+def _is_more(turn: Turn) -> bool:
+    """Whether a turn has nothing but calls, and so goes on with one of the assistant before it."""
+    return not turn.content and turn.further.keys() == {"tool_calls"}
+
+
 # ------------------------------------------------------------------------------------------ items in their places
 
 
-def _part(part: Any, fields: Mapping[str, ItemField], place: str, folder: Path | None, ignored: list[str]) -> Any:
+def _part(
+    part: Any, own: Mapping[ItemField, Sequence[ItemRef]], place: str, folder: Path | None, ignored: list[str]
+) -> str | ItemRef:
     """A part of a message: a text or an item, without a file if that is in the record's field."""
     if isinstance(part, str):
         return part
-    given = part if isinstance(part, dict) else {}
+    given, fields = part if isinstance(part, dict) else {}, {field.name: field for field in own}
     name = given.get("type") or next((key for key in ("text", *fields, *_PARTS) if given.get(key) is not None), "")
     if name == "text":
         ignored += unread(given, "part", ("type", "text"), place)
@@ -208,23 +243,15 @@ def _part(part: Any, fields: Mapping[str, ItemField], place: str, folder: Path |
         raise wrong(place, found, f"parts of type {', '.join(['text', *fields, *_PARTS])}", fix)
     if isinstance(given.get(name), dict):  # {"type": "image_url", "image_url": {"url": ...}}
         given = {**given, name: None, **given[name]}
-    ignored += unread(given, "part", (*READ["part"], name, field.name), place)
-    files = [given[key] for key in dict.fromkeys((name, field.name, "url", "path")) if given.get(key) is not None]
-    refs = items_of({field.name: files}, field, place, folder) if files else [ItemRef(field, "")]
-    if len(refs) != 1:
-        raise wrong(place, f"{len(refs)} items", "one item in a part", "write a part for each")
-    return with_settings(given, refs, place)[0]
-
-
-def _before(turns: list[Turn], own: Mapping[ItemField, Sequence[ItemRef]], shown: Sequence[ItemRef]) -> list[ItemRef]:
-    """What turns show, with items of fields that none shows before the first human text."""
-    more = [ref.field for field, refs in own.items() if not any(ref.field == field for ref in shown) for ref in refs]
-    k = next(k for k, turn in enumerate(turns) if turn.role == "user")
-    if isinstance(text := turns[k].content, str):
-        turns[k] = turns[k]._replace(content="".join(field.placeholder for field in more) + text)
-    else:
-        turns[k] = turns[k]._replace(content=(*more, *text))
-    return [*(ItemRef(field, "") for field in more), *shown]
+    ignored += unread(given, "part", (name, field.name, *READ["part"], *field.settings), place)
+    files = [given[key] for key in dict.fromkeys((name, field.name, "url", "path")) if given.get(key) not in EMPTY]
+    if not files and not own[field]:
+        found, fix = f"no {field.modality}", f"write it into '{field.name}', 'url' or 'path' of the part"
+        raise wrong(place, found, f"one, here or in '{field.name}' of the record", fix)
+    several = [ref for file in files for ref in items_of({field.name: file}, field, place, folder)]
+    if len(several) > 1:
+        raise wrong(place, f"{len(several)} items", "one item in a part", "write a part for each")
+    return with_settings(given, several or [ItemRef(field, "")], place)[0]
 
 
 def _placed(
@@ -245,7 +272,7 @@ def _placed(
             raise wrong(place, found, f"one placeholder for each {field.modality}", fix, because)
     coming = {field: iter(refs) for field, refs in own.items() if refs}
     items = [ref if ref.file != "" else next(coming[ref.field]) for ref in shown]
-    if not items or (SETTINGS.keys().isdisjoint(value) and not any(ref.given for ref in shown)):
+    if SETTINGS.keys().isdisjoint(value) and not any(ref.given for ref in shown):
         return items
     items = [item._replace(given=ref.given) for item, ref in zip(items, shown, strict=True)]
     settled = {field: iter(with_settings(value, [i for i in items if i.field == field], where)) for field in own}
@@ -262,9 +289,10 @@ def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> 
         answer = value.get("answer")
         # Some data sets have several right answers, the first of which is trained on.
         answer = answer[0] if isinstance(answer, list) and answer else answer
-        listed = [{"role": "user", "question": value.get("question") or ""}, {"role": "assistant", "answer": answer}]
+        question = "" if value.get("question") is None else value["question"]
+        listed = [{"role": "user", "question": question}, {"role": "assistant", "answer": answer}]
     elif not isinstance(listed, list) or not listed:
-        found = "no such field" if form not in value else "an empty list" if listed == [] else kind(listed)
+        found = "an empty list" if listed == [] else kind(listed)
         raise wrong(f"{where}: field '{form}'", found, "a list of turns", f"write {_EXAMPLES[form]}")
     elif form == "texts":
         if (pair := next((pair for pair in listed if not isinstance(pair, dict)), listed)) is not listed:
@@ -297,13 +325,16 @@ def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[st
         names = "human, gpt, system, observation or function_call"
         names = names if role_key == "from" else "user, assistant, system or tool"
         raise wrong(place, found, f"'{role_key}' to be {names}", "rename the speaker of this turn")
-    further = _further({**turn, "tool_calls": text} if speaker in _CALLS else turn, role, place)
+    further = _further(turn, role, place, ignored)
+    if speaker in _CALLS:
+        thought, calls = _THOUGHT_AND_CALLS.findall(text)[0] if isinstance(text, str) else ("", text)
+        further |= _further({"thinking": thought.strip(), "tool_calls": calls}, role, place, ignored)
     if role == "assistant":
         text = "" if "tool_calls" in further and (text is None or speaker in _CALLS) else _as_text(text)
     if not isinstance(text, str) and (text_key != "content" or not isinstance(text, list)):
         found, fix = f"{kind(text)} for '{text_key}'", f"write the turn's text in '{text_key}'"
         raise wrong(place, found, "a string", fix)
-    given = {name: turn[name] for name in WEIGHTS if turn.get(name) is not None}
+    given = {name: turn[name] for name in WEIGHTS if turn.get(name) not in EMPTY}
     answers = [bool(each) for each in given.values() if each in (0, 1) and (role == "assistant" or not each)]
     if len(answers) < len(given) or len(set(answers)) > 1:
         found = ", ".join(f"{name} {each!r:.20}" for name, each in given.items())
@@ -319,43 +350,62 @@ def _as_text(value: Any) -> Any:
     return json.dumps(value) if is_number else value
 
 
-def _further(turn: dict[str, Any], role: ChatRole, place: str) -> dict[str, Any]:
+def _further(turn: dict[str, Any], role: ChatRole, place: str, ignored: list[str]) -> dict[str, Any]:
     """What a chat message has besides its content."""
     found: dict[str, Any] = {}
     speakers = {**dict.fromkeys((*THOUGHTS, "tool_calls"), "assistant"), "name": role, "tool_call_id": "tool"}
     for name, speaker in speakers.items():
-        if (given := turn.get(name)) in (None, "", []):
+        if (given := turn.get(name)) in EMPTY:
             continue
         key, place_of_it = THOUGHTS[0] if name in THOUGHTS else name, f"{place}: field '{name}'"
         if name == "tool_calls":
-            given = [_call(call, place_of_it) for call in _objects(given, place_of_it)]
+            given = [_call(call, place_of_it, ignored) for call in _objects(given, place_of_it)]
         elif not isinstance(given, str):
             raise wrong(place_of_it, kind(given), "a text")
-        if role != speaker or found.setdefault(key, given) != given:
-            shown = f"it in a turn of {role}" if role != speaker else f"another text than in '{key}'"
-            raise wrong(place_of_it, shown, f"it once, in a turn of {speaker}", "correct or remove the field")
+        if role != speaker:
+            raise wrong(place_of_it, f"a turn of {role}", f"a turn of {speaker}", "move or remove the field")
+        if found.setdefault(key, given) != given:
+            raise wrong(place_of_it, f"another text than in '{key}'", "one thought", "remove one of the fields")
     return found
 
 
-def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
+def _call(call: dict[str, Any], place: str, ignored: list[str]) -> dict[str, Any]:
     """A call as chat templates take it, with its arguments as an object."""
-    function = call.get("function") or call
-    function = function if isinstance(function, dict) else {}
-    name, arguments = function.get("name"), function.get("arguments") or {}
-    given = _objects(arguments, place)
-    if not isinstance(name, str) or not name or len(given) != 1:
-        raise wrong(place, f"{kind(name)} for a function's name", '{"function": {"name": ..., "arguments": {...}}}')
+    function = _function(call, place)
+    for each in (call,) if function is call else (call, function):
+        ignored += unread(each, "call", READ["call"], place)
+    arguments = function.get("arguments")
+    given = _objects({} if arguments in EMPTY else arguments, f"{place}: field 'arguments'")
+    if len(given) != 1:
+        raise wrong(place, f"{len(given)} arguments", "one object with all arguments")
     number = {"id": call["id"]} if call.get("id") is not None else {}
-    return {"type": "function", **number, "function": {"name": name, "arguments": given[0]}}
+    return {"type": "function", **number, "function": {"name": function["name"], "arguments": given[0]}}
+
+
+def _function(given: dict[str, Any], place: str) -> dict[str, Any]:
+    """The function of a tool or call, with its name: an object in it, or itself."""
+    function = given if given.get("function") is None else given["function"]
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        found = (
+            f"{kind(name)} for a function's name" if isinstance(function, dict) else f"{kind(function)} for 'function'"
+        )
+        raise wrong(place, found, 'objects such as {"type": "function", "function": {"name": ..., ...}}')
+    return function
 
 
 def _objects(given: Any, place: str) -> list[dict[str, Any]]:
     """JSON objects, in a list or not, as they are or as JSON text. Raises `UserError`."""
+    expected = "JSON objects in a list, or its JSON text"
     try:
         given = msgspec.json.decode(given) if isinstance(given, str) else given
-        return msgspec.convert(given if isinstance(given, list) else [given], list[dict[str, Any]])
     except (ValueError, RecursionError) as error:
-        raise wrong(place, in_short(error), "JSON objects in a list, or its JSON text") from None
+        raise wrong(place, f"broken JSON ({error})", expected) from None
+    listed = given if isinstance(given, list) else [given]
+    for each in listed:
+        if not isinstance(each, dict):
+            raise wrong(place, kind(each), expected)
+    return listed
 
 
 def _check_answers(turns: Sequence[Turn], form: str, where: str) -> None:
@@ -380,23 +430,20 @@ def _check_order(turns: Sequence[Turn], form: str, where: str) -> None:
     for k, turn in enumerate(turns):
         wanted = ("tool",) if is_call else _NEXT[before]
         if turn.role not in wanted and (k or turn.role != "system"):
-            found, expected = (f"a turn of {_speakers(roles, form)}" for roles in ((turn.role,), wanted))
-            because = "turns alternate after an optional leading system turn, and tools answer their calls"
-            fix = "merge consecutive turns of one speaker, or remove the extra turn"
-            fix = "add the tool's answer, or remove the call" if is_call else fix
-            raise wrong(_place(where, form, k), found, expected, fix, because)
+            if before != "assistant" or not _is_more(turn):
+                because = "turns alternate after an optional leading system turn, and tools answer their calls"
+                fix = "merge consecutive turns of one speaker, or remove the extra turn"
+                fix = "add the tool's answer, or remove the call" if is_call else fix
+                expected = f"a turn of {' or '.join(wanted)}"
+                raise wrong(_place(where, form, k), f"a turn of {turn.role}", expected, fix, because)
+            if turn.supervised != turns[k - 1].supervised:
+                found, expected = "calls with another `loss` than the turn before them", "the same for both"
+                raise wrong(_place(where, form, k), found, expected, "write it in both", "they are one answer")
         before, is_call = turn.role if turn.role != "system" else None, "tool_calls" in turn.further
     if before != "assistant":
-        last, answering = (_speakers((role,), form) for role in (turns[-1].role, "assistant"))
-        fix, because = "add the answer, or remove the last turn", f"only {answering} turns are trained on"
-        found, place = f"a conversation that ends with {last}", _place(where, form, len(turns) - 1)
-        raise wrong(place, found, f"one that ends with {answering}", fix, because)
-
-
-def _speakers(roles: Sequence[str], form: str) -> str:
-    """Roles by the names of a form."""
-    names = {"user": "human", "assistant": "gpt", "tool": "observation"} if form == FORMS[0] else {}
-    return " or ".join(names.get(role, role) for role in roles)
+        fix, because = "add the answer, or remove the last turn", "only turns of assistant are trained on"
+        found, place = f"a conversation that ends with {turns[-1].role}", _place(where, form, len(turns) - 1)
+        raise wrong(place, found, "one that ends with assistant", fix, because)
 
 
 def _place(where: str, form: str, k: int) -> str:
