@@ -103,8 +103,13 @@ def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Pat
 
     `folder`: of images and videos, to which absolute paths become relative.
     """
-    name, is_video = _named(value, field.name, where), field.modality == "video"
+    name, plural, is_video = field.name, PLURALS.get(field.name), field.modality == "video"
     given: Any = value.get(name)
+    if plural and (several := value.get(plural)) not in EMPTY:
+        if given not in EMPTY:
+            place, because = f"{where}: fields '{name}' and '{plural}'", "they are names of one field"
+            raise UserError.at(place, problem="given both", because=because, fix="remove one of them")
+        name, given = plural, several
     if given in EMPTY:
         return []
     place = f"{where}: field '{name}'"
@@ -118,17 +123,6 @@ def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Pat
         files.append(found if is_list else found[0])
     files = _videos(files, place) if is_video and listed is given else files
     return [ItemRef(field, each[0], tuple(each)) if isinstance(each, list) else ItemRef(field, each) for each in files]
-
-
-def _named(value: Mapping[str, Any], field: str, where: str) -> str:
-    """The name that a record uses for a field. Raises `UserError` if it uses both."""
-    plural = PLURALS.get(field, field)
-    if not value.get(plural):
-        return field
-    if plural != field and value.get(field):
-        place, because = f"{where}: fields '{field}' and '{plural}'", "they are names of one field"
-        raise UserError.at(place, problem="given both", because=because, fix="remove one of them")
-    return plural
 
 
 def _videos(given: list[Any], place: str) -> list[Any]:

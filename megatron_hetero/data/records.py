@@ -230,7 +230,12 @@ class Dataset(Sequence[Record]):
             else (ref.field.key, label_of(ref.file))
             for ref in items
         ]
-        said = [self._said(turn) for turn in turns]
+        said = [
+            turn[:2]
+            if turn.supervised and not turn.further and type(turn.content) is str and "<" not in turn.content
+            else self._said(turn)
+            for turn in turns
+        ]
         text = msgspec.json.encode((said, shown, tools) if tools else (said, shown))
         readers = self._reading.readers
         if readers is None or not items:
@@ -247,8 +252,9 @@ class Dataset(Sequence[Record]):
     def _said(self, turn: Turn) -> tuple[object, ...]:
         """A turn for the digest: its speaker and text, or all of it if that is more, so that records keep theirs."""
         if turn.supervised and not turn.further:
-            text, fields = turn.text, self._reading.fields
-            if turn.role == "assistant" or "<" not in text or split_at_placeholders(text, fields) == turn.content:
+            text, items = turn.text, [part for part in turn.parts if not isinstance(part, str)]
+            is_plain = turn.role == "assistant" or text.count("<") == len(items)
+            if is_plain or split_at_placeholders(text, self._reading.fields) == turn.content:
                 return turn.role, text
         parts = [part if isinstance(part, str) else (part.key,) for part in turn.parts]
         return turn.role, parts, turn.supervised, turn.further

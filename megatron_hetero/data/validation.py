@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -44,11 +44,8 @@ _SHOWING = ("user", "tool")
 _TEXTS = {"conversations": ("value",), "messages": ("content",), "texts": ("user", "assistant"),
           **dict.fromkeys(FORMS[3:], ("question", "answer"))}  # fmt: skip
 """Keys of the texts of turns, in turn, by form."""
-_EXAMPLES = {
-    "conversations": '[{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]',
-    "messages": '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]',
-    "texts": '[{"user": ..., "assistant": ...}]',
-}
+_EXAMPLES = {"conversations": '[{"from": "human", "value": ...}, ...]', "texts": '[{"user": ..., "assistant": ...}]',
+             "messages": '[{"role": "user", "content": ...}, ...]'}  # fmt: skip
 _PARTS = {"image_url": "image", "video_url": "video"}
 """Fields of items by types of parts, besides their own."""
 
@@ -90,28 +87,25 @@ def validate_record(
     fields: Sequence[ItemField] = IMAGES,
     video_placeholder: str = "<video>",
 ) -> Parsed:
-    """Checks one record, whose items may be in `fields`, and reduces it to what training needs.
+    """Checks the record `where`, and reduces it to what training needs. Raises `UserError`.
 
-    Args:
-        where: the record in messages.
-        folder: of items that are given by paths.
-        video_placeholder: what stands for a video in records without pictures.
-
-    Raises:
-        UserError: naming ``where`` and the field.
+    `folder`: of items that are given by paths, in `fields`. `video_placeholder`: a video in records without pictures.
     """
     if not isinstance(value, dict):
         raise wrong(where, kind(value), "a JSON object", 'write {"image": ..., "conversations": [...]}')
     known, has_videos = _known(tuple(fields))
     ignored = unread(value, "record", known, where)
-    forms = [name for name in FORMS if value.get(name) is not None]
-    if not forms:
+    form = next((name for name in FORMS if value.get(name) not in EMPTY), "")
+    if not form and not (form := next((name for name in FORMS if value.get(name) is not None), "")):
         found = f"no such field among {quoted(', '.join(value))}" if value else "an empty object"
         fix = "rename the fields, or map them to these with `fields` of the data set in data.registry"
         raise wrong(f"{where}: field 'conversations'", found, f"this or one of {', '.join(FORMS[1:])}", fix)
-    form = next((name for name in forms if value[name] not in EMPTY), forms[0])
-    turns = _turns(value, form, where, ignored)
-    _check_order(turns, form, where)
+    turns, numbers = _turns(value, form, where, ignored)
+
+    def place(k: int) -> str:
+        return _place(where, form, numbers[k])
+
+    _check_order(turns, place)
     if not has_videos and (name := next((name for name in ("video", "videos") if value.get(name)), None)):
         raise _no_videos(f"{where}: field '{name}'")
     own = {field: items_of(value, field, where, folder) for field in fields}
@@ -124,19 +118,18 @@ def validate_record(
         if isinstance(turn.content, str):
             text = turn.content.replace(mark, "<video>")
             if not has_videos and "<video>" in text:
-                raise _no_videos(_place(where, form, k))
+                raise _no_videos(place(k))
             parts = content = split_at_placeholders(text, fields)
             refs = [ItemRef(part, "") for part in parts if not isinstance(part, str)]
         else:
-            place = _place(where, form, k)
-            parts = [_part(part, own, f"{place} part {j}", folder, ignored) for j, part in enumerate(turn.content)]
+            parts = [_part(part, own, f"{place(k)} part {j}", folder, ignored) for j, part in enumerate(turn.content)]
             content = _merged(part.field if isinstance(part, ItemRef) else part for part in parts)
             refs = [part for part in parts if isinstance(part, ItemRef)]
         if refs and turn.role not in _SHOWING:
             found, expected = f"{refs[0].field.placeholder} in a turn of {turn.role}", "only text"
             fix = "move it to the human turn that shows the item; what is text is a part of type text in `messages`"
-            raise wrong(_place(where, form, k), found, expected, fix)
-        turns[k] = turn._replace(content=content)
+            raise wrong(place(k), found, expected, fix)
+        turns[k] = Turn(turn.role, content, turn.supervised, turn.further)
         shown += refs
     if form != FORMS[0]:
         # What no turn shows comes before the first human text.
@@ -145,16 +138,15 @@ def validate_record(
             k = next(k for k, turn in enumerate(turns) if turn.role == "user")
             turns[k] = turns[k]._replace(content=_merged([*more, *turns[k].parts]))
             shown = [*(ItemRef(field, "") for field in more), *shown]
-    _check_answers(turns, form, where)
+    _check_answers(turns, place, f"{where}: field '{form}'")
     items = _placed(value, shown, own, form, where)
     if not SETTINGS.keys().isdisjoint(value):
         of_items = {name for ref in items for name in ref.field.settings}
         ignored += [name for name in SETTINGS if name not in of_items and value.get(name) not in EMPTY]
     if folder is None and (paths := [ref for ref in items if isinstance(ref.file, str)]):
         problem = f"{quoted(str(paths[0].file))} given, but the data set has no image folder"
-        fix, place = "set `images` of the data set in data.registry", f"{where}: field '{paths[0].field.name}'"
-        raise UserError.at(place, problem=problem, fix=fix)
-    turns = _joined(turns)
+        fix = "set `images` of the data set in data.registry"
+        raise UserError.at(f"{where}: field '{paths[0].field.name}'", problem=problem, fix=fix)
     if (system := value.get("system")) not in EMPTY:
         if not isinstance(system, str) or turns[0].role == "system":
             found = kind(system) if not isinstance(system, str) else "this field and a system turn"
@@ -162,11 +154,9 @@ def validate_record(
         turns = [Turn("system", system), *turns]
     if (tools := value.get("tools")) in EMPTY:
         return Parsed(turns, items, (), ignored)
-    tools = _objects(tools, place := f"{where}: field 'tools'")
-    for tool in tools:
-        _function(tool, place)
-    tools = tuple({name: each for name, each in tool.items() if each is not None} for tool in tools)
-    return Parsed(turns, items, tools, ignored)
+    tools = _objects(tools, at := f"{where}: field 'tools'")
+    given = [{name: each for name, each in tool.items() if each is not None} for tool in tools if _function(tool, at)]
+    return Parsed(turns, items, tuple(given), ignored)
 
 
 @lru_cache
@@ -199,25 +189,6 @@ def _merged(parts: Iterable[str | ItemField]) -> Content:
     runs = groupby(parts, lambda part: isinstance(part, str))
     merged = [each for is_text, run in runs for each in (["".join(map(str, run))] if is_text else run) if each]
     return tuple(merged) if any(not isinstance(each, str) for each in merged) else "".join(map(str, merged))
-
-
-def _joined(turns: list[Turn]) -> list[Turn]:
-    """The turns, with calls that follow a turn of the assistant in that."""
-    if not any(turn.further for turn in turns):
-        return turns
-    joined: list[Turn] = []
-    for turn in turns:
-        if _is_more(turn) and joined[-1].role == "assistant":
-            calls = [*joined[-1].further.get("tool_calls", ()), *turn.further["tool_calls"]]
-            joined[-1] = joined[-1]._replace(further={**joined[-1].further, "tool_calls": calls})
-        else:
-            joined.append(turn)
-    return joined
-
-
-def _is_more(turn: Turn) -> bool:
-    """Whether a turn has nothing but calls, and so goes on with one of the assistant before it."""
-    return not turn.content and turn.further.keys() == {"tool_calls"}
 
 
 # ------------------------------------------------------------------------------------------ items in their places
@@ -258,6 +229,9 @@ def _placed(
     value: dict[str, Any], shown: Sequence[ItemRef], own: Mapping[ItemField, Sequence[ItemRef]], form: str, where: str
 ) -> list[ItemRef]:
     """The items that turns show, those of the record's fields in their order, with what it says of them."""
+    listed = [ref for refs in own.values() for ref in refs]
+    if shown == [ItemRef(ref.field, "") for ref in listed] and SETTINGS.keys().isdisjoint(value):
+        return listed  # Nearly all records.
     fields = [ref.field for ref in shown]
     without = [ref.field for ref in shown if ref.file == ""]
     for field, refs in own.items():
@@ -272,8 +246,6 @@ def _placed(
             raise wrong(place, found, f"one placeholder for each {field.modality}", fix, because)
     coming = {field: iter(refs) for field, refs in own.items() if refs}
     items = [ref if ref.file != "" else next(coming[ref.field]) for ref in shown]
-    if SETTINGS.keys().isdisjoint(value) and not any(ref.given for ref in shown):
-        return items
     items = [item._replace(given=ref.given) for item, ref in zip(items, shown, strict=True)]
     settled = {field: iter(with_settings(value, [i for i in items if i.field == field], where)) for field in own}
     return [next(settled[item.field]) for item in items]
@@ -282,31 +254,44 @@ def _placed(
 # --------------------------------------------------------------------------------------------- forms of text
 
 
-def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> list[Turn]:
-    """The turns of a record, whose content may be a list of parts as the record has it."""
-    listed, keys = value.get(form), _TEXTS[form]
+def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> tuple[list[Turn], Sequence[int]]:
+    """The turns of a record, whose content may be a list of parts as the record has it, and their numbers there. Turns
+    with nothing but calls go on with those of the assistant before them.
+    """
+    keys, listed = _TEXTS[form], value[form]
     if form in FORMS[3:]:
         answer = value.get("answer")
         # Some data sets have several right answers, the first of which is trained on.
         answer = answer[0] if isinstance(answer, list) and answer else answer
-        question = "" if value.get("question") is None else value["question"]
-        listed = [{"role": "user", "question": question}, {"role": "assistant", "answer": answer}]
-    elif not isinstance(listed, list) or not listed:
+        listed = [{"question": "" if value.get("question") is None else value["question"], "answer": answer}]
+    if not isinstance(listed, list) or not listed:
         found = "an empty list" if listed == [] else kind(listed)
         raise wrong(f"{where}: field '{form}'", found, "a list of turns", f"write {_EXAMPLES[form]}")
-    elif form == "texts":
-        if (pair := next((pair for pair in listed if not isinstance(pair, dict)), listed)) is not listed:
-            raise wrong(_place(where, form, 2 * listed.index(pair)), kind(pair), "a pair", f"write {_EXAMPLES[form]}")
-        pairs = (({"role": "user", "user": pair.get("user")}, {**pair, "role": "assistant"}) for pair in listed)
-        listed = [turn for pair in pairs for turn in pair]
-    elif form == FORMS[0]:
+    if form == FORMS[0]:
         try:  # Nearly all records are as simple as they can be.
             turns = [Turn(ROLES[t["from"]], t["value"]) for t in listed if len(t) == 2 and type(t["value"]) is str]
         except (KeyError, TypeError):
             turns = []
         if len(turns) == len(listed):
-            return turns
-    return [_turn(turn, keys, k % len(keys), _place(where, form, k), ignored) for k, turn in enumerate(listed)]
+            return turns, range(len(turns))
+    if len(keys) == 2:
+        for k, pair in enumerate(listed):
+            if not isinstance(pair, dict):
+                raise wrong(_place(where, form, 2 * k), kind(pair), "a pair", f"write {_EXAMPLES[form]}")
+        pairs = (({"role": "user", keys[0]: pair.get(keys[0])}, {**pair, "role": "assistant"}) for pair in listed)
+        listed = [turn for pair in pairs for turn in pair]
+    turns, numbers = [], []
+    for k, each in enumerate(listed):
+        turn = _turn(each, keys, k % len(keys), _place(where, form, k), ignored)
+        last = turns[-1] if turns else None
+        is_call = not turn.content and turn.further.keys() == {"tool_calls"}
+        if is_call and last and (last.role, last.supervised) == ("assistant", turn.supervised):
+            further = {**last.further, "tool_calls": [*last.further.get("tool_calls", ()), *turn.further["tool_calls"]]}
+            turns[-1] = last._replace(further=further)
+        else:
+            turns.append(turn)
+            numbers.append(k)
+    return turns, numbers
 
 
 # ------------------------------------------------------------------------------------------------------- turns
@@ -318,7 +303,8 @@ def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[st
     if not isinstance(turn, dict):
         raise wrong(place, kind(turn), f"an object with '{role_key}' and '{text_key}'")
     ignored += unread(turn, "turn", (*READ["turn"], role_key, *keys), place)
-    speaker, text = turn.get(role_key), turn.get(text_key)
+    speaker: Any = turn.get(role_key)
+    text: Any = turn.get(text_key)
     role = "assistant" if speaker in _CALLS else ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         found = quoted(speaker) if isinstance(speaker, str) else f"{kind(speaker)} for '{role_key}'"
@@ -330,7 +316,9 @@ def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[st
         thought, calls = _THOUGHT_AND_CALLS.findall(text)[0] if isinstance(text, str) else ("", text)
         further |= _further({"thinking": thought.strip(), "tool_calls": calls}, role, place, ignored)
     if role == "assistant":
-        text = "" if "tool_calls" in further and (text is None or speaker in _CALLS) else _as_text(text)
+        is_number = isinstance(text, int | float) and not isinstance(text, bool) and abs(text) < math.inf
+        is_silent = "tool_calls" in further and (text is None or speaker in _CALLS)
+        text = "" if is_silent else json.dumps(text) if is_number else text
     if not isinstance(text, str) and (text_key != "content" or not isinstance(text, list)):
         found, fix = f"{kind(text)} for '{text_key}'", f"write the turn's text in '{text_key}'"
         raise wrong(place, found, "a string", fix)
@@ -342,12 +330,6 @@ def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[st
         raise wrong(place, f"{found} in a turn of {role}", expected, fix)
     content: Any = text
     return Turn(role, content, all(answers) or role != "assistant", further)
-
-
-def _as_text(value: Any) -> Any:
-    """Numbers as their JSON text, and other values as they are."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    return json.dumps(value) if is_number else value
 
 
 def _further(turn: dict[str, Any], role: ChatRole, place: str, ignored: list[str]) -> dict[str, Any]:
@@ -385,30 +367,22 @@ def _call(call: dict[str, Any], place: str, ignored: list[str]) -> dict[str, Any
 def _function(given: dict[str, Any], place: str) -> dict[str, Any]:
     """The function of a tool or call, with its name: an object in it, or itself."""
     function = given if given.get("function") is None else given["function"]
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        found = (
-            f"{kind(name)} for a function's name" if isinstance(function, dict) else f"{kind(function)} for 'function'"
-        )
-        raise wrong(place, found, 'objects such as {"type": "function", "function": {"name": ..., ...}}')
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
+        raise wrong(place, "no name of a function", 'objects such as {"function": {"name": ..., ...}}')
     return function
 
 
 def _objects(given: Any, place: str) -> list[dict[str, Any]]:
     """JSON objects, in a list or not, as they are or as JSON text. Raises `UserError`."""
-    expected = "JSON objects in a list, or its JSON text"
     try:
         given = msgspec.json.decode(given) if isinstance(given, str) else given
+        return msgspec.convert(given if isinstance(given, list) else [given], list[dict[str, Any]])
     except (ValueError, RecursionError) as error:
-        raise wrong(place, f"broken JSON ({error})", expected) from None
-    listed = given if isinstance(given, list) else [given]
-    for each in listed:
-        if not isinstance(each, dict):
-            raise wrong(place, kind(each), expected)
-    return listed
+        fix = "write them in a list, or as JSON text"
+        raise UserError.at(place, problem=f"no JSON objects ({error})", fix=fix) from None
 
 
-def _check_answers(turns: Sequence[Turn], form: str, where: str) -> None:
+def _check_answers(turns: Sequence[Turn], place: Callable[[int], str], whole: str) -> None:
     """Check that no answer is empty, and one is trained on."""
     is_trained = False
     for k, turn in enumerate(turns):
@@ -416,13 +390,13 @@ def _check_answers(turns: Sequence[Turn], form: str, where: str) -> None:
             is_trained |= turn.supervised
             if (not turn.content or turn.text.isspace()) and "tool_calls" not in turn.further:
                 because, fix = "the model would be trained to say nothing", "write the answer, or remove the record"
-                raise UserError.at(_place(where, form, k), problem="empty answer", because=because, fix=fix)
+                raise UserError.at(place(k), problem="empty answer", because=because, fix=fix)
     if not is_trained:
         fix = "remove the record, or train on one of its answers"
-        raise UserError.at(f"{where}: field '{form}'", problem="no answer that is trained on", fix=fix)
+        raise UserError.at(whole, problem="no answer that is trained on", fix=fix)
 
 
-def _check_order(turns: Sequence[Turn], form: str, where: str) -> None:
+def _check_order(turns: Sequence[Turn], place: Callable[[int], str]) -> None:
     """An optional leading system turn, then user and assistant in turn, ending with the assistant. Tools answer the
     assistant, who then continues.
     """
@@ -430,20 +404,15 @@ def _check_order(turns: Sequence[Turn], form: str, where: str) -> None:
     for k, turn in enumerate(turns):
         wanted = ("tool",) if is_call else _NEXT[before]
         if turn.role not in wanted and (k or turn.role != "system"):
-            if before != "assistant" or not _is_more(turn):
-                because = "turns alternate after an optional leading system turn, and tools answer their calls"
-                fix = "merge consecutive turns of one speaker, or remove the extra turn"
-                fix = "add the tool's answer, or remove the call" if is_call else fix
-                expected = f"a turn of {' or '.join(wanted)}"
-                raise wrong(_place(where, form, k), f"a turn of {turn.role}", expected, fix, because)
-            if turn.supervised != turns[k - 1].supervised:
-                found, expected = "calls with another `loss` than the turn before them", "the same for both"
-                raise wrong(_place(where, form, k), found, expected, "write it in both", "they are one answer")
+            because = "turns alternate after an optional leading system turn, and tools answer their calls"
+            fix = "merge consecutive turns of one speaker, with the same `loss`, or remove the extra turn"
+            fix = "add the tool's answer, or remove the call" if is_call else fix
+            raise wrong(place(k), f"a turn of {turn.role}", f"a turn of {' or '.join(wanted)}", fix, because)
         before, is_call = turn.role if turn.role != "system" else None, "tool_calls" in turn.further
     if before != "assistant":
         fix, because = "add the answer, or remove the last turn", "only turns of assistant are trained on"
-        found, place = f"a conversation that ends with {turns[-1].role}", _place(where, form, len(turns) - 1)
-        raise wrong(place, found, "one that ends with assistant", fix, because)
+        found = f"a conversation that ends with {turns[-1].role}"
+        raise wrong(place(len(turns) - 1), found, "one that ends with assistant", fix, because)
 
 
 def _place(where: str, form: str, k: int) -> str:
