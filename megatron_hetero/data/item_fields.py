@@ -8,7 +8,7 @@ import itertools
 import os
 import posixpath
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,17 @@ FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".p
 
 PLURALS = {"image": "images", "video": "videos"}
 """Fields of the encoder `vision`, and their other names."""
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""What is no value. Files in columns write all fields in all records."""
 _MOST, _RATES = 1e9, (1e-3, 1000)
 """Largest number of seconds, pixels or frames, and smallest and largest number of frames per second."""
 MOST_DATA_BYTES = 4 << 20
 """Limit of a picture in a data URI."""
-_DATA = re.compile(r"data:image/([\w.+-]+)[^,]*;base64,", re.IGNORECASE)
-_SCHEME = re.compile(r"data(?=:[^,]*,)|[a-z][a-z0-9+.-]*(?=://)", re.IGNORECASE)
+_DATA = re.compile(r"data:(?:image(?:/([\w.+-]+))?)?(?:;[^,;]*)*;base64,", re.IGNORECASE)
+_SCHEME = re.compile(r"\s*(data(?=:[^,]*,)|[a-z][a-z0-9+.-]*(?=://))", re.IGNORECASE)
+_RAW = re.compile("/9j/|iVBORw0KGgo|UklGR|R0lGOD")
+"""How JPEG, PNG, WebP and GIF begin in base64."""
+_MOST_NAME = 255
 _VIDEOS = "the path of a video, a list of paths, or a list of frames"
 
 
@@ -44,6 +49,11 @@ class ItemField(NamedTuple):
     def placeholder(self) -> str:
         """Marks the place of an item in a human turn."""
         return f"<{self.name}>"
+
+    @property
+    def settings(self) -> Collection[str]:
+        """Names of `SETTINGS` that its items have."""
+        return SETTINGS if self.modality == "video" else SIZES
 
 
 class ItemRef(NamedTuple):
@@ -69,6 +79,13 @@ def is_content(value: Any) -> bool:
     return not isinstance(value, str | list | dict) and hasattr(value, "label")
 
 
+def is_empty(value: Any, depth: int = 4) -> bool:
+    """Whether it is no value, or a list or object of nothing else."""
+    if not depth or not isinstance(value, dict | list):
+        return value in EMPTY
+    return all(is_empty(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value))
+
+
 def label_of(file: Any) -> Any:
     """The name of a content, and any other value, such as a path, as it is."""
     return file.label if is_content(file) else file
@@ -86,8 +103,14 @@ def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Pat
 
     `folder`: of images and videos, to which absolute paths become relative.
     """
-    name, is_video = _named(value, field.name, where), field.modality == "video"
-    if (given := value.get(name)) is None:
+    name, plural, is_video = field.name, PLURALS.get(field.name), field.modality == "video"
+    given: Any = value.get(name)
+    if plural and (several := value.get(plural)) not in EMPTY:
+        if given not in EMPTY:
+            place, because = f"{where}: fields '{name}' and '{plural}'", "they are names of one field"
+            raise UserError.at(place, problem="given both", because=because, fix="remove one of them")
+        name, given = plural, several
+    if given in EMPTY:
         return []
     place = f"{where}: field '{name}'"
     listed = [given] if isinstance(given, str) or is_content(given) else given
@@ -96,21 +119,10 @@ def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Pat
     files: list[Any] = []
     for k, each in enumerate(listed):
         of_one, is_list = f"{place}[{k}]" if listed is given else place, is_video and isinstance(each, list)
-        found = [_file(path, of_one, folder, is_video) for path in (each if is_list else [each])]
+        found = [_file(path, of_one, folder) for path in (each if is_list else [each])]
         files.append(found if is_list else found[0])
     files = _videos(files, place) if is_video and listed is given else files
     return [ItemRef(field, each[0], tuple(each)) if isinstance(each, list) else ItemRef(field, each) for each in files]
-
-
-def _named(value: Mapping[str, Any], field: str, where: str) -> str:
-    """The name that a record uses for a field. Raises `UserError` if it uses both."""
-    plural = PLURALS.get(field, field)
-    if not value.get(plural):
-        return field
-    if plural != field and value.get(field):
-        place, because = f"{where}: fields '{field}' and '{plural}'", "they are names of one field"
-        raise UserError.at(place, problem="given both", because=because, fix="remove one of them")
-    return plural
 
 
 def _videos(given: list[Any], place: str) -> list[Any]:
@@ -133,15 +145,16 @@ def _videos(given: list[Any], place: str) -> list[Any]:
 
 def _is_frame(path: Any) -> bool:
     name = label_of(path)
-    return isinstance(name, str) and name.lower().endswith(FRAME_SUFFIXES)
+    return isinstance(path, InMemory) or (isinstance(name, str) and name.lower().endswith(FRAME_SUFFIXES))
 
 
 def with_settings(value: Mapping[str, Any], refs: list[ItemRef], where: str) -> list[ItemRef]:
     """Items of one field with those `SETTINGS` of a record or part that they do not have. Raises `UserError`."""
     found: list[dict[str, Any]] = [dict(ref.given) for ref in refs]
-    for name in SETTINGS if refs and refs[0].field.modality == "video" else SIZES if refs else ():
-        (expected, is_one, convert), given, place = SETTINGS[name], value.get(name), f"{where}: field '{name}'"
-        if given is None:
+    for name in refs[0].field.settings if refs else ():
+        given: Any = value.get(name)
+        (expected, is_one, convert), place = SETTINGS[name], f"{where}: field '{name}'"
+        if given in EMPTY:
             continue
         one = is_one(given)
         each = [given] * len(refs) if one and (name != "times" or len(refs) == 1) else given
@@ -209,7 +222,7 @@ def _no_paths(value: Any, place: str, expected: str) -> UserError:
     return wrong(place, "an empty list" if value == [] else kind(value), expected, fix)
 
 
-def _file(path: Any, where: str, folder: Path | None, is_video: bool) -> str | Content:
+def _file(path: Any, where: str, folder: Path | None) -> str | Content:
     """A path in the folder of images, relative to that, or the picture in a data URI. Raises `UserError`."""
     if is_content(path):
         return path
@@ -217,10 +230,13 @@ def _file(path: Any, where: str, folder: Path | None, is_video: bool) -> str | C
     if not isinstance(path, str) or not path.strip() or "\0" in path:
         raise wrong(where, quoted(path) if isinstance(path, str) else kind(path), "the path of a file", fix)
     if ":" in path and (match := _SCHEME.match(path)):
-        if match[0].lower() == "data":
-            return _picture(path, where, is_video)
+        if match[1].lower() == "data":
+            return _picture(path.strip(), where)
         because = "nothing is downloaded, and annotations must not reach other files"
         raise wrong(where, quoted(path), "the path of a file", f"copy the file there, and {fix}", because)
+    if len(path) > 64 and (_RAW.match(path.strip()) or max(map(len, path.split("/"))) > _MOST_NAME):
+        found = f"{quoted(path[:40])} and {len(path) - 40:,} more characters"
+        raise wrong(where, found, "a path", f"{fix}, or data:image/png;base64,...")
     if path.startswith("/") and folder is not None:
         path = _relative(path, folder)
     if (folder is not None and path.startswith("/")) or (
@@ -241,10 +257,10 @@ def _relative(path: str, folder: Path) -> str:
     return path
 
 
-def _picture(uri: str, where: str, is_video: bool) -> InMemory:
+def _picture(uri: str, where: str) -> InMemory:
     """The picture in a data URI. Raises `UserError`."""
     fix, found, match = "write it to a file in the image folder, and name that", quoted(uri[:40]), _DATA.match(uri)
-    if match is None or (is_video and not f".{match[1].lower()}".endswith(FRAME_SUFFIXES)):
+    if match is None:
         raise wrong(where, f"the data URI {found}", "a picture such as data:image/png;base64,...", fix)
     try:
         data = base64.b64decode("".join(uri[match.end() :].split()), validate=True)
@@ -252,5 +268,5 @@ def _picture(uri: str, where: str, is_video: bool) -> InMemory:
         raise wrong(where, f"the data URI {found} ({error})", "base64", fix) from None
     if not 0 < len(data) <= MOST_DATA_BYTES:
         raise wrong(where, f"a data URI of {len(data):,} bytes", f"1 to {MOST_DATA_BYTES:,}", fix)
-    name = f"{hashlib.sha256(data).hexdigest()[:32]}.{match[1].lower()}"
+    name = f"{hashlib.sha256(data).hexdigest()[:32]}.{(match[1] or 'img').lower()}"
     return InMemory(data, name, name, (name, len(data)))

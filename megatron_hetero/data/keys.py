@@ -4,11 +4,11 @@ would change what is trained, and all others, which are counted. docs/data.md ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.item_fields import PLURALS, SETTINGS, is_content
+from megatron_hetero.data.item_fields import PLURALS, SETTINGS, is_content, is_empty
 
 FORMS = ("conversations", "messages", "texts", "question", "answer")
 """Fields with the text of a record."""
@@ -19,19 +19,23 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 READ: Mapping[str, tuple[str, ...]] = {
     "record": (*PLURALS, *PLURALS.values(), *FORMS, "system", "tools", *SETTINGS),
     "turn": (*WEIGHTS, *THOUGHTS, "tool_calls", "tool_call_id", "name"),
-    "part": ("type", "url", "path", *SETTINGS),
+    "call": ("type", "id", "function", "name", "arguments"),
+    "part": ("type", "url", "path"),
 }
-"""By level; besides, a record has fields of further encoders, a turn its speaker and text, a part its text or item."""
+"""By level; besides, a record has fields of further encoders, a turn its speaker and text, a part its text or item, and
+what `ItemField.settings` tells of it."""
 _ROWS = (
     ("record turn part", "rejected rejected_response rejected_messages rejected_images chosen kto_tag label",
      "rejected answers are not trained on", "keep the wanted answer as the last turn, and remove this field"),
     ("record turn part", "objects bbox bboxes bbox_2d boxes boxes_seq ref refs quad",
      "a text is not filled from fields", "write the boxes into the text, and remove this field"),
     ("record turn part", "audio audios input_audio", "models have no sound", "remove the field, or the record"),
-    ("record turn part", "loss_weight loss_scale loss_mask sample_weight train_detail",
+    ("record turn part call", "loss_weight loss_scale loss_mask sample_weight train_detail",
      "an answer is trained on whole or not at all", "write `loss` of its turn, true or false, and remove this field"),
-    ("record part", "loss weight train", "a turn has it", "write `loss` of its turn, true or false, instead"),
-    ("record part", "raw_fps num_frames", "others are read", "write `fps`, `times` or `nframes` instead"),
+    ("call", "parameters args input", "templates take `arguments`", "rename it `arguments`"),
+    ("record part call", "loss weight train", "a turn has it", "write `loss` of its turn, true or false, instead"),
+    ("record part", "raw_fps num_frames", "frames are sampled by `fps`, `times` or `nframes`",
+     "write one of these instead"),
     ("record", "chat_template chat_template_kwargs enable_thinking", "records are rendered as the model's folder says",
      "change the template in the folder, and remove this field"),
     ("record", "history", "its turns would be left out", "write all turns into `messages`, and remove this field"),
@@ -53,7 +57,7 @@ def unread(value: Mapping[str, Any], level: str, known: Collection[str], place: 
     """Names of keys that have a value and are not `known`, such as `turn.time`. Raises `UserError` for refused ones."""
     names = []
     for name in value:
-        if name in known or (each := value[name]) is None or each in ("", [], {}) or is_content(each):
+        if name in known or (each := value[name]) is None or is_content(each) or is_empty(each):
             continue
         if (level, name) in REFUSED and (name != "label" or isinstance(each, bool)):
             because, fix = REFUSED[level, name]
@@ -62,9 +66,9 @@ def unread(value: Mapping[str, Any], level: str, known: Collection[str], place: 
     return names
 
 
-def count_names(counts: dict[str, int], names: Iterable[str], number: int = 1) -> None:
-    """Add a number to the counts of these names. All beyond the first names count as one."""
-    for name in names:
+def count_names(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    """Add the numbers of these names to the counts. All beyond the first names count as one."""
+    for name, number in more.items():
         short = name[:_MOST_CHARACTERS]
         key = short if short in counts or len(counts) < MOST_NAMES else "others"
         counts[key] = counts.get(key, 0) + number

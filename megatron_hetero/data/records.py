@@ -26,7 +26,7 @@ from megatron_hetero.data.sources.parquet import ParquetFiles
 from megatron_hetero.data.sources.tar_records import TEXTS
 from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.turns import Turn
-from megatron_hetero.data.validation import IMAGES, Parsed, split_at_placeholders, validate_record, with_items
+from megatron_hetero.data.validation import IMAGES, Parsed, split_at_placeholders, validate_record
 from megatron_hetero.models.items.types import Header, Item, ItemReader
 
 
@@ -198,7 +198,7 @@ class Dataset(Sequence[Record]):
             dataset=self.name,
             index=i,
             where=found.where,
-            turns=tuple(with_items(turn, self._reading.fields) for turn in turns),
+            turns=tuple(turns),
             items=tuple(items),
             folder=self.entry.images,
             tools=tools,
@@ -231,7 +231,9 @@ class Dataset(Sequence[Record]):
             for ref in items
         ]
         said = [
-            turn[:2] if type(turn.content) is str and turn.supervised and not turn.further else self._said(turn)
+            turn[:2]
+            if turn.supervised and not turn.further and type(turn.content) is str and "<" not in turn.content
+            else self._said(turn)
             for turn in turns
         ]
         text = msgspec.json.encode((said, shown, tools) if tools else (said, shown))
@@ -249,10 +251,11 @@ class Dataset(Sequence[Record]):
 
     def _said(self, turn: Turn) -> tuple[object, ...]:
         """A turn for the digest: its speaker and text, or all of it if that is more, so that records keep theirs."""
-        items = [part for part in turn.parts if not isinstance(part, str)]
-        is_text = turn.role == "assistant" or split_at_placeholders(turn.text, self._reading.fields)[1] == items
-        if turn.supervised and not turn.further and is_text:
-            return turn.role, turn.text
+        if turn.supervised and not turn.further:
+            text, items = turn.text, [part for part in turn.parts if not isinstance(part, str)]
+            is_plain = turn.role == "assistant" or text.count("<") == len(items)
+            if is_plain or split_at_placeholders(text, self._reading.fields) == turn.content:
+                return turn.role, text
         parts = [part if isinstance(part, str) else (part.key,) for part in turn.parts]
         return turn.role, parts, turn.supervised, turn.further
 

@@ -38,4 +38,4 @@ class Turn(NamedTuple):
         """The content with a placeholder for each item, for display."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part if isinstance(part, str) else part.placeholder for part in self.parts)
+        return "".join([part if isinstance(part, str) else part.placeholder for part in self.content])

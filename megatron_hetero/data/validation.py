@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -25,17 +25,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_hetero.base.errors import VISION, UserError, in_short, quoted
-from megatron_hetero.data.item_fields import SETTINGS, ItemField, ItemRef, items_of, kind, with_settings, wrong
+from megatron_hetero.base.errors import VISION, UserError, quoted
+from megatron_hetero.data.item_fields import EMPTY, SETTINGS, ItemField, ItemRef, items_of, kind, with_settings, wrong
 from megatron_hetero.data.keys import FORMS, READ, THOUGHTS, WEIGHTS, unread
-from megatron_hetero.data.turns import ChatRole, Turn
+from megatron_hetero.data.turns import ChatRole, Content, Turn
 from megatron_hetero.models.items.types import Modality
 
 # Names of LLaVA and of chat templates; of LLaMA-Factory and ms-swift for tools.
 ROLES: Mapping[str, ChatRole] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
          "system": "system", "tool": "tool", "observation": "tool", "tool_response": "tool"}  # fmt: skip
 _CALLS = ("function_call", "tool_call")
-"""Speakers, the assistant, whose text is the JSON of `tool_calls`."""
+"""Speakers, the assistant, whose text is the JSON of `tool_calls`, perhaps after a thought."""
+_THOUGHT_AND_CALLS = re.compile(r"(?:\s*<think>(.*?)</think>)?(.*)", re.DOTALL)
 _NEXT = {None: ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
 """Roles that may follow a turn; only a tool follows its call."""
 _SHOWING = ("user", "tool")
@@ -43,11 +44,8 @@ _SHOWING = ("user", "tool")
 _TEXTS = {"conversations": ("value",), "messages": ("content",), "texts": ("user", "assistant"),
           **dict.fromkeys(FORMS[3:], ("question", "answer"))}  # fmt: skip
 """Keys of the texts of turns, in turn, by form."""
-_EXAMPLES = {
-    "conversations": '[{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]',
-    "messages": '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]',
-    "texts": '[{"user": ..., "assistant": ...}]',
-}
+_EXAMPLES = {"conversations": '[{"from": "human", "value": ...}, ...]', "texts": '[{"user": ..., "assistant": ...}]',
+             "messages": '[{"role": "user", "content": ...}, ...]'}  # fmt: skip
 _PARTS = {"image_url": "image", "video_url": "video"}
 """Fields of items by types of parts, besides their own."""
 
@@ -89,23 +87,25 @@ def validate_record(
     fields: Sequence[ItemField] = IMAGES,
     video_placeholder: str = "<video>",
 ) -> Parsed:
-    """Checks one record, whose items may be in `fields`, and reduces it to what training needs.
+    """Checks the record `where`, and reduces it to what training needs. Raises `UserError`.
 
-    Args:
-        where: the record in messages.
-        folder: of items that are given by paths.
-        video_placeholder: what stands for a video in records without pictures.
-
-    Raises:
-        UserError: naming ``where`` and the field.
+    `folder`: of items that are given by paths, in `fields`. `video_placeholder`: a video in records without pictures.
     """
     if not isinstance(value, dict):
         raise wrong(where, kind(value), "a JSON object", 'write {"image": ..., "conversations": [...]}')
     known, has_videos = _known(tuple(fields))
     ignored = unread(value, "record", known, where)
-    form = next((name for name in FORMS if value.get(name) is not None), FORMS[0])
-    turns = _turns(value, form, where, ignored)
-    _check_order(turns, form, where)
+    form = next((name for name in FORMS if value.get(name) not in EMPTY), "")
+    if not form and not (form := next((name for name in FORMS if value.get(name) is not None), "")):
+        found = f"no such field among {quoted(', '.join(value))}" if value else "an empty object"
+        fix = "rename the fields, or map them to these with `fields` of the data set in data.registry"
+        raise wrong(f"{where}: field 'conversations'", found, f"this or one of {', '.join(FORMS[1:])}", fix)
+    turns, numbers = _turns(value, form, where, ignored)
+
+    def place(k: int) -> str:
+        return _place(where, form, numbers[k])
+
+    _check_order(turns, place)
     if not has_videos and (name := next((name for name in ("video", "videos") if value.get(name)), None)):
         raise _no_videos(f"{where}: field '{name}'")
     own = {field: items_of(value, field, where, folder) for field in fields}
@@ -114,38 +114,49 @@ def validate_record(
     for k, turn in enumerate(turns):
         if isinstance(turn.content, str) and (turn.role == "assistant" or "<" not in turn.content):
             continue
+        parts: Sequence[Any]
         if isinstance(turn.content, str):
             text = turn.content.replace(mark, "<video>")
             if not has_videos and "<video>" in text:
-                raise _no_videos(_place(where, form, k))
-            content, refs = text, [ItemRef(field, "") for field in split_at_placeholders(text, fields)[1]]
+                raise _no_videos(place(k))
+            parts = content = split_at_placeholders(text, fields)
+            refs = [ItemRef(part, "") for part in parts if not isinstance(part, str)]
         else:
-            names, place = {field.name: field for field in fields}, _place(where, form, k)
-            parts = [_part(part, names, f"{place} part {j}", folder, ignored) for j, part in enumerate(turn.content)]
-            content = tuple(part.field if isinstance(part, ItemRef) else part for part in parts)
+            parts = [_part(part, own, f"{place(k)} part {j}", folder, ignored) for j, part in enumerate(turn.content)]
+            content = _merged(part.field if isinstance(part, ItemRef) else part for part in parts)
             refs = [part for part in parts if isinstance(part, ItemRef)]
         if refs and turn.role not in _SHOWING:
-            found, expected = f"{refs[0].field.placeholder} in a turn of {_speakers((turn.role,), form)}", "only text"
+            found, expected = f"{refs[0].field.placeholder} in a turn of {turn.role}", "only text"
             fix = "move it to the human turn that shows the item; what is text is a part of type text in `messages`"
-            raise wrong(_place(where, form, k), found, expected, fix)
-        if content is not turn.content:
-            turns[k] = turn._replace(content=content)
+            raise wrong(place(k), found, expected, fix)
+        turns[k] = Turn(turn.role, content, turn.supervised, turn.further)
         shown += refs
     if form != FORMS[0]:
-        shown = _before(turns, own, shown)
-    _check_answers(turns, form, where)
+        # What no turn shows comes before the first human text.
+        named = {ref.field for ref in shown}
+        if more := [field for field, refs in own.items() if field not in named for _ in refs]:
+            k = next(k for k, turn in enumerate(turns) if turn.role == "user")
+            turns[k] = turns[k]._replace(content=_merged([*more, *turns[k].parts]))
+            shown = [*(ItemRef(field, "") for field in more), *shown]
+    _check_answers(turns, place, f"{where}: field '{form}'")
     items = _placed(value, shown, own, form, where)
+    if not SETTINGS.keys().isdisjoint(value):
+        of_items = {name for ref in items for name in ref.field.settings}
+        ignored += [name for name in SETTINGS if name not in of_items and value.get(name) not in EMPTY]
     if folder is None and (paths := [ref for ref in items if isinstance(ref.file, str)]):
         problem = f"{quoted(str(paths[0].file))} given, but the data set has no image folder"
-        fix, place = "set `images` of the data set in data.registry", f"{where}: field '{paths[0].field.name}'"
-        raise UserError.at(place, problem=problem, fix=fix)
-    if (system := value.get("system")) is not None:
+        fix = "set `images` of the data set in data.registry"
+        raise UserError.at(f"{where}: field '{paths[0].field.name}'", problem=problem, fix=fix)
+    if (system := value.get("system")) not in EMPTY:
         if not isinstance(system, str) or turns[0].role == "system":
-            found = kind(system) if not isinstance(system, str) else "it beside a turn of system"
+            found = kind(system) if not isinstance(system, str) else "this field and a system turn"
             raise wrong(f"{where}: field 'system'", found, "one text of the system", "remove the field or the turn")
         turns = [Turn("system", system), *turns]
-    tools = value.get("tools") or ()
-    return Parsed(turns, items, tuple(_objects(tools, f"{where}: field 'tools'")) if tools else (), ignored)
+    if (tools := value.get("tools")) in EMPTY:
+        return Parsed(turns, items, (), ignored)
+    tools = _objects(tools, at := f"{where}: field 'tools'")
+    given = [{name: each for name, each in tool.items() if each is not None} for tool in tools if _function(tool, at)]
+    return Parsed(turns, items, tuple(given), ignored)
 
 
 @lru_cache
@@ -160,25 +171,11 @@ def _no_videos(place: str) -> UserError:
     return UserError.at(place, problem=problem, fix="remove the record, or extract frames and list them in 'image'")
 
 
-def with_items(turn: Turn, fields: Sequence[ItemField]) -> Turn:
-    """A turn of `Parsed` with items in place of placeholders, and its texts joined between them."""
-    parts: Sequence[str | ItemField] = turn.parts
-    if isinstance(turn.content, str):
-        if turn.role not in _SHOWING or "<" not in turn.content:
-            return turn
-        texts, shown = split_at_placeholders(turn.content, fields)
-        parts = [part for pair in zip(texts, [*shown, ""], strict=True) for part in pair]
-    runs = groupby(parts, lambda part: isinstance(part, str))
-    merged = [each for is_text, run in runs for each in (["".join(map(str, run))] if is_text else run) if each != ""]
-    is_text = all(isinstance(each, str) for each in merged)
-    return turn._replace(content="".join(map(str, merged)) if is_text else tuple(merged))
-
-
-def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> tuple[list[str], list[ItemField]]:
-    """The parts of a text between placeholders, and the fields of these."""
+def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> Content:
+    """The text with fields in place of their placeholders."""
     pattern, by_placeholder = _placeholders(tuple(fields))
     parts = pattern.split(text)
-    return parts[::2], [by_placeholder[placeholder] for placeholder in parts[1::2]]
+    return text if len(parts) == 1 else tuple([by_placeholder.get(part, part) for part in parts if part])
 
 
 @lru_cache
@@ -187,14 +184,23 @@ def _placeholders(fields: tuple[ItemField, ...]) -> tuple[re.Pattern[str], dict[
     return re.compile("(" + "|".join(map(re.escape, by_placeholder)) + ")"), by_placeholder
 
 
+def _merged(parts: Iterable[str | ItemField]) -> Content:
+    """The content of a turn, with texts joined between items."""
+    runs = groupby(parts, lambda part: isinstance(part, str))
+    merged = [each for is_text, run in runs for each in (["".join(map(str, run))] if is_text else run) if each]
+    return tuple(merged) if any(not isinstance(each, str) for each in merged) else "".join(map(str, merged))
+
+
 # ------------------------------------------------------------------------------------------ items in their places
 
 
-def _part(part: Any, fields: Mapping[str, ItemField], place: str, folder: Path | None, ignored: list[str]) -> Any:
+def _part(
+    part: Any, own: Mapping[ItemField, Sequence[ItemRef]], place: str, folder: Path | None, ignored: list[str]
+) -> str | ItemRef:
     """A part of a message: a text or an item, without a file if that is in the record's field."""
     if isinstance(part, str):
         return part
-    given = part if isinstance(part, dict) else {}
+    given, fields = part if isinstance(part, dict) else {}, {field.name: field for field in own}
     name = given.get("type") or next((key for key in ("text", *fields, *_PARTS) if given.get(key) is not None), "")
     if name == "text":
         ignored += unread(given, "part", ("type", "text"), place)
@@ -208,29 +214,24 @@ def _part(part: Any, fields: Mapping[str, ItemField], place: str, folder: Path |
         raise wrong(place, found, f"parts of type {', '.join(['text', *fields, *_PARTS])}", fix)
     if isinstance(given.get(name), dict):  # {"type": "image_url", "image_url": {"url": ...}}
         given = {**given, name: None, **given[name]}
-    ignored += unread(given, "part", (*READ["part"], name, field.name), place)
-    files = [given[key] for key in dict.fromkeys((name, field.name, "url", "path")) if given.get(key) is not None]
-    refs = items_of({field.name: files}, field, place, folder) if files else [ItemRef(field, "")]
-    if len(refs) != 1:
-        raise wrong(place, f"{len(refs)} items", "one item in a part", "write a part for each")
-    return with_settings(given, refs, place)[0]
-
-
-def _before(turns: list[Turn], own: Mapping[ItemField, Sequence[ItemRef]], shown: Sequence[ItemRef]) -> list[ItemRef]:
-    """What turns show, with items of fields that none shows before the first human text."""
-    more = [ref.field for field, refs in own.items() if not any(ref.field == field for ref in shown) for ref in refs]
-    k = next(k for k, turn in enumerate(turns) if turn.role == "user")
-    if isinstance(text := turns[k].content, str):
-        turns[k] = turns[k]._replace(content="".join(field.placeholder for field in more) + text)
-    else:
-        turns[k] = turns[k]._replace(content=(*more, *text))
-    return [*(ItemRef(field, "") for field in more), *shown]
+    ignored += unread(given, "part", (name, field.name, *READ["part"], *field.settings), place)
+    files = [given[key] for key in dict.fromkeys((name, field.name, "url", "path")) if given.get(key) not in EMPTY]
+    if not files and not own[field]:
+        found, fix = f"no {field.modality}", f"write it into '{field.name}', 'url' or 'path' of the part"
+        raise wrong(place, found, f"one, here or in '{field.name}' of the record", fix)
+    several = [ref for file in files for ref in items_of({field.name: file}, field, place, folder)]
+    if len(several) > 1:
+        raise wrong(place, f"{len(several)} items", "one item in a part", "write a part for each")
+    return with_settings(given, several or [ItemRef(field, "")], place)[0]
 
 
 def _placed(
     value: dict[str, Any], shown: Sequence[ItemRef], own: Mapping[ItemField, Sequence[ItemRef]], form: str, where: str
 ) -> list[ItemRef]:
     """The items that turns show, those of the record's fields in their order, with what it says of them."""
+    listed = [ref for refs in own.values() for ref in refs]
+    if shown == [ItemRef(ref.field, "") for ref in listed] and SETTINGS.keys().isdisjoint(value):
+        return listed  # Nearly all records.
     fields = [ref.field for ref in shown]
     without = [ref.field for ref in shown if ref.file == ""]
     for field, refs in own.items():
@@ -245,8 +246,6 @@ def _placed(
             raise wrong(place, found, f"one placeholder for each {field.modality}", fix, because)
     coming = {field: iter(refs) for field, refs in own.items() if refs}
     items = [ref if ref.file != "" else next(coming[ref.field]) for ref in shown]
-    if not items or (SETTINGS.keys().isdisjoint(value) and not any(ref.given for ref in shown)):
-        return items
     items = [item._replace(given=ref.given) for item, ref in zip(items, shown, strict=True)]
     settled = {field: iter(with_settings(value, [i for i in items if i.field == field], where)) for field in own}
     return [next(settled[item.field]) for item in items]
@@ -255,30 +254,44 @@ def _placed(
 # --------------------------------------------------------------------------------------------- forms of text
 
 
-def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> list[Turn]:
-    """The turns of a record, whose content may be a list of parts as the record has it."""
-    listed, keys = value.get(form), _TEXTS[form]
+def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> tuple[list[Turn], Sequence[int]]:
+    """The turns of a record, whose content may be a list of parts as the record has it, and their numbers there. Turns
+    with nothing but calls go on with those of the assistant before them.
+    """
+    keys, listed = _TEXTS[form], value[form]
     if form in FORMS[3:]:
         answer = value.get("answer")
         # Some data sets have several right answers, the first of which is trained on.
         answer = answer[0] if isinstance(answer, list) and answer else answer
-        listed = [{"role": "user", "question": value.get("question") or ""}, {"role": "assistant", "answer": answer}]
-    elif not isinstance(listed, list) or not listed:
-        found = "no such field" if form not in value else "an empty list" if listed == [] else kind(listed)
+        listed = [{"question": "" if value.get("question") is None else value["question"], "answer": answer}]
+    if not isinstance(listed, list) or not listed:
+        found = "an empty list" if listed == [] else kind(listed)
         raise wrong(f"{where}: field '{form}'", found, "a list of turns", f"write {_EXAMPLES[form]}")
-    elif form == "texts":
-        if (pair := next((pair for pair in listed if not isinstance(pair, dict)), listed)) is not listed:
-            raise wrong(_place(where, form, 2 * listed.index(pair)), kind(pair), "a pair", f"write {_EXAMPLES[form]}")
-        pairs = (({"role": "user", "user": pair.get("user")}, {**pair, "role": "assistant"}) for pair in listed)
-        listed = [turn for pair in pairs for turn in pair]
-    elif form == FORMS[0]:
+    if form == FORMS[0]:
         try:  # Nearly all records are as simple as they can be.
             turns = [Turn(ROLES[t["from"]], t["value"]) for t in listed if len(t) == 2 and type(t["value"]) is str]
         except (KeyError, TypeError):
             turns = []
         if len(turns) == len(listed):
-            return turns
-    return [_turn(turn, keys, k % len(keys), _place(where, form, k), ignored) for k, turn in enumerate(listed)]
+            return turns, range(len(turns))
+    if len(keys) == 2:
+        for k, pair in enumerate(listed):
+            if not isinstance(pair, dict):
+                raise wrong(_place(where, form, 2 * k), kind(pair), "a pair", f"write {_EXAMPLES[form]}")
+        pairs = (({"role": "user", keys[0]: pair.get(keys[0])}, {**pair, "role": "assistant"}) for pair in listed)
+        listed = [turn for pair in pairs for turn in pair]
+    turns, numbers = [], []
+    for k, each in enumerate(listed):
+        turn = _turn(each, keys, k % len(keys), _place(where, form, k), ignored)
+        last = turns[-1] if turns else None
+        is_call = not turn.content and turn.further.keys() == {"tool_calls"}
+        if is_call and last and (last.role, last.supervised) == ("assistant", turn.supervised):
+            further = {**last.further, "tool_calls": [*last.further.get("tool_calls", ()), *turn.further["tool_calls"]]}
+            turns[-1] = last._replace(further=further)
+        else:
+            turns.append(turn)
+            numbers.append(k)
+    return turns, numbers
 
 
 # ------------------------------------------------------------------------------------------------------- turns
@@ -290,20 +303,26 @@ def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[st
     if not isinstance(turn, dict):
         raise wrong(place, kind(turn), f"an object with '{role_key}' and '{text_key}'")
     ignored += unread(turn, "turn", (*READ["turn"], role_key, *keys), place)
-    speaker, text = turn.get(role_key), turn.get(text_key)
+    speaker: Any = turn.get(role_key)
+    text: Any = turn.get(text_key)
     role = "assistant" if speaker in _CALLS else ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         found = quoted(speaker) if isinstance(speaker, str) else f"{kind(speaker)} for '{role_key}'"
         names = "human, gpt, system, observation or function_call"
         names = names if role_key == "from" else "user, assistant, system or tool"
         raise wrong(place, found, f"'{role_key}' to be {names}", "rename the speaker of this turn")
-    further = _further({**turn, "tool_calls": text} if speaker in _CALLS else turn, role, place)
+    further = _further(turn, role, place, ignored)
+    if speaker in _CALLS:
+        thought, calls = _THOUGHT_AND_CALLS.findall(text)[0] if isinstance(text, str) else ("", text)
+        further |= _further({"thinking": thought.strip(), "tool_calls": calls}, role, place, ignored)
     if role == "assistant":
-        text = "" if "tool_calls" in further and (text is None or speaker in _CALLS) else _as_text(text)
+        is_number = isinstance(text, int | float) and not isinstance(text, bool) and abs(text) < math.inf
+        is_silent = "tool_calls" in further and (text is None or speaker in _CALLS)
+        text = "" if is_silent else json.dumps(text) if is_number else text
     if not isinstance(text, str) and (text_key != "content" or not isinstance(text, list)):
         found, fix = f"{kind(text)} for '{text_key}'", f"write the turn's text in '{text_key}'"
         raise wrong(place, found, "a string", fix)
-    given = {name: turn[name] for name in WEIGHTS if turn.get(name) is not None}
+    given = {name: turn[name] for name in WEIGHTS if turn.get(name) not in EMPTY}
     answers = [bool(each) for each in given.values() if each in (0, 1) and (role == "assistant" or not each)]
     if len(answers) < len(given) or len(set(answers)) > 1:
         found = ", ".join(f"{name} {each!r:.20}" for name, each in given.items())
@@ -313,40 +332,44 @@ def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[st
     return Turn(role, content, all(answers) or role != "assistant", further)
 
 
-def _as_text(value: Any) -> Any:
-    """Numbers as their JSON text, and other values as they are."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    return json.dumps(value) if is_number else value
-
-
-def _further(turn: dict[str, Any], role: ChatRole, place: str) -> dict[str, Any]:
+def _further(turn: dict[str, Any], role: ChatRole, place: str, ignored: list[str]) -> dict[str, Any]:
     """What a chat message has besides its content."""
     found: dict[str, Any] = {}
     speakers = {**dict.fromkeys((*THOUGHTS, "tool_calls"), "assistant"), "name": role, "tool_call_id": "tool"}
     for name, speaker in speakers.items():
-        if (given := turn.get(name)) in (None, "", []):
+        if (given := turn.get(name)) in EMPTY:
             continue
         key, place_of_it = THOUGHTS[0] if name in THOUGHTS else name, f"{place}: field '{name}'"
         if name == "tool_calls":
-            given = [_call(call, place_of_it) for call in _objects(given, place_of_it)]
+            given = [_call(call, place_of_it, ignored) for call in _objects(given, place_of_it)]
         elif not isinstance(given, str):
             raise wrong(place_of_it, kind(given), "a text")
-        if role != speaker or found.setdefault(key, given) != given:
-            shown = f"it in a turn of {role}" if role != speaker else f"another text than in '{key}'"
-            raise wrong(place_of_it, shown, f"it once, in a turn of {speaker}", "correct or remove the field")
+        if role != speaker:
+            raise wrong(place_of_it, f"a turn of {role}", f"a turn of {speaker}", "move or remove the field")
+        if found.setdefault(key, given) != given:
+            raise wrong(place_of_it, f"another text than in '{key}'", "one thought", "remove one of the fields")
     return found
 
 
-def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
+def _call(call: dict[str, Any], place: str, ignored: list[str]) -> dict[str, Any]:
     """A call as chat templates take it, with its arguments as an object."""
-    function = call.get("function") or call
-    function = function if isinstance(function, dict) else {}
-    name, arguments = function.get("name"), function.get("arguments") or {}
-    given = _objects(arguments, place)
-    if not isinstance(name, str) or not name or len(given) != 1:
-        raise wrong(place, f"{kind(name)} for a function's name", '{"function": {"name": ..., "arguments": {...}}}')
+    function = _function(call, place)
+    for each in (call,) if function is call else (call, function):
+        ignored += unread(each, "call", READ["call"], place)
+    arguments = function.get("arguments")
+    given = _objects({} if arguments in EMPTY else arguments, f"{place}: field 'arguments'")
+    if len(given) != 1:
+        raise wrong(place, f"{len(given)} arguments", "one object with all arguments")
     number = {"id": call["id"]} if call.get("id") is not None else {}
-    return {"type": "function", **number, "function": {"name": name, "arguments": given[0]}}
+    return {"type": "function", **number, "function": {"name": function["name"], "arguments": given[0]}}
+
+
+def _function(given: dict[str, Any], place: str) -> dict[str, Any]:
+    """The function of a tool or call, with its name: an object in it, or itself."""
+    function = given if given.get("function") is None else given["function"]
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
+        raise wrong(place, "no name of a function", 'objects such as {"function": {"name": ..., ...}}')
+    return function
 
 
 def _objects(given: Any, place: str) -> list[dict[str, Any]]:
@@ -355,10 +378,11 @@ def _objects(given: Any, place: str) -> list[dict[str, Any]]:
         given = msgspec.json.decode(given) if isinstance(given, str) else given
         return msgspec.convert(given if isinstance(given, list) else [given], list[dict[str, Any]])
     except (ValueError, RecursionError) as error:
-        raise wrong(place, in_short(error), "JSON objects in a list, or its JSON text") from None
+        fix = "write them in a list, or as JSON text"
+        raise UserError.at(place, problem=f"no JSON objects ({error})", fix=fix) from None
 
 
-def _check_answers(turns: Sequence[Turn], form: str, where: str) -> None:
+def _check_answers(turns: Sequence[Turn], place: Callable[[int], str], whole: str) -> None:
     """Check that no answer is empty, and one is trained on."""
     is_trained = False
     for k, turn in enumerate(turns):
@@ -366,13 +390,13 @@ def _check_answers(turns: Sequence[Turn], form: str, where: str) -> None:
             is_trained |= turn.supervised
             if (not turn.content or turn.text.isspace()) and "tool_calls" not in turn.further:
                 because, fix = "the model would be trained to say nothing", "write the answer, or remove the record"
-                raise UserError.at(_place(where, form, k), problem="empty answer", because=because, fix=fix)
+                raise UserError.at(place(k), problem="empty answer", because=because, fix=fix)
     if not is_trained:
         fix = "remove the record, or train on one of its answers"
-        raise UserError.at(f"{where}: field '{form}'", problem="no answer that is trained on", fix=fix)
+        raise UserError.at(whole, problem="no answer that is trained on", fix=fix)
 
 
-def _check_order(turns: Sequence[Turn], form: str, where: str) -> None:
+def _check_order(turns: Sequence[Turn], place: Callable[[int], str]) -> None:
     """An optional leading system turn, then user and assistant in turn, ending with the assistant. Tools answer the
     assistant, who then continues.
     """
@@ -380,23 +404,15 @@ def _check_order(turns: Sequence[Turn], form: str, where: str) -> None:
     for k, turn in enumerate(turns):
         wanted = ("tool",) if is_call else _NEXT[before]
         if turn.role not in wanted and (k or turn.role != "system"):
-            found, expected = (f"a turn of {_speakers(roles, form)}" for roles in ((turn.role,), wanted))
             because = "turns alternate after an optional leading system turn, and tools answer their calls"
-            fix = "merge consecutive turns of one speaker, or remove the extra turn"
+            fix = "merge consecutive turns of one speaker, with the same `loss`, or remove the extra turn"
             fix = "add the tool's answer, or remove the call" if is_call else fix
-            raise wrong(_place(where, form, k), found, expected, fix, because)
+            raise wrong(place(k), f"a turn of {turn.role}", f"a turn of {' or '.join(wanted)}", fix, because)
         before, is_call = turn.role if turn.role != "system" else None, "tool_calls" in turn.further
     if before != "assistant":
-        last, answering = (_speakers((role,), form) for role in (turns[-1].role, "assistant"))
-        fix, because = "add the answer, or remove the last turn", f"only {answering} turns are trained on"
-        found, place = f"a conversation that ends with {last}", _place(where, form, len(turns) - 1)
-        raise wrong(place, found, f"one that ends with {answering}", fix, because)
-
-
-def _speakers(roles: Sequence[str], form: str) -> str:
-    """Roles by the names of a form."""
-    names = {"user": "human", "assistant": "gpt", "tool": "observation"} if form == FORMS[0] else {}
-    return " or ".join(names.get(role, role) for role in roles)
+        fix, because = "add the answer, or remove the last turn", "only turns of assistant are trained on"
+        found = f"a conversation that ends with {turns[-1].role}"
+        raise wrong(place(len(turns) - 1), found, "one that ends with assistant", fix, because)
 
 
 def _place(where: str, form: str, k: int) -> str:

@@ -371,7 +371,7 @@ class Indexer:
                     bad.append(number)
                 digest.update(b"%d " % len(text))
                 digest.update(text)
-                count_names(unread, names)
+                count_names(unread, dict.fromkeys(names, 1))
                 if self.scan:
                     headers.extend(figure for figures in of_items for figure in figures)
                     ends.append(len(headers) // 3)
@@ -419,8 +419,7 @@ def _with_findings(places: Index, files: Sequence[int], found: Sequence[Checked]
     problems = tuple(text for each in found for text in each.problems)[:MOST_PROBLEMS]
     unread: dict[str, int] = {}
     for each in found:
-        for name, number in each.unread.items():
-            count_names(unread, [name], number)
+        count_names(unread, each.unread)
     columns |= places._columns
     return replace(places, digest=digest, scanned=scanned, problems=problems, unread=unread, _columns=columns)
 

@@ -244,7 +244,7 @@ class ParquetFiles:
         """The values of a column in some rows."""
         array: Any = batch.column(column.name) if column.name in batch.schema.names else None
         if not column.items:
-            return array.to_pylist()
+            return [_without_nulls(each) for each in array.to_pylist()]
 
         def cells(array: Array, steps: Steps, rows: np.ndarray) -> list[Any]:
             # Rows ascend, so that an item's number is its distance from the first one of its row.
@@ -668,7 +668,8 @@ def _python_values(array: Array, kind: DataType, steps: Steps, rows: np.ndarray,
         fields = [
             _python_values(_child(array, each.name), each.type, (*steps, each.name), rows, cells) for each in kind
         ]
-        values = [dict(zip(names, row, strict=True)) for row in zip(*fields, strict=True)]
+        rows_of = (zip(names, row, strict=True) for row in zip(*fields, strict=True))
+        values = [{name: each for name, each in row if each is not None} for row in rows_of]
     elif _is_list(kind):
         sizes = [size or 0 for size in array.value_lengths().to_pylist()]
         rows = np.repeat(rows, sizes)
@@ -679,6 +680,13 @@ def _python_values(array: Array, kind: DataType, steps: Steps, rows: np.ndarray,
     if not array.null_count:
         return values
     return [value if is_valid else None for value, is_valid in zip(values, array.is_valid().to_pylist(), strict=True)]
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without fields of objects that are null: structs have the fields of all rows."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _paths_and_bytes(array: Array, has_bytes: bool | None, count: int) -> tuple[list[Any], list[bool]]:

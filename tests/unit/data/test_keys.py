@@ -100,7 +100,22 @@ def test_tools_and_their_calls() -> None:
     assert with_number.turns[1] == Turn("assistant", "Wait.", True, {"tool_calls": [named]})
     llama = {"conversations": [{"from": who, "value": text} for who, text in LLAMA], "tools": '[{"name": "add"}]'}
     assert parsed(llama)[:3] == parsed(talk(said(None, **CALLS), RESULT, said("It is 2."), tools=[{"name": "add"}]))[:3]
+    nulls = {"name": "add", "function": None}
+    assert parsed(talk(said("A"), tools=[nulls])).tools == ({"name": "add"},)
     assert parsed(talk(said("A"), tools="")).tools == parsed(talk(said("A"), tools="[]")).tools == ()
+
+
+def test_calls_in_turns_of_their_own() -> None:
+    """As ms-swift and LLaMA-Factory write them."""
+    call, result = {"role": "tool_call", "content": json.dumps(CALL)}, {"role": "tool_response", "content": "2"}
+    for before in ([], [said("<think>So.</think>\n")], [said("So.", **CALLS)]):
+        found = parsed(talk(*before, call, call, result, result, said("A")))
+        assert [turn.role for turn in found.turns] == ["user", "assistant", "tool", "tool", "assistant"]
+        assert found.turns[1].text == (before[0]["content"] if before else "")
+        assert len(found.turns[1].further["tool_calls"]) == 2 + ("tool_calls" in str(before))
+    thought = parsed(talk({"role": "function_call", "content": f"<think>\nSo.\n</think>\n\n{json.dumps(CALL)}"}))
+    assert thought.turns[1].further.keys() == {"reasoning_content", "tool_calls"}
+    assert thought.turns[1].further["reasoning_content"] == "So."
 
 
 def test_thoughts() -> None:
@@ -125,6 +140,7 @@ def test_numbers_are_answers(value: Any, text: str) -> None:
         ({"type": "image_url", "image_url": {"url": "a.png", "min_pixels": 9}}, "a.png", {"min_pixels": 9}),
         ({"type": "image_url", "image_url": "a.png"}, "a.png", {}),
         ({"type": "image", "url": "a.png"}, "a.png", {}),
+        ({"type": "image_url", "image_url": {"url": None}, "image": "a.png"}, "a.png", {}),
         ({"type": "image", "path": "/images/b/a.png"}, "b/a.png", {}),
         ({"type": "video", "video": "a.mp4", "fps": 1, "nframes": None, "max_frames": 8}, "a.mp4",
          {"fps": 1.0, "max_frames": 8}),
@@ -167,6 +183,11 @@ def test_pictures_in_data_uris(processor: Processor, tmp_path: Path) -> None:
     assert isinstance(label, InMemory) and len(str(label)) < 50 and label == found[2].items[0].file
     frames = parsed(asked({"type": "video", "video": [encoded(kind="jpeg")] * 2, "fps": 1})).items[0].frames
     assert len(frames) == 2 and str(frames[0]).endswith(".jpeg")
+    for start in ("data:image;base64", " data:;base64"):  # As Qwen writes them; the picture tells its format.
+        short = f"{start},{uri.partition(',')[2]}"
+        of_short = parsed(asked({"type": "image", "image": short})).items[0].file
+        assert isinstance(of_short, InMemory) and of_short.data == label.data
+        assert len(parsed(asked({"type": "video", "video": [short] * 2, "fps": 1})).items[0].frames) == 2
 
 
 def test_text_that_looks_like_a_placeholder(tmp_path: Path) -> None:
@@ -318,27 +339,54 @@ ADVICE: dict[str, tuple[dict[str, Any], str, Change]] = {
     "two weights": (talk(said("A", weight=1, loss=False)), "loss False, weight 1", turned(1, loss=None)),
     "weight of a user": (turned(0, loss=True)(talk(said("A"))), "loss True in a turn of user", turned(0, loss=None)),
     "nothing trained": (talk(said("A", loss=0)), "no answer that is trained on.*train on one", turned(1, loss=1)),
-    "calls of a user": (turned(0, **CALLS)(talk(said("A"))), "it in a turn of user", turned(0, tool_calls=None)),
-    "broken call": (talk(said("", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])), "DecodeError",
+    "calls of a user": (turned(0, **CALLS)(talk(said("A"))), "found a turn of user, expected a turn of assistant",
+                        turned(0, tool_calls=None)),
+    "broken call": (talk(said("", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])),
+                    r"'arguments': no JSON objects \(Input data was truncated\)",
                     turned(1, tool_calls=[CALL])),
-    "call without a name": (talk(said("", tool_calls=[{"arguments": {}}])), "function's name", turned(1, **CALLS)),
+    "call without a name": (talk(said("", tool_calls=[{"arguments": {}}])), "no name of", turned(1, **CALLS)),
     "call of LLaMA-Factory": ({"conversations": [{"from": who, "value": text.strip("{")} for who, text in LLAMA]},
-                              "JSON objects in a list", turned(1, value=json.dumps(CALL))),
+                              "no JSON objects", turned(1, value=json.dumps(CALL))),
     "no result": (talk(said("", **CALLS), {"role": "user", "content": "R"}, said("A")),
                   "expected a turn of tool.*Add the tool's answer, or remove the call",
                   turned(1, tool_calls=None, content="A")),
     "two thoughts": (talk(said("A", thinking="a", reasoning="b")), "another text", turned(1, thinking=None)),
-    "thought of a user": (turned(0, thinking="a")(talk(said("A"))), "it in a turn of user", turned(0, thinking=None)),
+    "thought of a user": (turned(0, thinking="a")(talk(said("A"))), "found a turn of user", turned(0, thinking=None)),
     "tools": (talk(said("A"), tools=["x"]), "field 'tools'", without("tools")),
-    "number of tools": (talk(said("A"), tools=[3]), "field 'tools'.*Expected `object`", without("tools")),
+    "tool without a name": (talk(said("A"), tools=[{"x": 1}]), "no name of", without("tools")),
+    "empty function": (talk(said("A"), tools=[{"function": {}, "name": "f"}]), "no name of", without("tools")),
+    "name of a tool": (talk(said("A"), tools=[{"function": "f"}]), "no name of", without("tools")),
+    "function of a call": (talk(said("A", tool_calls=[{"function": "f"}])), "no name of", turned(1, **CALLS)),
+    "number of arguments": (talk(said("A", tool_calls=[CALL | {"arguments": 0}])), "'arguments': no JSON objects",
+                            turned(1, **CALLS)),
+    "arguments in a function": (talk(said("A", tool_calls=[{"function": {"name": "f", "args": {"a": 1}}}])),
+                                "'args': not supported.*Rename it `arguments`", turned(1, **CALLS)),
+    "call of another weight": (talk(said("So."), {"role": "tool_call", "content": json.dumps(CALL), "loss": False}),
+                               "Merge consecutive turns of one speaker, with the same `loss`",
+                               turned(2, loss=True)),
+    "answer after a call": (talk(said(None, **CALLS), said("A")), "expected a turn of tool.*Add the tool's answer",
+                            lambda record: talk(said(None, **CALLS), RESULT, said("A"))),
+    "number of tools": (talk(said("A"), tools=[3]), "field 'tools': no JSON objects .Expected",
+                        without("tools")),
     "two systems": ({"messages": [{"role": "system", "content": "S"}, *talk(said("A"))["messages"]], "system": "T"},
-                    "beside a turn of system.*Remove the field or the turn", without("system")),
+                    "this field and a system turn.*Remove the field or the turn", without("system")),
+    **{f"question {value}": ({"question": value, "answer": "A"}, "for 'question'.*Write the turn's text",
+                             lambda record: {**record, "question": "Q"}) for value in (0, False, {})},
+    "no text": ({"instruction": "Q", "output": "A"}, "'instruction, output'.*messages.*question.*`fields` of",
+                lambda record: {"question": "Q", "answer": "A"}),
+    "part without a file": (asked({"type": "image", "source": {"data": "A"}}), "part 0: found no image.*Write it into "
+                            "'image', 'url' or 'path'", shown({"type": "image", "path": "a.png"})),
+    "raw base64": (asked(image=encoded().partition(",")[2]), "more characters, expected a path.*data:image/png;base64",
+                   lambda _: asked(image=encoded())),
+    "long name": (asked(image="a/" + "b" * 256), "218 more characters", lambda _: asked(image="a/b")),
+    "number in a part": (asked({"type": "image", "image": 7}), "part 0: field 'image': found a number",
+                         shown({"type": "image", "image": "7"})),
     "truth": (talk(said(True)), "true or false for 'content'.*Write the turn's text", turned(1, content="yes")),
     "null text": (asked({"type": "text", "text": None}), "field 'text': found null, expected a text", shown("x")),
     "nothing": (asked({}), "an object, expected parts of type text, image", shown({"type": "image", "image": "a"})),
     "unknown type": (asked({"type": "input_text", "text": "a"}), "a part of type 'input_text'.*Write it as one of",
                      shown({"type": "text", "text": "a"})),
-    "two in a part": (asked({"type": "image", "image": ["a.png", "b.png"]}), "found a list.*Write a path relative",
+    "two in a part": (asked({"type": "image", "image": ["a.png", "b.png"]}), "2 items.*Write a part for each",
                       turned(0, content=[{"type": "image", "image": name} for name in "ab"])),
     "two names": (asked({"type": "image", "image": "a.png", "url": "b.png"}), "2 items.*Write a part for each",
                   shown({"type": "image", "image": "a.png"})),
@@ -371,6 +419,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str, Change]] = {
        for record, change in [{
            "record": (talk(said("A"), **{name: True}), without(name)),
            "turn": (talk(said("A", **{name: True})), turned(1, **{name: None})),
+           "call": (talk(said("A", tool_calls=[CALL | {name: True}])), turned(1, tool_calls=[CALL])),
            "part": (asked({"type": "image", "image": "a", name: True}), shown({"type": "image", "image": "a"})),
        }[level]]},
 }  # fmt: skip
@@ -389,6 +438,12 @@ def test_null_is_no_value() -> None:
     """Files in columns write all fields in all records."""
     nothing = {**dict.fromkeys(name for level, name in REFUSED if level == "record"), "objects": {}, "label": "cat"}
     assert parsed(talk(said("A", loss=None, tool_calls=None, mask=None), **nothing)).unread == ["label"]
+    none = parsed(talk(said("A", loss="", objects={"ref": [], "bbox": None}), system="", image="", video="", fps=""))
+    assert none == parsed(talk(said("A")))
+    assert parsed({**talk(said("A")), "conversations": []}) == none
+    assert parsed({"messages": [], "question": "Q", "answer": "A"}) == none
+    systems = {"messages": [{"role": "system", "content": "S"}, *talk(said("A"))["messages"]]}
+    assert parsed(systems | {"system": ""}).turns[0] == Turn("system", "S")
 
 
 # ------------------------------------------------------------------------------------------------------ counted
@@ -406,6 +461,38 @@ def test_other_keys_are_counted(tmp_path: Path) -> None:
         )
         assert data.unread.endswith("others (20)") and data.unread.count(",") == 33
         assert data.unread in samples_per_epoch([(data, SampledDataset("d"))])
+
+
+@pytest.mark.parametrize(
+    "record, names",
+    [
+        (asked({"type": "image", "image": "a.png", "fps": 1, "nframes": 4, "detail": "low"}),
+         ["part.fps", "part.nframes", "part.detail"]),
+        (asked(image="a.png", video_start=1, max_pixels=9), ["video_start"]),
+        (talk(said("A"), max_pixels="abc", fps=2), ["fps", "max_pixels"]),
+        (asked({"type": "image", "image": "a.png", "image_url": {"url": None}, "objects": {"ref": []}}), []),
+        (talk(said("A", tool_calls=[CALL | {"index": 1, "parameters": {}}])), ["call.index"]),
+    ],
+)  # fmt: skip
+def test_names_of_keys_that_are_not_read(record: dict[str, Any], names: list[str]) -> None:
+    assert parsed(record).unread == names
+
+
+def test_nulls_of_columns_are_no_values(tmp_path: Path) -> None:
+    """Structs have the fields of all rows."""
+    calls = [{"name": "f", "arguments": {name: 1}} for name in "ab"]
+    rows = [talk(said("", tool_calls=[call]), tools=[{"name": "f", "parameters": {str(call): 1}}]) for call in calls]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data = Dataset("d", DatasetConfig(files=Pattern(f"{tmp_path}/a.parquet")))
+    assert [each.turns[1].further["tool_calls"][0]["function"] for each in data] == calls
+    assert [each.tools for each in data] == [tuple(row["tools"]) for row in rows]
+    rows = [talk(said("A"), objects={"ref": None, "bbox": []}), talk(said("B"), objects={"ref": [], "bbox": None})]
+    rows[0]["messages"][0]["content"] = [{"image": {"bytes": b"p", "path": None}, "text": None}, {"text": "Q"}]
+    rows[1]["messages"][0]["content"] = [{"image": None, "text": "Q"}]
+    for row in rows:
+        row["messages"][1]["content"] = [{"text": "A"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [len(each.items) for each in Dataset("d", DatasetConfig(files=Pattern(f"{tmp_path}/a.parquet")))] == [1, 0]
 
 
 def test_parts_of_tars_and_columns_of_parquet(tmp_path: Path) -> None:

@@ -184,6 +184,13 @@ def test_columns_of_structs(
         assert opened(next(files.read(file, index, range(number, number + 1))).value["image"]) == each
 
 
+def without_nulls(value: Any) -> Any:
+    """A value without the null fields of its structs."""
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return list(map(without_nulls, value)) if isinstance(value, list) else value
+
+
 def test_pictures_between_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def show(*items: Any) -> list[Any]:
         return [{"role": "user", "content": [{"type": "image", "image": item} for item in items]}, None]
@@ -192,7 +199,11 @@ def test_pictures_between_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     noted = loads(monkeypatch)
     found = values(file)
     assert not [leaf for leaf in noted if "bytes" in leaf]
-    assert opened(found) == [{"messages": show(b"a", None, b"b")}, {"messages": []}, {"messages": show(b"a")}]
+    assert opened(found) == [
+        {"messages": without_nulls(show(b"a", None, b"b"))},
+        {"messages": []},
+        {"messages": show(b"a")},
+    ]
     assert found[0]["messages"][0]["content"][2]["image"].label == "messages.content.image[2]"
 
 
@@ -248,7 +259,7 @@ def test_any_rows_are_read_as_written(rows: list[Any], size: int, cut: tuple[int
         assert [where for _, where in found] == [f"{file} row {number + 1}" for number in chosen]
         for (value, _), row in zip(found, rows[chosen.start : chosen.stop], strict=True):
             images = row["images"] and list(map(of_cell, row["images"]))
-            expected = {"messages": row["messages"], "image": of_cell(row["image"]), "images": images}
+            expected = {"messages": without_nulls(row["messages"]), "image": of_cell(row["image"]), "images": images}
             assert opened(value) == expected
 
 
