@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import Any
 from weakref import finalize
@@ -42,7 +43,7 @@ class Processes:
         processes = [_Process(target, setting) for _ in range(count)]
         for each in processes:
             self._idle.put(each)
-        self.close = finalize(self, lambda: [each.close() for each in processes])
+        self.close = finalize(self, _close, processes)
         """Ends the processes; so does the end of this one."""
 
     def call(self, what: str, method: str, *arguments: Any) -> Any:
@@ -112,6 +113,11 @@ class _Process:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+
+def _close(processes: Iterable[_Process]) -> None:
+    for each in processes:
+        each.close()
 
 
 def send(to: socket.socket, value: Any) -> None:

@@ -51,9 +51,7 @@ class LocalGroup(dist.ProcessGroup):
                 "created for that group: ask it for its size and ranks only, or communicate along an axis by itself"
             )
         for output, tensor in zip(outputs, tensors, strict=True):
-            # Compared not by address, which fake tensors do not have.
-            same = output.untyped_storage() is tensor.untyped_storage()
-            if not same or output.storage_offset() != tensor.storage_offset():
+            if not _same_memory(output, tensor):
                 output.view(-1).copy_(tensor.reshape(-1))
         return _Done(outputs)
 
@@ -76,6 +74,11 @@ class LocalGroup(dist.ProcessGroup):
     # Names in PyTorch 2.12 and earlier.
     _allgather_base = _reduce_scatter_base = alltoall_base = _into_one
     allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _in_lists
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    # Not by address, which fake tensors do not have.
+    return one.untyped_storage() is other.untyped_storage() and one.storage_offset() == other.storage_offset()
 
 
 class SilentGroup(LocalGroup):

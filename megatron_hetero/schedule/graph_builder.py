@@ -153,12 +153,15 @@ class _Run:
         taken = {role for work in self.running for role in self.roles[work.place]}
         waiting = [work for stage in self.order for work in self._ready(stage)]
         found: list[Action] = []
-        # Backwards first, then what is nearer to an end of the graph.
-        for work in sorted(waiting, key=lambda w: (w.kind == "F", self.to_the_end[w.place], w.micro_batch)):
+        for work in sorted(waiting, key=self._urgency):
             if taken.isdisjoint(self.roles[work.place]):
                 found.append(work)
             taken |= self.roles[work.place]
         return found
+
+    def _urgency(self, work: Action) -> tuple[bool, int, int]:
+        """Sort backwards first, then what is nearer to an end of the graph."""
+        return work.kind == "F", self.to_the_end[work.place], work.micro_batch
 
     def _ready(self, stage: StageId) -> Iterator[Action]:
         """Yield the next backward and forward of the stage, where they depend on nothing more."""

@@ -297,6 +297,10 @@ class StepExecution:
         """The edges that leave the stage of an action."""
         return self.schedule.leaving.get(_activation_key(action)[:2], ())
 
+    def _entering(self, action: Action) -> tuple[Edge, ...]:
+        """The edges that enter the stage of an action."""
+        return self.schedule.entering.get(_activation_key(action)[:2], ())
+
     @contextlib.contextmanager
     def _same_random_state(self, action: Action) -> Iterator[None]:
         """Make the recomputed forward of a stage draw the random numbers of the first. Later draws are unaffected."""
@@ -322,7 +326,7 @@ class StepExecution:
 
     def _rows_of_stage(self, action: Action) -> list[Tensor | dict[str, Tensor]]:
         """The rows that enter a stage, as its arguments."""
-        edges, rows = self.schedule.entering.get(_activation_key(action)[:2], ()), defaultdict[str, list[Tensor]](list)
+        edges, rows = self._entering(action), defaultdict[str, list[Tensor]](list)
         for edge in edges:
             # Rows live until their gradients leave, if any.
             key = edge, action.micro_batch

@@ -99,8 +99,7 @@ class FlatTensors:
         """Merge those of the `tensors` that are neighbours in memory."""
         merged = list[Tensor]()
         for tensor in tensors:
-            memory, start = _place(tensor)
-            if merged and _place(merged[-1]) == (memory, start - len(merged[-1])):
+            if merged and _adjoin(merged[-1], tensor):
                 last = merged.pop()
                 tensor = last.as_strided((len(last) + len(tensor),), (1,), last.storage_offset())
             merged.append(tensor)
@@ -314,6 +313,12 @@ def _copy_unless_same(target: Tensor, values: Tensor) -> None:
     """Copy `values`, unless they are a view of the target, updated in place."""
     if _place(target) != _place(values) or target.dtype != values.dtype:
         target.copy_(values, non_blocking=True)
+
+
+def _adjoin(one: Tensor, other: Tensor) -> bool:
+    """Whether `other` follows `one` in memory."""
+    memory, start = _place(one)
+    return (memory, start + len(one)) == _place(other)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

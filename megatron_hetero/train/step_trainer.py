@@ -266,8 +266,8 @@ class StepTrainer:
         the host waits for it. `laps`: this rank's seconds of each run of its modules. `result`: its sums.
         """
         layers = self.shapes.text.architecture.layers_in(EXPERTS.name)
-        schedule, encoders = self.job.schedule_of(len(batch.micro_batches)), self.shapes.encoders
-        runs = {name: self._runs(schedule, name) for name in encoders}
+        schedule = self.job.schedule_of(len(batch.micro_batches))
+        runs = {name: self._runs(schedule, name) for name in self.shapes.encoders}
         own = [float(self.platform.peak_memory_bytes()), float(bool(stop)), *self._padding(batch)]
         own += [self._balance_loss(result), *take_loads(self.modules, self.topology, layers)]
         for name, count in runs.items():
@@ -292,7 +292,7 @@ class StepTrainer:
             boundary_time_s=sum(laps.get("boundary", [])),
             stopping=bool(max(stopping)),
             extra={
-                "patches": sum(sum(encoders[n].sequences(size)) for n, sizes in batch.sizes.items() for size in sizes),
+                "patches": self._patches(batch),
                 "supervised_tokens": batch.supervised,
                 **bad_counts(batch.bad),
                 "encoder_idle_share": idle_share(*rounds),
@@ -337,6 +337,10 @@ class StepTrainer:
             return {}
         packs = count * self.job.batch.replicas
         return {"budget_share": batch.tokens / (packs * budget.tokens), "micro_batches": count}
+
+    def _patches(self, batch: StepBatch) -> int:
+        encoders = self.shapes.encoders
+        return sum(sum(encoders[name].sequences(size)) for name, sizes in batch.sizes.items() for size in sizes)
 
     # --------------------------------------------------------------------------------------------- all ranks
 

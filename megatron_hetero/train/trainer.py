@@ -100,9 +100,7 @@ def describe(run: Trainer) -> Table:
     for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
         table.add_column(column, justify="right" if "per rank" in column else "left")
     for name, layout in run.topology.layouts.items():
-        own = [p for module in run.modules if module.name == name for p in module.parameters.values()]
-        numbers = [sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)]
-        held, trained = run.all_gather(numbers).max(dim=0).values.long().tolist()
+        held, trained = run.all_gather(_parameters(run, name)).max(dim=0).values.long().tolist()
         whole = layout.tp == 1 or not run.job.sequence_parallel[name]
         table.add_row(
             name,
@@ -113,3 +111,9 @@ def describe(run: Trainer) -> Table:
             "-" if layout.tp == 1 else "whole" if whole else "sharded",
         )
     return table
+
+
+def _parameters(run: Trainer, name: str) -> tuple[int, int]:
+    """Return the number of elements of this rank's parameters of a module, and of its trained parameters."""
+    own = [p for module in run.modules if module.name == name for p in module.parameters.values()]
+    return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)

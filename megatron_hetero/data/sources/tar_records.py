@@ -60,8 +60,7 @@ def with_defaults(parts: dict[str, Any], where: str, mapped: bool) -> dict[str, 
     Raises:
         UserError: the JSON names items that the sample does not have, and has others; not if fields are `mapped`.
     """
-    others = [name for name in parts if name.endswith(".json")]
-    given = parts.get("json", parts[others[0]] if len(others) == 1 else None)
+    given = _json_part(parts)
     items = _resolved(parts, given, where, mapped)
     if isinstance(given, list):
         given = {form_of(given): given}
@@ -75,6 +74,12 @@ def with_defaults(parts: dict[str, Any], where: str, mapped: bool) -> dict[str, 
 def form_of(turns: Sequence[Any]) -> str:
     """The field that a list of turns belongs in."""
     return "messages" if turns and isinstance(turns[0], dict) and "role" in turns[0] else "conversations"
+
+
+def _json_part(parts: dict[str, Any]) -> Any:
+    """The value of the part `json`, or of the only part with that suffix."""
+    others = [name for name in parts if name.endswith(".json")]
+    return parts.get("json", parts[others[0]] if len(others) == 1 else None)
 
 
 def _resolved(parts: dict[str, Any], given: Any, where: str, mapped: bool) -> dict[str, Any]:

@@ -105,12 +105,16 @@ def _samples(columns: Arrays, numbers: range) -> Iterator[tuple[str, list[tuple[
         key_ends, part_ends = [0, *key_ends], [0, *part_ends]
     keys, first = columns["keys"][key_ends[0] : key_ends[-1]].tobytes(), part_ends[0]
     parts, starts, sizes = (columns[name][first : part_ends[-1]].tolist() for name in ("parts", "starts", "sizes"))
-    text, ends = columns["names"], columns["name_ends"]
-    names = {part: text[ends[part - 1] if part else 0 : ends[part]].tobytes().decode() for part in set(parts)}
+    names = {part: _name_of_part(columns, part) for part in set(parts)}
     for k in range(len(numbers)):
         key = keys[key_ends[k] - key_ends[0] : key_ends[k + 1] - key_ends[0]].decode("utf-8", "backslashreplace")
         own = range(part_ends[k] - first, part_ends[k + 1] - first)
         yield key, [(names[parts[m]], starts[m], sizes[m]) for m in own]
+
+
+def _name_of_part(columns: Arrays, part: int) -> str:
+    ends = columns["name_ends"]
+    return columns["names"][ends[part - 1] if part else 0 : ends[part]].tobytes().decode("utf-8")
 
 
 def _ranges(columns: Arrays, numbers: np.ndarray) -> np.ndarray:

@@ -33,6 +33,7 @@ from megatron_hetero.models.items.types import Item
 
 if TYPE_CHECKING:
     from av.container import InputContainer
+    from av.packet import Packet
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
@@ -376,9 +377,7 @@ def _read_table(content: Content, late: Late) -> FrameTable:
             packets, exact = packets + 1, exact and packet.pts is not None
             if packets > MOST_FRAMES:
                 raise _unusable(content, f"more than {MOST_FRAMES} frames")
-            # VP8 has frames that are only referred to (RFC 6386, section 9.1).
-            is_hidden = stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
-            if not packet.is_discard and not is_hidden:
+            if not packet.is_discard and not _is_hidden(stream, packet):
                 frames.append((stamp, packet.is_keyframe))
         _check_whole(content, container, stream, packets, end)
         if not frames:
@@ -393,6 +392,11 @@ def _read_table(content: Content, late: Late) -> FrameTable:
         turn = _turn(frame)
         size = _picture(frame, turn).size
         return FrameTable(stamps, keys, unit, exact, rate, number, *size, turn, frame.format.name)
+
+
+def _is_hidden(stream: VideoStream, packet: Packet[Any]) -> bool:
+    """Whether a packet is of a frame that is only referred to, which VP8 has (RFC 6386, section 9.1)."""
+    return stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
 
 def _check_whole(content: Content, container: InputContainer, stream: VideoStream, packets: int, end: float) -> None:

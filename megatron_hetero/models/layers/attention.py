@@ -285,10 +285,7 @@ class PackedSelfAttention(Overlapping):
         """
         dim, q_norm, k_norm = self.head_dim, self.q_layernorm, self.k_layernorm
         if q_norm is None and not self.compiled:
-            ranks = self.sp_group.size()
-            # Heads are scattered over the ranks unless groups of heads would have to be repeated.
-            members = ranks if not self.windowed and mixed.shape[-2] % ranks == 0 else 1
-            return rotated_heads(mixed, table_2nD, dim, order, members=members)
+            return rotated_heads(mixed, table_2nD, dim, order, members=self._members(mixed.shape[-2]))
         mixed = mixed if order is None else order.chosen(mixed)
         if self.compiled:
             norms = [None if norm is None else NormWeights.of(norm) for norm in (q_norm, k_norm)]
@@ -298,6 +295,11 @@ class PackedSelfAttention(Overlapping):
         q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((q_norm, q), (k_norm, k)))
         # A view would save all of the projection for the backward pass.
         return q, k, v if self.exchanges else v.contiguous()
+
+    def _members(self, groups: int) -> int:
+        """Return the ranks over which heads are scattered; 1 if groups of heads would have to be repeated."""
+        members = self.sp_group.size()
+        return members if not self.windowed and groups % members == 0 else 1
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: PackedSegments | None) -> Tensor:
         if not len(q):

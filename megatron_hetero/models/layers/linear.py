@@ -35,7 +35,7 @@ def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, dtype: tor
         return torch.mm(x, matrix, out_dtype=dtype) if keeps_wide(x, dtype) else product(x, matrix).to(dtype)
     rows, shape = x.flatten(0, -2), (*x.shape[:-1], matrix.shape[1])
     if _by_onednn(rows, matrix):
-        return torch.ops.mkldnn._linear_pointwise(rows, matrix.t(), bias, "none", [], "").resize_(shape)
+        return _onednn(rows, matrix, bias).resize_(shape)
     out = x.new_empty(shape)
     if bias is None:
         torch.mm(rows, matrix, out=out.flatten(0, -2))
@@ -68,6 +68,10 @@ def _by_onednn(left: Tensor, right: Tensor) -> bool:
 def has_onednn() -> bool:
     """Whether oneDNN is available and faster, which needs vectors of 512 bits."""
     return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
 
 
 def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -184,9 +184,7 @@ class _Second(torch.autograd.Function):
         whole, gathering = _gather(grad, ctx.parts, ctx.group)
         if ctx.needs_input_grad[0]:
             of_x = grad.new_empty(len(whole), *grad.shape[1:-1], weight.shape[1])
-        # Of narrow weights the gradient of the input takes too short a product to gather the next part beside it.
-        is_narrow = 2 * weight.shape[1] < weight.shape[0]
-        by_part = ctx.needs_input_grad[1] and is_narrow and adds_to_main_grad(ctx.parameter, grad.dtype)
+        by_part = ctx.needs_input_grad[1] and _is_narrow(weight) and adds_to_main_grad(ctx.parameter, grad.dtype)
         for rows, work in zip(_rows(ctx.parts, ctx.group.size()), gathering, strict=True):
             work.wait()
             if of_x is not None:
@@ -196,6 +194,12 @@ class _Second(torch.autograd.Function):
         if ctx.needs_input_grad[1] and not by_part:
             of_weight = gradient_of_weight(ctx.parameter, whole.flatten(0, -2).t(), x.flatten(0, -2))
         return of_x, of_weight, None, None
+
+
+def _is_narrow(weight: Tensor) -> bool:
+    """Whether the gradient of the input takes too short a product to gather the next part beside it."""
+    out, own = weight.shape
+    return 2 * own < out
 
 
 def _gather(x: Tensor, parts: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
