@@ -83,13 +83,16 @@ class Mixture:
 
     def hashed(self) -> Iterator[tuple[Dataset, SampledDataset, str]]:
         """Yield the parts, each with a hash of its blocks as far as the order depends on them; empty if it does not."""
+        if self.shuffle != "blocks":
+            yield from ((data, sampled, "") for data, sampled in self.parts)
+            return
         blocks = [data.blocks for data, _ in self.parts]
         # Windows of small records end by number, in whatever bytes they are written. A part's last block may be cut.
         most = WINDOW_RECORDS * max((each.sizes / np.diff(each.starts)).max() for each in blocks)
         by_size = most + sum(each.sizes.max() for each in blocks) > WINDOW_BYTES
         for (data, sampled), each in zip(self.parts, blocks, strict=True):
             text = each.starts.tobytes() + each.sizes.tobytes() * int(by_size)
-            yield data, sampled, hashlib.sha256(text).hexdigest() if self.shuffle == "blocks" else ""
+            yield data, sampled, hashlib.sha256(text).hexdigest()
 
     def __len__(self) -> int:
         """Samples per epoch."""
