@@ -244,8 +244,9 @@ class RunRecord:
         if name == "data.datasets":
             return ", ".join(map(str, self.datasets))
         if name == "model.encoders":  # Without their folders, which are compared by content.
-            own, keys = self.config["model"].get("encoders") or {}, ("token", "min_pixels", "max_pixels")
-            return str({encoder: {key: values.get(key) for key in keys} for encoder, values in own.items()})
+            own = self.config["model"].get("encoders") or {}
+            given = {encoder: {**values, "hf_path": None} for encoder, values in own.items()}
+            return str({name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()})
         *sections, field = name.split(".")
         values, kind = self.config, Config
         for part in sections:
