@@ -94,12 +94,7 @@ def validate_record(
     if not isinstance(value, dict):
         raise wrong(where, kind(value), "a JSON object", 'write {"image": ..., "conversations": [...]}')
     known, has_videos = _known(tuple(fields))
-    ignored = unread(value, "record", known, where)
-    form = next((name for name in FORMS if value.get(name) not in EMPTY), "")
-    if not form and not (form := next((name for name in FORMS if value.get(name) is not None), "")):
-        found = f"no such field among {quoted(', '.join(value))}" if value else "an empty object"
-        fix = "rename the fields, or map them to these with `fields` of the data set in data.registry"
-        raise wrong(f"{where}: field 'conversations'", found, f"this or one of {', '.join(FORMS[1:])}", fix)
+    ignored, form = unread(value, "record", known, where), _form_of(value, where)
     turns, numbers = _turns(value, form, where, ignored)
 
     def place(k: int) -> str:
@@ -132,12 +127,7 @@ def validate_record(
         turns[k] = Turn(turn.role, content, turn.supervised, turn.further)
         shown += refs
     if form != FORMS[0]:
-        # What no turn shows comes before the first human text.
-        named = {ref.field for ref in shown}
-        if more := [field for field, refs in own.items() if field not in named for _ in refs]:
-            k = next(k for k, turn in enumerate(turns) if turn.role == "user")
-            turns[k] = turns[k]._replace(content=_merged([*more, *turns[k].parts]))
-            shown = [*(ItemRef(field, "") for field in more), *shown]
+        shown = _before(turns, own, shown)
     _check_answers(turns, place, f"{where}: field '{form}'")
     items = _placed(value, shown, own, form, where)
     if not SETTINGS.keys().isdisjoint(value):
@@ -147,16 +137,35 @@ def validate_record(
         problem = f"{quoted(str(paths[0].file))} given, but the data set has no image folder"
         fix = "set `images` of the data set in data.registry"
         raise UserError.at(f"{where}: field '{paths[0].field.name}'", problem=problem, fix=fix)
-    if (system := value.get("system")) not in EMPTY:
-        if not isinstance(system, str) or turns[0].role == "system":
-            found = kind(system) if not isinstance(system, str) else "this field and a system turn"
-            raise wrong(f"{where}: field 'system'", found, "one text of the system", "remove the field or the turn")
-        turns = [Turn("system", system), *turns]
-    if (tools := value.get("tools")) in EMPTY:
-        return Parsed(turns, items, (), ignored)
-    tools = _objects(tools, at := f"{where}: field 'tools'")
-    given = [{name: each for name, each in tool.items() if each is not None} for tool in tools if _function(tool, at)]
-    return Parsed(turns, items, tuple(given), ignored)
+    return Parsed([*_system(value, turns, where), *turns], items, _tools(value, where), ignored)
+
+
+def _form_of(value: dict[str, Any], where: str) -> str:
+    """The form of a record's text: the first that has a value, or that there is. Raises `UserError` for none."""
+    form = next((name for name in FORMS if value.get(name) not in EMPTY), "")
+    if not form and not (form := next((name for name in FORMS if value.get(name) is not None), "")):
+        found = f"no such field among {quoted(', '.join(value))}" if value else "an empty object"
+        fix = "rename the fields, or map them to these with `fields` of the data set in data.registry"
+        raise wrong(f"{where}: field 'conversations'", found, f"this or one of {', '.join(FORMS[1:])}", fix)
+    return form
+
+
+def _system(value: dict[str, Any], turns: Sequence[Turn], where: str) -> list[Turn]:
+    """The turn of the record's field `system`, if there is one beside these turns."""
+    if (system := value.get("system")) in EMPTY:
+        return []
+    if not isinstance(system, str) or turns[0].role == "system":
+        found = kind(system) if not isinstance(system, str) else "this field and a system turn"
+        raise wrong(f"{where}: field 'system'", found, "one text of the system", "remove the field or the turn")
+    return [Turn("system", system)]
+
+
+def _tools(value: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
+    """The tools of a record, without keys that have no value."""
+    if (given := value.get("tools")) in EMPTY:
+        return ()
+    tools = _objects(given, place := f"{where}: field 'tools'")
+    return tuple([{k: v for k, v in tool.items() if v is not None} for tool in tools if _function(tool, place)])
 
 
 @lru_cache
@@ -223,6 +232,16 @@ def _part(
     if len(several) > 1:
         raise wrong(place, f"{len(several)} items", "one item in a part", "write a part for each")
     return with_settings(given, several or [ItemRef(field, "")], place)[0]
+
+
+def _before(turns: list[Turn], own: Mapping[ItemField, Sequence[ItemRef]], shown: list[ItemRef]) -> list[ItemRef]:
+    """What turns show, with items of fields that none shows before the first human text."""
+    named = {ref.field for ref in shown}
+    if not (more := [field for field, refs in own.items() if field not in named for _ in refs]):
+        return shown
+    k = next(k for k, turn in enumerate(turns) if turn.role == "user")
+    turns[k] = turns[k]._replace(content=_merged([*more, *turns[k].parts]))
+    return [*(ItemRef(field, "") for field in more), *shown]
 
 
 def _placed(
