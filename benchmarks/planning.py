@@ -23,13 +23,13 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.report import table, verdict
-from megatron_hetero.base.errors import ROWS
 from megatron_hetero.boundary.ownership import Groups, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.data.dealing import PackShape, Pieces
 from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.names import ROWS
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 
 RESULTS = Path(__file__).parent / "results"

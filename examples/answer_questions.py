@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_hetero.base.errors import VISION, UserError, listed, printable
+from megatron_hetero.base.errors import UserError, listed, printable
 from megatron_hetero.base.terminal import Parser, console
 from megatron_hetero.cli.command import a_path, at_least
 from megatron_hetero.config.sections import DatasetConfig, VideoConfig, cache_folder
@@ -36,6 +36,7 @@ from megatron_hetero.data.records import Dataset, Reading, Record
 from megatron_hetero.data.tokenizer import check_folder
 from megatron_hetero.data.validation import item_fields
 from megatron_hetero.groups.launch import ended
+from megatron_hetero.layout.names import VISION
 from megatron_hetero.models.items.types import Piece
 
 _MARKS = re.compile("<image>|<video>")

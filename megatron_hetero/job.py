@@ -11,7 +11,7 @@ from typing import Self
 
 import torch
 
-from megatron_hetero.base.errors import TEXT, UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import wrong
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config, require_modules
@@ -19,6 +19,7 @@ from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage, cut_stages, even_split, stage_of
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen

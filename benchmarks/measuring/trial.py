@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.base.errors import TEXT
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.dealing import PackShape, Pieces
 from megatron_hetero.data.loader import MicroBatch, StepBatch
@@ -24,6 +23,7 @@ from megatron_hetero.estimate.shards import AssumedBatch
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.job import JobSpec
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.weights import STD, stored_shapes
 from megatron_hetero.train.start import build_step_trainer

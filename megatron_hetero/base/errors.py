@@ -1,6 +1,4 @@
-"""Errors that the user can fix, how messages quote files, records and lines of programs, and the names of modules and
-their parts.
-"""
+"""Errors that the user can fix, and how messages quote files, records and lines of programs."""
 
 from __future__ import annotations
 
@@ -167,20 +165,6 @@ def one_of(known: Iterable[object], kind: str, word: str = "one of") -> str:
     """What there is of a kind, such as edges, for a message: ``one of a, b``, or ``none, as there are no edges``."""
     names = ", ".join(map(str, known))
     return f"{word} {names}" if names else f"none, as there are no {kind}"
-
-
-VISION, TEXT = "vision", "text"
-"""Modules of every vision-language model. Additional encoders have names of their own."""
-
-ROWS, HIDDEN = "rows", "hidden"
-"""Outputs of pipeline stages with several outputs: rows that replace embeddings, and hidden states."""
-
-
-def parts_of(module: str) -> tuple[str, ...]:
-    """The parts of a module that can be frozen: the module, and the projector of an encoder."""
-    if module == TEXT:
-        return (TEXT,)
-    return module, "projector" if module == VISION else f"{module}_projector"
 
 
 def is_pattern(entry: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base import lock as file_lock
-from megatron_hetero.base.errors import TEXT, UserError, reason
+from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import resolved
 from megatron_hetero.base.outputs import (
     chosen_in,
@@ -49,6 +49,7 @@ from megatron_hetero.hf.model_files import CONFIG, ENCODERS, SHARD_BYTES, requir
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.job import DTYPES
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.folders import sound
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from msgspec import ValidationError, convert, defstruct
 
-from megatron_hetero.base.errors import VISION, UserError, faults_of, in_short, reason
+from megatron_hetero.base.errors import UserError, faults_of, in_short, reason
 from megatron_hetero.base.files import read_bytes, read_text
 from megatron_hetero.checkpoint.contents import expected_shapes
 from megatron_hetero.checkpoint.index import RANDOM, Shape
@@ -23,6 +23,7 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import Overridable, require_encoder_name
 from megatron_hetero.data.processor import TEXT_FILES, VISION_FILES, check_folder
 from megatron_hetero.hf.model_files import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
+from megatron_hetero.layout.names import VISION
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders
 from megatron_hetero.models.frozen import frozen_tensors
 from megatron_hetero.models.shapes import ModelShapes

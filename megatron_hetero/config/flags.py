@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_hetero.base.environment import LAUNCHER
-from megatron_hetero.base.errors import TEXT, VISION, UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import NAMED, children, is_leaf, item_type, shown_name
 from megatron_hetero.config.load import Setting, Tree, describe, step
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
+from megatron_hetero.layout.names import TEXT, VISION
 
 
 class EstimateRequest(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Literal
 
 import yaml
 
-from megatron_hetero.base.errors import UserError, parts_of
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import resolved
 from megatron_hetero.base.outputs import is_ours, lock_of
 from megatron_hetero.config.fields import NAMED, Section, check_values, option, shown_name, unused, wrong
@@ -32,6 +32,7 @@ from megatron_hetero.config.sections import (
     TrainConfig,
 )
 from megatron_hetero.layout.grammar import did_you_mean
+from megatron_hetero.layout.names import parts_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_hetero.base.contents import is_url
-from megatron_hetero.base.errors import TEXT, VISION, UserError, is_pattern, parts_of
+from megatron_hetero.base.errors import UserError, is_pattern
 from megatron_hetero.config.fields import Pattern, Section, option, required, shown_name, unused, wrong
 from megatron_hetero.layout.grammar import did_you_mean
+from megatron_hetero.layout.names import TEXT, VISION, parts_of
 
 _ENCODER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED = frozenset(

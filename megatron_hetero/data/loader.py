@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hetero.base.errors import TEXT, BadRecord, BadSample, UserError
+from megatron_hetero.base.errors import BadRecord, BadSample, UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.plan import RankPlan
@@ -46,6 +46,7 @@ from megatron_hetero.groups.collective import on_every, require_alike
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.job import JobSpec
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.items.types import Piece, Size
 
 T = TypeVar("T")

@@ -17,7 +17,6 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_hetero.base.errors import TEXT
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import RankPlan, plan_boundary
 from megatron_hetero.data.balance import assign, assign_in_order, cut_calls, loads_of
@@ -26,6 +25,7 @@ from megatron_hetero.data.encoder_shards import EncoderShards, EncoderShare
 from megatron_hetero.data.token_shards import TokenShards, TokenShare
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.items.types import ItemShape, Size
 
 Balance = Literal["off", "replica"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.base.errors import VISION, UserError, blaming
+from megatron_hetero.base.errors import UserError, blaming
 from megatron_hetero.base.worker_process import Processes
 from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import EncoderConfig
@@ -33,6 +33,7 @@ from megatron_hetero.data.tokenizer import (
     with_token_ids,
 )
 from megatron_hetero.data.validation import item_fields
+from megatron_hetero.layout.names import VISION
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_config
 from megatron_hetero.models.items.types import Block, ItemReader, Piece, Size

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.base.errors import VISION, UserError, in_short
+from megatron_hetero.base.errors import UserError, in_short
 from megatron_hetero.base.files import MOST_JSON_BYTES, is_unfit, read_object
 from megatron_hetero.base.outputs import advice_to_export
 from megatron_hetero.hf.model_files import COMPANIONS, NESTED, PROCESSOR_FILES, Changes, require_own_files
+from megatron_hetero.layout.names import VISION
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import ModelFolders, read_config
 from megatron_hetero.models.registry import family_of, titles

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_hetero.base.errors import VISION, UserError, quoted
+from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.data.item_fields import EMPTY, SETTINGS, ItemField, ItemRef, items_of, kind, with_settings, wrong
 from megatron_hetero.data.keys import FORMS, READ, THOUGHTS, WEIGHTS, unread
 from megatron_hetero.data.turns import ChatRole, Content, Turn
+from megatron_hetero.layout.names import VISION
 from megatron_hetero.models.items.types import Modality
 
 # Names of LLaVA and of chat templates; of LLaMA-Factory and ms-swift for tools.

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.base.errors import TEXT
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import ALLOWANCES, allowance_bytes
@@ -35,6 +34,7 @@ from megatron_hetero.estimate.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.communicators import CommunicatorKind, communicators
 from megatron_hetero.layout.graph import Edge
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import stages_of_rank
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
 from megatron_hetero.models.layers.recompute import Recompute

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_hetero.base.errors import TEXT
 from megatron_hetero.estimate.shards import AssumedBatch
 from megatron_hetero.layout.axes import EXPERTS, Fold
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import stages_of_rank
 from megatron_hetero.models.layers.dispatch import Sizes, block
 from megatron_hetero.models.layers.experts import ExpertMLP

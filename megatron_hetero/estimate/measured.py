@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_hetero.base.errors import ROWS, TEXT
 from megatron_hetero.estimate.shards import SequenceShard, Spans
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.megatron import module_groups, without_processes
@@ -34,6 +33,7 @@ from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.axes import MAIN, Fold
 from megatron_hetero.layout.context import AttentionSegments
+from megatron_hetero.layout.names import ROWS, TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.attention import AttentionParams, TorchAttention
 from megatron_hetero.models.layers.backend import TORCH

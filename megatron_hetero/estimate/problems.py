@@ -8,7 +8,6 @@ from math import ceil, lcm
 
 import numpy as np
 
-from megatron_hetero.base.errors import TEXT
 from megatron_hetero.estimate.communicator_memory import NODE
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.experts import expert_mlps, experts_of_ranks, ranks_of_experts, with_experts_over
@@ -17,6 +16,7 @@ from megatron_hetero.hf.weight_map import split_length
 from megatron_hetero.job import micro_batch_setting
 from megatron_hetero.layout.axes import axes_of, divisors
 from megatron_hetero.layout.grammar import format_ranks
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.shapes import assumed_sample
 from megatron_hetero.schedule.program import Role
 

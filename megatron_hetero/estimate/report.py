@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hetero.base.errors import TEXT, UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.terminal import size_text
 from megatron_hetero.config.flags import EstimateRequest
 from megatron_hetero.config.schema import Config
@@ -18,6 +18,7 @@ from megatron_hetero.estimate.estimate import KINDS, BoundaryTraffic, Estimate
 from megatron_hetero.estimate.experts import expert_mlps, experts_of_ranks, ranks_of_experts
 from megatron_hetero.estimate.plot import draw_estimate
 from megatron_hetero.estimate.problems import problems_of, shortened
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.shapes import item_types
 from megatron_hetero.schedule.drawing import require_plot, timeline
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_hetero.base.errors import TEXT, UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import children, item_type
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import NODE
@@ -26,6 +26,7 @@ from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.experts import expert_mlps, ranks_of_experts, with_experts_over
 from megatron_hetero.layout.axes import Fold
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.names import TEXT
 
 Settings = Mapping[str, object]
 """Values by dotted name, such as `{"model.recompute.text": "full"}`; None for the default."""

@@ -13,7 +13,7 @@ from itertools import chain
 
 import numpy as np
 
-from megatron_hetero.base.errors import TEXT, UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.data.balance import assign, assign_in_order, cut_calls
@@ -23,6 +23,7 @@ from megatron_hetero.job import BatchShape, Budget, JobSpec, micro_batch_setting
 from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.items.types import Size, padded_patches
 from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sample
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron_hetero.base.errors import ROWS, UserError, one_of
+from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.names import ROWS
 
 if TYPE_CHECKING:
     import torch

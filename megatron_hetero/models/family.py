@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from megatron_hetero.base.errors import ROWS
 from megatron_hetero.base.files import Json, Only, check
 from megatron_hetero.layout.axes import Split, View
+from megatron_hetero.layout.names import ROWS
 from megatron_hetero.models.items.types import Block, ItemShape, ItemType
 
 # Layers import torch, which takes a second.

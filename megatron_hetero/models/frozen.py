@@ -14,8 +14,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 
-from megatron_hetero.base.errors import UserError, is_pattern, listed, parts_of
+from megatron_hetero.base.errors import UserError, is_pattern, listed
 from megatron_hetero.hf.weight_map import Share
+from megatron_hetero.layout.names import parts_of
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.layers.parts import Passes
 from megatron_hetero.models.registry import family_of

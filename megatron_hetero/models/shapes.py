@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_hetero.base.errors import ROWS, TEXT, VISION, UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.layout.layout import ModuleShape
+from megatron_hetero.layout.names import ROWS, TEXT, VISION
 from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.models.folders import ModelFolders, read_config, sound
 from megatron_hetero.models.items.types import ItemType, Size

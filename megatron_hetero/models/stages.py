@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_hetero.base.errors import HIDDEN, ROWS
 from megatron_hetero.groups.megatron import tensor_parallel
+from megatron_hetero.layout.names import HIDDEN, ROWS
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.family import EncoderShape, TextShape

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_hetero.base.errors import TEXT, VISION, parts_of
 from megatron_hetero.hf.fused_tensors import Fused, fused_tensors, fusing
 from megatron_hetero.hf.model_files import (
     ENCODERS,
@@ -30,6 +29,7 @@ from megatron_hetero.hf.model_files import (
 )
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
+from megatron_hetero.layout.names import TEXT, VISION, parts_of
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.registry import family_of

@@ -30,10 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.base.errors import HIDDEN, ROWS, UserError
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.communicator import Crossing
 from megatron_hetero.layout.communicators import Link
 from megatron_hetero.layout.graph import Edge
+from megatron_hetero.layout.names import HIDDEN, ROWS
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.contract import (
     LOSS,

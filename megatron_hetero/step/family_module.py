@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hetero.base.errors import TEXT
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share, WeightMap, WeightSource, load_slices
 from megatron_hetero.layout.axes import MAIN, View
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage, stages_of_rank
 from megatron_hetero.models.layers.offload import ActivationOffload
 from megatron_hetero.models.layers.parts import Backend, Site

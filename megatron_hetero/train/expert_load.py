@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.base.errors import TEXT
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.axes import MAIN
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.step.module import TrainedModule
 
 

@@ -15,9 +15,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron_hetero.base.errors import TEXT, BadSample, SharedError
+from megatron_hetero.base.errors import BadSample, SharedError
 from megatron_hetero.data.loader import StepBatch, StepLoader
 from megatron_hetero.data.packing import IGNORED, PackedBatch, bad_counts
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.schedule.contract import DeviceMicroBatch
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.train.metrics import EvaluationMetrics

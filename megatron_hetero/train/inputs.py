@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 
-from megatron_hetero.base.errors import TEXT, VISION, UserError, os_errors_as, reason
+from megatron_hetero.base.errors import UserError, os_errors_as, reason
 from megatron_hetero.base.files import open_regular
 from megatron_hetero.checkpoint.record import ModelSources, hashes
 from megatron_hetero.config.schema import Config, flat_settings, to_yaml
@@ -27,6 +27,7 @@ from megatron_hetero.hf.model_files import Companions, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
+from megatron_hetero.layout.names import TEXT, VISION
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
 
 PACKAGES = (

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_hetero.base.errors import TEXT, parts_of
 from megatron_hetero.base.files import replacing
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.names import TEXT, parts_of
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.items.types import Size

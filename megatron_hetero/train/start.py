@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_hetero.base.environment import prepare_traces
-from megatron_hetero.base.errors import TEXT, VISION, SharedError, UserError, listed, os_errors_as, parts_of
+from megatron_hetero.base.errors import SharedError, UserError, listed, os_errors_as
 from megatron_hetero.checkpoint.resume import Resumed, TrainState, resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import Config, to_yaml
@@ -24,6 +24,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
+from megatron_hetero.layout.names import TEXT, VISION, parts_of
 from megatron_hetero.models.layers.backend import backend_notices, choose_backend
 from megatron_hetero.models.layers.compiled import require_compiler
 from megatron_hetero.models.layers.offload import ActivationOffload

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.base.errors import TEXT, SharedError
+from megatron_hetero.base.errors import SharedError
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.balance import idle_share
@@ -29,6 +29,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.axes import EXPERTS
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.balance_loss import BalancedSamples
 from megatron_hetero.models.layers.segments import PackedSegments

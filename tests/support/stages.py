@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.base.errors import ROWS, TEXT
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.megatron import prepare, prepare_globals
@@ -21,6 +20,7 @@ from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.names import ROWS, TEXT
 from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.frozen import Frozen

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.base.errors import ROWS
 from megatron_hetero.layout.axes import Split
+from megatron_hetero.layout.names import ROWS
 from megatron_hetero.models import family
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.items.types import ItemOrder

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_hetero import Graph as RowGraph
 from megatron_hetero import Layout
-from megatron_hetero.base.errors import ROWS
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import BoundaryPlan, plan_boundary
@@ -30,6 +29,7 @@ from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.graph import Edge
+from megatron_hetero.layout.names import ROWS
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings

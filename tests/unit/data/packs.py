@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_hetero.base.errors import ROWS, TEXT
 from megatron_hetero.data.dealing import PackShape, Pieces
 from megatron_hetero.data.partition import Balance, CallRuns, MicroBatchShare, StepPartitioner
 from megatron_hetero.data.token_shards import TokenShare
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.names import ROWS, TEXT
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.items.pictures import ImageSize
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hetero.base.errors import HIDDEN, ROWS
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
+from megatron_hetero.layout.names import HIDDEN, ROWS
 from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
 from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.layers.attention import AttentionParams

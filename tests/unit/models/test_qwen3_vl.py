@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_hetero.base.errors import ROWS
+from megatron_hetero.layout.names import ROWS
 from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.layers.recompute import How
 from tests.support.folders import ModelChoice, write_model

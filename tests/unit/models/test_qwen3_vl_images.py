@@ -14,8 +14,8 @@ from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from megatron_hetero.base.errors import ROWS
 from megatron_hetero.data.encoder_shards import ReplicaShards
+from megatron_hetero.layout.names import ROWS
 from megatron_hetero.models.families.qwen3_vl.family import QWEN3_VL
 from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape, taps
 from megatron_hetero.models.items.pictures import ImageSize

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hetero.base.errors import ROWS
+from megatron_hetero.layout.names import ROWS
 from megatron_hetero.models.layers.recompute import Recompute, not_saving, recompute
 from tests.support import stages
 from tests.support.folders import ModelChoice, write_model

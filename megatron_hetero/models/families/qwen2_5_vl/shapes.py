@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_hetero.base.errors import ROWS
+from megatron_hetero.layout.names import ROWS
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.families.common import ENCODER
 from megatron_hetero.models.items.image_encoder import ImageEncoderShape

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hetero.base.errors import ROWS
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
+from megatron_hetero.layout.names import ROWS
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.families.common import ENCODER
 from megatron_hetero.models.items.image_encoder import ImageEncoderShape
