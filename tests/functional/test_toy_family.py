@@ -32,13 +32,13 @@ MakeFlags = Callable[..., list[str]]
 LAYOUTS = [
     ("dp:2", "tp:2,xp:2", ""),
     ("sp:2", "dp:2,xp:2", "--train.micro_batch_size 1"),
-    ("dp:4", "tp:2,dp:2,xp:4", "--zero.vision 3"),
+    ("dp:4", "tp:2,dp:2,xp:4", "--vision-zero 3"),
     ("cp:2,dp:2", "cp:2,pp:2,xp:2", "--train.micro_batch_size 2"),
-    ("dp:2@0-1", "tp:2,xp:1@2-3", "--model.recompute.text full"),
-    ("dp:4", "tp:2,dp:2,xp:2", "--zero.text 3 --train.micro_batch_size 1"),
-    ("dp:4", "dp:4,xp:2", "--zero.text 2 --model.recompute.text full"),
-    ("dp:2", "dp:2,xp:2", "--zero.text 3"),  # one rank to share its slots with, itself
-    ("dp:2", "tp:2,xp:1", "--zero.text 3"),  # one rank to share all else with
+    ("dp:2@0-1", "tp:2,xp:1@2-3", "--text-recompute full"),
+    ("dp:4", "tp:2,dp:2,xp:2", "--text-zero 3 --train.micro_batch_size 1"),
+    ("dp:4", "dp:4,xp:2", "--text-zero 2 --text-recompute full"),
+    ("dp:2", "dp:2,xp:2", "--text-zero 3"),  # one rank to share its slots with, itself
+    ("dp:2", "tp:2,xp:1", "--text-zero 3"),  # one rank to share all else with
 ]
 
 
@@ -112,7 +112,7 @@ def test_it_trains_saves_resumes_and_exports(
 @pytest.mark.parametrize(
     "vision, text, more",
     thinned(
-        [("dp:4", "tp:2,dp:2,xp:4", ""), ("dp:2@0-1", "pp:2,dp:2,xp:1", ""), ("dp:4", "dp:4,xp:2", "--zero.text 3")], 3
+        [("dp:4", "tp:2,dp:2,xp:4", ""), ("dp:2@0-1", "pp:2,dp:2,xp:1", ""), ("dp:4", "dp:4,xp:2", "--text-zero 3")], 3
     ),
 )
 def test_its_exchanges_keep_nccls_rules(
@@ -141,7 +141,7 @@ def test_plans_count_each_view(make_flags: MakeFlags) -> None:
 def test_plans_share_the_weights_of_each_view(make_flags: MakeFlags) -> None:
     """Of the slots each rank has one half over `xp`, and of that one half over `xdp`; of all else a quarter."""
     with known():
-        plans = [Estimate.of(load_config(make_flags("dp:4", "dp:4,xp:2", f"--zero.text {zero}")), 4) for zero in (1, 3)]
+        plans = [Estimate.of(load_config(make_flags("dp:4", "dp:4,xp:2", f"--text-zero {zero}")), 4) for zero in (1, 3)]
     whole, shared = (plan.parameters["text", 0] for plan in plans)
     slots = 4 * 2 * 16 * 32 // 2
     everything_else = whole.parameters - slots
@@ -164,8 +164,8 @@ def test_a_package_adds_it_by_its_entry_point(make_flags: MakeFlags, tmp_path: P
 
 
 def test_zero_without_ranks_to_share_with_in_any_view_is_refused(make_flags: MakeFlags) -> None:
-    with known(), pytest.raises(UserError, match="zero.text.*no two of its ranks hold the same weights"):
-        JobSpec.of(load_config(make_flags("dp:2", "tp:2,xp:2", "--zero.text 2")), 2)
+    with known(), pytest.raises(UserError, match="modules.text.zero.*no two of its ranks hold the same weights"):
+        JobSpec.of(load_config(make_flags("dp:2", "tp:2,xp:2", "--text-zero 2")), 2)
 
 
 def test_it_is_known_nowhere_else() -> None:
