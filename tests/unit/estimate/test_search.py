@@ -251,12 +251,13 @@ def test_a_search_in_a_large_world_makes_few_plans(make_plan: MakePlan, monkeypa
 def test_settings_are_changed_together(plan_flags: PlanFlags) -> None:
     config = load_config(plan_flags("--schedule.waves 2 --vision-parallel sp:4"))
     edits = {
-        "schedule.kind": "recompute", "schedule.waves": None, "modules.text.recompute": "full", "modules.text.parallel": "tp:4",
-        "modules.text.sequence_parallel": True,
+        "schedule.kind": "recompute", "schedule.waves": None, "modules.text.recompute": "full",
+        "modules.text.parallel": "tp:4", "modules.text.sequence_parallel": True,
     }  # fmt: skip
     changed = with_settings(config, edits)
     assert (changed.schedule.kind, changed.schedule.waves) == ("recompute", None)
-    assert changed.parallel == {"vision": "sp:4", "text": "tp:4"} and changed.model.recompute == {"text": "full"}
+    assert changed.row("vision") == config.row("vision") and changed.row("text").recompute == "full"
+    assert changed.row("text").parallel == "tp:4"
     assert flags_of(edits) == (
         "--schedule.kind recompute --schedule.waves none --text-recompute full --text-parallel tp:4 "
         "--text-sequence_parallel true"
