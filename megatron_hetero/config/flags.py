@@ -152,8 +152,10 @@ def _path_of(flag: str) -> tuple[str, ...]:
 
 def _no_such_flag(flag: str, root: type) -> UserError:
     rows = [row.flag for row in flag_rows(root)]
-    path, word = _path_of(flag), re.match("--([a-z]+)", flag)
-    module = path[1] if path[0] == MODULES and len(path) > 2 else word[1] if word else TEXT
+    path, dashed = _path_of(flag), _path_of(flag.replace("_", "-", 1))
+    if f"{_MODULE_FLAG}{'.'.join(dashed[2:])}" in rows and not any(row.endswith(f".{flag[2:]}") for row in rows):
+        path = dashed  # `--vision_parallel`
+    module = path[1] if path[0] == MODULES and len(path) > 2 else TEXT
     known = [row.replace(_MODULE_FLAG, f"--{module}-") for row in rows]
     below = [row for row in known if row.startswith(f"{flag}.")]
     guess = f" (a section with {', '.join(below)})" if below else did_you_mean(flag, known)
