@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate import measured
-from megatron_hetero.estimate.measured import FIRST, LAST, MeasuredModule, ModulePart, flash_workspace, measure
+from megatron_hetero.estimate.measured import FIRST, LAST, Measured, ModulePart, flash_workspace, measure
 from megatron_hetero.estimate.shards import SequenceShard
 from megatron_hetero.job.job import JobSpec
-from megatron_hetero.models.layers.recompute import Recompute
-
-SELECTIVE = Recompute("selective")
+from megatron_hetero.job.module import ModuleJob
+from megatron_hetero.layout.axes import AXES
+from megatron_hetero.layout.layout import Layout
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +32,33 @@ def shapes(config_folder: Path, qwen3_folder: Path) -> dict[str, Any]:
     return found
 
 
-def text(shapes: dict[str, Any], family: str, **changed: Any) -> MeasuredModule:
-    alone = MeasuredModule(
-        "text", shapes[family].text, 1, 1, 1, False, torch.bfloat16, Recompute()
-    )  # fmt: skip
+def text(shapes: dict[str, Any], family: str, *, gpu: bool = True, **changed: Any) -> Measured:
+    """The text module, or another, with degrees of its layout, settings of its record, and other attributes changed."""
+    degrees = {axis: changed.pop(axis, 1) for axis in AXES}
+    layout = Layout(**degrees, ranks=tuple(range(math.prod(degrees.values()))))
+    settings = {f.name: changed.pop(f.name) for f in fields(ModuleConfig) if f.name in changed}
+    alone = ModuleJob(
+        name="text",
+        role=changed.pop("role", "text"),
+        shape=shapes[family].text,
+        prefix="",
+        layout=layout,
+        stages=(),
+        frozen=frozenset(),
+        settings=ModuleConfig(**{"sequence_parallel": False, **settings}),
+        dtype=torch.bfloat16,
+    )
     if changed.get("frozen") == "all":
         changed["frozen"] = frozenset(alone.shape.architecture.tensors)
-    return replace(alone, **changed)
+    return Measured.of(replace(alone, **changed), gpu=gpu, imbalance=1.0)
 
 
-def shard_of(tokens: int, module: MeasuredModule, supervised: int = 0) -> SequenceShard:
+def shard_of(tokens: int, measured: Measured, supervised: int = 0) -> SequenceShard:
     """One sample over all ranks of a module, in equal parts."""
-    local, member = tokens // module.tp if module.sequence_parallel else tokens, tokens * module.sp
+    layout = measured.module.layout
+    local, member = tokens // layout.tp if measured.module.sequence_parallel else tokens, tokens * layout.sp
     return SequenceShard(
-        tokens, tokens, local, member, ((member, member * module.cp),), ((64, 64),) * (tokens // 64), supervised
+        tokens, tokens, local, member, ((member, member * layout.cp),), ((64, 64),) * (tokens // 64), supervised
     )
 
 
@@ -54,8 +69,8 @@ def shard_of(tokens: int, module: MeasuredModule, supervised: int = 0) -> Sequen
         {},
         {"tp": 4},
         {"tp": 4, "sequence_parallel": True},
-        {"tp": 4, "sequence_parallel": True, "parts": 4},
-        {"sp": 4, "recompute": SELECTIVE},
+        {"tp": 4, "sequence_parallel": True, "tp_overlap": 4},
+        {"sp": 4, "recompute": "selective"},
         {"tp": 2, "cp": 2, "sp": 2},
         {"frozen": "all"},
         {"gpu": False, "dtype": torch.float32},
@@ -71,19 +86,15 @@ def test_a_layer_takes_twice_as_much_for_twice_as_many_tokens(
     assert (
         found[1].passed
         == 2 * found[0].passed
-        == shard_of(4096, module).local * module.shape.hidden * module.dtype.itemsize
+        == shard_of(4096, module).local * module.shape.hidden * module.module.dtype.itemsize
     )
     assert found[0].backward < found[1].backward
 
 
 def test_what_a_setting_is_for_shows(shapes: dict[str, Any]) -> None:
     usual = text(shapes, "qwen3_vl", tp=4)
-    others = {
-        "frozen": replace(usual, frozen=frozenset(usual.shape.architecture.tensors)),
-        "split": replace(usual, sequence_parallel=True),
-        "selective": replace(usual, recompute=SELECTIVE),
-        "chunks": replace(usual, recompute=Recompute("none", 512)),
-    }
+    changes = {"frozen": "all"}, {"sequence_parallel": True}, {"recompute": "selective"}, {"chunk": 512}
+    others = {str(changed): text(shapes, "qwen3_vl", tp=4, **changed) for changed in changes}
     whole = measure(usual, ModulePart("layer", 0), shard_of(4096, usual)).saved
     for name, module in others.items():
         assert measure(module, ModulePart("layer", 0), shard_of(4096, module)).saved < 0.9 * whole, name
@@ -95,7 +106,7 @@ def test_what_is_recomputed_as_a_whole_and_layers_that_are_alike_are_measured_on
     before = measured._measured.cache_info().misses
     for recompute in ("full", 3):
         for layer in range(module.shape.layers):
-            given = replace(module, recompute=Recompute(recompute))
+            given = text(shapes, "qwen2_5_vl", recompute=recompute)
             assert measure(given, ModulePart("layer", layer), shard_of(128, module)) is first
     assert measured._measured.cache_info().misses == before
 
@@ -109,7 +120,7 @@ def test_the_ends_of_the_text_module(shapes: dict[str, Any]) -> None:
     logits = 256 * module.shape.vocab // 4
     assert head.saved == pytest.approx(2 * (logits + 2 * 256 * hidden + 1024 * hidden) + 4 * 1024 + 256 * 16, rel=1e-3)
     assert head.backward > 2 * module.shape.vocab // 4 * hidden, "the gradient of its weight"
-    frozen = measure(replace(module, frozen=frozenset(module.shape.architecture.tensors)), LAST, shard)
+    frozen = measure(text(shapes, "qwen2_5_vl", tp=4, sequence_parallel=True, frozen="all"), LAST, shard)
     assert frozen.backward < head.backward / 4
 
 
@@ -117,7 +128,7 @@ def test_the_workspace_of_attention_is_that_of_its_windows(
     shapes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here MLPs are so narrow that a layer's backward pass peaks in attention."""
-    module = text(shapes, "qwen2_5_vl", name="vision", shape=shapes["qwen2_5_vl"].encoders["vision"])
+    module = text(shapes, "qwen2_5_vl", role="encoder", shape=shapes["qwen2_5_vl"].encoders["vision"])
     windowed, full = (measure(module, ModulePart("layer", layer), shard_of(16384, module)) for layer in (0, 7))
     assert windowed.saved == pytest.approx(full.saved, rel=1e-3)
     more = flash_workspace(16384, 16384, 256, 16, 16, 80) - flash_workspace(16384, 16384, 1, 16, 16, 80)
@@ -129,6 +140,6 @@ def test_nothing_is_left_behind(shapes: dict[str, Any]) -> None:
     measure(module, LAST, shard_of(77, module, supervised=5))
     assert torch.cuda.current_device is asked and not dist.is_initialized()
     with pytest.raises(AttributeError):
-        measure(replace(module, shape=None), LAST, shard_of(78, module))
+        measure(replace(module, module=replace(module.module, shape=None)), LAST, shard_of(78, module))
     assert torch.cuda.current_device is asked and not dist.is_initialized()
     assert torch.empty(1).device.type == "cpu"
