@@ -40,15 +40,15 @@ def make_moe(moe_folder: Path) -> MakeMoe:
     return make
 
 
-def measured(plan: Estimate, part: ModulePart = SPARSE, **changed: Any) -> PartBytes:
-    """Memory of a layer of the text module, for a pack of 4,096 tokens."""
-    imbalance = changed.pop("imbalance", plan.job.config.plan.expert_imbalance)
-    of_job = {"compiled": changed.pop("compiled")} if "compiled" in changed else {}
-    job = replace(plan.job.text, settings=replace(plan.job.text.settings, **changed), **of_job)
-    module, layout = Measured.of(job, gpu=True, imbalance=imbalance), job.layout
-    tokens = 4096 // (layout.sp * layout.cp)
-    local = tokens // layout.tp if job.sequence_parallel else tokens
-    return measure(module, part, SequenceShard(tokens, tokens, local, tokens * layout.sp, ((4096 // layout.cp, 4096),)))
+def measured(
+    plan: Estimate, part: ModulePart = SPARSE, imbalance: float = 1.5, compiled: bool = False, **settings: Any
+) -> PartBytes:
+    """Memory of a layer of the text module with other settings, for a pack of 4,096 tokens."""
+    module = replace(plan.job.text, settings=replace(plan.job.text.settings, **settings), compiled=compiled)
+    layout, tokens = module.layout, 4096 // (module.layout.sp * module.layout.cp)
+    local = tokens // layout.tp if module.sequence_parallel else tokens
+    shard = SequenceShard(tokens, tokens, local, tokens * layout.sp, ((4096 // layout.cp, 4096),))
+    return measure(Measured.of(module, gpu=True, imbalance=imbalance), part, shard)
 
 
 # -------------------------------------------------------------------------------------------------- memory
@@ -197,20 +197,8 @@ def _of_experts(plan: Estimate) -> list[str]:
     [
         (96, "dp:96,ep:96", "", "1 to 2 for a rank, 1.50 times the mean", "--text-parallel dp:96,ep:48"),
         (16, "dp:16,ep:16", "", "ep:16 ranks of 2 nodes", "--text-parallel dp:16,ep:8"),
-        (
-            8,
-            "dp:8",
-            "--text-zero 3",
-            "gathers 128 experts of a layer (--text-zero 3)",
-            "--text-parallel dp:8,ep:8",
-        ),
-        (
-            8,
-            "dp:8,ep:2",
-            "--text-zero 3",
-            "gathers 64 experts of a layer (--text-zero 3)",
-            "--text-parallel dp:8,ep:8",
-        ),
+        (8, "dp:8", "--text-zero 3", "gathers 128 experts of a layer (--text-zero 3)", "--text-parallel dp:8,ep:8"),
+        (8, "dp:8,ep:2", "--text-zero 3", "gathers 64 experts of a layer (--text-zero 3)", "--text-parallel dp:8,ep:8"),
     ],
 )
 def test_problems_of_experts_are_found_and_their_fixes_planned(
