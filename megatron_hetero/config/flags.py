@@ -21,6 +21,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import MODULES, NAMED, children, is_leaf, item_type, shown_name
 from megatron_hetero.config.load import Setting, Tree, describe, step
 from megatron_hetero.config.modules import MODULE_NAME, NO_MODULES
+from megatron_hetero.config.moved import refuse_moved
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
 from megatron_hetero.layout.names import TEXT
 
@@ -56,7 +57,7 @@ def read_flags(argv: Sequence[str], root: type) -> tuple[Tree, Path | None, Esti
     ``--help`` prints and exits.
 
     Raises:
-        UserError: a flag is unknown, given twice, or has too few or too many values.
+        UserError: a flag is unknown, has an old name, is given twice, or has too few or too many values.
     """
     given = _flags(argv)
     if not given.keys().isdisjoint(("--help", "-h")):
@@ -64,6 +65,7 @@ def read_flags(argv: Sequence[str], root: type) -> tuple[Tree, Path | None, Esti
         raise SystemExit(0)
     config = Path(_one("--config", given.pop("--config"))) if "--config" in given else None
     request = _estimate_request({flag: given.pop(flag) for flag in PLAN_FLAGS if flag in given})
+    refuse_moved("command line", ((tuple(flag.removeprefix("--").split(".")), given[flag]) for flag in given))
     tree: Tree = {}
     for flag, values in given.items():
         _insert(tree, flag, values, root)
