@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_hetero.base.errors import UserError
     from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch, place_rows
     from megatron_hetero.checkpoint.library import load_checkpoint, save_checkpoint
+    from megatron_hetero.groups.build import build
     from megatron_hetero.groups.launch import guarded, process_group
     from megatron_hetero.layout.graph import Graph
     from megatron_hetero.layout.layout import Layout
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_hetero.step.gradients import count_tokens, finish_gradients, total_loss
     from megatron_hetero.step.library_optimizers import build_optimizers
     from megatron_hetero.step.megatron_training import megatron_schedule, prepare_megatron
-    from megatron_hetero.step.runner import MicroBatchInputs, Runner, Stage, build
+    from megatron_hetero.step.runner import MicroBatchInputs, Runner, Stage
 
 __all__ = [
     "SGD",
@@ -60,6 +61,7 @@ __all__ = [
 _HOMES = {
     "boundary.boundary": "Boundary Rows micro_batch place_rows",
     "checkpoint.library": "load_checkpoint save_checkpoint",
+    "groups.build": "build",
     "groups.launch": "guarded process_group",
     "base.errors": "UserError",
     "layout.graph": "Graph",
@@ -68,7 +70,7 @@ _HOMES = {
     "step.megatron_training": "megatron_schedule prepare_megatron",
     "step.library_optimizers": "build_optimizers",
     "step.algorithms": "AdamW SGD",
-    "step.runner": "MicroBatchInputs Runner Stage build",
+    "step.runner": "MicroBatchInputs Runner Stage",
 }
 """Where each public name is defined, by submodule."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""The interface of the interpreter: micro-batches, and models, which may be any `torch.nn.Module` or callable.
+"""The interface of a `Runner`: micro-batches, and models, which may be any `torch.nn.Module` or callable.
 
 What a stage's model is called with depends on its position. `batch` is the module's entry in `DeviceMicroBatch.inputs`;
 only the model looks into it. docs/library.md has the whole contract: further outputs, metrics, other graphs.

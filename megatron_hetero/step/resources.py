@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,13 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.schedule.contract import LOSS, InParts, ModuleOnRank
+from megatron_hetero.step.joint import JointOptimizer
 
 _POLL_S = 0.005
 
 
 class RunChecks:
-    """The checks of one interpreter. `name`: alike on all ranks, and unique to the interpreter."""
+    """The checks of one runner. `name`: the same on all ranks, and unique to the runner."""
 
     def __init__(self, name: str):
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -84,7 +85,7 @@ def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
     """
 
     def refuse(*_: object, **__: object) -> None:
-        where, found = f"interpreter on rank {rank}", f"DistributedDataParallel in stage {stage} of `{module}`"
+        where, found = f"Runner on rank {rank}", f"DistributedDataParallel in stage {stage} of `{module}`"
         because = "DDP averages gradients in every backward pass, and expects one per forward pass"
         fix = "leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients"
         raise UserError.at(where, found=found, expected="the module itself", because=because, fix=fix)
@@ -108,44 +109,6 @@ def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any]
         fix = f"return it without `detach()`; where it is to be measured only, {only}"
         where = f"stage {stage} of `{module}`"
         raise UserError.at(where, found=found, expected="one with a graph", because=because, fix=fix)
-
-
-@dataclass(frozen=True, eq=False)
-class ReceivedRows:
-    """The rows that crossed along an edge in one micro-batch: leaves of the text module's graph, [needed, width], by
-    the name of the encoder's output.
-    """
-
-    leaves: Mapping[str, Tensor]
-
-    @classmethod
-    def of(cls, rows: Tensor, names: Sequence[str], requires_grad: bool) -> ReceivedRows:
-        """Split rows of several outputs that are side by side, [needed, outputs * width]."""
-        parts = rows.chunk(len(names), dim=1) if len(names) > 1 else [rows]
-        return cls(dict(zip(names, (part.detach().requires_grad_(requires_grad) for part in parts), strict=True)))
-
-    def grad(self) -> Tensor:
-        """The gradients, side by side like the rows; zero for unused rows."""
-        grads = [grad_of(leaf) for leaf in self.leaves.values()]
-        return grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
-
-    def when_gradients_are_computed(self, call: Callable[[], None]) -> None:
-        """Call once, in the backward pass, when the last gradient is computed; never if one is not."""
-        missing = set(self.leaves)
-
-        def arrived(name: str) -> None:
-            missing.discard(name)
-            if not missing:
-                call()
-
-        for name, leaf in self.leaves.items():
-            if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(lambda _, name=name: arrived(name))
-
-
-def grad_of(leaf: Tensor) -> Tensor:
-    """The gradient of a model's input; zero if unused."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def hidden_shape(model: Any, batch: Any) -> Sequence[int]:
@@ -194,6 +157,7 @@ class RankResources:
         modules: the modules of this rank, by name.
         communicators: communicators of the edges that include this rank, without `check`: the two sides start crossings
             in different orders.
+        optimizer: begins to sum a module's gradients within its last backward pass of a step; None to leave that out.
         watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
         watchdog: is notified of every action before it begins.
         timeout_s: seconds that an action may take; None: those of the watchdog.
@@ -204,6 +168,7 @@ class RankResources:
     graph: Graph
     modules: Mapping[str, ModuleOnRank]
     communicators: Mapping[Edge, BoundaryCommunicator]
+    optimizer: JointOptimizer | None
     watch: Stopwatch
     watchdog: Watchdog
     timeout_s: float | None

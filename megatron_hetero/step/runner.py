@@ -1,145 +1,33 @@
-"""The process groups of a graph of modules, and the runner of its steps: modules may have pipeline stages, and ranks
-work at the same time by a schedule.
-"""
+"""The runner of a graph of modules: modules may have pipeline stages, and ranks work at the same time by a schedule."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.boundary.boundary import Boundary, Rows
+from megatron_hetero.boundary.communicator import boundary_communicators
 from megatron_hetero.boundary.loaded import LoadedPlan
-from megatron_hetero.groups.collective import all_or_none, require_equal, require_same
-from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.groups.collective import all_or_none, on_every, require_equal
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.groups.watchdog import Stopwatch, Watchdog, watched
+from megatron_hetero.groups.watchdog import Stopwatch, watched
 from megatron_hetero.layout.graph import Edge, Graph, as_edge
-from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank, StageModel, StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.step.interpreter import Interpreter
+from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import gathered_stages
-
-
-def build(
-    graph: Graph,
-    layouts: Mapping[str, str | Layout] | None = None,
-    *,
-    platform: Platform | None = None,
-    tied: Collection[str] = (),
-    interleaved: Collection[str] = (),
-    megatron: Collection[str] | None = None,
-    decoding: Collection[str] = (),
-    planned: bool = True,
-    check: bool = True,
-    timeout_s: float = 300.0,
-    watchdog: Watchdog | None = None,
-    **named: str | Layout,
-) -> Topology:
-    """Build the topology for the modules of `graph`, each in the layout with its name. All ranks call it alike.
-
-        topology = build(graph, vision="dp:8", text="tp:4,dp:2")
-        topology = build(graph, {"vision": "dp:8", "text": "tp:4,dp:2"})
-
-    Args:
-        graph: the modules, and the edges between them.
-        layouts, named: by module; a layout without ranks is on all of them.
-        platform: where tensors are; by default the current GPU if the default process group is NCCL's, else the CPU.
-        tied, interleaved, megatron, decoding: as for `Topology.build`.
-        planned: whether ranks exchange which rows cross, as a `Runner` does (see `Boundary.plan`).
-        check: whether ranks compare their arguments, and check each group, as for `Topology.build`.
-        timeout_s, watchdog: as for `Topology.build`.
-
-    Raises:
-        UserError: on all ranks. A module has no layout, or the graph not the module; a layout does not fit the ranks;
-            ranks call it with different arguments; or no process group is initialised.
-    """
-    if not dist.is_initialized():
-        fix = "call `torch.distributed.init_process_group`, or be inside `process_group()`"
-        raise UserError.at("build", problem="no process group is initialised", fix=fix)
-    platform = platform or _platform()
-    watchdog = watchdog or Watchdog.of_world(timeout_s, platform)
-    try:
-        parsed = _parsed(graph, {**(layouts or {}), **named})
-        graph, problem = graph.in_layouts(parsed), None
-    except UserError as error:
-        parsed, problem = {}, error
-    if check:
-        facts = _facts(graph, parsed) | {
-            "problem": str(problem or "none"),
-            "tied": str(sorted(tied)),
-            "interleaved": str(sorted(interleaved)),
-            "megatron": "all" if megatron is None else str(sorted(megatron)),
-        }
-        with watchdog.waiting(lambda: "`build`, with all other ranks,"):
-            require_same(dist.group.WORLD, "build", facts, "call it with the same graph and layouts on all ranks")
-    if problem is not None:
-        raise problem
-    topology = Topology.build(
-        parsed,
-        platform,
-        edges=graph.edges,
-        planned=graph.edges if planned else (),
-        decoding=decoding,
-        tied=tied,
-        interleaved=interleaved,
-        megatron=megatron,
-        check=check,
-        watchdog=watchdog,
-    )
-    return replace(topology, graph=graph)
-
-
-def _facts(graph: Graph, layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """Arguments that must be equal on all ranks."""
-    return {
-        "edges": ", ".join(map(str, graph.edges)) or "none",
-        **{f"layout of `{name}`": str(layout) for name, layout in layouts.items()},
-        "modules": ", ".join(layouts),
-        **{f"width of `{edge}`": str(graph.width_of(edge)) for edge in graph.edges},
-        **{f"outputs of `{edge}`": ", ".join(graph.outputs_of(edge)) for edge in graph.edges},
-        "dtype": str(graph.dtype),
-        "transport": str(graph.transport),
-    }
-
-
-def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layout]:
-    """The layouts of the graph's modules, in its order. Raises `UserError`."""
-    for name in (*graph.modules, *layouts):
-        if name not in layouts:
-            fix = f"add {name}=..."
-            raise UserError.at("build", found=f"no layout of `{name}`", expected="one for each module", fix=fix)
-        if name not in graph.modules:
-            expected = one_of(graph.modules, "modules in the graph", "those of")
-            raise UserError.at("build", found=f"a layout of `{name}`", expected=expected, fix="remove it")
-    world = dist.get_world_size()
-    return {
-        name: given if isinstance(given := layouts[name], Layout) else Layout.parse(given, world, module=name)
-        for name in graph.modules
-    }
-
-
-def _platform() -> Platform:
-    """The platform of the default process group."""
-    # `init_process_group()` without arguments has a backend for the GPU and one for the host.
-    backends = dist.get_backend_config()
-    if torch.cuda.is_available() and "nccl" in backends:
-        return Platform(torch.device("cuda", torch.cuda.current_device()), "nccl")
-    return Platform(CPU, "gloo" if "gloo" in backends else dist.get_backend())
-
-
-SUMS = "the sums of gradients over ranks"
+from megatron_hetero.step.resources import RankResources, RunChecks
 
 
 class Stage(nn.Module):
@@ -177,12 +65,13 @@ class MicroBatchInputs:
     """
 
 
-class Runner:
-    """Runs steps of the graph of a topology from `build`. All ranks build one, and call it alike.
+class Runner(RankResources):
+    """Runs steps of the graph of a topology from `build`. All ranks build one, and call it alike. `runner(inputs)`
+    plans what crosses, and runs the schedule of its settings; `runner.run(schedule, load)` runs any with any plans.
 
-    Models are called as the interpreter does (docs/library.md, section 5): with a module's input of the micro-batch,
-    with hidden states if the stage is not the first, and with the rows that enter it, if any edges do. They return
-    rows, hidden states, or the sum of losses; several of these by name, and last stages "metrics" with further sums.
+    Models are called as docs/library.md, section 5, says: with a module's input of the micro-batch, with hidden states
+    if the stage is not the first, and with the rows that enter it, if any edges do. They return rows, hidden states, or
+    the sum of losses; several of these by name, and last stages "metrics" with further sums.
 
     Args:
         topology: topology with a graph.
@@ -192,10 +81,19 @@ class Runner:
             then begin within the last backward pass of a step.
         settings: see `ScheduleSettings`; for graphs in which all modules feed one.
         forward_only: modules without a backward pass, which nothing that trains feeds.
-        timeout_s, watch, check: as for `Interpreter.build`.
+        timeout_s: an action that takes longer, in seconds, ends the process with a message. 0: never. The default is
+            that of the topology.
+        watch: measures times; by default none are recorded.
+        check: whether to build a schedule now, and to compare what ranks are called with in each step; in the first
+            step also the hidden states between any two stages with the receiver's `hidden_shape`, and the gradients of
+            rows that several ranks need with the plan; and to refuse PyTorch's `DistributedDataParallel` in stages, and
+            losses without a graph of modules that train. Without it, hidden states of another shape hang, abort, or go
+            unnoticed if they have as many bytes, and gradients are counted too often, too seldom or not at all.
 
     Raises:
-        UserError: on all ranks, see `Interpreter.build`, `build_schedule` and `check_schedule`.
+        UserError: on all ranks, see `build_schedule` and `check_schedule`. `modules` are not those that the topology
+            places on a rank, or lack a stage, or a stage after the first has no `hidden_shape`; modules without a
+            backward pass train; rows of one name that enter one stage differ in width; or ranks give other settings.
     """
 
     @watched
@@ -214,21 +112,38 @@ class Runner:
         graph = topology.graph
         if graph is None:
             raise UserError.at("Runner", problem="the topology has no graph", fix="build it with `build`")
-        self.topology, self.graph, self._check, self.timeout_s = topology, graph, check, timeout_s
-        self._settings, self._forward_only, self._optimizer = settings, tuple(forward_only), optimizer
-        facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(self._forward_only))}
+        facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(forward_only))}
         require_equal(topology.host, "Runner", facts, "build it alike on all ranks")
-        if check:
-            all_or_none(topology.host, lambda: self._require_frozen(modules))
+        given = {name: each for name, each in modules.items() if each is not None}
+        own = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
+
+        def require() -> str:
+            _require_placed(topology, own)
+            _require_one_width(graph)
+            if check:
+                _require_frozen(forward_only, own, optimizer)
+            return uuid.uuid4().hex
+
+        key, *_ = on_every(topology.host, require)
+        widths = {edge: graph.width_of(edge) * len(graph.outputs_of(edge)) for edge in topology.boundaries}
+        super().__init__(
+            topology=topology,
+            graph=graph,
+            modules=own,
+            communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
+            optimizer=optimizer,
+            watch=watch or Stopwatch(topology.platform, record=False),
+            watchdog=topology.watchdog,
+            timeout_s=timeout_s,
+            checks=RunChecks(key) if check else None,
+        )
+        self._settings, self._forward_only = settings, tuple(forward_only)
         # On the object: a cache on the class would keep its groups, and their threads, alive.
         self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
         if check:
             self.schedule(1)  # Refuse now what cannot run.
         planned = topology.planned
         self._boundaries = {edge: Boundary(topology, edge, check=check, timeout_s=timeout_s) for edge in planned}
-        given = {name: each for name, each in modules.items() if each is not None}
-        own = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
-        self.interpreter = Interpreter.build(topology, own, graph, timeout_s=timeout_s, watch=watch, check=check)
 
     @watched
     def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> StepResult:
@@ -249,7 +164,7 @@ class Runner:
                 without input has rows; or rows belong to no edge of the graph or do not fit, see `Boundary.plan`.
         """
         forward_only = not torch.is_grad_enabled() if forward_only is None else forward_only
-        if self._check:
+        if self.checks:
             all_or_none(self.topology.host, lambda: self._require_known(micro_batches, trains=not forward_only))
             facts = {"micro-batches": str(len(micro_batches)), "forward_only": str(forward_only)}
             facts |= {
@@ -269,21 +184,28 @@ class Runner:
 
         return self.run(self.schedule(len(micro_batches), forward_only=forward_only), load)
 
+    @watched
     def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> StepResult:
-        """Run another schedule, with plans from elsewhere, see `Interpreter.run`. Gradients accumulate in the
-        parameters.
+        """Execute this rank's actions of a schedule. Gradients accumulate in the parameters.
+
+        Args:
+            schedule: for the modules and layouts of the topology.
+            load: moves a micro-batch, numbered from 0, to the device; called when an action first needs it.
+
+        Returns:
+            This rank's sums of losses and metrics.
+
+        Raises:
+            UserError: on the ranks that see it; the launcher or the watchdog ends the others. A model's output has the
+                wrong shape or dtype, a plan is for another rank or batch, the schedule has other edges than the
+                topology, a micro-batch has unknown modules, edges or calls, gradients of rows contradict their plan, or
+                gradients that were summed are not zeroed.
         """
-        if self._optimizer is None or not torch.is_grad_enabled():
-            return self.interpreter.run(schedule, load)
-        optimizer, watchdog = self._optimizer, self.interpreter.watchdog
-        if any(module.backward for module in schedule.modules):
-            optimizer.require_unsummed()
-
-        def start_sums(module: str) -> None:
-            with watchdog.doing(lambda: f"{SUMS}, with all other ranks,"):
-                optimizer.start_sums(module)
-
-        return self.interpreter.run(schedule, load, start_sums, optimizer.expect)
+        self._require_edges(schedule)
+        trains = torch.is_grad_enabled() and any(module.backward for module in schedule.modules)
+        if trains and self.optimizer is not None:
+            self.optimizer.require_unsummed()
+        return StepExecution(self, schedule, load).run()
 
     def schedule(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
         """The checked schedule of a step."""
@@ -312,24 +234,23 @@ class Runner:
             if problems:
                 raise problems[0]
 
-        if self._check:
+        if self.checks:
             all_or_none(self.topology.host, require)
         else:
             require()
         return plans
 
-    def _require_frozen(self, modules: Mapping[str, Any]) -> None:
-        """Check that modules without a backward pass do not train."""
-        trained = {each.name for each in self._optimizer.modules if each.trained} if self._optimizer else set[str]()
-        for name in self._forward_only:
-            given = modules.get(name)
-            stages = given.stages if isinstance(given, ModuleOnRank) else given
-            models = list(stages.values()) if isinstance(stages, Mapping) else [stages]
-            parameters = (p for each in models if isinstance(each, nn.Module) for p in each.parameters())
-            if name in trained or any(p.requires_grad for p in parameters):
-                because, fix = "they would get no gradients", f"freeze them: `{name}.requires_grad_(False)`"
-                where, problem = f"Runner: forward_only `{name}`", "it has parameters that require gradients"
-                raise UserError.at(where, problem=problem, because=because, fix=fix)
+    def _require_edges(self, schedule: Schedule) -> None:
+        """Check that the edges of a schedule that include the rank are the topology's. Raises `UserError`."""
+        rank, of_topology = self.topology.rank, self.topology.boundaries
+        mine = [edge for edge in schedule.edges if any(rank in side for side in schedule.sides(edge))]
+        if set(mine) != of_topology.keys():
+            names, own = (", ".join(sorted(f"`{edge}`" for edge in edges)) for edges in (mine, of_topology))
+            found = f"a schedule with the edges {names}" if names else "a schedule with no edges"
+            because = f"the topology has {'these' if own else 'no edges'} on this rank"
+            fix = "give `build_schedule` the edges of the graph"
+            where = f"Runner on rank {rank}"
+            raise UserError.at(where, found=found, expected=own or "none", because=because, fix=fix)
 
     def _with_input(self, name: str, micro_batches: Sequence[MicroBatchInputs]) -> str | None:
         """The numbers of the micro-batches in which a module of this rank has an input."""
@@ -343,9 +264,9 @@ class Runner:
         """Check that inputs belong to modules of this rank, and rows to edges of the graph, that modules with rows have
         an input, and that gradients may be added to.
         """
-        if trains and self._optimizer is not None:
-            self._optimizer.require_unchanged()
-            self._optimizer.require_unsummed()
+        if trains and self.optimizer is not None:
+            self.optimizer.require_unchanged()
+            self.optimizer.require_unsummed()
         rank, own = self.topology.rank, [name for name in self.topology.layouts if self.topology.has(name)]
         for each in micro_batches:
             if unknown := [name for name, given in each.inputs.items() if given is not None and name not in own]:
@@ -376,7 +297,7 @@ def _number_of(ids: Any) -> int:
 
 
 def _on_rank(topology: Topology, name: str, given: Any, optimizer: JointOptimizer | None) -> ModuleOnRank:
-    """A module in the form of the interpreter."""
+    """A module's stages on this rank, with those that gather weights."""
     if isinstance(given, ModuleOnRank):
         return given
     if not isinstance(given, Mapping):
@@ -384,3 +305,58 @@ def _on_rank(topology: Topology, name: str, given: Any, optimizer: JointOptimize
         given = {layout.coordinate(topology.rank).pp if layout and topology.rank in layout else 0: given}
     trained = [each for each in optimizer.modules if each.name == name] if optimizer else []
     return ModuleOnRank(dict(given), gathered=gathered_stages(trained))
+
+
+def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> None:
+    """Check that the rank has its modules, the first stage of each as in the layouts, and later ones `hidden_shape`.
+    Raises `UserError`.
+    """
+    rank, where = topology.rank, f"Runner on rank {topology.rank}"
+    for name, layout in topology.layouts.items():
+        stages = sorted(modules[name].stages) if name in modules else []
+        first = layout.coordinate(rank).pp if rank in layout else None
+        if (not stages) if first is None else first in stages:
+            continue
+        found = f"stages {stages} of `{name}`" if stages else f"no stage of `{name}`"
+        expected = f"none of `{name}`" if first is None else f"stage {first} of `{name}`"
+        fix = "give each rank the stages of its layouts, `layout.coordinate(rank).pp` being the first"
+        raise UserError.at(where, found=found, expected=expected, because=f"its layout is {layout}", fix=fix)
+    for name, module in modules.items():
+        if name not in topology.layouts:
+            expected = one_of(topology.layouts, "layouts", "some of")
+            raise UserError.at(where, found=f"`{name}`", expected=expected, fix="name it as in the layouts")
+        for number, model in module.stages.items():
+            if number and not callable(getattr(model, "hidden_shape", None)):
+                found = f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`"
+                expected = "the shape of the hidden states that it receives"
+                fix = "add a method `hidden_shape(batch)`, or give `Stage(model, hidden_shape)`"
+                raise UserError.at(where, found=found, expected=expected, fix=fix)
+
+
+def _require_one_width(graph: Graph) -> None:
+    """Check that rows of one name that enter one stage are equally wide, since they are in one tensor. Raises
+    `UserError`.
+    """
+    first: dict[tuple[str, int, str], Edge] = {}
+    for edge in graph.edges:
+        for name in graph.outputs_of(edge):
+            other = first.setdefault((edge.target, edge.target_stage or 0, name), edge)
+            if (width := graph.width_of(edge)) != graph.width_of(other):
+                where, because = "width", "the stage gets all rows of a name in one tensor"
+                found = f"{graph.width_of(other)} of `{name}` along `{other}` and {width} along `{edge}`"
+                fix = "name them differently, in `outputs`"
+                raise UserError.at(where, found=found, expected="one width, or several names", because=because, fix=fix)
+
+
+def _require_frozen(
+    forward_only: Collection[str], modules: Mapping[str, ModuleOnRank], optimizer: JointOptimizer | None
+) -> None:
+    """Check that modules without a backward pass do not train. Raises `UserError`."""
+    trained = {each.name for each in optimizer.modules if each.trained} if optimizer else set[str]()
+    for name in forward_only:
+        stages = modules[name].stages.values() if name in modules else ()
+        parameters = (p for each in stages if isinstance(each, nn.Module) for p in each.parameters())
+        if name in trained or any(p.requires_grad for p in parameters):
+            because, fix = "they would get no gradients", f"freeze them: `{name}.requires_grad_(False)`"
+            where, problem = f"Runner: forward_only `{name}`", "it has parameters that require gradients"
+            raise UserError.at(where, problem=problem, because=because, fix=fix)

@@ -18,6 +18,7 @@ from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.loader import StepLoader
 from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.groups import megatron
+from megatron_hetero.groups.build import build
 from megatron_hetero.groups.collective import FIRST, all_or_none, on_first
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
@@ -38,7 +39,7 @@ from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule, gathered_stages
 from megatron_hetero.step.optimizer import build_shard_optimizer
-from megatron_hetero.step.runner import Runner, build
+from megatron_hetero.step.runner import Runner
 from megatron_hetero.train.inputs import Inputs, open_inputs
 from megatron_hetero.train.log import MetricsWriter, Writer, unwritable
 from megatron_hetero.train.measures import StepProfiler

@@ -349,7 +349,7 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
             {"text": "dp:4", "text.experts": "dp:4"},
         )
     topology = build(GRAPH, PLACEMENTS["colocated"])
-    with pytest.raises(UserError, match="interpreter on rank 1: found no stage of `text`"):
+    with pytest.raises(UserError, match="Runner on rank 1: found no stage of `text`"):
         Runner(topology, {n: m for n, m in models().items() if n != "text" or rank != 1})
     with pytest.raises(UserError, match="settings: found .*waves=3"):
         Runner(topology, models(), settings=ScheduleSettings(waves=3))
