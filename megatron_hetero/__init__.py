@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from megatron_hetero.base.errors import UserError
     from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch, place_rows
     from megatron_hetero.checkpoint.library import load_checkpoint, save_checkpoint
-    from megatron_hetero.groups.build import build
     from megatron_hetero.groups.launch import guarded, process_group
+    from megatron_hetero.groups.topology import build
     from megatron_hetero.layout.graph import Graph
     from megatron_hetero.layout.layout import Layout
     from megatron_hetero.step.algorithms import SGD, AdamW
@@ -61,8 +61,8 @@ __all__ = [
 _HOMES = {
     "boundary.boundary": "Boundary Rows micro_batch place_rows",
     "checkpoint.library": "load_checkpoint save_checkpoint",
-    "groups.build": "build",
     "groups.launch": "guarded process_group",
+    "groups.topology": "build",
     "base.errors": "UserError",
     "layout.graph": "Graph",
     "layout.layout": "Layout",

@@ -5,8 +5,7 @@ Crossings and transfers are explicit, not autograd's: outputs are detached where
 where they arrive, so that every rank takes part even if it holds no row.
 
 To overlap communication, tokens are embedded before rows are waited for, and the gradients of rows leave as soon as
-they are computed, during the text module's backward. A micro-batch is moved to the device when an action first needs
-it, and dropped after the last one.
+they are computed, during the text module's backward.
 
 If one call of an encoder computes several micro-batches, the call is made in the forward of the first and the backward
 of the last; the actions of the others do nothing, as in a micro-batch without images. All of them are in one turn of
@@ -43,14 +42,16 @@ from megatron_hetero.schedule.contract import (
     StageOutput,
     StepResult,
     random_states,
-    require_calls,
-    require_known,
+    require_fits,
 )
 from megatron_hetero.schedule.gathering import stays_gathered
 from megatron_hetero.schedule.program import Schedule, StageId, describe_action, early_start, use_of
-from megatron_hetero.step.live import Activation, LiveMicroBatch, ReceivedRows, grad_of
 from megatron_hetero.step.resources import (
+    Activation,
+    LiveMicroBatch,
     RankResources,
+    ReceivedRows,
+    grad_of,
     hidden_shape,
     inputs_of_parts,
     joined_outputs,
@@ -76,8 +77,8 @@ class StepExecution:
         self.graph, self.checks, self.rank = resources.graph, resources.checks, resources.topology.rank
         self.device = resources.topology.platform.device
         self.optimizer = resources.optimizer if torch.is_grad_enabled() else None
-        self.actions, self.position = schedule.actions_of(self.rank), 0
-        backward = {i: action for i, action in enumerate(self.actions) if _is_backward(action)}
+        self.actions, self.position = schedule.actions_of(self.rank) if self.rank in schedule.role_index else (), 0
+        backward = {i: each for i, each in enumerate(self.actions) if each.op == "run" and each.kind == "B"}
         self.last_of_module = _last({i: action.module for i, action in backward.items()})
         self.last_of_stage = _last({i: action.place for i, action in backward.items()})
         self.last_of_micro_batch = _last({i: action.micro_batch for i, action in enumerate(self.actions)})
@@ -86,14 +87,12 @@ class StepExecution:
         self.sends: deque[tuple[dist.Work, Tensor, Action]] = deque()
         # By module, the irecvs of gradients whose shape is not yet known, in order.
         self.deferred: defaultdict[str, deque[Action]] = defaultdict(deque)
-        metrics: dict[str, dict[str, Tensor]] = {name: {} for name in resources.topology.layouts}
-        self.losses, self.metrics = dict[str, Tensor](), metrics  # by module
-        self.stays_gathered = frozenset(
-            run
-            for name, module in resources.modules.items()
-            if module.gathered
-            for run in stays_gathered(self.actions, schedule.module[name], next(iter(module.gathered.values()))[0].zero)
-        )
+        # By module.
+        self.losses = dict[str, Tensor]()
+        self.metrics = {name: dict[str, Tensor]() for name in resources.topology.layouts}
+        zero = {module: stages[0].zero for (module, _), stages in resources.gathered.items()}
+        stays = (stays_gathered(self.actions, schedule.module[name], each) for name, each in zero.items())
+        self.stays_gathered = frozenset(chain.from_iterable(stays))
 
     def run(self) -> StepResult:
         """Execute the actions. Returns the sums of this rank."""
@@ -101,23 +100,20 @@ class StepExecution:
             "run": self._run, "send": self._send, "irecv": self._irecv, "wait": self._wait, "start": self._start,
             "finish": self._finish,
         }  # fmt: skip
-        for module in self.resources.modules.values():
-            for gathered in chain(*module.gathered.values()):
-                gathered.before_run(gathered.zero == 2)  # Tokens may be embedded before the first run.
+        for gathered in chain.from_iterable(self.resources.gathered.values()):
+            gathered.before_run(gathered.zero == 2)  # Tokens may be embedded before the first run.
         for position, action in enumerate(self.actions):
             self.position = position
-            with (
-                self.resources.watchdog.doing(self._description(action)),
-                self.resources.watch.part(self._part(action), str(action)),
-                self._annotating_errors(action),
-            ):
-                handlers[action.op](action)
+            with self._watched(action), self.resources.watch.part(self._part(action), str(action)):
+                # Nothing is sent of a module that is absent from the micro-batch.
+                if action.op not in ("send", "irecv", "wait") or self._module_input(action) is not None:
+                    handlers[action.op](action)
             if position in self.last_of_module:
                 self._start_sums(action.module)
             if position in self.last_of_micro_batch:
                 self.live.pop(action.micro_batch, None)
         for work, _, action in self.sends:
-            with self.resources.watchdog.doing(self._description(action)), self._annotating_errors(action):
+            with self._watched(action):
                 work.wait()
         losses = [*self.losses.values()] or [torch.zeros((), device=self.device)]
         return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.losses, self.metrics)
@@ -128,20 +124,17 @@ class StepExecution:
             with self.resources.watchdog.doing(lambda: f"{SUMS}, with all other ranks,"):
                 self.optimizer.start_sums(module)
 
-    def _description(self, action: Action) -> Callable[[], str]:
-        """Describe an action. The watchdog stores this until the device has executed the action: it refers to no
-        tensor.
-        """
-        return partial(describe_action, self.schedule, self.rank, action)
-
     @contextlib.contextmanager
-    def _annotating_errors(self, action: Action) -> Iterator[None]:
-        """Add a note with the action to errors of process groups."""
-        try:
-            yield
-        except RuntimeError as error:
-            error.add_note(f"rank {self.rank} was in {self._description(action)()} when this happened")
-            raise
+    def _watched(self, action: Action) -> Iterator[None]:
+        """Let the watchdog know the action, and add a note with it to errors of process groups."""
+        # The watchdog stores this until the device has executed the action: it refers to no tensor.
+        description = partial(describe_action, self.schedule, self.rank, action)
+        with self.resources.watchdog.doing(description):
+            try:
+                yield
+            except RuntimeError as error:
+                error.add_note(f"rank {self.rank} was in {description()} when this happened")
+                raise
 
     def _part(self, action: Action) -> str:
         if action.op == "run":
@@ -152,8 +145,7 @@ class StepExecution:
         """What the rank stores of a micro-batch, which is loaded if this is the first action that names it."""
         if number not in self.live:
             batch = self.load(number)
-            require_known(number, batch, self.schedule.module, self.schedule.edges)
-            require_calls(number, batch, self.schedule)
+            require_fits(number, batch, self.schedule)
             self.live[number] = LiveMicroBatch(batch)
             for module, call in batch.calls.items():
                 self.calls.update(((module, m), call) for m in call)
@@ -183,25 +175,27 @@ class StepExecution:
     def _run(self, action: Action) -> None:
         has_input, call = self._module_input(action) is not None, self._call(action)
         runs = action.micro_batch == call[-1] if action.kind == "B" and len(call) > 1 else has_input
-        if not runs:
-            return
-        if action.kind == "B":
+        if runs and action.kind == "B":
             self._backward(action)
-        else:
+        elif runs:
             self._before_run(action)
             self._forward(action)
 
     def _before_run(self, action: Action, *, more: bool = False) -> None:
         """Notify gathered stages. `more`: whether other parts of the input follow in the same action."""
-        for gathered in self.resources.modules[action.module].gathered.get(action.own_stage, ()):
+        for gathered in self.resources.gathered.get(action.place, ()):
             last = replace(action, micro_batch=self._call(action)[-1])
             gathered.before_run(last in self.stays_gathered or (more and gathered.zero == 2))
 
     def _forward(self, action: Action) -> None:
         module, given = self.schedule.module[action.module], self._module_input(action)
+        activation = self._activation(action)
         goes_back = module.backward and (action.kind == "R" or not module.recomputes)
         keeps = goes_back and not isinstance(given, InParts)
-        with torch.set_grad_enabled(keeps), self._same_random_state(action):
+        # A forward pass that runs again draws the same random numbers.
+        again = contextlib.nullcontext() if action.kind == "F" else self._random_state(activation.random_state)
+        activation.random_state = self._read_random_state() if action.kind == "F" and module.recomputes else None
+        with torch.set_grad_enabled(keeps), again:
             inputs = self._inputs(action, goes_back=goes_back)
             if isinstance(given, InParts):
                 outputs = self._forward_in_parts(action, given, inputs, goes_back=goes_back)
@@ -228,7 +222,7 @@ class StepExecution:
         self, action: Action, given: InParts, inputs: Sequence[Any], *, goes_back: bool
     ) -> dict[str, Tensor] | None:
         """Run each part forward. Returns their outputs, joined; None if only the backward pass needs them."""
-        state, outputs = random_states(self.resources.topology.platform)[0]() if goes_back else None, None
+        state, outputs = self._read_random_state() if goes_back else None, None
         if action.kind == "F" or not self._is_last_stage(action):
             each = inputs_of_parts(self._model(action), given, next(iter(inputs), None))
             calls = zip(given.parts, each, strict=True)
@@ -311,27 +305,12 @@ class StepExecution:
         """The edges that leave the stage of an action."""
         return self.schedule.leaving.get(action.place, ())
 
-    def _entering(self, action: Action) -> tuple[Edge, ...]:
-        """The edges that enter the stage of an action."""
-        return self.schedule.entering.get(action.place, ())
-
-    @contextlib.contextmanager
-    def _same_random_state(self, action: Action) -> Iterator[None]:
-        """Make the recomputed forward of a stage draw the random numbers of the first. Later draws are unaffected."""
-        if not self.schedule.module[action.module].recomputes:
-            yield
-            return
-        activation = self._activation(action)
-        if action.kind == "F":
-            activation.random_state = random_states(self.resources.topology.platform)[0]()
-            yield
-        else:
-            state, activation.random_state = activation.random_state, None
-            with self._random_state(state):
-                yield
+    def _read_random_state(self) -> Any:
+        return random_states(self.resources.topology.platform)[0]()
 
     @contextlib.contextmanager
     def _random_state(self, state: Any) -> Iterator[None]:
+        """Draw random numbers as from `state`. Later draws are unaffected."""
         read, write = random_states(self.resources.topology.platform)
         outside = read()
         write(state)
@@ -342,7 +321,7 @@ class StepExecution:
 
     def _rows_of_stage(self, action: Action) -> list[Tensor | dict[str, Tensor]]:
         """The rows that enter a stage, as its arguments."""
-        edges, rows = self._entering(action), defaultdict[str, list[Tensor]](list)
+        edges, rows = self.schedule.entering.get(action.place, ()), defaultdict[str, list[Tensor]](list)
         entered = self._micro_batch(action.micro_batch).rows
         for edge in edges:
             # Rows live until their gradients leave, if any.
@@ -425,8 +404,6 @@ class StepExecution:
     # ------------------------------------------------------------------------------------------- pipelines
 
     def _send(self, action: Action) -> None:
-        if self._module_input(action) is None:
-            return
         activation = self._activation(action)
         if action.kind != "B":
             tensor = self._take(action.place, activation, HIDDEN)
@@ -446,11 +423,8 @@ class StepExecution:
             self.sends.popleft()
 
     def _irecv(self, action: Action) -> None:
-        batch = self._module_input(action)
-        if batch is None:
-            return
         if action.kind != "B":
-            shape = hidden_shape(self._model(action), batch)
+            shape = hidden_shape(self._model(action), self._module_input(action))
             if self.checks and self.checks.is_new(f"{(link := self._link(action, self._peer_rank(action)))} expects"):
                 self.checks.publish(f"{link} expects", tuple(shape))
             self._receive(action, shape)
@@ -471,8 +445,6 @@ class StepExecution:
         self._activation(action).receives[action.kind] = buffer, work
 
     def _wait(self, action: Action) -> None:
-        if self._module_input(action) is None:
-            return
         activation = self._activation(action)
         assert action.kind in activation.receives, f"{action} has no irecv"
         buffer, work = activation.receives.pop(action.kind)
@@ -565,11 +537,9 @@ class StepExecution:
         are computed, during the backward.
         """
         following = early_start(self.schedule, self.actions, self.position)
-        if following is None:
-            return
-        rows = self._micro_batch(action.micro_batch).rows.get(following.edge)
-        if rows is not None:
-            rows.when_gradients_are_computed(lambda: self._start(following))
+        entered = self._micro_batch(action.micro_batch).rows
+        if following is not None and following.edge in entered:
+            entered[following.edge].when_gradients_are_computed(lambda: self._start(following))
 
     def _require_result(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
         """Check the shapes of rows that cross."""
@@ -593,10 +563,6 @@ class StepExecution:
 
     def _no_rows(self, width: int) -> Tensor:
         return torch.zeros(0, width, dtype=self.graph.dtype, device=self.device)
-
-
-def _is_backward(action: Action) -> bool:
-    return action.op == "run" and action.kind == "B"
 
 
 def _last(keys: Mapping[int, Hashable]) -> frozenset[int]:

@@ -69,9 +69,7 @@ class Runner(RankResources):
     """Runs steps of the graph of a topology from `build`. All ranks build one, and call it alike. `runner(inputs)`
     plans what crosses, and runs the schedule of its settings; `runner.run(schedule, load)` runs any with any plans.
 
-    Models are called as docs/library.md, section 5, says: with a module's input of the micro-batch, with hidden states
-    if the stage is not the first, and with the rows that enter it, if any edges do. They return rows, hidden states, or
-    the sum of losses; several of these by name, and last stages "metrics" with further sums.
+    What models are called with and return is in docs/library.md, "Models".
 
     Args:
         topology: topology with a graph.
@@ -81,19 +79,17 @@ class Runner(RankResources):
             then begin within the last backward pass of a step.
         settings: see `ScheduleSettings`; for graphs in which all modules feed one.
         forward_only: modules without a backward pass, which nothing that trains feeds.
-        timeout_s: an action that takes longer, in seconds, ends the process with a message. 0: never. The default is
-            that of the topology.
+        timeout_s: seconds that an action may take, or the process ends with a message; 0: any; default: the topology's.
         watch: measures times; by default none are recorded.
-        check: whether to build a schedule now, and to compare what ranks are called with in each step; in the first
-            step also the hidden states between any two stages with the receiver's `hidden_shape`, and the gradients of
-            rows that several ranks need with the plan; and to refuse PyTorch's `DistributedDataParallel` in stages, and
-            losses without a graph of modules that train. Without it, hidden states of another shape hang, abort, or go
-            unnoticed if they have as many bytes, and gradients are counted too often, too seldom or not at all.
+        check: whether to compare what ranks are called with, and, where it is new, hidden states with `hidden_shape`
+            and gradients of rows with their plan; and to refuse PyTorch's `DistributedDataParallel` in stages, and
+            losses without a graph of modules that train. Without it, ranks that differ hang or abort, and gradients are
+            counted too often, too seldom or not at all.
 
     Raises:
-        UserError: on all ranks, see `build_schedule` and `check_schedule`. `modules` are not those that the topology
-            places on a rank, or lack a stage, or a stage after the first has no `hidden_shape`; modules without a
-            backward pass train; rows of one name that enter one stage differ in width; or ranks give other settings.
+        UserError: on all ranks, see `build_schedule`. `modules` are not those that the topology places on a rank, or
+            lack a stage; a stage after the first has no `hidden_shape`; a module in `forward_only` trains; rows of one
+            name that enter one stage differ in width; or ranks differ in their arguments.
     """
 
     @watched
@@ -114,8 +110,7 @@ class Runner(RankResources):
             raise UserError.at("Runner", problem="the topology has no graph", fix="build it with `build`")
         facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(forward_only))}
         require_equal(topology.host, "Runner", facts, "build it alike on all ranks")
-        given = {name: each for name, each in modules.items() if each is not None}
-        own = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
+        own = {name: _on_rank(topology, name, each) for name, each in modules.items() if each is not None}
 
         def require() -> str:
             _require_placed(topology, own)
@@ -131,6 +126,7 @@ class Runner(RankResources):
             graph=graph,
             modules=own,
             communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
+            gathered=gathered_stages(optimizer.modules if optimizer else ()),
             optimizer=optimizer,
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=topology.watchdog,
@@ -139,7 +135,7 @@ class Runner(RankResources):
         )
         self._settings, self._forward_only = settings, tuple(forward_only)
         # On the object: a cache on the class would keep its groups, and their threads, alive.
-        self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
+        self.schedule = lru_cache(maxsize=8)(self._checked_schedule)
         if check:
             self.schedule(1)  # Refuse now what cannot run.
         planned = topology.planned
@@ -150,18 +146,13 @@ class Runner(RankResources):
         """Run a step; gradients accumulate in the parameters. If it sums gradients in buffers, the next one with a
         backward pass needs `optimizer.zero_grad()` before.
 
-        Args:
-            micro_batches: equally many on all ranks.
-            forward_only: whether to skip the backward pass, as in an evaluation; the default is true inside
-                `torch.no_grad()`.
+        `micro_batches`: equally many on all ranks. `forward_only`: whether to skip the backward pass, as in an
+        evaluation; the default is true inside `torch.no_grad()`. Returns this rank's sums of losses and metrics by
+        module; `total_loss` adds them up over ranks.
 
-        Returns:
-            This rank's sums of losses and metrics by module; `total_loss` adds them up over ranks.
-
-        Raises:
-            UserError: on all ranks, with `check`. Gradients that were summed are not zeroed; ranks differ in the number
-                of micro-batches or in `forward_only`; ranks of a module differ in whether it has an input; a module
-                without input has rows; or rows belong to no edge of the graph or do not fit, see `Boundary.plan`.
+        Raises `UserError` on all ranks, with `check`: gradients that were summed are not zeroed; ranks differ in the
+        number of micro-batches or in `forward_only`; ranks of a module differ in whether it has an input; a module
+        without input has rows; or rows belong to no edge of the graph or do not fit, see `Boundary.plan`.
         """
         forward_only = not torch.is_grad_enabled() if forward_only is None else forward_only
         if self.checks:
@@ -174,9 +165,6 @@ class Runner(RankResources):
             require_equal(self.topology.host, "Runner", facts, "give all ranks their part of the same micro-batches")
         with torch.set_grad_enabled(not forward_only):
             plans = self._plans(micro_batches)
-        if not any(self.topology.has(name) for name in self.topology.layouts):
-            nothing = torch.zeros((), device=self.topology.platform.device)
-            return StepResult(nothing, {}, {name: {} for name in self.topology.layouts})
 
         def load(m: int) -> DeviceMicroBatch:
             inputs = {name: given for name, given in micro_batches[m].inputs.items() if given is not None}
@@ -188,18 +176,10 @@ class Runner(RankResources):
     def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> StepResult:
         """Execute this rank's actions of a schedule. Gradients accumulate in the parameters.
 
-        Args:
-            schedule: for the modules and layouts of the topology.
-            load: moves a micro-batch, numbered from 0, to the device; called when an action first needs it.
-
-        Returns:
-            This rank's sums of losses and metrics.
-
-        Raises:
-            UserError: on the ranks that see it; the launcher or the watchdog ends the others. A model's output has the
-                wrong shape or dtype, a plan is for another rank or batch, the schedule has other edges than the
-                topology, a micro-batch has unknown modules, edges or calls, gradients of rows contradict their plan, or
-                gradients that were summed are not zeroed.
+        `schedule`: for the layouts and edges of the topology. `load`: moves a micro-batch, numbered from 0, to the
+        device; called when an action first needs it. Returns this rank's sums of losses and metrics. Raises `UserError`
+        on the ranks that see that a model's output, a micro-batch or the schedule do not fit, or that gradients were
+        summed and not zeroed; the launcher or the watchdog ends the others.
         """
         self._require_edges(schedule)
         trains = torch.is_grad_enabled() and any(module.backward for module in schedule.modules)
@@ -207,11 +187,8 @@ class Runner(RankResources):
             self.optimizer.require_unsummed()
         return StepExecution(self, schedule, load).run()
 
-    def schedule(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
-        """The checked schedule of a step."""
-        return self._cached_schedule(micro_batches, forward_only)
-
-    def _build_schedule(self, micro_batches: int, forward_only: bool) -> Schedule:
+    def _checked_schedule(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
+        """The schedule of a step."""
         layouts, edges = self.topology.layouts, self.graph.edges
         frozen = tuple(layouts) if forward_only else self._forward_only
         schedule = build_schedule(layouts, micro_batches, self._settings, forward_only=frozen, edges=edges)
@@ -220,9 +197,7 @@ class Runner(RankResources):
 
     def _plans(self, micro_batches: Sequence[MicroBatchInputs]) -> dict[Edge, list[LoadedPlan]]:
         """The plans of all micro-batches, by edge. Raises `UserError` on all ranks if it does on those of an edge."""
-        plans: dict[Edge, list[LoadedPlan]] = {}
-        problems: list[UserError] = []
-        layouts = self.topology.layouts
+        plans, problems, layouts = dict[Edge, list[LoadedPlan]](), list[UserError](), self.topology.layouts
         given = [{as_edge(ends, layouts): rows for ends, rows in each.rows.items()} for each in micro_batches]
         for edge, boundary in self._boundaries.items():
             try:
@@ -267,28 +242,29 @@ class Runner(RankResources):
         if trains and self.optimizer is not None:
             self.optimizer.require_unchanged()
             self.optimizer.require_unsummed()
-        rank, own = self.topology.rank, [name for name in self.topology.layouts if self.topology.has(name)]
+        own = [name for name in self.topology.layouts if self.topology.has(name)]
+
+        def refuse(what: str, **problem: str) -> None:
+            raise UserError.at(f"Runner on rank {self.topology.rank}: {what}", **problem)
+
         for each in micro_batches:
             if unknown := [name for name, given in each.inputs.items() if given is not None and name not in own]:
-                where, expected = f"Runner on rank {rank}: inputs", one_of(own, "modules on this rank", "those of")
-                fix = "give the inputs of this rank's modules"
-                raise UserError.at(where, found=f"an input of `{unknown[0]}`", expected=expected, fix=fix)
+                found, expected = f"an input of `{unknown[0]}`", one_of(own, "modules on this rank", "those of")
+                refuse("inputs", found=found, expected=expected, fix="give the inputs of this rank's modules")
             for ends, rows in each.rows.items():
                 if (edge := as_edge(ends, self.topology.layouts)) not in self.graph.edges:
-                    where, fix = f"Runner on rank {rank}: rows", "name an edge of the graph"
                     expected = one_of(self.graph.edges, "edges in the graph", "of")
-                    raise UserError.at(where, found=f"rows of `{edge}`", expected=expected, fix=fix)
+                    refuse("rows", found=f"rows of `{edge}`", expected=expected, fix="name an edge of the graph")
                 if not isinstance(rows, Rows):
-                    where, found = f"Runner on rank {rank}: rows of `{edge}`", f"a {type(rows).__name__}"
-                    raise UserError.at(where, found=found, expected="`Rows`", fix="write `Rows(held, needed)`")
+                    found, fix = f"a {type(rows).__name__}", "write `Rows(held, needed)`"
+                    refuse(f"rows of `{edge}`", found=found, expected="`Rows`", fix=fix)
                 rows = rows.counted(self.topology, edge)
                 for name, ids, what in ((edge.source, rows.held, "held"), (edge.target, rows.needed, "needed")):
                     if _number_of(ids) and name in own and each.inputs.get(name) is None:
-                        where, because = f"Runner on rank {rank}: inputs", "a module without an input is not run"
                         found = f"none of `{name}`, and {_number_of(ids)} {what} rows of `{edge}`"
-                        expected = "an input where there are rows"
+                        expected, because = "an input where there are rows", "a module without an input is not run"
                         fix = "give it one, such as `()` for a module that takes only rows"
-                        raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
+                        refuse("inputs", found=found, expected=expected, because=because, fix=fix)
 
 
 def _number_of(ids: Any) -> int:
@@ -296,15 +272,14 @@ def _number_of(ids: Any) -> int:
     return len(ids) if hasattr(ids, "__len__") and getattr(ids, "ndim", 1) else 1
 
 
-def _on_rank(topology: Topology, name: str, given: Any, optimizer: JointOptimizer | None) -> ModuleOnRank:
-    """A module's stages on this rank, with those that gather weights."""
+def _on_rank(topology: Topology, name: str, given: Any) -> ModuleOnRank:
+    """A module's stages on this rank."""
     if isinstance(given, ModuleOnRank):
         return given
-    if not isinstance(given, Mapping):
-        layout = topology.layouts.get(name)
-        given = {layout.coordinate(topology.rank).pp if layout and topology.rank in layout else 0: given}
-    trained = [each for each in optimizer.modules if each.name == name] if optimizer else []
-    return ModuleOnRank(dict(given), gathered=gathered_stages(trained))
+    if isinstance(given, Mapping):
+        return ModuleOnRank(given)
+    layout = topology.layouts.get(name)
+    return ModuleOnRank({layout.coordinate(topology.rank).pp if layout and topology.rank in layout else 0: given})
 
 
 def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> None:

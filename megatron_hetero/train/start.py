@@ -18,10 +18,9 @@ from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.loader import StepLoader
 from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.groups import megatron
-from megatron_hetero.groups.build import build
 from megatron_hetero.groups.collective import FIRST, all_or_none, on_first
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.topology import Topology, build
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
@@ -37,7 +36,7 @@ from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.joint import JointOptimizer
-from megatron_hetero.step.module import ModuleOptimizer, TrainedModule, gathered_stages
+from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.optimizer import build_shard_optimizer
 from megatron_hetero.step.runner import Runner
 from megatron_hetero.train.inputs import Inputs, open_inputs
@@ -286,6 +285,5 @@ def _on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, Module
     for module in modules:
         stages = dict(zip(module.stages, module.chunks, strict=True))
         trains = module.name == TEXT or job.frozen.trains(module.name)
-        gathered = gathered_stages(each for each in modules if each.name == module.name)
-        found[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains, gathered)
+        found[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains)
     return found

@@ -20,7 +20,7 @@ from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.execution import StepExecution
-from megatron_hetero.step.live import Activation, LiveMicroBatch
+from megatron_hetero.step.resources import Activation, LiveMicroBatch
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 
