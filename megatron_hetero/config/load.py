@@ -25,7 +25,8 @@ import yaml
 from megatron_hetero.base.contents import is_url
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import read_text, unusable
-from megatron_hetero.config.fields import Pattern, children, is_leaf, item_type, shown_name
+from megatron_hetero.config.fields import MODULES, Pattern, children, is_leaf, item_type, shown_name
+from megatron_hetero.config.moved import refuse_moved, settings_of
 from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
@@ -196,7 +197,9 @@ def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
         what = f"field of {'.'.join(path)}" if path else "section"
         found = f"`{'.'.join((*path, name))}`{did_you_mean(name, known)}"
         expected = f"a {what}, one of {', '.join(known)}"
-        raise UserError.at(where, found=found, expected=expected, fix="rename or remove it")
+        of_layout = path[:1] == (MODULES,) and ":" in name  # What a comma leaves of `{parallel: tp:4,dp:2}`.
+        fix = "quote layouts with commas inside braces" if of_layout else "rename or remove it"
+        raise UserError.at(where, found=found, expected=expected, fix=fix)
     return known[name]
 
 
@@ -233,7 +236,7 @@ def read_yaml(file: Path, root: type) -> Tree:
     """The settings of a YAML file for the dataclass `root`; relative paths start from the file's folder.
 
     Raises:
-        UserError: the file is missing or malformed, or has keys that `root` lacks.
+        UserError: the file is missing or malformed, or has old names or keys that `root` lacks.
     """
     try:
         content = yaml.load(read_text(file, MOST_BYTES), Loader=_Loader)
@@ -242,6 +245,7 @@ def read_yaml(file: Path, root: type) -> Tree:
     # Text that is not UTF-8 raises ValueError, deep nesting RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _broken(file, error) from None
+    refuse_moved(f"--config {file}", settings_of(content))
     return _tree(content or "", root, (), file)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -139,10 +140,10 @@ class Called:
 
 
 class Dropped(dict[int, LiveMicroBatch]):
-    """Micro-batches of a step, which notes what they have `left` when they are dropped."""
+    """Micro-batches of a step, and what their stages have `left` when they are dropped."""
 
-    def __init__(self, left: list[dict[str, Any]]):
-        self.left = left
+    def __init__(self) -> None:
+        self.left: list[dict[str, Any]] = []
 
     def pop(self, number: int, *default: Any) -> Any:
         dropped = super().pop(number, *default)
@@ -155,16 +156,41 @@ class Dropped(dict[int, LiveMicroBatch]):
 @pytest.mark.parametrize("forward_only", [False, True])
 @on_ranks(4)
 def test_a_call_of_several_micro_batches(forward_only: bool, in_parts: bool) -> None:
-    called, left = Called(range(3), 3, forward_only, in_parts), list[dict[str, Any]]()
-    called.execution.live = Dropped(left)
+    called = Called(range(3), 3, forward_only, in_parts)
+    called.execution.live = dropped = Dropped()
     loss = called.execution.run().loss
     passes = 1 if forward_only or not in_parts else 2
     assert called.encoded == ([[0], [2]] * passes if in_parts else [[0, 2]])
     assert loss.item() == 4 * WIDTH * (1 + 3)
-    assert left == [vars(Activation())] * len(left) and len(left) >= MICRO_BATCHES
+    assert dropped.left == [vars(Activation())] * len(dropped.left) and len(dropped.left) >= MICRO_BATCHES
     if not forward_only:
         assert called.weight.grad is not None
         assert called.weight.grad.item() == 2 * WIDTH * (1 + 3)
+
+
+@pytest.mark.parametrize(
+    "places, settings",
+    [
+        (DISJOINT, ScheduleSettings()),
+        (COLOCATED, ScheduleSettings(waves=2)),
+        (COLOCATED, ScheduleSettings("recompute")),
+    ],
+)
+@on_ranks(4)
+def test_nothing_is_left_of_a_micro_batch_after_its_last_action(
+    places: tuple[str, str], settings: ScheduleSettings
+) -> None:
+    dropped = Dropped()
+
+    def execution(*args: Any) -> StepExecution:
+        built = StepExecution(*args)
+        built.live = dropped
+        return built
+
+    with patch("megatron_hetero.step.runner.StepExecution", execution):
+        run(places, "invariant", False, settings)
+    assert not dropped and len(dropped.left) >= MICRO_BATCHES
+    assert dropped.left == [vars(Activation())] * len(dropped.left)
 
 
 @on_ranks(4)
