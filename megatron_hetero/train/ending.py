@@ -7,22 +7,50 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_hetero.base.errors import NotFiniteError, SharedError
 from megatron_hetero.base.outputs import chosen_in, name_of, step_of
+from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.groups.collective import on_every, on_first
-from megatron_hetero.train.trainer import Trainer
+from megatron_hetero.train.run import Run
+from megatron_hetero.train.stopping import StopRequest
 
 EXPORT = "python -m megatron_hetero.cli.export"
 LEFT_OVER = "trained-model"
 """The folder in `log.dir` of a model that could not be written to its intended place."""
 
 
-class Ending:
-    """The end of a run. All methods are collective."""
+@contextmanager
+def saved_at_end(run: Run, request: StopRequest) -> Iterator[Ending]:
+    """Around the steps of a run: note requests to stop, and save what was trained if an error on all ranks ends them,
+    which `Ending.finish` then raises. Collective.
+    """
+    ending, trainer = Ending(run), run.trainer
+    waiting = trainer.topology.watchdog.waiting
+    request.begin()
+    with run.writer:
+        try:
+            yield ending
+            ending.stopped = run.saver.trained if trainer.on_any_rank(request) else None
+        except SharedError as error:
+            with waiting(lambda: "the saving of what was trained, with all other ranks,"):
+                ending.stopped = ending.failed(error)
+        if ending.stopped is not None:
+            with waiting(lambda: "the end of the run, with all other ranks,"):
+                ending.report_stop(ending.stopped)
+    if ending.stopped is None:
+        request.end()  # An export may be interrupted anywhere: a half-written one is never used.
 
-    def __init__(self, run: Trainer) -> None:
+
+class Ending:
+    """The end of a run. All methods are collective. `stopped`: the step after which it stops; None if training is
+    complete.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.stopped: int | None = None
         self._run = run
         self._problems: list[str] = []
 
@@ -34,7 +62,7 @@ class Ending:
         run.writer.failed = True
         notes = saver.settle()
         # A rank whose save is still in progress would not join another one.
-        is_free = not run.on_any_rank(saver.is_busy)
+        is_free = not run.trainer.on_any_rank(saver.is_busy)
         if is_free and not in_doubt:
             notes += saver.rescue()
         for note in notes:
@@ -49,15 +77,21 @@ class Ending:
             self._write_first(self._places(None), f"model after step {saver.trained}")
         return saver.trained
 
-    def stopped(self, step: int) -> None:
+    def report_stop(self, step: int) -> None:
         """Report that the run stops after `step`, if it did not fail."""
         if not self._problems:
             self._run.writer.print(f"stopped after step {step}, as requested; {self._command} resumes from there")
         self._add_faults()
 
-    def trained(self) -> None:
-        """Export the model; if that fails and no checkpoint has it, to another place."""
-        saver, target = self._run.saver, self._run.config.export.hf_dir
+    def export(self) -> None:
+        """Export the trained model, unless the run was stopped; if that fails and no checkpoint has it, to another
+        place.
+        """
+        if self.stopped is None:
+            with self._run.trainer.topology.watchdog.waiting(lambda: "the end of the run, with all other ranks,"):
+                self._export(self._run.saver, self._run.config.export.hf_dir)
+
+    def _export(self, saver: Saver, target: Path | None) -> None:
         if saver.lost is not None and str(saver.lost) not in self._problems:
             self._problems.append(str(saver.lost))
         checkpoint = self._last_checkpoint()
@@ -67,10 +101,12 @@ class Ending:
             self._problems[-1] += f" {checkpoint} has the trained model: `{EXPORT} {checkpoint} HF_DIR` writes it."
         self._add_faults()
 
-    def finish(self) -> None:
-        """Raise `SharedError` if anything went wrong."""
+    def finish(self) -> bool:
+        """Wait for all ranks, and return whether training is complete. Raises `SharedError` if anything went wrong."""
+        self._run.trainer.wait_for_all("the end of all other ranks")
         if self._problems:
             raise SharedError("\nerror: ".join(dict.fromkeys(self._problems)))
+        return self.stopped is None
 
     @property
     def _command(self) -> str:
@@ -91,7 +127,7 @@ class Ending:
             return "Nothing was saved, since checkpoint.dir is not set."
         if checkpoint is not None:
             return f"What was trained is saved in {checkpoint}; {self._command} resumes from there."
-        newest = on_first(self._run.topology.files, lambda: chosen_in(saver.config.checkpoint.dir or Path()))
+        newest = on_first(self._run.trainer.topology.files, lambda: chosen_in(saver.config.checkpoint.dir or Path()))
         again = f"The newest checkpoint is {newest}; {self._command} resumes from there."
         if step_of(newest) is None:
             again = "There is no earlier checkpoint; the same command starts over."
@@ -111,7 +147,8 @@ class Ending:
             yield target
         place = self._run.config.log.dir / LEFT_OVER
         names = itertools.chain([place], (place.with_name(f"{LEFT_OVER}-{number}") for number in itertools.count(2)))
-        yield on_first(self._run.topology.files, lambda: next(path for path in names if not os.path.lexists(path)))
+        files = self._run.trainer.topology.files
+        yield on_first(files, lambda: next(path for path in names if not os.path.lexists(path)))
 
     def _write_first(self, places: Iterable[Path], model: str) -> None:
         """Write the model, which no checkpoint has, to the first place that works."""
@@ -130,5 +167,5 @@ class Ending:
 
     def _add_faults(self) -> None:
         """Add metrics that could not be written on any rank."""
-        of_ranks = on_every(self._run.topology.files, lambda: list(self._run.writer.faults.values()))
+        of_ranks = on_every(self._run.trainer.topology.files, lambda: list(self._run.writer.faults.values()))
         self._problems += [fault for faults in of_ranks for fault in faults]

@@ -1,24 +1,28 @@
-"""Model FLOPs utilisation of a step, peak rates of devices, and profiler traces of chosen steps."""
+"""What is measured in a step: model FLOPs utilisation, loads of experts, and profiler traces of chosen steps."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.base.files import replacing
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.layout.names import TEXT, parts_of
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.items.types import Size
 from megatron_hetero.models.layers.parts import Tokens
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.train.log import unwritable
 
 
@@ -88,6 +92,24 @@ def peak_flops(device_name: str) -> float | None:
     if "MIG" in words:
         return None
     return next((peak for name, peak in _PEAKS if set(name.upper().split()) <= set(words)), None)
+
+
+def take_loads(modules: Iterable[TrainedModule], topology: Topology, layers: Sequence[int]) -> list[float]:
+    """Return for each of `layers` the tokens of its busiest expert relative to the mean of all its experts, since the
+    last call; 0 for layers that are not on this rank, or without tokens. Collective over each stage of the text module.
+    """
+    chunks = next((module.chunks for module in modules if module.name == TEXT), ())
+    loads = {number: load for chunk in chunks for number, load in chunk.take_loads().items()}
+    if not loads:
+        return [0.0] * len(layers)
+    total = torch.stack(list(loads.values()))
+    for axes in (("tp",), MAIN.sum_axes):
+        group = topology.group(TEXT, *axes)
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
+    ratios = total.amax(dim=1) / total.double().mean(dim=1).clamp(min=1e-9)
+    found = dict(zip(loads, ratios.tolist(), strict=True))
+    return [found.get(number, 0.0) for number in layers]
 
 
 class StepProfiler:

@@ -1,15 +1,59 @@
-"""The metrics of a step and of an evaluation: as records of metrics.jsonl, and as lines for the terminal."""
+"""The metrics of a step and of an evaluation, as records of metrics.jsonl and as lines for the terminal; and what ranks
+exchange for them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Generic, TypeVar
 
+T = TypeVar("T")
+U = TypeVar("U")
 Value = float | int | str | None
 """A metric in a record."""
 _RECORDED_OTHERWISE = ("data_time_s", "boundary_time_s", "stopping", "extra")
 """Attributes of `StepMetrics` that are recorded in another form, or not at all."""
+
+
+@dataclass(frozen=True)
+class StepFigures(Generic[T]):
+    """What ranks exchange of a step: each figure of one rank (`T` is float), or of all (a list by rank).
+
+    Attributes:
+        memory: peak bytes since the start of the run.
+        stopping: whether the rank was asked to stop, 0 or 1.
+        padding, tokens: tokens of padding and of samples.
+        patch_padding, patches: patches of padding and of items.
+        balance: addend to the loss that balances experts, before the division by supervised tokens.
+        loads: load of the busiest expert of each layer with experts, see `take_loads`.
+        runs: by encoder, the seconds of each of its runs, forward and backward; 0 on other ranks.
+    """
+
+    memory: T
+    stopping: T
+    padding: T
+    tokens: T
+    patch_padding: T
+    patches: T
+    balance: T
+    loads: Sequence[T]
+    runs: Mapping[str, Sequence[T]]
+
+    def pack(self) -> list[T]:
+        """Return all figures in one list, as long on every rank."""
+        numbers = self.memory, self.stopping, self.padding, self.tokens, self.patch_padding, self.patches, self.balance
+        return [*numbers, *self.loads, *chain.from_iterable(self.runs.values())]
+
+    def unpack(self, packed: Sequence[U]) -> StepFigures[U]:
+        """Return the figures, of the same step, that `pack` has put into `packed`."""
+        memory, stopping, padding, tokens, patch_padding, patches, balance, *rest = packed
+        numbers = memory, stopping, padding, tokens, patch_padding, patches, balance
+        lists = iter(rest)
+        loads = [next(lists) for _ in self.loads]
+        return StepFigures(*numbers, loads, {name: [next(lists) for _ in own] for name, own in self.runs.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,27 +1,24 @@
-"""The start of a run: inputs are opened, groups, modules and optimizers built, the state is resumed, the log opened."""
+"""The start of a run: groups, modules and optimizers are built, the state is resumed, the log opened."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_hetero.base.environment import prepare_traces
-from megatron_hetero.base.errors import SharedError, UserError, listed, os_errors_as
+from megatron_hetero.base.errors import SharedError, UserError, listed
 from megatron_hetero.checkpoint.resume import Resumed, TrainState, resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import Config, to_yaml
-from megatron_hetero.data.loader import StepLoader
 from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.groups import megatron
 from megatron_hetero.groups.collective import FIRST, all_or_none, on_first
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
+from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.names import TEXT, VISION, parts_of
@@ -38,47 +35,31 @@ from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule, gathered_stages
 from megatron_hetero.step.optimizer import build_shard_optimizer
-from megatron_hetero.step.runner import Runner, build
-from megatron_hetero.train.inputs import Inputs, open_inputs
-from megatron_hetero.train.log import MetricsWriter, Writer, unwritable
+from megatron_hetero.step.runner import Runner
+from megatron_hetero.train.inputs import Inputs
+from megatron_hetero.train.log import MetricsWriter, Writer
 from megatron_hetero.train.measures import StepProfiler
-from megatron_hetero.train.step_trainer import StepTrainer
 from megatron_hetero.train.trainer import Trainer
 
 
-def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None = None) -> Trainer:
-    """Check the configuration against the model and the world, and all ranks against each other; then create process
-    groups, modules, optimizers and the loader, and resume. `watchdog`: the rank's, if it already has one.
-
-    Raises `UserError` for anything that the user can fix, before anything is written.
+def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver]:
+    """Resume from a checkpoint if there is one, and open the log. Collective, and the last that ranks wait for before
+    the first step. Raises `UserError`, before anything is written.
     """
-    watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
-    if platform.is_cuda:  # Before the first collective.
-        with os_errors_as(partial(unwritable, config.log.dir)):
-            prepare_traces(config.log.dir / "nccl")
-    job, inputs = open_inputs(config, platform, watchdog)
-    steps = build_step_trainer(job, platform, inputs.weights, watchdog=watchdog)
-    topology = steps.topology
+    config, topology, watchdog = trainer.config, trainer.topology, trainer.topology.watchdog
     if topology.rank == FIRST:
-        notices = [*backend_notices(config.model.layer_backend, platform), *_unread(inputs), inputs.processor.advice]
-        for notice in filter(None, notices):
+        notices = backend_notices(config.model.layer_backend, topology.platform)
+        for notice in filter(None, [*notices, *_unread(inputs), inputs.processor.advice]):
             print(notice, flush=True)
-    state = TrainState(steps.optimizer, topology, steps.shapes, working=watchdog.working)
+    state = TrainState(trainer.optimizer, topology, trainer.shapes, working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
         record = shared_record(config, state, inputs.mixture, inputs.transposed)
         resumed = resume(config, state, record)
-        _require_trained_projector(job, resumed)
+        _require_trained_projector(trainer.job, resumed)
         writer = _open_writer(config, topology, resumed)
     # Ranks that still read their weights take longer than any step may.
-    steps.wait_for_all("the start of all other ranks")
-    return Trainer(
-        **{field.name: getattr(steps, field.name) for field in fields(steps)},
-        inputs=replace(inputs, weights={}),  # whose files would stay mapped
-        loader=StepLoader.of(job, inputs.mixture, inputs.processor, topology, steps.partitioner),
-        writer=writer,
-        resumed=resumed,
-        saver=Saver(config, state, record, resumed.step, watchdog.waiting, writer.history),
-    )
+    trainer.wait_for_all("the start of all other ranks")
+    return resumed, writer, Saver(config, state, record, resumed.step, watchdog.waiting, writer.history)
 
 
 def _unread(inputs: Inputs) -> list[str]:
@@ -123,39 +104,35 @@ def _open_writer(config: Config, topology: Topology, resumed: Resumed) -> Writer
     return opened[0] if opened else Writer()
 
 
-def build_step_trainer(
-    job: JobSpec,
-    platform: Platform,
-    weights: Mapping[str, WeightSource],
-    *,
-    watchdog: Watchdog | None = None,
-    check: bool = True,
-) -> StepTrainer:
-    """Build groups, modules and optimizers of this process's rank.
-
-    Args:
-        job: the resolved configuration.
-        platform: device and backend.
-        weights: sources of the weights of each module.
-        watchdog: the rank's, if it already has one.
-        check: whether groups are checked, see `Topology.build`.
-
-    Raises:
-        UserError: the configuration does not fit the model or the world.
-    """
-    config = job.config
+def prepare(job: JobSpec, platform: Platform) -> None:
+    """Prepare this process for the modules of a job, before groups are created. Raises `UserError`."""
     job.schedule  # noqa: B018 (one that does not fit is refused before groups are created)
-    torch.manual_seed(config.train.seed)
+    torch.manual_seed(job.config.train.seed)
     megatron.prepare(platform)
-    megatron.prepare_globals(config.train.seed)
-    watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
-    topology = _build_topology(job, platform, watchdog, check)
-    parts = partial(_build_parts, job, topology, weights)
+    megatron.prepare_globals(job.config.train.seed)
+
+
+def build_parts(
+    job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource], *, check: bool = True
+) -> JointOptimizer:
+    """Build this rank's parts of modules from `weights`, by module, and their optimizers. `check`: whether an error of
+    any rank is raised on all. Raises `UserError`.
+    """
+    platform, watchdog, parts = topology.platform, topology.watchdog, partial(_build_parts, job, topology, weights)
+    if check:
+        with watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
+            platform.agree_to_compile(topology.files)
+    platform.leave_headroom()
     with watchdog.waiting(lambda: "the weights of all other ranks"):
         # A rank may be the only one to find what is wrong: all of them leave, and one says why.
-        optimizer = all_or_none(topology.files, parts, watchdog.working) if check else parts()
-    watch, profiled = Stopwatch(platform), config.train.profile
-    return StepTrainer(
+        return all_or_none(topology.files, parts, watchdog.working) if check else parts()
+
+
+def trainer_of(job: JobSpec, optimizer: JointOptimizer) -> Trainer:
+    """Build what trains the parts of modules that `optimizer` has, step by step. Collective."""
+    topology, profiled = optimizer.topology, job.config.train.profile
+    traced = profiled.start, profiled.steps, job.config.log.dir, topology.rank, topology.platform
+    return Trainer(
         job=job,
         topology=topology,
         optimizer=optimizer,
@@ -163,7 +140,7 @@ def build_step_trainer(
             topology,
             _on_rank(job, optimizer.modules),
             optimizer=optimizer,
-            watch=watch,
+            watch=Stopwatch(topology.platform),
             check=False,  # Stages of our own.
         ),
         partitioner=StepPartitioner(
@@ -173,36 +150,12 @@ def build_step_trainer(
             topology.rank,
             job.row_bytes,
             job.edges,
-            config.data.balance,
+            job.config.data.balance,
             job.encoder_calls,
             job.patch_limits,
         ),
-        watch=watch,
-        profiler=StepProfiler(
-            *(profiled.start, profiled.steps, config.log.dir, topology.rank, platform), optimizer.wait_for_weights
-        ),
+        profiler=StepProfiler(*traced, optimizer.wait_for_weights),
     )
-
-
-def _build_topology(job: JobSpec, platform: Platform, watchdog: Watchdog, check: bool) -> Topology:
-    with watchdog.waiting(lambda: "the creation of process groups, with all other ranks,"):
-        topology = build(
-            job.graph,
-            job.layouts,
-            platform=platform,
-            tied=job.tied,
-            interleaved=job.interleaved,
-            decoding=job.config.model.encoder_names,
-            megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
-            planned=False,  # The loader plans them, on each rank alike.
-            check=check,
-            watchdog=watchdog,
-        )
-    if check:
-        with watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
-            platform.agree_to_compile(topology.files)
-    platform.leave_headroom()
-    return topology
 
 
 def _build_parts(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> JointOptimizer:
