@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_hetero.groups.platform import Platform
     from megatron_hetero.groups.watchdog import Watchdog
     from megatron_hetero.hf.weight_map import WeightSource
-    from megatron_hetero.job import JobSpec
+    from megatron_hetero.job.job import JobSpec
     from megatron_hetero.train.run import Run
     from megatron_hetero.train.trainer import Trainer
 
@@ -67,7 +67,7 @@ def build_trainer(
         platform=platform,
         tied=job.tied,
         interleaved=job.interleaved,
-        decoding=job.config.model.encoder_names,
+        decoding=tuple(job.shapes.encoders),
         megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
         planned=False,  # The loader plans boundaries, on each rank alike.
         check=check,

@@ -15,7 +15,7 @@ from megatron_hetero.data.loader import MicroBatch
 from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.data.token_shards import TokenShare
 from megatron_hetero.groups.platform import Platform, on_device
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.balance_loss import BalancedSamples

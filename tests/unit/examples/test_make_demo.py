@@ -20,7 +20,7 @@ from examples.make_demo import FAMILIES, PARTS, DemoOptions, main, make_demo
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
 
 TINY = DemoOptions(seed=1, train_pictures=30, heldout_questions=8)
@@ -50,7 +50,7 @@ def test_the_configuration_is_valid_and_its_files_are_there(demo: Path):
     assert (demo / config["model"]["hf_path"] / "config.json").is_file()
     for dataset in config["data"]["registry"].values():
         assert (demo / dataset["annotations"]).is_file() and (demo / dataset["images"]).is_dir()
-    assert config["parallel"] == {"vision": "sp:2", "text": "tp:2"}
+    assert config["modules"] == {"vision": {"parallel": "sp:2"}, "text": {"parallel": "tp:2"}}
 
 
 def test_it_runs_as_a_module(tmp_path: Path):
