@@ -56,8 +56,11 @@ def build_trainer(
 
     `weights`: by module. `check`: whether ranks compare what they build, and test their groups. Raises `UserError`.
     """
-    from megatron_hetero import build
-    from megatron_hetero.train.start import build_parts, prepare, trainer_of
+    from megatron_hetero import Runner, build
+    from megatron_hetero.groups.watchdog import Stopwatch
+    from megatron_hetero.train.measures import StepProfiler
+    from megatron_hetero.train.start import build_modules, build_optimizer, on_rank, prepare
+    from megatron_hetero.train.trainer import Trainer
 
     prepare(job, platform)
     # Process groups along the axes of each layout, and for the rows that cross between modules.
@@ -73,10 +76,11 @@ def build_trainer(
         check=check,
         watchdog=watchdog,
     )
-    # Modules and their weights, and one optimizer for all of them: one gradient norm, one clip.
-    optimizer = build_parts(job, topology, weights, check=check)
-    # Forward and backward by the schedule, and updates.
-    return trainer_of(job, optimizer)
+    modules = build_modules(job, topology, weights, check=check)
+    # For all modules: their gradients have one norm and one clip.
+    optimizer = build_optimizer(job, topology, modules)
+    runner = Runner(topology, on_rank(job, modules), optimizer=optimizer, watch=Stopwatch(platform), check=False)
+    return Trainer(job, topology, optimizer, runner, StepProfiler(job.config, topology, optimizer.wait_for_weights))
 
 
 def build_run(config: Config, platform: Platform) -> Run:
@@ -95,7 +99,7 @@ def build_run(config: Config, platform: Platform) -> Run:
 
     job, inputs = open_inputs(config, platform, watchdog)  # The same files on all ranks.
     trainer = build_trainer(job, platform, inputs.weights, watchdog)
-    loader = StepLoader.of(job, inputs.mixture, inputs.processor, trainer.topology, trainer.partitioner)
+    loader = StepLoader.of(job, inputs.mixture, inputs.processor, trainer.topology)
     resumed, writer, saver = resume_run(trainer, inputs)
     inputs = replace(inputs, weights={})  # Their files would stay mapped.
     return Run(trainer=trainer, inputs=inputs, loader=loader, resumed=resumed, writer=writer, saver=saver)
@@ -115,7 +119,7 @@ def train(config: Config, platform: Platform, request: StopRequest) -> bool:
     with saved_at_end(run, request) as ending:
         for line in (describe(run.trainer), *run.resumed.notes):
             run.writer.print(line)
-        for held_out in evaluation.overdue():
+        for held_out in evaluation.after(run.resumed.step):
             run.writer.write_evaluation(held_out)
         for step, batch, waited in run.batches():
             metrics = run.trainer.train_step(step, batch, waited, stop=request)
@@ -127,8 +131,7 @@ def train(config: Config, platform: Platform, request: StopRequest) -> bool:
                 break
             for held_out in evaluation.after(step):
                 run.writer.write_evaluation(held_out)
-    ending.export()
-    return ending.finish()
+    return ending.export_and_finish()
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class SavingBench:
         self.number = 0
 
     def _saver(self, beside: bool) -> Saver:
-        config, own = self.run.config, self.run.saver
+        config, own = self.run.trainer.job.config, self.run.saver
         return Saver(replace(config, checkpoint=replace(config.checkpoint, async_=beside)), own.state, own.record)
 
     def step(self) -> float:

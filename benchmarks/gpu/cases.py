@@ -72,11 +72,11 @@ def gradients(run: Run, step: int = 1) -> tuple[float, dict[str, Tensor]]:
     """
     batch = run.loader.load(step, map)
     summary = run.trainer.gradients(batch)
-    scale_gradients(run.trainer.modules, 1.0 / batch.supervised)
+    scale_gradients(run.trainer.optimizer.modules, 1.0 / batch.supervised)
     return summary.loss_sum / batch.supervised, stored(run, TrainedModule.whole_gradient)
 
 
 def stored(run: Run, value: Value = TrainedModule.whole_weight) -> dict[str, Tensor]:
     """What `value` has of each parameter, by stored name, fp32 on the host of the first rank; nothing elsewhere."""
-    parts = gather_parameters(run.trainer.modules, run.trainer.topology, value)
-    return {name: tensor.float() for name, tensor in assemble(parts, stored_shapes(run.trainer.shapes))}
+    parts = gather_parameters(run.trainer.optimizer.modules, run.trainer.topology, value)
+    return {name: tensor.float() for name, tensor in assemble(parts, stored_shapes(run.trainer.job.shapes))}

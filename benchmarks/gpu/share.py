@@ -167,7 +167,7 @@ class RankOnDevice:
         """One step as `Trainer.train_step` takes it, timed in parts. Seconds: of the whole, until the host had
         issued forward and backward, and of each phase on the device's stream.
         """
-        trainer, platform = self.trainer, self.trainer.platform
+        trainer, platform = self.trainer, self.trainer.topology.platform
         platform.synchronize()
         start = time.perf_counter()
         with self.watch.part("zero gradients"):
@@ -184,11 +184,12 @@ class RankOnDevice:
         return {"step": seconds, "issued": issued, **phases}
 
     def _load(self, micro_batch: int) -> Any:
-        return to_device(self.batch.micro_batches[micro_batch], self.trainer.job, self.trainer.platform, trains=False)
+        trainer = self.trainer
+        return to_device(self.batch.micro_batches[micro_batch], trainer.job, trainer.topology.platform, trains=False)
 
 
 def _measure_steps(record: Record, rank: RankOnDevice, plan: Estimate) -> None:
-    trainer, platform = rank.trainer, rank.trainer.platform
+    trainer, platform = rank.trainer, rank.trainer.topology.platform
     # The real one, which refuses what is not finite.
     metrics = trainer.train_step(1, rank.batch)
     for _ in range(WARM_UP - 1):
@@ -197,7 +198,7 @@ def _measure_steps(record: Record, rank: RankOnDevice, plan: Estimate) -> None:
         torch.cuda.reset_peak_memory_stats(platform.device)
     steps = [rank.step() for _ in range(STEPS)]
     medians = {name: median(step[name] for step in steps) for name in steps[0]}
-    flops = step_flops(trainer.shapes, trainer.job.frozen, rank.batch) / trainer.topology.world_size
+    flops = step_flops(trainer.job.shapes, trainer.job.frozen, rank.batch) / trainer.topology.world_size
     peak = peak_flops(platform.device_name)
     record.put("steps", {
         "loss": metrics.loss, "milliseconds": {name: 1e3 * value for name, value in medians.items()},
@@ -228,4 +229,4 @@ def _rates(plan: Estimate, seconds: dict[str, float]) -> dict[str, float]:
 
 
 def _trace(record: Record, rank: RankOnDevice) -> None:
-    record.put("trace", trace.of(rank.step, rank.trainer.platform))
+    record.put("trace", trace.of(rank.step, rank.trainer.topology.platform))

@@ -63,8 +63,8 @@ class ScheduleBench:
         self._schedules = {name: build_schedule(layouts, micro_batches, chosen) for name, chosen in settings.items()}
         self._batches = {}
         for name, schedule in self._schedules.items():
-            runs = {encoder: schedule.in_one_call(encoder) for encoder in trainer.partitioner.encoders}
-            partitioner = replace(trainer.partitioner, runs=lambda _, runs=runs: runs)
+            runs = {encoder: schedule.in_one_call(encoder) for encoder in run.loader.partitioner.encoders}
+            partitioner = replace(run.loader.partitioner, runs=lambda _, runs=runs: runs)
             self._batches[name] = replace(run.loader, partitioner=partitioner).load(1, map)
 
     def schedule(self, name: str) -> Schedule:
@@ -90,7 +90,7 @@ class ScheduleBench:
 
     def peak_activation_bytes(self, name: str) -> int:
         """Train once; the most that the encoders on this rank kept for their backward passes at a time."""
-        parameters = [p for module in self.trainer.modules for p in module.parameters.values()]
+        parameters = [p for module in self.trainer.optimizer.modules for p in module.parameters.values()]
         self.watch.live = live = LiveActivations(parameters)
         self.step(name)
         self.watch.live = None

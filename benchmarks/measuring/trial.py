@@ -18,7 +18,7 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.data.dealing import PackShape, Pieces
 from megatron_hetero.data.loader import MicroBatch, StepBatch
 from megatron_hetero.data.packing import IGNORED, PackedBatch
-from megatron_hetero.data.partition import MicroBatchShare
+from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
 from megatron_hetero.estimate.shards import AssumedBatch
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Watchdog
@@ -50,14 +50,14 @@ def drawn_trainer(config: Config, platform: Platform, *, check: bool | None = No
 
 def assumed_step(trainer: Trainer) -> StepBatch:
     """A step of `trainer`, on the host."""
-    partitioner, layouts = trainer.partitioner, trainer.topology.layouts
+    partitioner, layouts = StepPartitioner.of(trainer.job, trainer.topology.rank), trainer.topology.layouts
     assumed = AssumedBatch.of(trainer.job)
     shape, batch = _pack_shape(assumed), assumed.job.batch
     shares = partitioner.step_shares([[shape] * batch.replicas] * batch.micro_batches)
     pack = _pack(assumed) if partitioner.rank in layouts[TEXT] else None
     samples = batch.step_samples
     return StepBatch(
-        micro_batches=tuple(MicroBatch(pack, share, _patches(trainer.shapes.encoders, share)) for share in shares),
+        micro_batches=tuple(MicroBatch(pack, share, _patches(trainer.job.shapes.encoders, share)) for share in shares),
         supervised=assumed.sample.supervised * samples,
         tokens=assumed.sample.tokens * samples,
         sizes={encoder: sizes * samples for encoder, sizes in assumed.sample.sizes.items()},

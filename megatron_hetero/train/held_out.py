@@ -72,21 +72,12 @@ class HeldOutEvaluation:
         return cls(run, loaders)
 
     def after(self, step: int) -> Iterator[EvaluationMetrics]:
-        """Yield the metrics of each data set, if an evaluation is due after `step` (from 1). Every rank must exhaust
-        the iterator.
-
-        Raises `SharedError` for unusable data.
+        """Yield the metrics of each data set, if an evaluation is due after `step`, to ranks that all exhaust the
+        iterator. Raises `SharedError` for unusable data.
         """
-        if evaluates(step, self.run.config.eval.interval, self.run.config.train.iters):
+        if evaluates(step, self.run.trainer.job.config.eval.interval, self.run.trainer.job.config.train.iters):
             for name in self.loaders:
                 yield self._evaluate(step, name)
-
-    def overdue(self) -> Iterator[EvaluationMetrics]:
-        """Yield the metrics that are due after the step that the run resumes from: a checkpoint is written before its
-        step is evaluated.
-        """
-        if self.run.resumed.step > 0:
-            yield from self.after(self.run.resumed.step)
 
     def _evaluate(self, step: int, name: str) -> EvaluationMetrics:
         trainer, start, mine, supervised, samples = self.run.trainer, time.perf_counter(), 0.0, 0, 0
@@ -121,11 +112,12 @@ class HeldOutEvaluation:
 
     def _batches(self, name: str) -> Iterator[StepBatch]:
         """Yield all batches of a data set."""
-        loader = self.loaders[name]
+        trainer, loader = self.run.trainer, self.loaders[name]
         steps = -(-len(loader.mixture) // loader.dealing.step_samples)
-        batches = self.run.checked(loader.steps(1, steps, self.run.config.data.workers), f"in an evaluation of {name}")
+        loaded = loader.steps(1, steps, trainer.job.config.data.workers)
+        batches = self.run.checked(loaded, f"in an evaluation of {name}")
         for _ in range(steps):
-            with self.run.trainer.watched(f"the data of the evaluation of {name}"):
+            with trainer.watched(f"the data of the evaluation of {name}"):
                 batch = next(batches)
             yield batch
 
@@ -137,7 +129,7 @@ class HeldOutEvaluation:
         hits: dict[int, torch.Tensor] = {}
 
         def load(m: int) -> DeviceMicroBatch:
-            moved = to_device(batch.micro_batches[m], job, trainer.platform, trains=False)
+            moved = to_device(batch.micro_batches[m], job, trainer.topology.platform, trains=False)
             text = moved.inputs.get(TEXT)
             if text is None:
                 return moved
@@ -164,4 +156,4 @@ class HeldOutEvaluation:
 
 def evaluates(step: int, interval: int, iters: int) -> bool:
     """Return whether an evaluation is due after `step` of `iters`: every `interval` steps, and after the last one."""
-    return interval > 0 and (step % interval == 0 or step == iters)
+    return step > 0 and interval > 0 and (step % interval == 0 or step == iters)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.base.files import replacing
+from megatron_hetero.config.schema import Config
 from megatron_hetero.data.loader import StepBatch
-from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.layout.names import TEXT
@@ -23,14 +22,6 @@ from megatron_hetero.models.layers.parts import Tokens
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.train.log import unwritable
-
-
-def utilisation(
-    shapes: ModelShapes, frozen: Frozen, batch: StepBatch, seconds: float, topology: Topology
-) -> float | None:
-    """Return the fraction of all devices' peak FLOPs that a step achieved; None if the device's peak is unknown."""
-    peak = peak_flops(topology.platform.device_name)
-    return None if peak is None else step_flops(shapes, frozen, batch) / (seconds * topology.world_size * peak)
 
 
 def step_flops(shapes: ModelShapes, frozen: Frozen, batch: StepBatch) -> int:
@@ -112,15 +103,16 @@ def take_loads(modules: Iterable[TrainedModule], topology: Topology, layers: Seq
 
 
 class StepProfiler:
-    """Traces `steps` steps starting with step `start`, and writes `trace-rankN.json` to `folder` after the last one,
-    for Perfetto (ui.perfetto.dev). Ranges are named after the schedule's actions, such as ``text.0.F3``. A `start` of 0
-    disables it. `settle` waits for what is in flight behind a step.
+    """Traces the steps of `train.profile`, and writes `trace-rankN.json` to `log.dir` after the last one, for Perfetto
+    (ui.perfetto.dev). Ranges are named after the schedule's actions, such as ``text.0.F3``. `settle` waits for what is
+    in flight behind a step.
     """
 
-    def __init__(self, start: int, steps: int, folder: Path, rank: int, platform: Platform, settle: Callable[[], None]):
-        self._first, self._last = start, start + steps - 1
-        self._file = folder / f"trace-rank{rank}.json"
-        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
+    def __init__(self, config: Config, topology: Topology, settle: Callable[[], None]):
+        chosen, is_cuda = config.train.profile, topology.platform.is_cuda
+        self._first, self._last = chosen.start, chosen.start + chosen.steps - 1
+        self._file = config.log.dir / f"trace-rank{topology.rank}.json"
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
         self._profile: profile | None = None
         self._settle = settle
 

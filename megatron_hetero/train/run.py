@@ -14,7 +14,6 @@ from megatron_hetero.base.errors import SharedError
 from megatron_hetero.base.outputs import BAD_RECORDS
 from megatron_hetero.checkpoint.resume import Resumed
 from megatron_hetero.checkpoint.saver import Saver
-from megatron_hetero.config.schema import Config
 from megatron_hetero.data.loader import StepBatch, StepLoader
 from megatron_hetero.train.hf_export import export_model
 from megatron_hetero.train.inputs import Inputs
@@ -36,18 +35,13 @@ class Run:
     resumed: Resumed
     saver: Saver
 
-    @property
-    def config(self) -> Config:
-        """The configuration of the run."""
-        return self.trainer.config
-
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
         """Yield (step, batch, seconds waited) of all remaining steps. Nothing is prefetched across an evaluation.
-
         Raises `UserError`, on every rank, for unusable data, and if all samples are skipped.
         """
-        data, first, last, in_a_row = self.config.data, self.resumed.step + 1, self.config.train.iters, 0
-        ends, everything = stretches(first, last, self.config.eval.interval), last * self.loader.dealing.step_samples
+        config, first, in_a_row = self.trainer.job.config, self.resumed.step + 1, 0
+        data, last = config.data, config.train.iters
+        ends, everything = stretches(first, last, config.eval.interval), last * self.loader.dealing.step_samples
         loaded = chain.from_iterable(self.loader.steps(*each, data.workers) for each in ends)
         batches = self.checked(loaded, "since the start")
         for step in range(first, last + 1):
@@ -67,7 +61,7 @@ class Run:
         """Yield the batches, their bad records named in the log folder. Raises `SharedError`, on every rank, once too
         many of the samples are bad. `when` they were drawn, for the message.
         """
-        bad, drawn, share = 0, 0, self.config.data.max_bad_share
+        bad, drawn, share = 0, 0, self.trainer.job.config.data.max_bad_share
         for batch in batches:
             bad, drawn = bad + len(batch.bad), drawn + len(batch.sample_lengths) + batch.skipped + len(batch.bad)
             if batch.bad:
@@ -80,17 +74,16 @@ class Run:
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format. Raises `SharedError`, as `export_model` does."""
-        trainer, watchdog = self.trainer, self.trainer.topology.watchdog
-        with watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
+        trainer, inputs = self.trainer, self.inputs
+        with trainer.topology.watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
             export_model(
-                trainer.modules,
-                trainer.shapes,
+                trainer.optimizer.modules,
+                trainer.job.shapes,
                 trainer.topology,
                 target,
-                self.inputs.companions,
+                inputs.companions,
                 trainer.job.dtype,
-                transposed=self.inputs.transposed,
-                working=watchdog.working,
+                transposed=inputs.transposed,
             )
 
 
@@ -108,25 +101,18 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
 
 def describe(trainer: Trainer) -> Table:
     """Return a table of modules, layouts, ranks, and the most parameters on a rank. Collective."""
-    model = trainer.config.model
-    table = Table(title=f"{model.hf_path} in {model.dtype} on {trainer.platform.device.type}")
+    model = trainer.job.config.model
+    table = Table(title=f"{model.hf_path} in {model.dtype} on {trainer.topology.platform.device.type}")
     for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
         table.add_column(column, justify="right" if "per rank" in column else "left")
     for name, layout in trainer.topology.layouts.items():
         held, trained = trainer.all_gather(_parameters(trainer, name)).max(dim=0).values.long().tolist()
-        whole = layout.tp == 1 or not trainer.job.sequence_parallel[name]
-        table.add_row(
-            name,
-            layout.degrees_text,
-            layout.ranks_text,
-            f"{held:,}",
-            f"{trained:,}",
-            "-" if layout.tp == 1 else "whole" if whole else "sharded",
-        )
+        over_tp = "-" if layout.tp == 1 else "sharded" if trainer.job.sequence_parallel[name] else "whole"
+        table.add_row(name, layout.degrees_text, layout.ranks_text, f"{held:,}", f"{trained:,}", over_tp)
     return table
 
 
 def _parameters(trainer: Trainer, name: str) -> tuple[int, int]:
     """Return the number of elements of this rank's parameters of a module, and of its trained parameters."""
-    own = [p for module in trainer.modules if module.name == name for p in module.parameters.values()]
+    own = [p for module in trainer.optimizer.modules if module.name == name for p in module.parameters.values()]
     return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,12 +12,10 @@ from megatron_hetero.base.errors import SharedError, UserError, listed
 from megatron_hetero.checkpoint.resume import Resumed, TrainState, resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import Config, to_yaml
-from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.groups import megatron
 from megatron_hetero.groups.collective import FIRST, all_or_none, on_first
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.job.module import ModuleJob
@@ -32,23 +29,104 @@ from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import ModuleOptimizer, TrainedModule, gathered_stages
 from megatron_hetero.step.optimizer import build_shard_optimizer
-from megatron_hetero.step.runner import Runner
 from megatron_hetero.train.inputs import Inputs
 from megatron_hetero.train.log import MetricsWriter, Writer
-from megatron_hetero.train.measures import StepProfiler
 from megatron_hetero.train.trainer import Trainer
+
+T = TypeVar("T")
+
+
+def prepare(job: JobSpec, platform: Platform) -> None:
+    """Prepare this process for the modules of a job, before groups are created. Raises `UserError`."""
+    job.schedule  # noqa: B018 (one that does not fit is refused before groups are created)
+    torch.manual_seed(job.config.train.seed)
+    megatron.prepare(platform)
+    megatron.prepare_globals(job.config.train.seed)
+
+
+def build_modules(
+    job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource], *, check: bool = True
+) -> tuple[TrainedModule, ...]:
+    """Build this rank's parts of modules, with `weights` by module. `check`: whether ranks agree to compile. Raises
+    `UserError`.
+    """
+    if check:
+        with topology.watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
+            topology.platform.agree_to_compile(topology.files)
+    topology.platform.leave_headroom()
+
+    def build_own() -> tuple[TrainedModule, ...]:
+        if job.config.model.compile == "layers":
+            require_compiler(topology.platform.device)
+        here = [module for name, module in job.modules.items() if topology.has(name)]
+        return tuple(view for module in here for view in build_module(module, topology, weights[module.name]))
+
+    return _on_all(topology, build_own)
+
+
+def build_optimizer(job: JobSpec, topology: Topology, modules: Sequence[TrainedModule]) -> JointOptimizer:
+    """Build the optimizer of this rank's parts of modules, each by its own record. Raises `UserError`."""
+    streamed = any(job.modules[module.name].settings.offload.states for module in modules)
+
+    def build_own() -> JointOptimizer:
+        streams = topology.platform.side_streams(2) if streamed else ()
+        optimizers: dict[str, ModuleOptimizer] = {
+            module.key: build_shard_optimizer(module, _algorithm(job, job.modules[module.name]), streams)
+            for module in modules
+            if module.trained
+        }
+        return JointOptimizer(topology, modules, optimizers, job.config.optimizer.clip_grad)
+
+    return _on_all(topology, build_own)
+
+
+def _on_all(topology: Topology, build: Callable[[], T]) -> T:
+    """Return what is built. A rank may be the only one to find what is wrong: all of them leave, and one says why."""
+    with topology.watchdog.waiting(lambda: "the weights of all other ranks"):
+        return all_or_none(topology.files, build, topology.watchdog.working)
+
+
+def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:
+    """Return the optimizer of a module, with its learning rates and number formats."""
+    chosen, settings, architecture = job.config.optimizer, module.settings, module.shape.architecture
+
+    def lr(parameter: str) -> float:
+        peak = chosen.lr_projector if architecture.in_projector(parameter) else settings.lr
+        return chosen.lr if peak is None else peak
+
+    common: dict[str, Any] = {
+        "lr": lr,
+        "master": settings.precision.master,
+        "gradients": settings.precision.gradients,
+        "offload": settings.offload.states,
+        "seed": job.config.train.seed,
+    }
+    if chosen.name == "sgd":
+        return SGD(**common)
+    decay, moments = chosen.weight_decay, settings.precision.moments
+    return AdamW(betas=chosen.betas, eps=chosen.eps, weight_decay=decay, moments=moments, **common)
+
+
+def on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleOnRank]:
+    """Return the stages of this rank's modules, as a `Runner` takes them."""
+    found = {}
+    for module in modules:
+        stages, row = dict(zip(module.stages, module.chunks, strict=True)), job.modules[module.name]
+        gathered = gathered_stages(each for each in modules if each.name == module.name)
+        found[module.name] = ModuleOnRank(stages, row.role == TEXT and 0 in stages, row.passes_gradients, gathered)
+    return found
 
 
 def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver]:
     """Resume from a checkpoint if there is one, and open the log. Collective, and the last that ranks wait for before
     the first step. Raises `UserError`, before anything is written.
     """
-    config, topology, watchdog = trainer.config, trainer.topology, trainer.topology.watchdog
+    config, topology, watchdog = trainer.job.config, trainer.topology, trainer.topology.watchdog
     if topology.rank == FIRST:
         notices = backend_notices(config.layer_backend, topology.platform)
         for notice in filter(None, [*notices, *_unread(inputs), inputs.processor.advice]):
             print(notice, flush=True)
-    state = TrainState(trainer.optimizer, topology, trainer.shapes, working=watchdog.working)
+    state = TrainState(trainer.optimizer, topology, trainer.job.shapes, working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
         record = shared_record(config, state, inputs.mixture, inputs.transposed)
         resumed = resume(config, state, record)
@@ -80,9 +158,7 @@ def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
 
 
 def _open_writer(config: Config, topology: Topology, resumed: Resumed) -> Writer:
-    """Return the writer of this rank. Raises `SharedError` if the folder cannot be written, or is in use by another
-    run.
-    """
+    """Return the writer of this rank. Raises `SharedError` if `log.dir` cannot be written, or another run does."""
     opened: list[MetricsWriter] = []
 
     def open_folder() -> None:
@@ -99,103 +175,3 @@ def _open_writer(config: Config, topology: Topology, resumed: Resumed) -> Writer
 
     on_first(topology.files, open_folder)
     return opened[0] if opened else Writer()
-
-
-def prepare(job: JobSpec, platform: Platform) -> None:
-    """Prepare this process for the modules of a job, before groups are created. Raises `UserError`."""
-    job.schedule  # noqa: B018 (one that does not fit is refused before groups are created)
-    torch.manual_seed(job.config.train.seed)
-    megatron.prepare(platform)
-    megatron.prepare_globals(job.config.train.seed)
-
-
-def build_parts(
-    job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource], *, check: bool = True
-) -> JointOptimizer:
-    """Build this rank's parts of modules from `weights`, by module, and their optimizers. `check`: whether an error of
-    any rank is raised on all. Raises `UserError`.
-    """
-    platform, watchdog, parts = topology.platform, topology.watchdog, partial(_build_parts, job, topology, weights)
-    if check:
-        with watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
-            platform.agree_to_compile(topology.files)
-    platform.leave_headroom()
-    with watchdog.waiting(lambda: "the weights of all other ranks"):
-        # A rank may be the only one to find what is wrong: all of them leave, and one says why.
-        return all_or_none(topology.files, parts, watchdog.working) if check else parts()
-
-
-def trainer_of(job: JobSpec, optimizer: JointOptimizer) -> Trainer:
-    """Build what trains the parts of modules that `optimizer` has, step by step. Collective."""
-    topology, profiled = optimizer.topology, job.config.train.profile
-    traced = profiled.start, profiled.steps, job.config.log.dir, topology.rank, topology.platform
-    return Trainer(
-        job=job,
-        topology=topology,
-        optimizer=optimizer,
-        runner=Runner(
-            topology,
-            _on_rank(job, optimizer.modules),
-            optimizer=optimizer,
-            watch=Stopwatch(topology.platform),
-            check=False,  # Stages of our own.
-        ),
-        partitioner=StepPartitioner(
-            job.shapes.encoders,
-            job.layouts,
-            job.sequence_parallel,
-            topology.rank,
-            job.row_bytes,
-            job.edges,
-            job.config.data.balance,
-            job.encoder_calls,
-            job.patch_limits,
-        ),
-        profiler=StepProfiler(*traced, optimizer.wait_for_weights),
-    )
-
-
-def _build_parts(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> JointOptimizer:
-    """Build this rank's parts of modules, and their optimizers."""
-    if job.config.model.compile == "layers":
-        require_compiler(topology.platform.device)
-    here = [module for name, module in job.modules.items() if topology.has(name)]
-    modules = tuple(view for module in here for view in build_module(module, topology, weights[module.name]))
-    streamed = any(module.settings.offload.states for module in here)
-    streams = topology.platform.side_streams(2) if streamed else ()
-    optimizers: dict[str, ModuleOptimizer] = {
-        module.key: build_shard_optimizer(module, _algorithm(job, job.modules[module.name]), streams)
-        for module in modules
-        if module.trained
-    }
-    return JointOptimizer(topology, modules, optimizers, job.config.optimizer.clip_grad)
-
-
-def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:
-    """Return the optimizer of a module, with its learning rates and number formats."""
-    chosen, settings, architecture = job.config.optimizer, module.settings, module.shape.architecture
-
-    def lr(parameter: str) -> float:
-        peak = chosen.lr_projector if architecture.in_projector(parameter) else settings.lr
-        return chosen.lr if peak is None else peak
-
-    common: dict[str, Any] = {
-        "lr": lr,
-        "master": settings.precision.master,
-        "gradients": settings.precision.gradients,
-        "offload": settings.offload.states,
-        "seed": job.config.train.seed,
-    }
-    if chosen.name == "sgd":
-        return SGD(**common)
-    decay, moments = chosen.weight_decay, settings.precision.moments
-    return AdamW(betas=chosen.betas, eps=chosen.eps, weight_decay=decay, moments=moments, **common)
-
-
-def _on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleOnRank]:
-    found = {}
-    for module in modules:
-        stages, row = dict(zip(module.stages, module.chunks, strict=True)), job.modules[module.name]
-        gathered = gathered_stages(each for each in modules if each.name == module.name)
-        found[module.name] = ModuleOnRank(stages, row.role == TEXT and 0 in stages, row.passes_gradients, gathered)
-    return found

@@ -3,85 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_hetero.base.errors import SharedError
-from megatron_hetero.config.schema import Config
 from megatron_hetero.data.balance import idle_share
 from megatron_hetero.data.device import to_device
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.data.packing import bad_counts
-from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.groups.collective import on_every
-from megatron_hetero.groups.platform import Platform, on_device
+from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.algorithms import learning_rate
 from megatron_hetero.step.gradients import GradientSummary, clip_factor, require_finite
 from megatron_hetero.step.joint import JointOptimizer
-from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.step.runner import SUMS, Runner
-from megatron_hetero.train.measures import StepProfiler, take_loads, utilisation
+from megatron_hetero.train.measures import StepProfiler, peak_flops, step_flops, take_loads
 from megatron_hetero.train.metrics import StepFigures, StepMetrics
 
+Laps = Mapping[str, Sequence[float]]
+"""Seconds of this rank's runs of each module, and of rows at boundaries."""
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+
+@dataclass(frozen=True, eq=False)
 class Trainer:
-    """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`
-    runs their stages; `partitioner` assigns the rows of its micro-batches.
+    """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`:
+    of their stages.
     """
 
     job: JobSpec
     topology: Topology
     optimizer: JointOptimizer
     runner: Runner
-    partitioner: StepPartitioner
     profiler: StepProfiler
-
-    @property
-    def config(self) -> Config:
-        """The configuration of the run."""
-        return self.job.config
-
-    @property
-    def shapes(self) -> ModelShapes:
-        """Shapes of all modules."""
-        return self.job.shapes
-
-    @property
-    def modules(self) -> tuple[TrainedModule, ...]:
-        """This rank's parts of modules."""
-        return self.optimizer.modules
 
     @property
     def watch(self) -> Stopwatch:
         """Measures the parts of a step."""
         return self.runner.interpreter.watch
 
-    @property
-    def platform(self) -> Platform:
-        """Device and backend of this rank."""
-        return self.topology.platform
-
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
-        """Run forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: true, at the end
-        of the step, where this rank was asked to stop.
-
-        Where all samples were left out, nothing is updated. Raises `SharedError` before the update where the loss or a
-        gradient is NaN or infinite.
+        """Run forward, backward, and update; nothing is updated where all samples were left out. `waited`: seconds that
+        the batch was waited for. `stop`: true, at the end of the step, where this rank was asked to stop. Raises
+        `SharedError` before the update where the loss or a gradient is NaN or infinite.
         """
         start = time.perf_counter() - waited
         if batch.sample_lengths and batch.supervised == 0:
@@ -94,10 +70,16 @@ class Trainer:
                 metrics = self._train(step, batch, stop)
             else:  # Only the learning rate advances.
                 with self.watched(f"the end of step {step}"):
-                    metrics = self._metrics(step, batch, {}, stop)
+                    metrics = self._metrics(step, batch, {}, self._figures(batch, {}, stop, None))
         seconds = time.perf_counter() - start
-        used = utilisation(self.shapes, self.job.frozen, batch, seconds, self.topology)
-        return replace(metrics, step_time_s=seconds, data_time_s=waited, mfu=used)
+        return replace(metrics, step_time_s=seconds, data_time_s=waited, mfu=self._utilisation(batch, seconds))
+
+    def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
+        """Return the share of all devices' peak FLOPs that a step achieved; None if the device's peak is unknown."""
+        peak = peak_flops(self.topology.platform.device_name)
+        if peak is None:
+            return None
+        return step_flops(self.job.shapes, self.job.frozen, batch) / (seconds * self.topology.world_size * peak)
 
     def _train(self, step: int, batch: StepBatch, stop: object) -> StepMetrics:
         result = self._run(batch)
@@ -106,10 +88,11 @@ class Trainer:
         # Whoever has read the summary has waited for all that was measured.
         laps = self.watch.read()
         norm = summary.norm / batch.supervised
-        factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
+        factor = clip_factor(norm, self.job.config.optimizer.clip_grad) / batch.supervised
         with self.watched(f"the update of step {step}"):
             # Before weights are gathered: the host would wait for these, and the next step's kernels for the host.
-            metrics = self._metrics(step, batch, laps, stop, summary.loss_sum / batch.supervised, norm, result)
+            own = self._figures(batch, laps, stop, result)
+            metrics = self._metrics(step, batch, laps, own, summary.loss_sum / batch.supervised, norm)
             self._update(step, factor)
         return metrics
 
@@ -121,7 +104,7 @@ class Trainer:
         self.optimizer.zero_grad()
         micro_batches = batch.micro_batches
         schedule = self.job.schedule_of(len(micro_batches))
-        return self.runner.run(schedule, lambda m: to_device(micro_batches[m], self.job, self.platform))
+        return self.runner.run(schedule, lambda m: to_device(micro_batches[m], self.job, self.topology.platform))
 
     def _summed(self, result: StepResult) -> GradientSummary:
         with self.watched(SUMS):
@@ -148,7 +131,7 @@ class Trainer:
 
     def _rate(self, step: int, peak: float) -> float:
         """Return the learning rate of a step under the schedule that rises to `peak`; its minimum scales with that."""
-        config, total = self.config.optimizer, self.config.train.iters
+        config, total = self.job.config.optimizer, self.job.config.train.iters
         minimum = config.min_lr if peak == config.lr else config.min_lr * peak / config.lr
         return learning_rate(
             step, peak=peak, minimum=minimum, schedule=config.schedule, warmup=config.warmup_iters, total=total
@@ -158,31 +141,22 @@ class Trainer:
         fix = "Lower optimizer.lr, add warm-up, or look for broken samples in this step."
         require_finite(f"step {step}", summary.faults, fix)
 
-    # ------------------------------------------------------------------------------------------------- metrics
-
     def _metrics(
-        self,
-        step: int,
-        batch: StepBatch,
-        laps: Mapping[str, Sequence[float]],
-        stop: object,
-        loss: float = math.nan,
-        norm: float = math.nan,
-        result: StepResult | None = None,
+        self, step: int, batch: StepBatch, laps: Laps, own: StepFigures[float], loss: float = nan, norm: float = nan
     ) -> StepMetrics:
-        """Return the metrics of a step but for its time. All ranks exchange figures, once, before they update; the host
-        waits for it. `laps`: this rank's seconds of each run of its modules. `result`: its sums.
+        """Return the metrics of a step but for its time. All ranks exchange their `own` figures, once, before they
+        update; the host waits for it.
         """
-        own = self._figures(batch, laps, stop, result)
         of_all = own.unpack(self.all_gather(own.pack()).T.tolist())
-        layers, layouts = self.shapes.text.architecture.layers_in(EXPERTS.name), self.topology.layouts
+        layers, layouts = self.job.shapes.text.architecture.layers_in(EXPERTS.name), self.topology.layouts
         loads = {number: max(load) for number, load in zip(layers, of_all.loads, strict=True)}
+        balanced = self.job.balance and batch.supervised
         rounds = [[run[rank] for rank in layouts[name].ranks] for name, runs in of_all.runs.items() for run in runs]
         return StepMetrics(
             step=step,
             loss=loss,
             grad_norm=norm,
-            lr=self._rate(step, self.config.optimizer.lr),
+            lr=self._rate(step, self.job.config.optimizer.lr),
             tokens=batch.tokens,
             images=sum(map(len, batch.sizes.values())),
             step_time_s=0.0,
@@ -202,40 +176,38 @@ class Trainer:
                 **self._filled(batch),
                 **({"expert_load": max(loads.values())} if loads else {}),
                 **{f"expert_load_{number}": load for number, load in loads.items()},
-                **({"balance_loss": sum(of_all.balance) / batch.supervised} if self.job.balance and result else {}),
+                **({"balance_loss": sum(of_all.balance) / batch.supervised} if balanced else {}),
             },
         )
 
-    def _figures(
-        self, batch: StepBatch, laps: Mapping[str, Sequence[float]], stop: object, result: StepResult | None
-    ) -> StepFigures[float]:
-        """Return this rank's figures of a step. Collective over each stage of the text module."""
-        encoders, schedule = self.shapes.encoders, self.job.schedule_of(len(batch.micro_batches))
+    def _figures(self, batch: StepBatch, laps: Laps, stop: object, result: StepResult | None) -> StepFigures[float]:
+        """Return this rank's figures of a step; `result` is None if nothing was trained. Collective over each stage of
+        the text module.
+        """
+        encoders, layers = self.job.shapes.encoders, self.job.shapes.text.architecture.layers_in(EXPERTS.name)
+        schedule = self.job.schedule_of(len(batch.micro_batches))
         shares = [micro_batch.share for micro_batch in batch.micro_batches]
         texts = [share.text for share in shares if share.text is not None]
         embedded = [(name, patches) for share in shares for name, patches in share.patches.items()]
         parts = [part for share in shares for name in share.patches for part in share.encoders[name]]
+        sums = result.metrics.get(TEXT, {}) if result is not None and self.counts_loss else {}
         return StepFigures(
-            memory=float(self.platform.peak_memory_bytes()),
+            memory=float(self.topology.platform.peak_memory_bytes()),
             stopping=float(bool(stop)),
             padding=float(sum(text.padded - len(text.tokens) for text in texts)),
             tokens=float(sum(len(text.tokens) for text in texts)),
             patch_padding=float(sum(part.padding for part in parts)),
             patches=float(sum(patches.exchange.forward.needed * encoders[name].unit for name, patches in embedded)),
-            balance=self._balance_loss(result),
-            loads=take_loads(self.modules, self.topology, self.shapes.text.architecture.layers_in(EXPERTS.name)),
-            runs={name: _with_zeros(laps.get(name, ()), self._runs(schedule, name)) for name in encoders},
+            balance=float(sums.get("balance_loss", 0.0)),
+            loads=take_loads(self.optimizer.modules, self.topology, layers),
+            runs={name: self._runs(schedule, name, laps.get(name, ())) for name in encoders},
         )
 
-    def _balance_loss(self, result: StepResult | None) -> float:
-        """Return this rank's addend to the loss that balances experts, before the division by supervised tokens."""
-        found = {} if result is None else result.metrics.get(TEXT, {})
-        return float(found["balance_loss"]) if "balance_loss" in found and self.counts_loss else 0.0
-
-    def _runs(self, schedule: Schedule, encoder: str) -> int:
-        """Return how often a rank of an encoder runs it in a step, forward and backward."""
+    def _runs(self, schedule: Schedule, encoder: str, seconds: Sequence[float]) -> list[float]:
+        """Return the seconds of each run of an encoder in a step, forward and backward; 0 where a rank has none."""
         role = schedule.roles[schedule.role_index[self.topology.layouts[encoder].ranks[0]]]
-        return sum(action.op == "run" and action.module == encoder for action in role.actions)
+        count = sum(action.op == "run" and action.module == encoder for action in role.actions)
+        return [*seconds, *[0.0] * (count - len(seconds))]
 
     def _filled(self, batch: StepBatch) -> dict[str, float | int]:
         """Return, with a token budget, the share of it that the step's packs fill, and the number of micro-batches."""
@@ -246,10 +218,8 @@ class Trainer:
         return {"budget_share": batch.tokens / (packs * budget.tokens), "micro_batches": count}
 
     def _patches(self, batch: StepBatch) -> int:
-        encoders = self.shapes.encoders
+        encoders = self.job.shapes.encoders
         return sum(sum(encoders[name].sequences(size)) for name, sizes in batch.sizes.items() for size in sizes)
-
-    # --------------------------------------------------------------------------------------------- all ranks
 
     def on_any_rank(self, flag: object) -> bool:
         """Return whether `flag` is true on at least one rank; the same on each."""
@@ -263,22 +233,17 @@ class Trainer:
 
     def all_gather(self, numbers: Sequence[float]) -> torch.Tensor:
         """Return all ranks' numbers, fp64 [ranks, numbers] on the host; each rank passes as many."""
-        mine = on_device(torch.tensor(numbers, dtype=torch.float64), self.platform.device)
+        mine = on_device(torch.tensor(numbers, dtype=torch.float64), self.topology.platform.device)
         everyone = mine.new_empty(self.topology.world_size * len(mine))
         dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
         return everyone.view(self.topology.world_size, -1).cpu()
 
     def all_reduce(self, counts: np.ndarray) -> np.ndarray:
         """Return the sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
-        total = torch.from_numpy(counts).to(self.platform.device, copy=True)
+        total = torch.from_numpy(counts).to(self.topology.platform.device, copy=True)
         dist.all_reduce(total, group=self.topology.world)
         return total.cpu().numpy()
 
 
 def _share(part: float, rest: float) -> float:
     return part / max(1.0, part + rest)
-
-
-def _with_zeros(seconds: Sequence[float], count: int) -> list[float]:
-    """Return `count` numbers: those given, then zeros."""
-    return [*seconds, *[0.0] * (count - len(seconds))]

@@ -103,7 +103,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     try:
         usage, before = gpu.usage, gpu.usage.live
         trainer = drawn_trainer(config, Platform(GPU, FAKE, FAKE))
-        phases: Any = _Phases(trainer.platform, gpu, trainer.topology.watchdog)
+        phases: Any = _Phases(trainer.topology.platform, gpu, trainer.topology.watchdog)
         trainer.runner.interpreter.watch = trainer.runner.interpreter.watchdog = phases
         trainer = replace(trainer, topology=replace(trainer.topology, watchdog=phases))
         batch = assumed_step(trainer)
@@ -134,7 +134,7 @@ def _report(usage: Usage, trainer: Trainer) -> dict[str, Any]:
     ops: Counter[str] = sum(usage.kernels.values(), Counter())
     return {
         "kernels": kernels | {"all": sum(kernels.values())},
-        "layers": {m.name: sum(len(chunk.stage.layers) for chunk in m.chunks) for m in trainer.modules},
+        "layers": {m.name: sum(len(chunk.stage.layers) for chunk in m.chunks) for m in trainer.optimizer.modules},
         "micro_batches": trainer.job.batch.micro_batches,
         "ops": dict(ops.most_common()),
         "waits": [[*where, times] for where, times in sorted(usage.waits.items())],

@@ -234,13 +234,13 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
         trainer.train_step(1, step)
     expected = dict(zip(KINDS, estimate.memory[rank].tolist(), strict=True))
     optimizers = list(trainer.optimizer.sharded.values())
-    weights = _bytes(m.data_parallel.weights(name) for m in trainer.modules for name in m.parameters)
+    weights = _bytes(m.data_parallel.weights(name) for m in trainer.optimizer.modules for name in m.parameters)
     assert expected["weights"] == pytest.approx(weights, rel=0.05)
-    assert expected["gradients"] == pytest.approx(sum(map(_gradient_bytes, trainer.modules)), rel=0.05)
+    assert expected["gradients"] == pytest.approx(sum(map(_gradient_bytes, trainer.optimizer.modules)), rel=0.05)
     states, on_host = (sum(_optimizer_bytes(o, on_host=host) for o in optimizers) for host in (False, True))
     assert expected["optimizer"] == pytest.approx(states, rel=0.05)
     assert estimate.host_states[rank] == pytest.approx(on_host, rel=0.05)
-    on_host = sum(_offloaded_bytes(module) for module in trainer.modules if module.view == MAIN)
+    on_host = sum(_offloaded_bytes(module) for module in trainer.optimizer.modules if module.view == MAIN)
     layouts = estimate.job.layouts
     stays = [each.stays for (name, at), each in estimate.parameters.items() if rank in layouts[name].stage(at).ranks]
     assert max(stays, default=0) <= live.most_gathered <= expected["workspace"]
@@ -248,11 +248,11 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     assert estimate.host_activations[rank] == pytest.approx(on_host, rel=0.05)
     # A buffer for no rows takes a byte.
     assert -8 <= expected["boundary"] - sum(pool.peak for pool in pools) <= 0.03 * sum(expected.values())
-    for module in trainer.modules:
+    for module in trainer.optimizer.modules:
         stages = [chunk.stage for chunk in module.chunks]
         found = parameters_of(
             module.name,
-            trainer.shapes,
+            trainer.job.shapes,
             module.holders.size(),
             stages,
             trainer.job.frozen.tensors,
@@ -358,15 +358,17 @@ class _LiveActivations:
     def __init__(self, trainer: Trainer):
         self.peak, self.saved, self.execution, self.most_gathered = 0, {}, None, 0
         self.copies = WeakSet[activations.SavedStorage]()
-        kept = [m.data_parallel.weights(name) for m in trainer.modules for name in m.parameters]
+        kept = [m.data_parallel.weights(name) for m in trainer.optimizer.modules for name in m.parameters]
         self.parameters = {t.untyped_storage().data_ptr() for t in kept}
-        parts = [part for m in trainer.modules if m.view == MAIN for chunk in m.chunks for part in chunk.modules()]
+        parts = [
+            part for m in trainer.optimizer.modules if m.view == MAIN for chunk in m.chunks for part in chunk.modules()
+        ]
         self.shared = [each for part in parts for group in fsdp_groups(part) for each in group.fsdp_params]
         self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         self.copying = mock.patch.object(activations, "SavedStorage", partial(_CountedCopy, self))
         self.moves = list[ref[Tensor]]()
         self.dispatching = mock.patch.object(Dispatch, "of", partial(self._dispatch, Dispatch.of))
-        trainer.runner.interpreter.watch = _Sampler(trainer.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
+        trainer.runner.interpreter.watch = _Sampler(trainer.topology.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
         trainer.runner.interpreter.run = partial(self._execute, trainer)
 
     def __enter__(self) -> Self:

@@ -44,7 +44,7 @@ def gradients(flags: list[str]) -> dict[str, Any]:
     run = build([*flags, "--optimizer.name", "sgd", "--train.iters", "1"])
     _, batch, _ = next(iter(run.batches()))
     summary = run.trainer.gradients(batch)
-    scale_gradients(run.trainer.modules, 1.0 / batch.supervised)
+    scale_gradients(run.trainer.optimizer.modules, 1.0 / batch.supervised)
     return {
         "loss": summary.loss_sum / batch.supervised,
         "norm": summary.norm / batch.supervised,
@@ -59,8 +59,8 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
     layouts, micro_batches = trainer.topology.layouts, own.micro_batches
     rebuilt = [build_schedule(layouts, micro_batches, settings, edges=own.edges) for settings in others]
     for schedule in [own, *rebuilt]:
-        runs = {name: schedule.in_one_call(name) for name in trainer.partitioner.encoders}
-        partitioner = replace(trainer.partitioner, runs=lambda _, runs=runs: runs)
+        runs = {name: schedule.in_one_call(name) for name in run.loader.partitioner.encoders}
+        partitioner = replace(run.loader.partitioner, runs=lambda _, runs=runs: runs)
         batch = replace(run.loader, partitioner=partitioner).load(1, map)
         with mock.patch.object(JobSpec, "schedule_of", lambda *_, schedule=schedule: schedule):
             summary = trainer.gradients(batch)
@@ -91,7 +91,7 @@ def build(flags: list[str]) -> Run:
 def _replicas_equal(trainer: Trainer) -> bool:
     """Whether the ranks that hold the same parameters hold the same bits."""
     equal = True
-    for module in trainer.modules:
+    for module in trainer.optimizer.modules:
         if module.data_parallel.reduces_early:
             continue  # Each weight is on one of them.
         flat = torch.cat([p.detach().flatten() for p in module.parameters.values()])

@@ -44,8 +44,8 @@ def fp32_weight(module: TrainedModule, name: str) -> torch.Tensor:
 
 def stored(run: Run, value: Value = fp32_weight) -> Arrays:
     """A value of every parameter by stored name, on rank 0."""
-    parts = gather_parameters(run.trainer.modules, run.trainer.topology, value)
-    return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(run.trainer.shapes))}
+    parts = gather_parameters(run.trainer.optimizer.modules, run.trainer.topology, value)
+    return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(run.trainer.job.shapes))}
 
 
 def gradient(run: Run) -> Arrays:
@@ -76,7 +76,7 @@ def gradients_of_steps(flags: list[str]) -> list[dict[str, Any]]:
     run, results = build([*flags, "--optimizer.name", "sgd"]), []
     for _, batch, _ in run.batches():
         summary = run.trainer.gradients(batch)
-        scale_gradients(run.trainer.modules, 1.0 / batch.supervised)
+        scale_gradients(run.trainer.optimizer.modules, 1.0 / batch.supervised)
         results.append(
             {
                 "loss": summary.loss_sum / batch.supervised,

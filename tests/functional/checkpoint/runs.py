@@ -133,7 +133,7 @@ def error_in(work: Callable[[], object]) -> str:
 
 
 def _save_copy(run: Run, target: Path) -> dict[str, Any]:
-    config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=target))
+    config = replace(run.trainer.job.config, checkpoint=replace(run.trainer.job.config.checkpoint, dir=target))
     if run.trainer.topology.rank == 0:
         target.mkdir(parents=True)
     Saver(config, run.saver.state, run.saver.record).after(run.resumed.step, stopping=True)

@@ -46,7 +46,7 @@ def copies(flags: list[str]) -> dict[tuple[str, ...], np.ndarray]:
     run = build(flags)
     for step, batch, _ in run.batches():
         run.trainer.train_step(step, batch)
-    [module] = [module for module in run.trainer.modules if module.name == "text"]
+    [module] = [module for module in run.trainer.optimizer.modules if module.name == "text"]
     return {
         tuple(map(str, tensor_slice.rectangle)): module.whole_weight(name)[tensor_slice.place].float().numpy()
         for name, slices in module.own_map.items()

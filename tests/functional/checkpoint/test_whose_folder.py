@@ -51,7 +51,8 @@ def saves_apart(flags: list[str], folder: Path, where: str) -> str:
     _, batch, _ = next(iter(run.batches()))
     run.trainer.train_step(1, batch)
     if run.trainer.topology.rank == 1 and where == "the folder":
-        config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=folder / "elsewhere"))
+        config = run.trainer.job.config
+        config = replace(config, checkpoint=replace(config.checkpoint, dir=folder / "elsewhere"))
         run.saver.config = config
     lost = [] if where == "the folder" or run.trainer.topology.rank == 0 else ["tensors-1-0.safetensors"]
     real = storage.write_entries

@@ -154,7 +154,7 @@ def _behind() -> Iterator[list[str]]:
 
 
 def _gathers(run: Run) -> dict[str, WeightGathers]:
-    every: dict[str, Any] = {module.name: module.data_parallel for module in run.trainer.modules}
+    every: dict[str, Any] = {module.name: module.data_parallel for module in run.trainer.optimizer.modules}
     return {name: each.gathers for name, each in every.items() if each.gathers.buckets}
 
 
@@ -162,7 +162,7 @@ def _note_runs(run: Run, runs: list[LayerRun]) -> list[int]:
     """Note each run of a layer from now on, in the step that the list returned says."""
     now = [0]
     for name, gathers in _gathers(run).items():
-        [chunks] = [module.chunks for module in run.trainer.modules if module.name == name]
+        [chunks] = [module.chunks for module in run.trainer.optimizer.modules if module.name == name]
         for layer in (layer for chunk in chunks for layer in chunk.layers):
             read = set(map(id, layer.parameters()))
             own = (place for place, of in enumerate(gathers.buckets) if read & set(map(id, of.parameters)))

@@ -106,7 +106,7 @@ def flags(request: pytest.FixtureRequest, make_flags: MakeFlags) -> list[str]:
 def test_faults_name_module_rank_and_step(where: str, rank: int, value: float, flags: list[str]) -> None:
     """`value` is in one gradient of a module, or in the loss, on one rank."""
     run = jobs.build(flags)
-    models: dict[str, Any] = {module.name: module.chunks[0] for module in run.trainer.modules}
+    models: dict[str, Any] = {module.name: module.chunks[0] for module in run.trainer.optimizer.modules}
     here = run.trainer.topology.rank == rank
 
     def edit(module: str) -> None:

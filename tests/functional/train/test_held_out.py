@@ -122,7 +122,7 @@ def evaluated(flags: list[str]) -> tuple[list[EvaluationMetrics], int]:
     """
     run, live = build(flags), LiveBytes()
     with live.saving():
-        found = list(HeldOutEvaluation.build(run).after(run.config.train.iters))
+        found = list(HeldOutEvaluation.build(run).after(run.trainer.job.config.train.iters))
     return found, live.peak
 
 
