@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
+from megatron_hetero.layout.axes import Limit
 from megatron_hetero.layout.pipeline import LAYERS, PipelineStage
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.parts import FORWARD, TRAINED, Part, Passes, Site, Tokens, named
@@ -77,10 +78,20 @@ class Architecture:
         """Return the numbers of the layers that have parameters of a view."""
         return tuple(number for number, layer in enumerate(self.layers) if view in layer.views)
 
+    @cached_property
+    def limits(self) -> tuple[Limit, ...]:
+        """Limits of layouts, each with the layers whose it is."""
+        layers = dict[Limit, list[int]]()
+        for number, layer in enumerate(self.layers):
+            for limit in layer.attention.limits:
+                layers.setdefault(limit, []).append(number)
+        every = len(self.layers)
+        return tuple(limit._replace(layers=tuple(own) if len(own) < every else ()) for limit, own in layers.items())
+
     @property
     def heads(self) -> int:
-        """Greatest common divisor of the layers' query heads, which tp·sp has to divide."""
-        return math.gcd(*(layer.attention.heads for layer in self.layers))
+        """Greatest common divisor of what tp·sp has to divide in any layer; 0 if sp has no limit."""
+        return math.gcd(*(limit.size for limit in self.limits if "sp" in limit.axes))
 
     @property
     def kv_heads(self) -> int:

@@ -79,9 +79,9 @@ class ModelShapes:
         found = {}
         for name in self.modules:
             shape = self[name]
-            heads = shape.architecture.heads, shape.architecture.kv_heads
+            heads, limits = (shape.architecture.heads, shape.architecture.kv_heads), shape.architecture.limits
             kind = "text" if name == TEXT else "encoder"
-            found[name] = ModuleShape(name, *heads, shape.hidden, shape.layers, kind, shape.views, shape.parts)
+            found[name] = ModuleShape(name, *heads, shape.hidden, shape.layers, kind, shape.views, shape.parts, limits)
         return found
 
 

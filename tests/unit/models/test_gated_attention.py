@@ -19,12 +19,15 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5TextRotaryEmbedding,
 )
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.megatron import ModuleGroups, prepare, prepare_globals
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share, load_slices
+from megatron_hetero.layout.axes import Limit
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.families.qwen3_vl.shapes import TextShape
+from megatron_hetero.layout.modules import resolve
+from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.layers import attention, layer
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.backend import TORCH
@@ -33,6 +36,7 @@ from megatron_hetero.models.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.layers.parts import FORWARD, AttentionPart, Site, Tokens
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.layers.rotary import MultimodalRotary
+from megatron_hetero.models.shapes import ModelShapes
 from tests.support.ranks import on_ranks
 from tests.unit.models.packs import assign
 
@@ -250,3 +254,33 @@ def test_a_family_gives_each_layer_its_own_attention_and_norms() -> None:
     assert {norm.offset for norm in [*norms, final]} == {1}  # pyright: ignore[reportAttributeAccessIssue]
     assert mixed.rotary.width == 8 and plain.rotary.width == 16
     assert mixed.rotary.table(torch.zeros(3, 5, dtype=torch.int64)).shape == (2, 5, 8)
+
+
+@dataclass(frozen=True)
+class Unlimited(SelfAttention):
+    """A kind of layer whose exchange over sp takes any number of heads."""
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        return (Limit(("tp",), self.heads, "unlimited attention"),)
+
+
+@dataclass(frozen=True)
+class OtherShape(TextShape):
+    def attention(self, number: int) -> AttentionPart:
+        plain = super().attention(number)
+        return Unlimited(**vars(plain) | {"heads": 6, "kv_heads": 6}) if number % 2 == 0 else plain
+
+
+def test_limits_of_a_layout_are_those_of_its_layers() -> None:
+    plain = TextShape(4, 32, 4, 2, 16, 48, 64, False, 1e4, (4, 2, 2), 1e-6, 64)
+    assert plain.architecture.limits == (Limit(("tp", "sp"), 4),)
+    vision = VisionShape(1, 32, 4, 8, 3, 14, 2, 2, 32, 1e4, table_side=2, deepstack=())
+    shape = ModelShapes({"vision": vision}, OtherShape(**vars(plain))).module_shapes()["text"]
+    assert resolve({"text": "tp:2,sp:2"}, {"text": shape}, 4)["text"].sp == 2
+    for text, found in (
+        ("sp:8", "attention of layers 1, 3 has 4 heads, under tp:1 and sp:8, expected tp·sp to divide 4"),
+        ("tp:4", "unlimited attention of layers 0, 2 has 6 heads, under tp:4, expected tp to divide 6"),
+    ):
+        with pytest.raises(UserError, match=found):
+            resolve({"text": text}, {"text": shape}, 8)
