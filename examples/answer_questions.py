@@ -36,7 +36,6 @@ from megatron_hetero.data.records import Dataset, Reading, Record
 from megatron_hetero.data.tokenizer import check_folder
 from megatron_hetero.data.validation import item_fields
 from megatron_hetero.groups.launch import ended
-from megatron_hetero.layout.names import VISION
 from megatron_hetero.models.items.types import Piece
 
 _MARKS = re.compile("<image>|<video>")
@@ -167,7 +166,7 @@ def _device(text: str) -> str:
 def _answer(given: argparse.Namespace) -> None:
     disable_progress_bar()
     check_folder(given.hf_dir)
-    fields = item_fields({VISION: ("image", "video")})
+    fields = item_fields({"vision": ("image", "video")})
     entry = DatasetConfig(annotations=given.annotations, images=given.images)
     questions = Dataset("questions", entry, Reading(fields, cache_folder("records")))
     records = [questions[k] for k in range(len(questions))[: given.limit]]

@@ -13,7 +13,7 @@ from benchmarks.measuring.memory import Memory
 from benchmarks.measuring.recording import ActionWatch, LiveActivations
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings

@@ -22,7 +22,7 @@ from megatron_hetero.data.partition import MicroBatchShare
 from megatron_hetero.estimate.shards import AssumedBatch
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.hf.weight_map import TensorSlice
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.weights import STD, stored_shapes

@@ -9,7 +9,7 @@ from functools import cached_property
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.shards import AssumedBatch
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.layers.parts import Tokens
 from tests.fake_cuda.cases import SMALL, Case

@@ -48,7 +48,7 @@ from megatron_hetero.data.tokenizer import export_changes
 from megatron_hetero.hf.model_files import CONFIG, ENCODERS, SHARD_BYTES, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import TensorSlice
-from megatron_hetero.job import DTYPES
+from megatron_hetero.job.job import DTYPES
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.folders import sound
 from megatron_hetero.models.shapes import ModelShapes

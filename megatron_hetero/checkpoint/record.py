@@ -18,12 +18,13 @@ from megatron_hetero.base.files import read_bytes, read_text
 from megatron_hetero.checkpoint.contents import expected_shapes
 from megatron_hetero.checkpoint.index import RANDOM, Shape
 from megatron_hetero.config.fields import children, wrong
+from megatron_hetero.config.modules import require_encoder_name
 from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.config.schema import Config
-from megatron_hetero.config.sections import Overridable, require_encoder_name
+from megatron_hetero.config.sections import Overridable
 from megatron_hetero.data.processor import TEXT_FILES, VISION_FILES, check_folder
 from megatron_hetero.hf.model_files import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
-from megatron_hetero.layout.names import VISION
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders
 from megatron_hetero.models.frozen import frozen_tensors
 from megatron_hetero.models.shapes import ModelShapes
@@ -92,8 +93,8 @@ class ModelSources:
 
     @property
     def companions(self) -> dict[str, Path]:
-        """Folder of the configuration and processor of each encoder; see `model_writer`."""
-        return {VISION: self.model, **self.encoders}
+        """Folders of configuration and processor of `text` and of further encoders; see `model_writer`."""
+        return {TEXT: self.model, **self.encoders}
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -244,8 +245,9 @@ class RunRecord:
     def _setting(self, name: str) -> str:
         if name == "data.datasets":
             return ", ".join(map(str, self.datasets))
-        if name == "model.encoders":  # Without their folders, which are compared by content.
-            own = self.config["model"].get("encoders") or {}
+        if name == "modules":  # Further encoders, without their folders, which are compared by content.
+            rows = self.config.get("modules") or {}
+            own = {encoder: row for encoder, row in rows.items() if row.get("hf_path")}
             given = {encoder: {**values, "hf_path": None} for encoder, values in own.items()}
             return str({name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()})
         *sections, field = name.split(".")

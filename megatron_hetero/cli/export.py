@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", type=a_path, metavar="DIR", help="new location of model.hf_path")
     parser.add_argument("--vision", type=a_path, metavar="DIR", help="new location of model.hf_path_vision")
-    add_encoders(parser, "new location of model.encoders.NAME.hf_path")
+    add_encoders(parser, "new location of modules.NAME.hf_path")
     parser.add_argument(
         "--shard-gb",
         type=_positive,

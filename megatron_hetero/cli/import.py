@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help=f"{titles()} folder, as for model.hf_path")
     parser.add_argument("checkpoint", type=a_path, metavar="CHECKPOINT", help="output folder: new or empty")
     parser.add_argument("--vision", type=a_path, metavar="DIR", help="as model.hf_path_vision")
-    add_encoders(parser, "as model.encoders.NAME.hf_path (default: those in HF_DIR/encoders)")
+    add_encoders(parser, "as modules.NAME.hf_path (default: those in HF_DIR/encoders)")
     parser.add_argument("--fresh-projector", action="store_true", help="as model.fresh_projector")
     parser.add_argument("--seed", type=int, help="seed of a fresh projector, as train.seed (default 0)")
     return parser

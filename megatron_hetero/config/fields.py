@@ -9,8 +9,10 @@ from typing import Any, NewType, TypeVar, cast, get_args, get_origin, get_type_h
 from megatron_hetero.base.errors import UserError
 
 T = TypeVar("T")
-NAMED = {"registry": "NAME", "encoders": "NAME", "fields": "FIELD"}
-"""Mappings whose keys are names that the user chooses, as help texts call them; the keys of all others are modules."""
+NAMED = {"registry": "NAME", "fields": "FIELD"}
+"""Mappings whose keys are names that the user chooses, as help texts call them."""
+MODULES = "modules"
+"""The mapping whose keys are modules, whose settings have short flags: `--MODULE-zero` for `modules.MODULE.zero`."""
 Pattern = NewType("Pattern", str)
 """The absolute path of a file or folder, with wildcards, or the URL of an object in a store."""
 
@@ -74,12 +76,26 @@ def _check_bounds(name: str, value: float, bounds: Mapping[str, float]) -> None:
 
 def wrong(name: str, found: object, expected: str, because: str, fix: str) -> UserError:
     """The error for a setting with a wrong value."""
-    return UserError.at(f"{name} (--{name})", found=str(found), expected=expected, because=because, fix=fix)
+    return UserError.at(f"{name} ({flag_of(name)})", found=str(found), expected=expected, because=because, fix=fix)
 
 
 def unused(name: str, found: object, because: str, fix: str) -> UserError:
     """The error for a setting without effect: a user's setting is never silently ignored."""
     return wrong(name, found, "no value", because, fix)
+
+
+def check_pixels(section: str, low: int | None, high: int | None) -> None:
+    """Check that `min_pixels` of a section is no larger than its `max_pixels`. Raises `UserError`."""
+    if low is not None and high is not None and low > high:
+        fix = f"lower it, or raise {section}.max_pixels"
+        raise wrong(f"{section}.min_pixels", low, f"≤ {section}.max_pixels = {high}", "no image could fit", fix)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting: `--train.iters`, and `--text-zero` for `modules.text.zero`."""
+    section, _, rest = name.partition(".")
+    module, dot, setting = rest.partition(".")
+    return f"--{module}-{setting}" if section == MODULES and dot else f"--{name}"
 
 
 def children(kind: object) -> dict[str, object] | None:

@@ -1,7 +1,7 @@
 """The command line: a flag is the path of a setting, ``--train.iters 20``, ``--data.registry.NAME.images DIR``.
 
-Lists take several values (``--data.datasets a b%50``). ``--MODULE-parallel X`` is short for
-``--parallel.MODULE X``. Relative paths start from the current directory.
+Lists take several values (``--data.datasets a b%50``). ``--MODULE-zero 3`` is short for ``--modules.MODULE.zero 3``:
+before the first dot, the first ``-`` ends a module's name. Relative paths start from the current directory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from rich.text import Text
 
 from megatron_hetero.base.environment import LAUNCHER
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.fields import NAMED, children, is_leaf, item_type, shown_name
+from megatron_hetero.config.fields import MODULES, NAMED, children, is_leaf, item_type, shown_name
 from megatron_hetero.config.load import Setting, Tree, describe, step
+from megatron_hetero.config.modules import MODULE_NAME, NO_MODULES
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
-from megatron_hetero.layout.names import TEXT, VISION
+from megatron_hetero.layout.names import TEXT
+
+_MODULE_FLAG = "--MODULE-"
 
 
 class EstimateRequest(NamedTuple):
@@ -120,11 +123,12 @@ def _one(flag: str, values: list[str]) -> str:
 
 
 def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
-    short = re.fullmatch(r"--([^.]+)-parallel", flag)
-    path = ("parallel", short[1]) if short else tuple(flag.removeprefix("--").split("."))
+    path = _path_of(flag)
     kind: object = root
+    is_short = path[0] == MODULES and not flag.startswith(f"--{MODULES}.")
     for i, name in enumerate(path):
-        if is_leaf(kind) or not name or (i == 0 and name not in (children(root) or {})):
+        known = children(kind)
+        if is_leaf(kind) or not name or (known is not None and name not in known and (i == 0 or is_short)):
             raise _no_such_flag(flag, root)
         kind = step(kind, name, path[:i], flag)
     if not is_leaf(kind):
@@ -138,9 +142,20 @@ def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
     tree[last] = Setting(value, flag, Path.cwd())
 
 
+def _path_of(flag: str) -> tuple[str, ...]:
+    """The path of a flag's setting."""
+    first, *rest = flag.removeprefix("--").split(".")
+    module, dash, setting = first.partition("-")
+    named = dash and MODULE_NAME.fullmatch(module) and module not in NO_MODULES
+    return (MODULES, module, setting, *rest) if named else (first, *rest)
+
+
 def _no_such_flag(flag: str, root: type) -> UserError:
-    below = [row.flag for row in flag_rows(root) if row.flag.startswith(f"{flag}.")]
-    known = [*(row.flag for row in flag_rows(root)), *(f"--{module}-parallel" for module in (VISION, TEXT))]
+    rows = [row.flag for row in flag_rows(root)]
+    path = _path_of(flag)
+    of_module = f"--{path[1]}-" if path[0] == MODULES and len(path) > 2 else f"--{TEXT}-"
+    known = [row.replace(_MODULE_FLAG, of_module) for row in rows]
+    below = [row for row in known if row.startswith(f"{flag}.")]
     guess = f" (a section with {', '.join(below)})" if below else did_you_mean(flag, known)
     return UserError.at(flag, problem=f"unknown flag{guess}", fix="see --help")
 
@@ -187,12 +202,12 @@ def _rows(kind: object, prefix: str) -> Iterator[FlagRow]:
             yield from _rows(inner, f"{prefix}{name}.")
         elif is_leaf(inner):
             yield FlagRow(f"{prefix}{name}", describe(inner), default, text)
-        elif name == "parallel":
-            yield FlagRow("--MODULE-parallel", "layout", default, text)
+        elif name == MODULES:
+            yield from _rows(item_type(inner), _MODULE_FLAG)
         elif is_dataclass(item := item_type(inner)):
-            yield from _rows(item, f"{prefix}{name}.{NAMED.get(name, 'MODULE')}.")
+            yield from _rows(item, f"{prefix}{name}.{NAMED[name]}.")
         else:
-            yield FlagRow(f"{prefix}{name}.{NAMED.get(name, 'MODULE')}", describe(item), default, text)
+            yield FlagRow(f"{prefix}{name}.{NAMED[name]}", describe(item), default, text)
 
 
 def _default(f: Field[Any]) -> str:

@@ -25,7 +25,7 @@ import yaml
 from megatron_hetero.base.contents import is_url
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import read_text, unusable
-from megatron_hetero.config.fields import Pattern, children, is_leaf, item_type, shown_name
+from megatron_hetero.config.fields import MODULES, Pattern, children, is_leaf, item_type, shown_name
 from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
@@ -196,7 +196,9 @@ def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
         what = f"field of {'.'.join(path)}" if path else "section"
         found = f"`{'.'.join((*path, name))}`{did_you_mean(name, known)}"
         expected = f"a {what}, one of {', '.join(known)}"
-        raise UserError.at(where, found=found, expected=expected, fix="rename or remove it")
+        of_layout = path[:1] == (MODULES,) and ":" in name  # What a comma leaves of `{parallel: tp:4,dp:2}`.
+        fix = "quote layouts with commas inside braces" if of_layout else "rename or remove it"
+        raise UserError.at(where, found=found, expected=expected, fix=fix)
     return known[name]
 
 

@@ -52,7 +52,6 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "sgd"] = option("adamw", "AdamW, or plain SGD without momentum and weight decay.")
     lr: float = option(1e-5, "Peak learning rate.", above=0)
     min_lr: float = option(0.0, "Final learning rate of the linear and cosine schedules.", at_least=0)
-    lr_vision: float | None = option(None, "Peak learning rate of the encoders; min_lr scales with it.", "lr", above=0)
     lr_projector: float | None = option(
         None, "Peak learning rate of the projectors; min_lr scales with it.", "lr", above=0
     )
@@ -83,7 +82,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
-    """Section `precision.MODULE`: dtypes of optimizer states and gradients, with bfloat16 weights."""
+    """Section `modules.MODULE.precision`: dtypes of optimizer states and gradients, with bfloat16 weights."""
 
     master: Literal["float32", "split", "none"] = option(
         "float32",
@@ -102,7 +101,7 @@ FP32 = PrecisionConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig(Section):
-    """Section `offload.MODULE`: what a module stores in host memory."""
+    """Section `modules.MODULE.offload`: what a module stores in host memory."""
 
     states: bool = option(False, "Keep master weights and moments in host memory; updates stream them.")
     activations: bool = option(

@@ -5,20 +5,20 @@ Flags override the YAML file, which overrides the defaults.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Literal
 
 import yaml
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import resolved
 from megatron_hetero.base.outputs import is_ours, lock_of
-from megatron_hetero.config.fields import NAMED, Section, check_values, option, shown_name, unused, wrong
+from megatron_hetero.config.fields import Section, check_values, option, shown_name, unused, wrong
 from megatron_hetero.config.flags import EstimateRequest, read_flags, without_plan
 from megatron_hetero.config.load import Tree, build, merge, read_yaml
-from megatron_hetero.config.optimizers import FP32, OPTIMIZERS, OffloadConfig, OptimizerConfig, PrecisionConfig
+from megatron_hetero.config.modules import ModuleConfig
+from megatron_hetero.config.optimizers import OptimizerConfig
 from megatron_hetero.config.sections import (
     BoundaryConfig,
     CheckpointConfig,
@@ -31,8 +31,8 @@ from megatron_hetero.config.sections import (
     ScheduleConfig,
     TrainConfig,
 )
-from megatron_hetero.layout.grammar import did_you_mean
-from megatron_hetero.layout.names import parts_of
+
+_DEFAULT = ModuleConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,58 +44,50 @@ class Config(Section):
     """
 
     model: ModelConfig
-    parallel: Mapping[str, str] = option(
-        {},
-        "Layout of a module, such as `sp:8` or `tp:4,dp:2@0-7`; `ep` divides experts: `tp:4,dp:2,ep:8`.",
-        "dp over all ranks",
-    )
-    parallel_layers: Mapping[str, tuple[int, ...]] = option(
-        {}, "Layers per pipeline stage of a module, in order, such as `10 18`.", "even"
-    )
+    modules: Mapping[str, ModuleConfig] = option({}, "Settings of each module.")
     data: DataConfig
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    precision: Mapping[str, PrecisionConfig] = option({}, "Optimizer states and gradients of a module.")
-    offload: Mapping[str, OffloadConfig] = option({}, "What a module keeps in host memory.")
-    zero: Mapping[str, Literal[1, 2, 3]] = option(
-        {},
-        "ZeRO stage of a module: what its dp, sp and cp ranks shard. 1: AdamW's states; 2: also gradients; 3: also "
-        "weights, gathered layer by layer (FSDP2).",
-        "1",
-    )
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     plan: EstimateConfig = field(default_factory=EstimateConfig)
 
-    def precision_of(self, module: str) -> PrecisionConfig:
-        """Dtypes of a module's optimizer states and gradients."""
-        return self.precision.get(module, FP32)
+    def row(self, module: str) -> ModuleConfig:
+        """The settings of a module."""
+        return self.modules.get(module, _DEFAULT)
 
-    def offload_of(self, module: str) -> OffloadConfig:
-        """What a module keeps in host memory."""
-        return self.offload.get(module, OffloadConfig())
+    @property
+    def further(self) -> dict[str, ModuleConfig]:
+        """The settings of further encoders, by name."""
+        return {name: row for name, row in self.modules.items() if row.hf_path is not None}
 
-    def zero_of(self, module: str) -> int:
-        """The ZeRO stage of a module."""
-        return self.zero.get(module, 1)
+    @property
+    def further_folders(self) -> dict[str, Path]:
+        """The folders of further encoders, by name."""
+        return {name: row.hf_path for name, row in self.modules.items() if row.hf_path is not None}
+
+    @property
+    def layer_backend(self) -> str:
+        """`model.backend`, where `auto` becomes `torch` if `model.compile` or a `tp_overlap` needs it."""
+        ours = self.model.compile != "none" or any(row.tp_overlap > 1 for row in self.modules.values())
+        return "torch" if self.model.backend == "auto" and ours else self.model.backend
 
     def __post_init__(self) -> None:
         check_values(self)
 
     def _check(self, section: str) -> None:
         _check_training(self)
-        _check_states(self)
         _check_evaluation(self)
         _check_paths(self)
 
 
 def _check_training(config: Config) -> None:
     """Check the settings of steps against those of data and model."""
-    train, optimizer, model = config.train, config.optimizer, config.model
+    train, optimizer = config.train, config.optimizer
     tokens, longest = train.tokens_per_micro_batch, config.data.max_seq_length
     if tokens is not None and tokens < longest:
         fix = f"raise it, or try `--data.max_seq_length {tokens}`"
@@ -108,47 +100,6 @@ def _check_training(config: Config) -> None:
     if optimizer.warmup_iters == train.iters and optimizer.min_lr:
         why, fix = f"all {train.iters} steps are warm-up", "remove it, or lower optimizer.warmup_iters"
         raise unused("optimizer.min_lr", optimizer.min_lr, why, fix)
-    encoders, projectors = zip(*(parts_of(name) for name in model.encoder_names), strict=True)
-    rates = {"lr_vision": (optimizer.lr_vision, encoders), "lr_projector": (optimizer.lr_projector, projectors)}
-    for name, (rate, parts) in rates.items():
-        if rate is not None and set(model.freeze).issuperset(parts):
-            why, fix = f"model.freeze and model.train leave {', '.join(parts)} frozen", "remove it, or train one"
-            raise unused(f"optimizer.{name}", rate, why, fix)
-
-
-def _check_states(config: Config) -> None:
-    """Check that optimizer states, gradients and activations with settings of their own exist."""
-    fp32, kind = config.model.dtype == "float32", OPTIMIZERS[config.optimizer.name]
-    for module, chosen in config.precision.items():
-        for f in fields(chosen):
-            name, value = f"precision.{module}.{f.name}", getattr(chosen, f.name)
-            if value == f.default:
-                continue
-            if fp32 and f.name in ("master", "gradients"):
-                why, fix = "weights in float32 are their own masters", "remove it, or set model.dtype to bfloat16"
-                raise unused(name, value, why, fix)
-            if f.name == "moments" and not kind.moments:
-                why, fix = f"optimizer.name is {kind.name}, which keeps no moments", "remove it, or use adamw"
-                raise unused(name, value, why, fix)
-            _require_trained(config, module, name, value)
-    for module, chosen in config.offload.items():
-        if chosen.states:
-            name = f"offload.{module}.states"
-            if not kind.moments and (fp32 or config.precision_of(module).master == "none"):
-                raise unused(name, True, f"{kind.name} keeps no states of this module", "remove it")
-            _require_trained(config, module, name, True)
-        # The layers of a frozen text module keep activations for the gradients of encoders.
-        if chosen.activations and module in config.model.encoder_names and module in config.model.freeze:
-            why, fix = f"{module} is frozen and its layers have no backward pass", f"remove it, or train {module}"
-            raise unused(f"offload.{module}.activations", True, why, fix)
-    for module, zero in config.zero.items():
-        if zero == 2 and config.model.is_frozen(module):
-            raise unused(f"zero.{module}", zero, f"{module} is frozen and has no gradients", "remove it, or use 3")
-
-
-def _require_trained(config: Config, module: str, name: str, value: object) -> None:
-    if config.model.is_frozen(module):
-        raise unused(name, value, f"{module} is frozen and not updated", "remove it")
 
 
 def _check_evaluation(config: Config) -> None:
@@ -176,7 +127,7 @@ def _check_paths(config: Config) -> None:
     gone = {target, lock_of(target)}
     for setting, path in places.items():
         replaced = bool(gone & {path, *path.parents})
-        if replaced or (setting.startswith("model.") and path in target.parents):
+        if replaced or (setting.startswith(("model.", "modules.")) and path in target.parents):
             expected = f"a folder separate from {setting} ({path})"
             because = "the export replaces the whole folder" if replaced else "a model folder holds one model"
             raise wrong("export.hf_dir", config.export.hf_dir, expected, because, "choose another")
@@ -187,7 +138,7 @@ def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
     """All paths but the export, by setting."""
     model, resume = config.model, config.checkpoint.resume
     paths: dict[str, Path | None] = {"model.hf_path": model.hf_path, "model.hf_path_vision": model.hf_path_vision}
-    paths |= {f"model.encoders.{name}.hf_path": encoder.hf_path for name, encoder in model.encoders.items()}
+    paths |= {f"modules.{name}.hf_path": folder for name, folder in config.further_folders.items()}
     for name, dataset in config.data.registry.items():
         setting = f"data.registry.{name}"
         paths |= {f"{setting}.annotations": dataset.annotations, f"{setting}.images": dataset.images}
@@ -255,25 +206,11 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
         yield from _flat(below, f"{name}.{part}" if name else part)
 
 
-def require_modules(config: Config, modules: Iterable[str]) -> None:
-    """Check that per-module settings name modules of the model.
-
-    Raises:
-        UserError: a setting names an unknown module.
-    """
-    known = list(modules)
-    for prefix, section in (("", config), ("model.", config.model)):
-        for f in fields(section):
-            value = getattr(section, f.name)
-            for name in value if isinstance(value, Mapping) and f.name not in NAMED else ():
-                if name not in known:
-                    where, found = f"{prefix}{f.name}.{name}", f"module `{name}`{did_you_mean(name, known)}"
-                    because, fix = "the model has no other modules", "rename or remove it"
-                    raise wrong(where, found, f"one of {', '.join(known)}", because, fix)
-
-
 def _plain(value: object) -> object:
-    """Values as YAML types: lists for tuples, text for paths."""
+    """Values as YAML types: lists for tuples, text for paths. Of modules, those that differ from the default."""
+    if isinstance(value, ModuleConfig):
+        given = (f for f in fields(value) if getattr(value, f.name) != getattr(_DEFAULT, f.name))
+        return {f.name: _plain(getattr(value, f.name)) for f in given}
     if is_dataclass(value):
         return {shown_name(f): _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, dict):

@@ -16,48 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_hetero.base.contents import is_url
-from megatron_hetero.base.errors import UserError, is_pattern
-from megatron_hetero.config.fields import Pattern, Section, option, required, shown_name, unused, wrong
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.fields import Pattern, Section, check_pixels, option, required, shown_name, unused, wrong
 from megatron_hetero.layout.grammar import did_you_mean
-from megatron_hetero.layout.names import TEXT, VISION, parts_of
-
-_ENCODER_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_RESERVED = frozenset(
-    {VISION, TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "boundary", "pipeline"}
-    | {"model", "visual", "lm_head"}
-)
-"""Names that mean something else in flags, records, metrics or tensors' names."""
-
-
-def require_encoder_name(name: str, where: str) -> None:
-    """Check the name of an additional encoder. Raises `UserError`."""
-    if not _ENCODER_NAME.fullmatch(name) or name in _RESERVED or name.endswith("_projector"):
-        because, fix = "flags and records use it", "rename the encoder, for example `detail`"
-        expected = "an unreserved name of a-z, 0-9 and _"
-        raise UserError.at(where, found=f"the name `{name}`", expected=expected, because=because, fix=fix)
-
-
-def _check_pixels(section: str, low: int | None, high: int | None) -> None:
-    if low is not None and high is not None and low > high:
-        fix = f"lower it, or raise {section}.max_pixels"
-        raise wrong(f"{section}.min_pixels", low, f"≤ {section}.max_pixels = {high}", "no image could fit", fix)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderConfig(Section):
-    """An additional encoder, an entry of `model.encoders`."""
-
-    hf_path: Path = required("Vision-language model folder whose encoder becomes the additional encoder NAME.")
-    token: str = required("Placeholder token of its rows, such as `<|video_pad|>`.")
-    min_pixels: int | None = option(
-        None, "Minimum image area in pixels; smaller images are upscaled.", "its folder's", at_least=1
-    )
-    max_pixels: int | None = option(
-        None, "Maximum image area in pixels; larger images are downscaled.", "its folder's", at_least=1
-    )
-
-    def _check(self, section: str) -> None:
-        _check_pixels(section, self.min_pixels, self.max_pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,44 +34,12 @@ class ModelConfig(Section):
         False, "Reinitialize the vision projector, as is always done if its width does not match."
     )
     dtype: Literal["float32", "bfloat16"] = option("bfloat16", "Dtype of weights and activations.")
-    encoders: Mapping[str, EncoderConfig] = option(
-        {}, "Additional encoders by name; `<NAME>` in a human turn stands for an image from the record's field NAME."
-    )
     freeze: tuple[str, ...] = option(
         (),
-        "Parts to freeze (vision, projector, text; NAME and NAME_projector of an additional encoder), or "
+        "Parts to freeze (vision, projector, text; NAME and NAME_projector of a further encoder), or "
         "patterns of tensor names, such as `model.layers.*.mlp.*`.",
     )
     train: tuple[str, ...] = option((), "Parts and patterns that train, all others being frozen. Empty: all.")
-    recompute: Mapping[str, Literal["none", "selective", "full"] | int] = option(
-        {},
-        "Activation recomputation: selective (no matrix product), full (all layers), or the number of layers "
-        "to recompute at the start of each pipeline stage.",
-        "none",
-        at_least=1,
-    )
-    chunk: Mapping[str, int] = option(
-        {},
-        "Tokens of a rank per MLP call; the backward pass recomputes the first matrix product. 0: all at once.",
-        "0",
-        at_least=0,
-    )
-    patches_per_call: Mapping[str, int] = option(
-        {},
-        "Maximum patches per call of an encoder for each of a replica's sp * cp ranks, on average; more take several "
-        "calls, which the backward pass repeats. 0: unlimited.",
-        "0",
-        at_least=0,
-    )
-    tp_overlap: Mapping[str, int] = option(
-        {},
-        "Parts in which layers exchange activations over tp, overlapped with matrix products. 1: no overlap.",
-        "1",
-        at_least=1,
-    )
-    sequence_parallel: Mapping[str, bool] = option(
-        {}, "Megatron sequence parallelism: split activations along the sequence over tp.", "true"
-    )
     router_aux_loss_coef: float = option(
         0.0,
         "Coefficient of the loss that balances experts, as in transformers for each sample, weighted by supervised "
@@ -120,63 +49,20 @@ class ModelConfig(Section):
     backend: Literal["auto", "torch", "te"] = option(
         "auto",
         "Layers: PyTorch, Transformer Engine, or auto (Transformer Engine if installed, without model.compile "
-        "and model.tp_overlap).",
+        "and tp_overlap).",
     )
     compile: Literal["none", "layers"] = option(
         "none",
         "Compile (torch.compile) what layers compute between matrix products, attention and communication.",
     )
 
-    @property
-    def layer_backend(self) -> str:
-        """`backend`, where `auto` becomes `torch` if `compile` or `tp_overlap` needs it."""
-        ours = self.compile != "none" or any(parts > 1 for parts in self.tp_overlap.values())
-        return "torch" if self.backend == "auto" and ours else self.backend
-
-    @property
-    def encoder_names(self) -> tuple[str, ...]:
-        """All encoders, first the one of `hf_path`."""
-        return (VISION, *self.encoders)
-
-    @property
-    def encoder_folders(self) -> dict[str, Path]:
-        """The folders of additional encoders, by name."""
-        return {name: encoder.hf_path for name, encoder in self.encoders.items()}
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts that can be frozen."""
-        return tuple(part for module in (*self.encoder_names, TEXT) for part in parts_of(module))
-
-    def is_frozen(self, module: str) -> bool:
-        """Whether all parts of a module are frozen."""
-        return set(self.freeze).issuperset(parts_of(module))
-
     def _check(self, section: str) -> None:
-        for name in self.encoders:
-            require_encoder_name(name, f"{section}.encoders (--{section}.encoders)")
         for where, entries in ((f"{section}.freeze", self.freeze), (f"{section}.train", self.train)):
-            for part in entries:
-                if part not in self.parts and not is_pattern(part):
-                    found = f"`{part}`{did_you_mean(part, self.parts)}"
-                    expected, why = f"some of {', '.join(self.parts)}", "the model has no other parts"
-                    raise wrong(where, found, expected, why, "rename or remove it")
             if len(set(entries)) != len(entries):
                 raise wrong(where, ", ".join(entries), "each part once", "", "remove the duplicate")
-        if set(self.freeze) == set(self.parts):
-            problem = f"freezes all of {', '.join(self.parts)}, which leaves nothing to train"
-            raise UserError.at(f"{section}.freeze (--{section}.freeze)", problem=problem, fix="remove one")
         if self.compile != "none" and self.backend == "te":
             why, fix = "Transformer Engine has kernels of its own", "remove it, or set model.backend to torch"
             raise wrong(f"{section}.compile", self.compile, "none with model.backend te", why, fix)
-        if TEXT in self.patches_per_call:
-            why, fix = f"{TEXT} is no encoder", f"set {section}.chunk.{TEXT} to bound its memory, and remove it"
-            raise unused(f"{section}.patches_per_call.{TEXT}", self.patches_per_call[TEXT], why, fix)
-        for module, how in self.recompute.items():
-            # A text module without trained weights still passes gradients on to encoders.
-            if how != "none" and module in self.encoder_names and self.is_frozen(module):
-                why = f"{module} is frozen and has no backward pass"
-                raise unused(f"{section}.recompute.{module}", how, why, "remove it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,7 +269,7 @@ class DataConfig(Section):
             why, fix = "there is nothing to train on", "add one"
             raise wrong(f"{section}.datasets", "an empty list", "at least one name", why, fix)
         self.require_registered(f"{section}.datasets", (SampledDataset.parse(text).name for text in self.datasets))
-        _check_pixels(section, self.min_pixels, self.max_pixels)
+        check_pixels(section, self.min_pixels, self.max_pixels)
         if self.bad_records == "stop" and self.max_bad_share != DataConfig.max_bad_share:
             why, fix = "the first bad record stops the run", f"set {section}.bad_records to skip, or remove it"
             raise unused(f"{section}.max_bad_share", self.max_bad_share, why, fix)
@@ -517,7 +403,7 @@ Overridable = Literal[
     "data.supervised_turns", "data.min_pixels", "data.max_pixels", "data.video.rules", "data.video.fps",
     "data.video.min_frames", "data.video.max_frames", "data.video.frame_pixels", "data.video.total_pixels",
     "data.video.text_after", "data.video.marks", "train.seed", "train.global_batch_size",
-    "train.patches_per_micro_batch", "model.router_aux_loss_coef", "model.encoders", "model.hf_path",
+    "train.patches_per_micro_batch", "model.router_aux_loss_coef", "modules", "model.hf_path",
 ]  # fmt: skip
 """Settings that `checkpoint.allow_changes` lets differ from the checkpoint's: they change what is trained."""
 
@@ -538,7 +424,7 @@ class CheckpointConfig(Section):
     allow_changes: tuple[Overridable, ...] = option(
         (),
         "Settings that may differ from the checkpoint's; model.hf_path allows changed configuration, "
-        "tokenizer and processor files.",
+        "tokenizer and processor files; modules, other further encoders.",
     )
 
     def _check(self, section: str) -> None:

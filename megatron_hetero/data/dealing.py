@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_hetero.data.balance import UNLIMITED, fill_bins, into_rounds
 from megatron_hetero.data.packing import TokenizedSample
-from megatron_hetero.job import BatchShape, Budget, JobSpec, samples_of
+from megatron_hetero.job.job import BatchShape, Budget, JobSpec, samples_of
 from megatron_hetero.models.items.types import ItemShape, Size
 
 

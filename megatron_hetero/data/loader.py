@@ -45,7 +45,7 @@ from megatron_hetero.data.processor import Processor, ReaderProcesses
 from megatron_hetero.groups.collective import on_every, require_alike
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.items.types import Piece, Size
 

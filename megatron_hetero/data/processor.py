@@ -14,8 +14,8 @@ import numpy as np
 
 from megatron_hetero.base.errors import UserError, blaming
 from megatron_hetero.base.worker_process import Processes
+from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.schema import Config
-from megatron_hetero.config.sections import EncoderConfig
 from megatron_hetero.data import chat
 from megatron_hetero.data.item_fields import ItemField
 from megatron_hetero.data.packing import TokenizedSample
@@ -33,10 +33,9 @@ from megatron_hetero.data.tokenizer import (
     with_token_ids,
 )
 from megatron_hetero.data.validation import item_fields
-from megatron_hetero.layout.names import VISION
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_config
-from megatron_hetero.models.items.types import Block, ItemReader, Piece, Size
+from megatron_hetero.models.items.types import Block, ItemReader, ItemType, Piece, Size
 from megatron_hetero.models.registry import family_of
 
 # Marks of boxes and object names, which grounding data has in answers.
@@ -62,17 +61,17 @@ class Processor:
         cls,
         hf_path: Path,
         section: Any = None,
-        encoders: Mapping[str, EncoderConfig] | None = None,
+        encoders: Mapping[str, ModuleConfig] | None = None,
         hf_path_vision: Path | None = None,
     ) -> Processor:
         """Loads tokenizer and readers. Nothing is downloaded and no code of the folders runs.
 
         Args:
             hf_path: a model folder in `transformers` format.
-            section: settings for items of the encoder `vision`, see `ItemType.open`; None: the folder's settings.
+            section: settings for items of the model's own encoders, see `ItemType.open`; None: the folder's settings.
             encoders: further encoders.
-            hf_path_vision: a folder of the family that provides `vision` instead; `hf_path` then provides the tokenizer
-                only, see `ModelFolders`.
+            hf_path_vision: a folder of the family that provides these encoders instead; `hf_path` then provides the
+                tokenizer only, see `ModelFolders`.
 
         Raises:
             UserError: a file is missing or broken, or the files do not belong together.
@@ -85,16 +84,23 @@ class Processor:
         source, setting = (path, "model.hf_path") if hf_path_vision is None else (hf_path_vision, VISION_FOLDER)
         # An encoder whose placeholder is the token of a further type takes that type's place.
         claimed = {further.token for further in (encoders or {}).values()}
-        rows = [each.tokens.row for each in own.items]
-        tokens = [getattr(config, row) for row in rows if row == rows[0] or own.tokens[row] not in claimed]
-        readers = _open_readers(VISION, source, tokens, section, setting)
+        readers = dict[ItemField, ItemReader]()
+        for name, types in own.encoders.items():
+            kept = [each for each in types if each is types[0] or own.tokens[each.tokens.row] not in claimed]
+            fields = item_fields({name: [each.modality for each in kept]})
+            tokens = [getattr(config, each.tokens.row) for each in kept]
+            readers |= _open_readers(fields, kept, source, tokens, section, setting)
         parts = {each.modality: each.chat_part(section, own.tokens[each.tokens.row]) for each in own.items}
         shown = {field: parts[field.modality] for field in readers}
         start, end = _around(own)
         for name, further in (encoders or {}).items():
             taken = {reader.token_id: f"stands for images of {field.encoder}" for field, reader in readers.items()}
+            assert further.hf_path is not None and further.token is not None, "a further encoder has both"
             number = _token_of(name, further.token, tokenizer, taken, config)
-            opened = _open_readers(name, further.hf_path, [number], further, f"model.encoders.{name}.hf_path")
+            setting = f"modules.{name}.hf_path"
+            types = family_of(read_config(further.hf_path, setting).model_type).items[:1]
+            fields = item_fields({}, {name: [types[0].modality]})
+            opened = _open_readers(fields, types, further.hf_path, [number], further, setting)
             readers |= opened
             # Chat templates do not know it.
             shown |= {field: {"type": "text", "text": f"{start}{further.token}{end}"} for field in opened}
@@ -255,24 +261,28 @@ class ReaderProcesses(Processes):
 def open_processor(config: Config) -> Processor:
     """The tokenizer of `model.hf_path` and the readers of each encoder. Raises `UserError`."""
     model = config.model
-    processor = Processor.from_folder(model.hf_path, config.data, model.encoders, model.hf_path_vision)
+    processor = Processor.from_folder(model.hf_path, config.data, config.further, model.hf_path_vision)
     return replace(processor, last_only=config.data.supervised_turns == "last")
 
 
 def _open_readers(
-    encoder: str, folder: Path, tokens: Sequence[int], section: Any, setting: str
+    fields: Sequence[ItemField],
+    types: Sequence[ItemType],
+    folder: Path,
+    tokens: Sequence[int],
+    section: Any,
+    setting: str,
 ) -> dict[ItemField, ItemReader]:
-    """The readers of an encoder's first item types, from the folder that `setting` names. `tokens`: for each type, the
-    token that stands for a row. Raises `UserError`.
+    """The readers of an encoder's item types, from the folder that `setting` names, by field. `tokens`: for each type,
+    the token that stands for a row. Raises `UserError`.
     """
     config = read_config(folder, setting)
-    types = family_of(config.model_type).items[: len(tokens)]
     check_files(folder, IMAGE_FILES)
     readers = []
     for each, token_id in zip(types, tokens, strict=True):
         with as_user_errors(folder, each.processor, setting):
             readers.append(each.open(folder, config, section, setting, token_id))
-    return dict(zip(item_fields({encoder: [each.modality for each in types]}), readers, strict=True))
+    return dict(zip(fields, readers, strict=True))
 
 
 def _open_text(path: Path, hf_path_vision: Path | None) -> tuple[Any, Any]:
@@ -311,7 +321,7 @@ def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], c
     else:
         return number
     raise UserError.at(
-        f"model.encoders.{name}.token",
+        f"modules.{name}.token (--{name}-token)",
         problem=f"{token!r} {what}",
         because=f"it must mark the rows of encoder {name} and nothing else",
         fix="try '<|vision_pad|>', which published models have and do not use, or without videos '<|video_pad|>'",

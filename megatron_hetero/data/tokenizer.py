@@ -19,7 +19,7 @@ from megatron_hetero.base.errors import UserError, in_short
 from megatron_hetero.base.files import MOST_JSON_BYTES, is_unfit, read_object
 from megatron_hetero.base.outputs import advice_to_export
 from megatron_hetero.hf.model_files import COMPANIONS, NESTED, PROCESSOR_FILES, Changes, require_own_files
-from megatron_hetero.layout.names import VISION
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import ModelFolders, read_config
 from megatron_hetero.models.registry import family_of, titles
@@ -167,13 +167,13 @@ def with_token_ids(folders: ModelFolders, tokenizer: Any) -> Any:
 
 
 def export_changes(folders: ModelFolders, config: Mapping[str, Any], encoders: Mapping[str, Path]) -> Changes:
-    """Files of an export that differ from the folder of each encoder, of `vision` from that of the language model.
-    `config`: the run's configuration; `encoders`: folders of further ones.
+    """Files of an export that differ from those of the model's folder, as `text`, and of each further encoder's.
+    `config`: the run's configuration; `encoders`: folders of further encoders.
     """
-    changes: dict[str, Mapping[str, str | None]] = {VISION: _model_files(folders, config.get("data") or {})}
+    changes: dict[str, Mapping[str, str | None]] = {TEXT: _model_files(folders, config.get("data") or {})}
     for name, folder in encoders.items():
-        family = family_of(read_config(folder, f"model.encoders.{name}.hf_path").model_type)
-        changes[name] = _processor_files(folder, family, config["model"]["encoders"][name])
+        family = family_of(read_config(folder, f"modules.{name}.hf_path").model_type)
+        changes[name] = _processor_files(folder, family, config["modules"][name])
     return changes
 
 

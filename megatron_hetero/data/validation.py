@@ -29,7 +29,6 @@ from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.data.item_fields import EMPTY, SETTINGS, ItemField, ItemRef, items_of, kind, with_settings, wrong
 from megatron_hetero.data.keys import FORMS, READ, THOUGHTS, WEIGHTS, unread
 from megatron_hetero.data.turns import ChatRole, Content, Turn
-from megatron_hetero.layout.names import VISION
 from megatron_hetero.models.items.types import Modality
 
 # Names of LLaVA and of chat templates; of LLaMA-Factory and ms-swift for tools.
@@ -62,22 +61,24 @@ class Parsed(NamedTuple):
     unread: Sequence[str] = ()
 
 
-def item_fields(encoders: Mapping[str, Sequence[Modality]]) -> tuple[ItemField, ...]:
-    """The fields of encoders that take items of these modalities.
+def item_fields(
+    own: Mapping[str, Sequence[Modality]], further: Mapping[str, Sequence[Modality]] = {}
+) -> tuple[ItemField, ...]:
+    """The fields of a model's own and of further encoders, which take items of these modalities.
 
-    A field of the encoder `vision` is named after the modality; the first one of any other encoder after the encoder,
-    further ones `ENCODER_MODALITY`.
+    A field of a model's own encoder is named after the modality; the first one of a further encoder after the encoder,
+    others `ENCODER_MODALITY`.
     """
     fields = []
-    for encoder, modalities in encoders.items():
+    for encoder, modalities in {**own, **further}.items():
         for number, modality in enumerate(modalities):
-            name = modality if encoder == VISION else f"{encoder}_{modality}" if number else encoder
+            name = modality if encoder in own else f"{encoder}_{modality}" if number else encoder
             key = f"{encoder}:{modality}" if number else encoder
             fields.append(ItemField(encoder, modality, name, key))
     return tuple(fields)
 
 
-IMAGES = item_fields({VISION: ("image",)})
+IMAGES = item_fields({"vision": ("image",)})
 
 
 def validate_record(

@@ -20,7 +20,7 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import ALLOWANCES, allowance_bytes
 from megatron_hetero.estimate.experts import ExpertTraffic, expert_traffic, operations_above_mean, tokens_of
 from megatron_hetero.estimate.lifetimes import RankBytes, StageBytes, peak_activations, stage_bytes
-from megatron_hetero.estimate.measured import MeasuredModule
+from megatron_hetero.estimate.measured import Measured
 from megatron_hetero.estimate.parameters import (
     Parameter,
     ParameterBytes,
@@ -31,13 +31,13 @@ from megatron_hetero.estimate.parameters import (
 )
 from megatron_hetero.estimate.shards import AssumedBatch, ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.estimate.traffic import DirectionTraffic, traffic_of
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
+from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.communicators import CommunicatorKind, communicators
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import stages_of_rank
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
-from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.schedule.gathering import shares_weights, span_of
 from megatron_hetero.schedule.program import Role
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
@@ -105,8 +105,8 @@ class Estimate:
     @cached_property
     def parameters(self) -> dict[tuple[str, int], ParameterBytes]:
         """Memory of the parameters of a rank, by module and pipeline coordinate."""
-        places = [(name, at) for name, layout in self.job.layouts.items() for at in range(layout.pp)]
-        return {place: _parameter_bytes(self.assumed, *place) for place in places}
+        places = [(module, at) for module in self.job.modules.values() for at in range(module.layout.pp)]
+        return {(module.name, at): _parameter_bytes(self.assumed, module, at) for module, at in places}
 
     @cached_property
     def shards(self) -> dict[str, ModuleShards]:
@@ -137,7 +137,7 @@ class Estimate:
         """
         copied = {}
         for name, stages in self.job.stages.items():
-            if self.job.config.offload_of(name).activations:
+            if self.job.modules[name].settings.offload.activations:
                 size = self.assumed.sizes_of_calls(name)[0]
                 for number in range(len(stages)):
                     on_host = (self._stage(name, number, shard).host for shard in self.shards[name].shards)
@@ -274,35 +274,37 @@ class Estimate:
         return RankBytes(stages, held, needed, outputs, self.assumed.calls)
 
     def _stage(self, name: str, number: int, shard: SequenceShard) -> StageBytes:
-        offload = self.job.config.offload_of(name).activations
-        return stage_bytes(self._modules[name], self.job.stages[name][number], shard, offload=offload)
+        module = self.job.modules[name]
+        offload = module.settings.offload.activations
+        return stage_bytes(self._measured[name], module.stages[number], shard, offload=offload)
 
     @cached_property
-    def _modules(self) -> dict[str, MeasuredModule]:
-        return {name: MeasuredModule.of(self.job, name, gpu=self.gpu) for name in self.job.layouts}
+    def _measured(self) -> dict[str, Measured]:
+        imbalance = self.job.config.plan.expert_imbalance
+        modules = self.job.modules.items()
+        return {name: Measured.of(module, gpu=self.gpu, imbalance=imbalance) for name, module in modules}
 
 
-def _parameter_bytes(assumed: AssumedBatch, name: str, at: int) -> ParameterBytes:
+def _parameter_bytes(assumed: AssumedBatch, module: ModuleJob, at: int) -> ParameterBytes:
     """Memory of the parameters of all views on the ranks of a stage of a module."""
-    job = assumed.job
-    config, layout, itemsize = job.config, job.layouts[name], job.dtype.itemsize
-    precision, zero = config.precision_of(name), config.zero_of(name)
-    stages = stages_of_rank(job.stages[name], at, layout.pp)
+    job, name, layout, itemsize = assumed.job, module.name, module.layout, module.dtype.itemsize
+    precision, zero = module.settings.precision, module.settings.zero
+    stages = stages_of_rank(module.stages, at, layout.pp)
     every, found = list[Parameter](), list[ParameterBytes]()
     for view in layout.every_view:
         holders, ranks = layout.ways("weights", "experts", view=view), layout.ways("tokens", "samples", view=view)
-        own = parameters_of(name, job.shapes, holders, stages, job.frozen.tensors, view.name)
-        on_host = config.offload_of(name).states
-        found.append(parameter_bytes(own, ranks, itemsize, job.optimizer, precision, on_host=on_host, zero=zero))
+        own = parameters_of(module, holders, stages, view.name)
+        on_host = module.settings.offload.states
+        found.append(parameter_bytes(own, ranks, itemsize, module.optimizer, precision, on_host=on_host, zero=zero))
         every += own
     total = reduce(add, found)
     ranks = max(layout.ways("tokens", "samples", view=view) for view in layout.every_view)
     if not shares_weights(zero, ranks, total.trained > 0):
         return total
-    is_head = name == TEXT and job.shapes.text.tied and layout.pp == 1
+    is_head = module.role == TEXT and module.shape.tied and layout.pp == 1
     exchanged = gradient_itemsize(itemsize, precision)
     # Gradients of chunks are summed in the dtype of the sum.
-    whole = exchanged if config.model.chunk.get(name, 0) else itemsize
+    whole = exchanged if module.settings.chunk else itemsize
     span, turns = span_of(job.schedule.module[name], zero), (*job.schedule.waves, *job.schedule.returned)
     if all(any(call[0] <= turn[0] and turn[-1] <= call[-1] for call in assumed.calls[name]) for turn in turns if turn):
         # With one call per turn, weights need not stay for a next one.
@@ -348,13 +350,12 @@ def _durations(
     experts get most.
     """
     job, found = assumed.job, dict[DurationKey, float]()
-    for name, stages in job.stages.items():
-        architecture, layout, ways = job.shapes[name].architecture, job.layouts[name], job.layouts[name].ways
+    for name, module in job.modules.items():
+        architecture, layout, ways = module.shape.architecture, module.layout, module.layout.ways
         tokens, times = _of_replica(assumed, name)
         on_rank = times * tokens.total / ways("tokens")
-        passes = job.frozen.passes(name, inputs=name == TEXT or job.frozen.trains(name))
-        recompute = Recompute.of(job.config.model, name)
-        for number, stage in enumerate(stages):
+        passes, recompute = job.frozen.passes(name, inputs=module.passes_gradients), module.recompute
+        for number, stage in enumerate(module.stages):
             layers = architecture.layers[stage.first : stage.last]
             more = tokens.total * operations_above_mean(layers, layout, job.config.plan.expert_imbalance)
             forward = times * (architecture.operations(tokens, stage, FORWARD) + more) / ways("weights", "tokens")
@@ -368,7 +369,9 @@ def _durations(
             saves = not job.schedule.module[name].recomputes  # else F saves nothing yet
             found[name, "F", number] = max(forward, copies * saves)
             # The last stage in parts runs again in the backward pass alone.
-            found[name, "R", number] = 0.0 if name in in_parts and number == len(stages) - 1 else max(forward, copies)
+            found[name, "R", number] = (
+                0.0 if name in in_parts and number == len(module.stages) - 1 else max(forward, copies)
+            )
             found[name, "B", number] = max(forward * (passes.linear - 1) + again, copies)
     return found
 

@@ -14,7 +14,6 @@ from megatron_hetero.models.layers.dispatch import Sizes, block
 from megatron_hetero.models.layers.experts import ExpertMLP
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.parts import MLPPart
-from megatron_hetero.models.layers.recompute import Recompute
 
 FORWARD, BACKWARD = 5, 3
 """All-to-alls of a layer: sizes, choices, weights, rows and results; gradients of results, rows and weights."""
@@ -79,7 +78,7 @@ def expert_traffic(assumed: AssumedBatch, at: int) -> ExpertTraffic | None:
     layout, layers = job.layouts[TEXT], job.shapes.text.architecture.layers
     stages = stages_of_rank(job.stages[TEXT], at, layout.pp)
     sparse = expert_mlps(layers[number] for stage in stages for number in stage.layers)
-    ranks, recompute = ranks_of_experts(layout), Recompute.of(job.config.model, TEXT)
+    ranks, recompute = ranks_of_experts(layout), job.text.recompute
     tokens = sum(assumed.lengths) / layout.ways("weights", "tokens")
     reads = recompute.chunks(round(tokens)) or job.config.model.dtype != "bfloat16"
     if not sparse or not (waits := (ranks > 1) + reads):

@@ -33,7 +33,7 @@ from megatron_hetero.estimate.measured import (
     FIRST,
     FP32,
     LAST,
-    MeasuredModule,
+    Measured,
     ModulePart,
     PartBytes,
     is_merged,
@@ -101,45 +101,48 @@ def combined(
 
 
 @lru_cache(maxsize=4096)
-def stage_bytes(
-    module: MeasuredModule, stage: PipelineStage, shard: SequenceShard, *, offload: bool = False
-) -> StageBytes:
+def stage_bytes(measured: Measured, stage: PipelineStage, shard: SequenceShard, *, offload: bool = False) -> StageBytes:
     """Memory of a stage on a rank that works on `shard`, without the rows that enter it. `offload`: whether its
     activations are offloaded.
     """
     if shard.parts:
-        return _in_parts(module, stage, shard, offload=offload)
-    shape, itemsize = module.shape, module.dtype.itemsize
-    message, sizes = itemsize * shard.local * shape.hidden, OffloadSizes.of(module.gpu)
-    whole = stage.first + module.recompute.whole_layers(len(stage.layers)) * module.trains
-    layers = [_layer(module, number, shard, whole=number < whole) for number in stage.layers]
+        return _in_parts(measured, stage, shard, offload=offload)
+    module, shape, itemsize = measured.module, measured.shape, measured.module.dtype.itemsize
+    message, sizes, trains = (
+        itemsize * shard.local * shape.hidden,
+        OffloadSizes.of(measured.gpu),
+        module.passes_gradients,
+    )
+    whole = stage.first + module.recompute.whole_layers(len(stage.layers)) * trains
+    layers = [_layer(measured, number, shard, whole=number < whole) for number in stage.layers]
     for one, following in pairwise(layers):
-        if len(one) > 1 and module.trains:  # A merger's input is the input of the next layer, saved once.
+        if len(one) > 1 and trains:  # A merger's input is the input of the next layer, saved once.
             following[0] = replace(following[0], saved=following[0].saved - message)
-    before = [measure(module, FIRST, shard)] if stage.is_first else []
-    after = [measure(module, LAST, shard)] if stage.is_last else []
+    before = [measure(measured, FIRST, shard)] if stage.is_first else []
+    after = [measure(measured, LAST, shard)] if stage.is_last else []
     if not stage.is_last:  # The gradient of the output is received.
         last = layers[-1][-1]
         layers[-1][-1] = replace(last, forward=last.forward - message, backward=last.backward - message)
-    if not stage.is_first and module.trains:
+    if not stage.is_first and trains:
         layers[0][0] = replace(layers[0][0], stays=min(layers[0][0].saved, layers[0][0].stays + message))
     found = combined(layers, before, after, sizes if offload else None)
     # Also the rotary tables, which all layers share, and the input of a stage whose layers need not save it.
-    table = 2 * FP32 * shard.tokens * shape.rotary.width * module.trains
-    held = message * (not stage.is_first and not module.trains)
-    rows = 0 if module.is_text else itemsize * shard.local // shape.unit * shape.out_hidden
+    table = 2 * FP32 * shard.tokens * shape.rotary.width * trains
+    held = message * (not stage.is_first and not trains)
+    rows = 0 if measured.is_text else itemsize * shard.local // shape.unit * shape.out_hidden
     left = 0 if stage.is_last else message
     return replace(found, saved=found.saved + table + held, left=left, rows=rows, message=message)
 
 
-def _in_parts(module: MeasuredModule, stage: PipelineStage, shard: SequenceShard, *, offload: bool) -> StageBytes:
+def _in_parts(measured: Measured, stage: PipelineStage, shard: SequenceShard, *, offload: bool) -> StageBytes:
     """Memory of a stage that takes several calls: its whole input, and on top of it one call after the other."""
-    each = [stage_bytes(module, stage, part, offload=offload) for part in shard.parts]
+    each = [stage_bytes(measured, stage, part, offload=offload) for part in shard.parts]
     if stage.is_first:
-        given = [module.dtype.itemsize * part.local * module.shape.patch_elements for part in shard.parts]
+        size = measured.module.dtype.itemsize * measured.shape.patch_elements
+        given = [size * part.local for part in shard.parts]
         # Frozen embeddings do not save them.
         shared = [
-            n if measure(module, FIRST, part).saved >= n else 0 for n, part in zip(given, shard.parts, strict=True)
+            n if measure(measured, FIRST, part).saved >= n else 0 for n, part in zip(given, shard.parts, strict=True)
         ]
     else:
         given = shared = [of.message for of in each]
@@ -147,7 +150,7 @@ def _in_parts(module: MeasuredModule, stage: PipelineStage, shard: SequenceShard
     again = max(n + max(of.again, of.passing) for n, of in zip(own, each, strict=True))
     most = max(n + max(of.forward, of.again + of.backward) for n, of in zip(own, each, strict=True))
     left, rows, message = sum(of.left for of in each), sum(of.rows for of in each), sum(of.message for of in each)
-    outputs = stage.is_last + sum(is_merged(module, layer) for layer in stage.layers)
+    outputs = stage.is_last + sum(is_merged(measured, layer) for layer in stage.layers)
     return StageBytes(
         saved=sum(given),
         passing=0,
@@ -164,18 +167,18 @@ def _in_parts(module: MeasuredModule, stage: PipelineStage, shard: SequenceShard
     )
 
 
-def _layer(module: MeasuredModule, number: int, shard: SequenceShard, *, whole: bool) -> list[PartBytes]:
+def _layer(measured: Measured, number: int, shard: SequenceShard, *, whole: bool) -> list[PartBytes]:
     """A layer, and the merger of its output, if any. `whole`: whether the layer is fully recomputed."""
-    layer = measure(module, ModulePart("layer", number), shard)
+    layer = measure(measured, ModulePart("layer", number), shard)
     passed = layer.passed
     if whole:
         # The recomputed output lives until the backward pass has ended.
         work = max(layer.forward, layer.backward + passed)
         saved = passed + layer.memo
         layer = replace(layer, saved=saved, stays=layer.memo, again=layer.saved - saved, backward=work)
-    if not is_merged(module, number):
+    if not is_merged(measured, number):
         return [layer]
-    merger = measure(module, ModulePart("merger", number), shard)
+    merger = measure(measured, ModulePart("merger", number), shard)
     return [layer, replace(merger, forward=merger.forward + passed, backward=merger.backward + passed)]
 
 

@@ -25,14 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_hetero.config.modules import ModuleConfig
+from megatron_hetero.config.optimizers import NONE
 from megatron_hetero.estimate.shards import SequenceShard, Spans
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.megatron import module_groups, without_processes
 from megatron_hetero.groups.platform import Platform, instead_of_compiled
 from megatron_hetero.hf.weight_map import Share
-from megatron_hetero.job import JobSpec
-from megatron_hetero.layout.axes import MAIN, Fold
+from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.context import AttentionSegments
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import ROWS, TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.attention import AttentionParams, PackedSelfAttention
@@ -41,11 +43,9 @@ from megatron_hetero.models.layers.experts import ExpertMLPModule
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
 from megatron_hetero.models.layers.offload import OffloadSizes
 from megatron_hetero.models.layers.overlapped import overlap_exchanges
-from megatron_hetero.models.layers.parts import LayerCall, Site
-from megatron_hetero.models.layers.recompute import Recompute
+from megatron_hetero.models.layers.parts import LayerCall
 from megatron_hetero.models.layers.segments import PackedSegments
-from megatron_hetero.models.stages import EncoderInput, EncoderModel, TextInput, TextModel
-from megatron_hetero.models.weights import prefix_of
+from megatron_hetero.models.stages import EncoderInput, TextInput
 
 
 class ModulePart(NamedTuple):
@@ -59,84 +59,59 @@ FIRST, LAST = ModulePart("first"), ModulePart("last")
 
 
 @dataclass(frozen=True)
-class MeasuredModule:
-    """A module as a rank runs it.
+class Measured:
+    """A module as one of its ranks runs it: what measurements depend on, without settings and degrees that they do not.
 
     Attributes:
-        name: module name.
-        shape: shape of the whole module, with its `architecture`.
-        tp, sp, cp: degrees.
-        sequence_parallel: whether activations between layers are split over tp.
-        dtype: of weights and activations.
-        recompute: what is recomputed.
-        frozen: the stored tensors that do not train, as the architecture names them.
-        trains: whether layers pass gradients on; always in the text module, for the modules before it.
-        parts: chunks of overlapped tp exchanges.
-        compiled: whether layers are compiled.
+        module: in the smallest layout whose ranks do the same work, with default settings of optimizer and offload.
         gpu: whether it runs on a GPU.
-        folds: the further views of its layout.
         imbalance: tokens of this rank's experts, relative to the mean.
     """
 
-    name: str
-    shape: Any
-    tp: int
-    sp: int
-    cp: int
-    sequence_parallel: bool
-    dtype: torch.dtype
-    recompute: Recompute
-    frozen: frozenset[str] = frozenset()
-    trains: bool = True
-    parts: int = 1
-    compiled: bool = False
+    module: ModuleJob
     gpu: bool = True
-    folds: tuple[Fold, ...] = ()
     imbalance: float = 1.0
 
     @classmethod
-    def of(cls, job: JobSpec, name: str, *, gpu: bool) -> MeasuredModule:
-        """A module of a job."""
-        config, layout, shape = job.config.model, job.layouts[name], job.shapes[name]
-        prefix = "" if name == TEXT else prefix_of(name, job.shapes)
-        return cls(
-            name,
-            shape,
-            layout.tp,
-            layout.sp,
-            layout.cp,
-            job.sequence_parallel[name],
-            job.dtype,
-            Recompute.of(config, name),
-            frozen=frozenset(n for n in shape.architecture.tensors if prefix + n in job.frozen.tensors),
-            trains=name == TEXT or job.frozen.trains(name),
-            parts=config.tp_overlap.get(name, 1),
-            compiled=config.compile == "layers",
-            gpu=gpu,
-            folds=layout.folds,
-            imbalance=job.config.plan.expert_imbalance,
+    def of(cls, module: ModuleJob, *, gpu: bool, imbalance: float) -> Measured:
+        """What is measured of a module of a job."""
+        layout, settings = module.layout, module.settings
+        tokens = layout.tp * layout.sp * layout.cp
+        dp = math.lcm(tokens, *(math.prod(stated) for _, stated in layout.folds)) // tokens
+        ranks = tuple(range(tokens * dp))
+        layout = Layout(layout.tp, layout.sp, layout.cp, dp=dp, pp=1, ranks=ranks, folds=layout.folds)
+        settings = ModuleConfig(
+            **{name: getattr(settings, name) for name in ("sequence_parallel", "recompute", "chunk", "tp_overlap")}
         )
+        small = replace(module, name="", prefix="", layout=layout, stages=(), settings=settings, optimizer=NONE)
+        return cls(small, gpu, imbalance)
 
     @property
     def is_text(self) -> bool:
         """Whether it is the text module."""
-        return self.name == TEXT
+        return self.module.role == TEXT
+
+    @property
+    def shape(self) -> Any:
+        """Shape of the whole module."""
+        return self.module.shape
 
 
-def is_merged(module: MeasuredModule, layer: int) -> bool:
+def is_merged(measured: Measured, layer: int) -> bool:
     """Whether a merger follows a layer before the last."""
-    return not module.is_text and layer in (at for output, at in module.shape.outputs.items() if output != ROWS)
+    return not measured.is_text and layer in (at for output, at in measured.shape.outputs.items() if output != ROWS)
 
 
 @lru_cache(maxsize=256)
-def _first_alike(module: MeasuredModule) -> tuple[int, ...]:
+def _first_alike(measured: Measured) -> tuple[int, ...]:
     """For each layer, the first one with the same kind, merger and frozen tensors."""
-    architecture, first = module.shape.architecture, dict[Any, int]()
+    module, first = measured.module, dict[Any, int]()
+    architecture = module.shape.architecture
     found = []
     for n, layer in enumerate(architecture.layers):
         stored = f"{architecture.stored}{n}."
         frozen = frozenset(name for name in layer.tensors() if stored + name in module.frozen)
-        found.append(first.setdefault((layer, is_merged(module, n), frozen), n))
+        found.append(first.setdefault((layer, is_merged(measured, n), frozen), n))
     return tuple(found)
 
 
@@ -146,23 +121,23 @@ _tensor = partial(torch.empty, device=META)
 
 
 def part_of(
-    module: MeasuredModule, part: ModulePart, shard: SequenceShard, memo: dict[str, Any]
+    measured: Measured, part: ModulePart, shard: SequenceShard, memo: dict[str, Any]
 ) -> tuple[Callable[[Tensor], Sequence[Tensor]], Tensor]:
     """The function that runs a part on a rank that works on `shard` and returns its outputs, and its input. `memo`:
     gets what a layer would take for a recomputation.
     """
-    model = _built(module, part)
-    if part == FIRST and module.is_text:
+    module, model = measured.module, _built(measured, part)
+    if part == FIRST and measured.is_text:
         return partial(_embed, model), _tensor(shard.padded, dtype=torch.int64)
     if part == FIRST:
         patches = _tensor(shard.local, module.shape.patch_elements, dtype=module.dtype)
         return partial(_embed_patches, model, shard), patches
-    hidden = _tensor(shard.local, 1, module.shape.hidden, dtype=module.dtype, requires_grad=module.trains)
+    hidden = _tensor(shard.local, 1, module.shape.hidden, dtype=module.dtype, requires_grad=module.passes_gradients)
     if part.kind == "layer":
-        layer, plan = model.layers[0], _attention(module, shard)
+        layer, plan = model.layers[0], _attention(module.layout, shard)
         table = _tensor(2, shard.tokens, module.shape.rotary.width)
         return lambda hidden: [layer._once(table, plan, LayerCall(shard.tokens, memo=memo), hidden)], hidden
-    if module.is_text:
+    if measured.is_text:
         return partial(_loss, model, shard), hidden
     return lambda hidden: [model.get_submodule(end.name)(hidden) for end in model.outputs], hidden
 
@@ -187,33 +162,24 @@ def _loss(model: Any, shard: SequenceShard, hidden: Tensor) -> list[Tensor]:
 
 
 @lru_cache(maxsize=256)
-def _built(module: MeasuredModule, part: ModulePart) -> Any:
+def _built(measured: Measured, part: ModulePart) -> Any:
     """A pipeline stage with the part alone."""
-    shape, architecture = module.shape, module.shape.architecture
-    degrees = {"tp": module.tp, "sp": module.sp, "cp": module.cp}
-    degrees |= {axis: degree for view, of in module.folds for axis, degree in zip(view.stated, of, strict=True)}
-    views = [fold.view for fold in module.folds]
+    module, shape, layout = measured.module, measured.shape, measured.module.layout
+    degrees = {axis: layout.degrees[axis] for axis in ("tp", "sp", "cp")}
+    degrees |= {axis: degree for view, of in layout.folds for axis, degree in zip(view.stated, of, strict=True)}
 
     def ranks(*axes: str) -> int:
         return math.prod(degrees.get(axis, 1) for axis in axes)
 
     ends = {FIRST: PipelineStage(0, 0, True, False), LAST: PipelineStage(shape.layers, shape.layers, False, True)}
     stage = ends[part] if part in ends else PipelineStage(part.layer, part.layer + 1, False, False)
-    site = Site(
-        module_groups(lambda *axes: SilentGroup(ranks(*axes)), None, views),
-        Platform(META, "local"),
-        TORCH,
-        module.dtype,
-        module.sequence_parallel,
-        module.recompute,
-        module.compiled,
-    )
+    groups = module_groups(lambda *axes: SilentGroup(ranks(*axes)), None, layout.views)
     with META:
-        model = (TextModel if module.is_text else EncoderModel)(shape, site, stage)
+        model = module.model(module.site(groups, Platform(META, "local"), TORCH), stage)
     stored = {
         name: slices
-        for view in (MAIN, *views)
-        for name, slices in architecture.weight_map("", Share(0, ranks(*view.part_axes)), stage, view.name).items()
+        for view in layout.every_view
+        for name, slices in module.weight_map(Share(0, ranks(*view.part_axes)), stage, view.name).items()
     }
     for name, parameter in model.named_parameters():
         if stored[stage.global_name(name)][0].name in module.frozen:
@@ -221,15 +187,15 @@ def _built(module: MeasuredModule, part: ModulePart) -> Any:
         else:  # Gradients are added to those of earlier micro-batches, elsewhere.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     # The kernel of the target device, without optional packages.
-    device = "cuda" if module.gpu else "cpu"
+    device = "cuda" if measured.gpu else "cpu"
     for each in model.modules():
         if isinstance(each, PackedSelfAttention):
             name = choose_kernel(device, module.dtype, each.head_dim, FLASH_CAPABILITY, ())
             each.core_attention.kernel = torch_flash if name == "torch_flash" else partial(bucketed, attend=_fused)
         elif isinstance(each, ExpertMLPModule):
-            each.imbalance = module.imbalance
-    if module.parts > 1:
-        overlap_exchanges(model, module.parts)
+            each.imbalance = measured.imbalance
+    if module.settings.tp_overlap > 1:
+        overlap_exchanges(model, module.settings.tp_overlap)
     return model
 
 
@@ -244,10 +210,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_caus
     return fused(q, k, v, 0.0, is_causal, attn_mask=mask)[0]
 
 
-def _attention(module: MeasuredModule, shard: SequenceShard) -> AttentionParams:
+def _attention(layout: Layout, shard: SequenceShard) -> AttentionParams:
     """Attention inputs of a rank that is the first of its groups; the second one has all other tokens."""
-    sp_lengths = (shard.tokens, shard.member - shard.tokens, *(0,) * module.sp)[: module.sp]
-    cp_lengths = (shard.member,) * module.cp
+    sp_lengths = (shard.tokens, shard.member - shard.tokens, *(0,) * layout.sp)[: layout.sp]
+    cp_lengths = (shard.member,) * layout.cp
     return AttentionParams(_segments(shard.segments, cp_lengths), sp_lengths, cp_lengths, _segments(shard.windows))
 
 
@@ -277,22 +243,30 @@ class PartBytes:
     memo: int = 0
 
 
-def measure(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> PartBytes:
-    """Measure a part of `module` on a rank that works on `shard`, without full recomputation."""
-    inside = module.recompute if module.recompute.selective else replace(module.recompute, how="none")
-    part, unused = part._replace(layer=_first_alike(module)[part.layer]), {"segments": (), "windows": ()}
+def measure(measured: Measured, part: ModulePart, shard: SequenceShard) -> PartBytes:
+    """Measure a part of a module on a rank that works on `shard`, without full recomputation."""
+    part, unused = part._replace(layer=_first_alike(measured)[part.layer]), {"segments": (), "windows": ()}
     if part.kind == "layer":
-        windowed = module.shape.architecture.layers[part.layer].attention.windowed
+        windowed = measured.shape.architecture.layers[part.layer].attention.windowed
         unused.pop("windows" if windowed else "segments")
     supervised = shard.supervised * (part == LAST)
-    return _measured(replace(module, recompute=inside), part, replace(shard, supervised=supervised, **unused))
+    return _measured(_inside(measured), part, replace(shard, supervised=supervised, **unused))
+
+
+@lru_cache(maxsize=256)
+def _inside(measured: Measured) -> Measured:
+    """Without the recomputation of whole layers."""
+    if measured.module.recompute.selective:
+        return measured
+    settings = replace(measured.module.settings, recompute="none")
+    return replace(measured, module=replace(measured.module, settings=settings))
 
 
 @lru_cache(maxsize=4096)
-def _measured(module: MeasuredModule, part: ModulePart, shard: SequenceShard) -> PartBytes:
-    memory, memo = Memory(module.gpu), dict[str, Any]()
+def _measured(measured: Measured, part: ModulePart, shard: SequenceShard) -> PartBytes:
+    memory, memo = Memory(measured.gpu), dict[str, Any]()
     with without_processes(META), instead_of_compiled(memory.run_compiled):
-        return memory.measure(*part_of(module, part, shard, memo), memo)
+        return memory.measure(*part_of(measured, part, shard, memo), memo)
 
 
 class Memory(TorchDispatchMode):

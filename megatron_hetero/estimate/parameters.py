@@ -10,22 +10,21 @@
     embedding that is the head too, stay from forward to backward. With ZeRO 2, and with waves of several calls,
     everything stays. The gradients of a unit exist whole, and once more in the dtype of their sum, as they are sent.
 
-Dtypes are those of `precision.MODULE`; with `offload.MODULE.states` states are on the host.
+Dtypes are those of the module's `precision`; with `offload.states` states are on the host.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
 from megatron_hetero.config.optimizers import FP32, OptimizerKind, PrecisionConfig
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
+from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.pipeline import LAYERS, PipelineStage
-from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import stored_shapes, weight_map
 from megatron_hetero.schedule.gathering import GatherSpan, rows_of_share, shares_weights
 from megatron_hetero.step.number_formats import BLOCK, batch_elements
 
@@ -47,25 +46,19 @@ class Parameter:
 
 
 def parameters_of(
-    module: str,
-    shapes: ModelShapes,
-    holders: int,
-    stages: Sequence[PipelineStage],
-    frozen: Collection[str],
-    view: str = MAIN,
+    module: ModuleJob, holders: int, stages: Sequence[PipelineStage], view: str = MAIN
 ) -> tuple[Parameter, ...]:
-    """The parameters of a rank that holds `stages`, in model order.
-
-    `holders`: ranks that the view splits a parameter over. `frozen`: the stored tensors that do not train.
+    """The parameters of a rank that holds `stages`, in model order. `holders`: ranks that the view splits a parameter
+    over.
     """
-    stored, found = stored_shapes(shapes), []
+    stored, found = module.shape.architecture.tensors, []
     share = Share(0 if view == MAIN else holders - 1, holders)  # The last rank has the most experts.
     for stage in stages:
-        slices = weight_map(module, shapes, share, stage, view)
+        slices = module.shape.architecture.weight_map("", share, stage, view)
         for name in slices:
             elements = sum(_elements(tensor_slice, stored[tensor_slice.name]) for tensor_slice in slices[name])
             rows = sum(map(_rows, slices[name]))
-            found.append(Parameter(name, rows, elements, slices[name][0].name not in frozen))
+            found.append(Parameter(name, rows, elements, slices[name][0].name not in module.frozen))
     return tuple(found)
 
 

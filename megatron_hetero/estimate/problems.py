@@ -13,7 +13,7 @@ from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.experts import expert_mlps, experts_of_ranks, ranks_of_experts, with_experts_over
 from megatron_hetero.estimate.search import Attempt, find_fitting
 from megatron_hetero.hf.weight_map import split_length
-from megatron_hetero.job import micro_batch_setting
+from megatron_hetero.job.job import micro_batch_setting
 from megatron_hetero.layout.axes import axes_of, divisors
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.names import TEXT
@@ -105,7 +105,7 @@ def _assumption(estimate: Estimate) -> Iterator[Problem]:
             "training would refuse it",
             "raise data.max_seq_length, or lower plan.image_side, plan.images, plan.frames or plan.tokens",
         )
-    limits = {f"model.encoders.{n}": (e.min_pixels, e.max_pixels) for n, e in config.model.encoders.items()}
+    limits = {f"modules.{name}": (row.min_pixels, row.max_pixels) for name, row in config.further.items()}
     for section, (low, high) in {"data": (data.min_pixels, data.max_pixels), **limits}.items():
         pixels = chosen.image_side**2 if chosen.images else None
         bounds = (("fewer", "min_pixels", low, "enlarge"), ("more", "max_pixels", high, "reduce"))
@@ -226,8 +226,8 @@ def _against_bubble(estimate: Estimate) -> str:
         options.append("or --schedule.kind recompute with no schedule.waves")
     total = 2 * config.train.global_batch_size
     options.append(f"more micro-batches (--train.global_batch_size {total})")
-    split = config.parallel_layers.get(TEXT)
-    if text.virtual == 1 and split is None and estimate.job.shapes.text.layers >= 2 * layout.pp:
+    split = estimate.job.text.settings.layers
+    if text.virtual == 1 and not split and estimate.job.shapes.text.layers >= 2 * layout.pp:
         options.append("--schedule.virtual_stages 2")
     return f"try {', '.join(options)}, or a lower pp"
 
@@ -242,7 +242,7 @@ def _stages(estimate: Estimate) -> Iterator[Problem]:
             yield Problem(
                 f"stage {worst} of {name} ({stages[worst]}) computes {work[worst] / mean:.2f} times the mean of the "
                 "stages, and the others wait for it",
-                f"give it fewer layers with --parallel_layers.{name}",
+                f"give it fewer layers with --{name}-layers",
             )
 
 
@@ -273,9 +273,9 @@ def _experts(estimate: Estimate) -> Iterator[Problem]:
             f"experts of a layer are on ep:{ranks} ranks of {nodes} nodes, so that most tokens cross the network",
             f"where memory allows, try {flag(inside)}",
         )
-    if estimate.job.config.zero_of(TEXT) == 3 and ranks < inside:
+    if estimate.job.text.settings.zero == 3 and ranks < inside:
         yield Problem(
-            f"each pass gathers {most} experts of a layer (zero.{TEXT} 3), of which a token uses {mlps[0].top_k}",
+            f"each pass gathers {most} experts of a layer (--{TEXT}-zero 3), of which a token uses {mlps[0].top_k}",
             f"let tokens come to the experts: try {flag(inside)}",
         )
 

@@ -287,7 +287,7 @@ def require_files(config: Config) -> None:
     from megatron_hetero.hf.model_files import weight_files
 
     model = config.model
-    folders = [model.hf_path, model.hf_path_vision, *(encoder.hf_path for encoder in model.encoders.values())]
+    folders = [model.hf_path, model.hf_path_vision, *config.further_folders.values()]
     for file in (file for folder in folders if folder is not None for file in weight_files(folder)):
         if not file.is_file():
             expected, fix = "weights, which the folder's index names", "download or copy the folder again"

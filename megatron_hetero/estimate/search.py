@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.fields import children, item_type
+from megatron_hetero.config.fields import children, flag_of, item_type
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.communicator_memory import NODE
 from megatron_hetero.estimate.estimate import Estimate
@@ -29,7 +29,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import TEXT
 
 Settings = Mapping[str, object]
-"""Values by dotted name, such as `{"model.recompute.text": "full"}`; None for the default."""
+"""Values by dotted name, such as `{"modules.text.recompute": "full"}`; None for the default."""
 
 
 def with_settings(config: Config, settings: Settings) -> Config:
@@ -57,12 +57,7 @@ def _changed(node: Any, settings: Settings, kind: Any) -> Any:
 
 def flags_of(settings: Settings) -> str:
     """The settings as flags of the command line."""
-    return " ".join(f"{_flag(name)} {str(value).lower()}" for name, value in settings.items())
-
-
-def _flag(name: str) -> str:
-    section, _, module = name.partition(".")
-    return f"--{module}-parallel" if section == "parallel" else f"--{name}"
+    return " ".join(f"{flag_of(name)} {str(value).lower()}" for name, value in settings.items())
 
 
 SMALLER = 1.05
@@ -115,7 +110,7 @@ def split_activations(estimate: Estimate) -> Iterator[Change]:
     """Split activations along the sequence over tp; traffic is the same."""
     for name, layout in estimate.job.layouts.items():
         if layout.tp > 1 and not estimate.job.sequence_parallel[name]:
-            yield Change({f"model.sequence_parallel.{name}": True})
+            yield Change({f"modules.{name}.sequence_parallel": True})
 
 
 def shorter_waves(estimate: Estimate) -> Iterator[Change]:
@@ -143,11 +138,11 @@ def rows_alone(estimate: Estimate) -> Iterator[Change]:
 def recomputed_layers(estimate: Estimate) -> Iterator[Change]:
     """Recompute layers, selectively or fully."""
     for name in estimate.job.layouts:
-        mode = estimate.job.config.model.recompute.get(name, "none")
+        mode = estimate.job.modules[name].settings.recompute
         if mode == "none":
-            yield Change({f"model.recompute.{name}": "selective"}, SELECTED)
+            yield Change({f"modules.{name}.recompute": "selective"}, SELECTED)
         if mode != "full":
-            yield Change({f"model.recompute.{name}": "full"})
+            yield Change({f"modules.{name}.recompute": "full"})
 
 
 def smaller_states(estimate: Estimate) -> Iterator[Change]:
@@ -167,10 +162,10 @@ def smaller_states(estimate: Estimate) -> Iterator[Change]:
 def _states(estimate: Estimate, chosen: Settings, unseen: float, *, rounds: bool = False) -> Iterator[Change]:
     """Apply `chosen` to all trained modules that are in fp32."""
     settings = {
-        f"precision.{name}.{field}": value
+        f"modules.{name}.precision.{field}": value
         for name in _trained(estimate)
         for field, value in chosen.items()
-        if getattr(estimate.job.config.precision_of(name), field) == "float32"
+        if getattr(estimate.job.modules[name].settings.precision, field) == "float32"
     }
     if settings:
         yield Change(settings, unseen, rounds)
@@ -178,41 +173,39 @@ def _states(estimate: Estimate, chosen: Settings, unseen: float, *, rounds: bool
 
 def activations_on_the_host(estimate: Estimate) -> Iterator[Change]:
     """Offload activations, beside the computation."""
-    for name in estimate.job.layouts:
-        keeps = name == TEXT or estimate.job.frozen.trains(name)
-        if keeps and not estimate.job.config.offload_of(name).activations:
-            yield Change({f"offload.{name}.activations": True}, OFFLOADED)
+    for name, module in estimate.job.modules.items():
+        if module.passes_gradients and not module.settings.offload.activations:
+            yield Change({f"modules.{name}.offload.activations": True}, OFFLOADED)
 
 
 def states_on_the_host(estimate: Estimate) -> Iterator[Change]:
     """Offload optimizer states; updates wait for the bus."""
-    names = [name for name in _trained(estimate) if not estimate.job.config.offload_of(name).states]
+    names = [name for name in _trained(estimate) if not estimate.job.modules[name].settings.offload.states]
     for chosen in dict.fromkeys((tuple(names[-1:]), tuple(names))):
         if chosen:
-            yield Change({f"offload.{name}.states": True for name in chosen}, STREAMED)
+            yield Change({f"modules.{name}.offload.states": True for name in chosen}, STREAMED)
 
 
 def shared_gradients_and_weights(estimate: Estimate) -> Iterator[Change]:
     """Shard gradients, or gradients and weights (ZeRO 2 and 3)."""
     trained = _trained(estimate)
     for name, layout in estimate.job.layouts.items():
-        zero = estimate.job.config.zero_of(name) if layout.ways("tokens", "samples") > 1 else 3
+        zero = estimate.job.modules[name].settings.zero if layout.ways("tokens", "samples") > 1 else 3
         if zero < 2 and name in trained:
-            yield Change({f"zero.{name}": 2}, REDUCED)
+            yield Change({f"modules.{name}.zero": 2}, REDUCED)
         if zero < 3:
-            yield Change({f"zero.{name}": 3}, GATHERED)
+            yield Change({f"modules.{name}.zero": 3}, GATHERED)
 
 
 def _trained(estimate: Estimate) -> list[str]:
-    frozen = estimate.job.frozen.modules(estimate.job.layouts)
-    return [name for name in estimate.job.layouts if name not in frozen]
+    return [name for name, module in estimate.job.modules.items() if module.trains]
 
 
 def chunked_mlps(estimate: Estimate) -> Iterator[Change]:
     """Run MLPs in chunks of tokens, and recompute their first product."""
-    for name in estimate.job.layouts:
-        if not estimate.job.config.model.chunk.get(name, 0):
-            yield Change({f"model.chunk.{name}": CHUNK}, SMALLER)
+    for name, module in estimate.job.modules.items():
+        if not module.settings.chunk:
+            yield Change({f"modules.{name}.chunk": CHUNK}, SMALLER)
 
 
 def several_calls(estimate: Estimate) -> Iterator[Change]:
@@ -220,7 +213,7 @@ def several_calls(estimate: Estimate) -> Iterator[Change]:
     for name in estimate.job.shapes.encoders:
         most = max((shard.tokens for shard in estimate.shards[name].shards), default=0)
         if most > CALL and name not in estimate.job.patch_limits:
-            yield Change({f"model.patches_per_call.{name}": CALL}, SMALLER)
+            yield Change({f"modules.{name}.patches_per_call": CALL}, SMALLER)
 
 
 def smaller_micro_batches(estimate: Estimate) -> Iterator[Change]:
@@ -255,7 +248,7 @@ def experts_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
     ranks, unseen = ranks_of_experts(layout), 1.0
     while mlps and layout.stage_size % (2 * ranks) == 0 and 2 * ranks <= mlps[0].experts:
         ranks, unseen = 2 * ranks, unseen * DISPATCHED
-        yield Change({f"parallel.{TEXT}": with_experts_over(layout, ranks).short(estimate.world_size)}, unseen)
+        yield Change({f"modules.{TEXT}.parallel": with_experts_over(layout, ranks).short(estimate.world_size)}, unseen)
 
 
 def _over_more_ranks(estimate: Estimate, name: str, axis: str, longer: float) -> Iterator[Change]:
@@ -264,7 +257,7 @@ def _over_more_ranks(estimate: Estimate, name: str, axis: str, longer: float) ->
     while layout.dp % 2 == 0 and (axis != "tp" or 2 * layout.tp <= NODE):
         layout = _with_degrees(layout, {"dp": layout.dp // 2, axis: 2 * layout.degrees[axis]})
         unseen *= longer
-        yield Change({f"parallel.{name}": layout.short(estimate.world_size)}, unseen)
+        yield Change({f"modules.{name}.parallel": layout.short(estimate.world_size)}, unseen)
 
 
 def _with_degrees(layout: Layout, degrees: Mapping[str, int], ranks: tuple[int, ...] | None = None) -> Layout:
@@ -415,7 +408,7 @@ def _on_more_ranks(estimate: Estimate, closest: Attempt | None, limit: int) -> A
             layouts = base.job.layouts
             for axis in ("dp", "pp", *(["tp"] if factor * layouts[TEXT].tp <= NODE else [])):
                 grown = {
-                    f"parallel.{name}": _grown(layout, factor, axis if name == TEXT else "dp").short(world_size)
+                    f"modules.{name}.parallel": _grown(layout, factor, axis if name == TEXT else "dp").short(world_size)
                     for name, layout in layouts.items()
                 }
                 attempt = planned(estimate, replace(start, settings={**start.settings, **grown}), world_size)

@@ -19,7 +19,7 @@ from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.data.balance import assign, assign_in_order, cut_calls
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
-from megatron_hetero.job import BatchShape, Budget, JobSpec, micro_batch_setting
+from megatron_hetero.job.job import BatchShape, Budget, JobSpec, micro_batch_setting
 from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout

@@ -106,7 +106,7 @@ def _check_split(layers: int, count: int, split: tuple[int, ...], module: str) -
         found, expected, why = f"{sum(split)} layers in all", f"{layers}", "the module has that many"
     else:
         return
-    flag = f"--parallel_layers.{module}"
+    flag = f"--{module}-layers"
     written, even = (" ".join(map(str, numbers)) for numbers in (split, even_split(layers, count)))
     fix = f"try `{flag} {even}`, or leave it out"
     raise UserError.at(f"{module} split `{written}` ({flag})", found=found, expected=expected, because=why, fix=fix)

@@ -107,8 +107,15 @@ class Family:
     """Keys of `config.json` with the only values that are supported."""
     tokens: Mapping[str, str]
     """Tokens that show items, by the key of their number in `config.json`."""
-    items: Sequence[ItemType]
-    """Types of items that the encoder takes, one per modality. Section `plan` describes the first."""
+    encoders: Mapping[str, Sequence[ItemType]]
+    """Its own encoders in order, each with the types of items that it takes, one per modality. Section `plan` describes
+    the first.
+    """
+
+    @property
+    def items(self) -> tuple[ItemType, ...]:
+        """Types of items of all encoders."""
+        return tuple(each for types in self.encoders.values() for each in types)
 
     def config_class(self, model_type: str) -> Any:
         """Return the `transformers` class for a configuration of `model_type`."""
@@ -153,8 +160,8 @@ class Family:
             **{name: getattr(own, name) for name in (() if text_alone else self.tokens)},
         )
 
-    def encoder_shape(self, config: Any) -> EncoderShape:
-        """Return the encoder's shape from a whole model's configuration."""
+    def encoder_shape(self, config: Any, encoder: str, /) -> EncoderShape:
+        """Return the shape of one of `encoders` from a whole model's configuration."""
         raise NotImplementedError
 
     def text_shape(self, config: Any) -> TextShape:

@@ -15,8 +15,9 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from megatron_hetero.base.errors import UserError, is_pattern, listed
+from megatron_hetero.config.fields import wrong
 from megatron_hetero.hf.weight_map import Share
-from megatron_hetero.layout.names import parts_of
+from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.layers.parts import Passes
 from megatron_hetero.models.registry import family_of
@@ -77,10 +78,6 @@ class Frozen:
         of_layers = {int(name.removeprefix(text.stored).split(".")[0]) for name in trained if text.is_of_layer(name)}
         return min(of_layers, default=len(text.layers))
 
-    def modules(self, names: Iterable[str]) -> list[str]:
-        """Return those of the modules of which nothing trains."""
-        return [name for name in names if self.parts.issuperset(parts_of(name))]
-
 
 def frozen_tensors(shapes: ModelShapes, freeze: Sequence[str], train: Sequence[str] = ()) -> frozenset[str]:
     """Return the stored tensors that do not train. Raises `UserError` if a pattern matches none."""
@@ -90,10 +87,14 @@ def frozen_tensors(shapes: ModelShapes, freeze: Sequence[str], train: Sequence[s
 
 
 def _listed(setting: str, entries: Iterable[str], shapes: ModelShapes) -> frozenset[str]:
-    """Return the tensors that the entries of a setting match. Raises `UserError` if a pattern matches none."""
+    """Return the tensors that the entries of a setting match. Raises `UserError` if an entry matches none."""
     found, by_part = set[str](), tensors_of_parts(shapes)
     for entry in entries:
-        found.update(_matching(setting, entry, shapes) if is_pattern(entry) else by_part.get(entry, ()))
+        if not is_pattern(entry) and entry not in by_part:
+            problem = f"`{entry}`{did_you_mean(entry, by_part)}"
+            expected, why = f"some of {', '.join(by_part)}", "the model has no other parts"
+            raise wrong(setting, problem, expected, why, "rename or remove it")
+        found.update(_matching(setting, entry, shapes) if is_pattern(entry) else by_part[entry])
     return frozenset(found)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.layout.layout import ModuleShape
-from megatron_hetero.layout.names import ROWS, TEXT, VISION
+from megatron_hetero.layout.names import ROWS, TEXT, Role
 from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.models.folders import ModelFolders, read_config, sound
 from megatron_hetero.models.items.types import ItemType, Size
@@ -20,7 +20,7 @@ from megatron_hetero.models.registry import family_of
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Shapes of all encoders by name, the model's own `vision` first, and of the text module."""
+    """Shapes of all encoders by name, the model's own first, and of the text module."""
 
     encoders: Mapping[str, EncoderShape]
     text: TextShape
@@ -31,17 +31,22 @@ class ModelShapes:
         `UserError` if an encoder's rows have another width, or it has outputs that the text module does not take.
         """
         encoders, own = dict[str, EncoderShape](), folders.family
+        for name in own.encoders.keys() & (further or {}).keys():
+            where, found = f"modules.{name}.hf_path (--{name}-hf_path)", f"an encoder of {own.title} itself"
+            fix = f"name the further encoder otherwise, or take {name} from another folder with model.hf_path_vision"
+            raise UserError.at(where, found=found, expected="a further encoder", fix=fix)
         with sound(folders.text / "config.json"):
             text = own.text_shape(folders.config)
-        for name, path in {VISION: folders.vision, **(further or {})}.items():
-            file, family, config = path / "config.json", own, folders.config
-            if name != VISION:
-                config = read_config(path, f"model.encoders.{name}.hf_path")
+        for name, path in {**dict.fromkeys(own.encoders, folders.vision), **(further or {})}.items():
+            file, family, config, kind = path / "config.json", own, folders.config, name
+            if name not in own.encoders:
+                config = read_config(path, f"modules.{name}.hf_path")
                 family = family_of(config.model_type)
+                kind = next(iter(family.encoders))
             with sound(file):
-                if name != VISION:
+                if name not in own.encoders:
                     family.check_encoder(path, config)
-                encoder = encoders[name] = family.encoder_shape(config)
+                encoder = encoders[name] = family.encoder_shape(config, kind)
             if encoder.out_hidden != text.hidden:
                 raise UserError.at(
                     file,
@@ -62,9 +67,24 @@ class ModelShapes:
         return cls(encoders, text)
 
     @property
-    def vision(self) -> EncoderShape:
-        """The model's own encoder."""
-        return self.encoders[VISION]
+    def own(self) -> tuple[str, ...]:
+        """The model's own encoders, those of its family, in order."""
+        return tuple(family_of(self.text.family).encoders)
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """The other encoders, from folders of their own."""
+        return tuple(name for name in self.encoders if name not in self.own)
+
+    def role(self, module: str) -> Role:
+        """Return what a module does in the graph."""
+        return TEXT if module == TEXT else "encoder"
+
+    def parts_of(self, module: str) -> tuple[str, ...]:
+        """Return the parts of a module that can be frozen: the module, and the projector of an encoder."""
+        if module == TEXT:
+            return (TEXT,)
+        return module, "projector" if self.own == (module,) else f"{module}_projector"
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -80,8 +100,8 @@ class ModelShapes:
         for name in self.modules:
             shape = self[name]
             heads, limits = (shape.architecture.heads, shape.architecture.kv_heads), shape.architecture.limits
-            kind = "text" if name == TEXT else "encoder"
-            found[name] = ModuleShape(name, *heads, shape.hidden, shape.layers, kind, shape.views, shape.parts, limits)
+            sizes = *heads, shape.hidden, shape.layers
+            found[name] = ModuleShape(name, *sizes, self.role(name), shape.views, shape.parts, limits)
         return found
 
 
@@ -124,9 +144,9 @@ class AssumedSample:
 
 
 def item_types(shapes: ModelShapes, encoder: str) -> Sequence[ItemType]:
-    """Return the types of items that an encoder takes: all of its family's if it is the model's own, else the first."""
-    types = family_of(shapes.encoders[encoder].family).items
-    return types if encoder == VISION else types[:1]
+    """Return the types of items that an encoder takes: all if it is the model's own, else the first."""
+    encoders = family_of(shapes.encoders[encoder].family).encoders
+    return encoders[encoder] if encoder in shapes.own else next(iter(encoders.values()))[:1]
 
 
 def assumed_sample(plan: EstimateConfig, shapes: ModelShapes) -> AssumedSample:

@@ -29,7 +29,7 @@ from megatron_hetero.hf.model_files import (
 )
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
-from megatron_hetero.layout.names import TEXT, VISION, parts_of
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.registry import family_of
@@ -41,19 +41,14 @@ def prefix_of(module: str, shapes: ModelShapes) -> str:
     whose own folder uses the same namespace as the first one's.
     """
     namespace = shapes[module].architecture.namespace
-    return namespace if module in (VISION, TEXT) else f"{module}.{namespace}"
-
-
-def group_of(module: str, shapes: ModelShapes, parameter: str) -> str:
-    """Return the parameter group of a parameter, one of `parts_of` the module."""
-    return parts_of(module)[-1] if shapes[module].architecture.in_projector(parameter) else module
+    return namespace if module in (*shapes.own, TEXT) else f"{module}.{namespace}"
 
 
 def tensors_of_parts(shapes: ModelShapes) -> dict[str, list[str]]:
     """Return the stored tensors of each part of the model, as `model.freeze` names parts."""
     found = dict[str, list[str]]()
     for encoder in shapes.encoders:
-        own, projector = parts_of(encoder)
+        own, projector = shapes.parts_of(encoder)
         of_projector = projector_shapes(encoder, shapes)
         found[own] = [name for name in tensors_of(encoder, shapes) if name not in of_projector]
         found[projector] = list(of_projector)
@@ -64,13 +59,13 @@ def stored_shapes(shapes: ModelShapes) -> TensorShapes:
     """Return every tensor of the model with its shape, in the order in which they are written: those of further
     encoders, then those of the model's own folder.
     """
-    further = [tensors_of(name, shapes) for name in shapes.encoders if name != VISION]
+    further = [tensors_of(name, shapes) for name in shapes.further]
     return {name: shape for of_encoder in further for name, shape in of_encoder.items()} | folder_shapes(shapes)
 
 
 def folder_shapes(shapes: ModelShapes) -> TensorShapes:
-    """Return the tensors of the model's own folder: those of the encoder `vision` and of the text module."""
-    return tensors_of(VISION, shapes) | tensors_of(TEXT, shapes)
+    """Return the tensors of the model's own folder: those of its own encoders and of the text module."""
+    return {name: size for module in (*shapes.own, TEXT) for name, size in tensors_of(module, shapes).items()}
 
 
 def tensors_of(module: str, shapes: ModelShapes) -> TensorShapes:
@@ -106,12 +101,17 @@ STD = 0.02
 """Standard deviation of new weights, the `initializer_range` of the families."""
 
 
+def own_projectors(shapes: ModelShapes) -> TensorShapes:
+    """Return the tensors of the projectors of the model's own encoders."""
+    return {name: size for encoder in shapes.own for name, size in projector_shapes(encoder, shapes).items()}
+
+
 def fresh_projector(shapes: ModelShapes, seed: int) -> dict[str, Tensor]:
-    """Return a new projector by stored name, fp32: normal weights, biases of 0, a norm of ones. Whole tensors are drawn
+    """Return new projectors by stored name, fp32: normal weights, biases of 0, a norm of ones. Whole tensors are drawn
     by a generator of their own, so that they are equal on every rank and in every layout.
     """
     generator = torch.Generator().manual_seed(seed)
-    return {name: _drawn(name, size, generator) for name, size in projector_shapes(VISION, shapes).items()}
+    return {name: _drawn(name, size, generator) for name, size in own_projectors(shapes).items()}
 
 
 def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -121,19 +121,22 @@ def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tens
 
 
 def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
-    """Open and check the stored weights of `vision` and `text`. `seed`: of a fresh projector. Raises `UserError`."""
-    anew = frozenset(projector_shapes(VISION, shapes) if folders.fresh_projector else ())
+    """Open and check the stored weights of the model's own encoders and of `text`. `seed`: of a fresh projector. Raises
+    `UserError`.
+    """
+    anew = frozenset(own_projectors(shapes) if folders.fresh_projector else ())
     canonical, fused = family_of(shapes.text.family).canonical_name, fused_of(TEXT, shapes)
     text = StoredWeights.open(folders.text, canonical, fused)
     own, copies = tensors_of(TEXT, shapes), frozenset(shapes.text.architecture.stored_twice)
     if folders.vision == folders.text:
-        vision = text
-        text.require(own | _without(anew, tensors_of(VISION, shapes)), copies | anew)
-    else:  # The folder may hold a whole model, of which the encoder is ignored.
-        text.require(own, copies | _beginning(text, prefix_of(VISION, shapes)))
-        vision = _open_encoder(VISION, folders.vision, shapes, anew)
+        encoders = dict.fromkeys(shapes.own, text)
+        text.require(_without(anew, folder_shapes(shapes)), copies | anew)
+    else:  # The folder may hold a whole model, of which the encoders are ignored.
+        text.require(own, copies.union(*(_beginning(text, prefix_of(name, shapes)) for name in shapes.own)))
+        encoders = {name: _open_encoder(name, folders.vision, shapes, anew) for name in shapes.own}
     # Last, since the stored tensors have shown by now that the sizes are those of a model.
-    return {VISION: replace(vision, fresh=fresh_projector(shapes, seed) if anew else {}), TEXT: text}
+    fresh = fresh_projector(shapes, seed) if anew else {}
+    return {**{name: replace(weights, fresh=fresh) for name, weights in encoders.items()}, TEXT: text}
 
 
 def open_encoders(further: Mapping[str, Path], shapes: ModelShapes) -> dict[str, StoredWeights]:
@@ -167,8 +170,8 @@ def _beginning(weights: StoredWeights, prefix: str) -> frozenset[str]:
 
 
 def companions_of(folders: Mapping[str, Path], changes: Changes = NO_CHANGES) -> dict[str, Companions]:
-    """Read for each encoder the files to write next to its weights from the folder that it came from; with those of
-    `vision` the tokenizer too, except for `changes` (see `read_companions`). Raises `UserError`.
+    """Read the files to write next to the weights of `text` and of each further encoder from the folder that it came
+    from; with those of `text` the tokenizer too, except for `changes` (see `read_companions`). Raises `UserError`.
     """
     return {name: read_companions(folder, changes.get(name, {})) for name, folder in folders.items()}
 
@@ -183,7 +186,7 @@ def model_writer(
     transposed: bool = False,
 ) -> Iterator[Callable[[str, Tensor], None]]:
     """Write a `transformers` folder: yields a function that takes each of the model's `stored_shapes` by name, with its
-    tensor on the CPU. Further encoders are written to folders in it, which `model.encoders.NAME.hf_path` takes. If
+    tensor on the CPU. Further encoders are written to folders in it, which `modules.NAME.hf_path` takes. If
     tensors come in the order of `stored_shapes`, at most one shard, of `limit` bytes, is in memory; of fused tensors
     another one, and those of one layer.
 
@@ -209,17 +212,16 @@ def model_writer(
             dtypes = {names[name]: of_parts[name] for name in alone}
             for name, found in fused.items():
                 dtypes[names[name]] = reduce(torch.promote_types, {of_parts[part] for part in found.parts})
-            writer = stack.enter_context(folder_writer(place, sizes, dtypes, companions[modules[0]], limit))
+            writer = stack.enter_context(folder_writer(place, sizes, dtypes, companions[modules[-1]], limit))
             puts.update({name: partial(writer.put, names[name]) for name in alone})
             for name, found in fused.items():
                 there = names[name]
                 puts.update(fusing(found, transposed, dtypes[there], partial(writer.put, there)))
             return writer
 
-        partial_folder = add_folder(target, VISION, TEXT).partial
-        for encoder in shapes.encoders:
-            if encoder != VISION:
-                add_folder(partial_folder / ENCODERS / encoder, encoder)
+        partial_folder = add_folder(target, *shapes.own, TEXT).partial
+        for encoder in shapes.further:
+            add_folder(partial_folder / ENCODERS / encoder, encoder)
         yield lambda name, tensor: puts[name](tensor)
 
 

@@ -51,6 +51,7 @@ def resolve_settings(
     *,
     text: str = "text",
     place: str = "ScheduleSettings",
+    most: int | None = None,
 ) -> ScheduleSettings:
     """Fill in all defaults; settings that do not apply stay None.
 
@@ -60,6 +61,7 @@ def resolve_settings(
         micro_batches: number of micro-batches in the step.
         text: the module that all others feed.
         place: where the user gave them, for messages.
+        most: micro-batches of every step, if all have as many.
 
     Raises:
         UserError: a setting is out of range, or applies to encoders that do not exist.
@@ -72,6 +74,12 @@ def resolve_settings(
     _require_applies(f"{place}.waves", settings.waves, kind == "waves", f"the schedule is `{kind}`")
     _require_applies(f"{place}.run_ahead", settings.run_ahead, bool(ahead), "no encoder has all its ranks to itself")
     waves, run_ahead = settings.waves, settings.run_ahead
+    for name, value in {"waves": waves, "run_ahead": run_ahead}.items():
+        if most is not None and value is not None and value > most:
+            because = "a replica of the text module has no more micro-batches in a step"
+            fix = f"lower it to {most}, or raise train.global_batch_size"
+            where = f"{place}.{name} (--{place}.{name})"
+            raise UserError.at(where, found=str(value), expected=f"at most {most}", because=because, fix=fix)
     if kind == "waves" and waves is None:
         waves = _default_waves(layouts[text].pp, micro_batches, settings.virtual_stages)
     if ahead and run_ahead is None:

@@ -9,77 +9,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share, WeightMap, WeightSource, load_slices
+from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.axes import MAIN, View
-from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage, stages_of_rank
+from megatron_hetero.models.layers.backend import choose_backend
 from megatron_hetero.models.layers.offload import ActivationOffload
-from megatron_hetero.models.layers.parts import Backend, Site
-from megatron_hetero.models.layers.recompute import Recompute
-from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.stages import EncoderModel, TextModel
-from megatron_hetero.models.weights import weight_map
+from megatron_hetero.models.layers.overlapped import overlap_exchanges
+from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.buffers import Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage, without_weights
 from megatron_hetero.step.module import DataParallel, OverTp, TrainedModule
 
 
-def build_module(
-    name: str,
-    shapes: ModelShapes,
-    every: Sequence[PipelineStage],
-    topology: Topology,
-    backend: Backend,
-    *,
-    dtype: torch.dtype,
-    sequence_parallel: bool,
-    recompute: Recompute,
-    frozen: Collection[str],
-    sharded: bool,
-    zero: int,
-    gradients: torch.dtype,
-    weights: WeightSource,
-    offload: ActivationOffload | None = None,
-    compile_layers: bool = False,
-) -> tuple[TrainedModule, ...]:
-    """Build this rank's part of a module, one value for each view of its layout.
-
-    `every`: all pipeline stages of the module. `frozen`: stored tensors that do not train. `sharded`: whether the
-    optimizer will be. `gradients`: dtype of their buffers. `offload`: where activations go, if they do not stay on the
-    device.
+def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -> tuple[TrainedModule, ...]:
+    """Build this rank's part of a module, one value for each view of its layout. Raises `UserError` for a backend that
+    is not usable here, or weights that are not the module's.
     """
-    layout, architecture = topology.layouts[name], shapes[name].architecture
-    coordinate, views = layout.coordinate(topology.rank), layout.every_view
-    stages = stages_of_rank(every, coordinate.pp, layout.pp)
+    name, layout, architecture = module.name, module.layout, module.shape.architecture
+    coordinate, views, platform = layout.coordinate(topology.rank), layout.every_view, topology.platform
+    stages = stages_of_rank(module.stages, coordinate.pp, layout.pp)
     groups = [topology.group(name, *view.sum_axes) for view in views]
-    maps = [_maps(name, shapes, stages, topology, view) for view in views]
+    maps = [_maps(module, stages, topology, view) for view in views]
     own = [of_ranks[topology.group(name, *view.part_axes).rank()] for view, of_ranks in zip(views, maps, strict=True)]
     names = [frozenset(_joined(of_stages)) for of_stages in own]
     of_stages = [_joined(of_views) for of_views in zip(*own, strict=True)]
+    frozen = {module.prefix + tensor for tensor in module.frozen}
     trained = frozenset(each for of in of_stages for each, slices in of.items() if slices[0].name not in frozen)
     tied = next(filter(None, map(architecture.tied_parameter, stages)), None)
-    site = Site(
-        topology.collection(name), topology.platform, backend, dtype, sequence_parallel, recompute, compile_layers
-    )
-    build = partial(TextModel if name == TEXT else EncoderModel, shapes[name], site, offload=offload)
-    common: dict[str, Any] = {"gradients": gradients, "adds_up": recompute.chunk > 0}
+    site = module.site(topology.collection(name), platform, choose_backend(module.backend, platform))
+    offload = ActivationOffload(platform) if module.settings.offload.activations else None
+    build = partial(_with_overlap, module, site, offload)
+    gradients = getattr(torch, module.settings.precision.gradients)
+    common: dict[str, Any] = {"gradients": gradients, "adds_up": module.recompute.chunk > 0}
     shard = partial(
         shard_stage,
         group=groups[0],
-        device=topology.platform.device,
+        device=platform.device,
         trained=trained,
-        zero=zero,
+        zero=module.settings.zero,
         further=list(zip(groups, names, strict=True))[1:],
         **common,
     )
-    in_shares = shares_weights(zero, max(group.size() for group in groups), bool(trained))
-    copies = shapes.text.architecture.stored_twice
+    in_shares = shares_weights(module.settings.zero, max(group.size() for group in groups), bool(trained))
+    copies = architecture.stored_twice
     built = [
-        _build_stage(
-            partial(build, stage=stage), stage, own_map, weights, copies, trained, shard if in_shares else None
-        )
+        _build_stage(partial(build, stage), stage, own_map, weights, copies, trained, shard if in_shares else None)
         for stage, own_map in zip(stages, of_stages, strict=True)
     ]
     chunks = tuple(model for model, _ in built)
@@ -102,8 +80,8 @@ def build_module(
             data_parallel = Replicated.of(
                 *(name if view == MAIN else f"{name}.{view.name}", of_view, chunks, groups[number]),
                 in_one_bucket=coordinate.pp > 0,
-                prefers_all_reduce=topology.platform.prefers_all_reduce,
-                sharded=sharded,
+                prefers_all_reduce=platform.prefers_all_reduce,
+                sharded=module.optimizer.sharded,
                 **common,
             )
         over_tp: dict[str, OverTp] = {
@@ -120,13 +98,23 @@ def build_module(
     return tuple(in_view(view, number) for number, view in enumerate(views))
 
 
-def _maps(
-    name: str, shapes: ModelShapes, stages: Sequence[PipelineStage], topology: Topology, view: View
-) -> list[list[WeightMap]]:
+def _with_overlap(module: ModuleJob, site: Site, offload: ActivationOffload | None, stage: PipelineStage) -> Any:
+    """Build the torch module of a stage, whose layers overlap their exchanges over tp if the record says so."""
+    model = module.model(site, stage, offload)
+    if (chunks := module.settings.tp_overlap) > 1:
+        try:
+            overlap_exchanges(model, chunks)
+        except TypeError as error:
+            where = f"modules.{module.name}.tp_overlap (--{module.name}-tp_overlap)"
+            raise UserError.at(where, problem=str(error), fix="use --model.backend torch, or remove it") from None
+    return model
+
+
+def _maps(module: ModuleJob, stages: Sequence[PipelineStage], topology: Topology, view: View) -> list[list[WeightMap]]:
     """The weight map of each stage, for each rank that holds parts of a view's parameters."""
-    holders = topology.group(name, *view.part_axes).size()
+    holders = topology.group(module.name, *view.part_axes).size()
     shares = [Share(rank, holders) for rank in range(holders)]
-    return [[weight_map(name, shapes, share, stage, view.name) for stage in stages] for share in shares]
+    return [[module.weight_map(share, stage, view.name) for stage in stages] for share in shares]
 
 
 def _joined(maps: Iterable[WeightMap]) -> WeightMap:

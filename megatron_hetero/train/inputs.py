@@ -25,9 +25,9 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.hf.model_files import Companions, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
-from megatron_hetero.layout.names import TEXT, VISION
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
 
 PACKAGES = (
@@ -62,7 +62,7 @@ class Inputs:
     @classmethod
     def open(cls, job: JobSpec) -> Inputs:
         """Open and check them. Raises `UserError`."""
-        config, encoders, seed = job.config, job.config.model.encoder_folders, job.config.train.seed
+        config, encoders, seed = job.config, job.config.further_folders, job.config.train.seed
         weights = open_modules(job.folders, job.shapes, seed) | open_encoders(encoders, job.shapes)
         transposed, processor = weights[TEXT].transposed, open_processor(config)
         mixture, held_out = open_mixture(config, processor), open_held_out(config, processor)
@@ -71,7 +71,7 @@ class Inputs:
         if config.export.hf_dir is not None:
             require_writable(config.export.hf_dir)
         changes = export_changes(job.folders, asdict(config), encoders)
-        companions = companions_of({VISION: config.model.hf_path, **encoders}, changes)
+        companions = companions_of({TEXT: config.model.hf_path, **encoders}, changes)
         return cls(weights, processor, mixture, held_out, companions, transposed)
 
 

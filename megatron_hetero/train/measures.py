@@ -13,8 +13,7 @@ from megatron_hetero.base.files import replacing
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.layout.names import TEXT, parts_of
-from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.items.types import Size
 from megatron_hetero.models.layers.parts import Tokens
@@ -34,16 +33,16 @@ def step_flops(shapes: ModelShapes, frozen: Frozen, batch: StepBatch) -> int:
     """Return the model FLOPs of a step. Encoders count per patch: most of their work would be missed by the rows that
     reach the language model. A frozen part counts as far as the gradients of others need it.
     """
-    encoders_train = len(frozen.modules(shapes.encoders)) < len(shapes.encoders)
+    encoders_train = any(frozen.trains(part) for name in shapes.encoders for part in shapes.parts_of(name))
     passes = frozen.passes(TEXT, inputs=encoders_train or frozen.trains(TEXT))
     first = 0 if encoders_train else frozen.first_layer(shapes)
-    of_encoders = [_encoder_flops(name, shape, frozen, batch.sizes[name]) for name, shape in shapes.encoders.items()]
+    of_encoders = [_encoder_flops(name, shapes, frozen, batch.sizes[name]) for name in shapes.encoders]
     tokens = Tokens(batch.sample_lengths, supervised=batch.supervised)
     return sum(of_encoders) + shapes.text.architecture.operations(tokens, passes=passes, first=first)
 
 
-def _encoder_flops(name: str, v: EncoderShape, frozen: Frozen, sizes: Collection[Size]) -> int:
-    encoder, projector = parts_of(name)
+def _encoder_flops(name: str, shapes: ModelShapes, frozen: Frozen, sizes: Collection[Size]) -> int:
+    v, (encoder, projector) = shapes.encoders[name], shapes.parts_of(name)
     return v.architecture.operations(
         v.tokens(sizes),
         passes=frozen.passes(encoder, inputs=frozen.trains(encoder)),

@@ -23,15 +23,12 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.hf.weight_map import WeightSource
-from megatron_hetero.job import JobSpec
-from megatron_hetero.layout.names import TEXT, VISION, parts_of
-from megatron_hetero.models.layers.backend import backend_notices, choose_backend
+from megatron_hetero.job.job import JobSpec
+from megatron_hetero.job.module import ModuleJob
+from megatron_hetero.layout.names import TEXT
+from megatron_hetero.models.layers.backend import backend_notices
 from megatron_hetero.models.layers.compiled import require_compiler
-from megatron_hetero.models.layers.offload import ActivationOffload
-from megatron_hetero.models.layers.overlapped import overlap_exchanges
-from megatron_hetero.models.layers.recompute import Recompute
-from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import group_of, projector_shapes
+from megatron_hetero.models.weights import own_projectors
 from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.family_module import build_module
@@ -60,7 +57,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     steps = build_step_trainer(job, platform, inputs.weights, watchdog=watchdog)
     topology = steps.topology
     if topology.rank == FIRST:
-        notices = [*backend_notices(config.model.layer_backend, platform), *_unread(inputs), inputs.processor.advice]
+        notices = [*backend_notices(config.layer_backend, platform), *_unread(inputs), inputs.processor.advice]
         for notice in filter(None, notices):
             print(notice, flush=True)
     state = TrainState(steps.optimizer, topology, steps.shapes, working=watchdog.working)
@@ -90,9 +87,9 @@ def _unread(inputs: Inputs) -> list[str]:
 
 def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
     """Check that all of a fresh projector is trained, in this run or before. Raises `UserError`."""
-    frozen = [name for name in projector_shapes(VISION, job.shapes) if name in job.frozen.tensors]
+    frozen = [name for name in own_projectors(job.shapes) if name in job.frozen.tensors]
     if resumed.step == 0 and job.folders.fresh_projector and frozen:
-        part = parts_of(VISION)[-1]
+        part = job.shapes.parts_of(job.shapes.own[0])[-1]
         which = part if not job.frozen.trains(part) else f"{part} ({listed(frozen)})"
         where = "model.train" if job.config.model.train else "model.freeze"
         problem = f"{which} is frozen, but starts with random weights"
@@ -192,7 +189,7 @@ def _build_topology(job: JobSpec, platform: Platform, watchdog: Watchdog, check:
             platform=platform,
             tied=job.tied,
             interleaved=job.interleaved,
-            decoding=job.config.model.encoder_names,
+            decoding=tuple(job.shapes.encoders),
             megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
             planned=False,  # The loader plans them, on each rank alike.
             check=check,
@@ -207,84 +204,45 @@ def _build_topology(job: JobSpec, platform: Platform, watchdog: Watchdog, check:
 
 def _build_parts(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> JointOptimizer:
     """Build this rank's parts of modules, and their optimizers."""
-    modules, platform = _build_modules(job, topology, weights), topology.platform
-    streamed = any(job.config.offload_of(module.name).states for module in modules)
-    streams = platform.side_streams(2) if streamed else ()
+    if job.config.model.compile == "layers":
+        require_compiler(topology.platform.device)
+    here = [module for name, module in job.modules.items() if topology.has(name)]
+    modules = tuple(view for module in here for view in build_module(module, topology, weights[module.name]))
+    streamed = any(module.settings.offload.states for module in here)
+    streams = topology.platform.side_streams(2) if streamed else ()
     optimizers: dict[str, ModuleOptimizer] = {
-        module.key: build_shard_optimizer(module, _algorithm(job.config, job.shapes, module), streams)
+        module.key: build_shard_optimizer(module, _algorithm(job, job.modules[module.name]), streams)
         for module in modules
         if module.trained
     }
     return JointOptimizer(topology, modules, optimizers, job.config.optimizer.clip_grad)
 
 
-def _algorithm(config: Config, shapes: ModelShapes, module: TrainedModule) -> Algorithm:
+def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:
     """Return the optimizer of a module, with its learning rates and number formats."""
-    chosen, precision, name = config.optimizer, config.precision_of(module.name), module.name
-    encoder, *projector = parts_of(name)
-    peaks = dict.fromkeys(projector, chosen.lr_projector)
-    peaks |= {} if name == TEXT else {encoder: chosen.lr_vision}
+    chosen, settings, architecture = job.config.optimizer, module.settings, module.shape.architecture
 
     def lr(parameter: str) -> float:
-        peak = peaks.get(group_of(name, shapes, parameter))
+        peak = chosen.lr_projector if architecture.in_projector(parameter) else settings.lr
         return chosen.lr if peak is None else peak
 
     common: dict[str, Any] = {
         "lr": lr,
-        "master": precision.master,
-        "gradients": precision.gradients,
-        "offload": config.offload_of(name).states,
-        "seed": config.train.seed,
+        "master": settings.precision.master,
+        "gradients": settings.precision.gradients,
+        "offload": settings.offload.states,
+        "seed": job.config.train.seed,
     }
     if chosen.name == "sgd":
         return SGD(**common)
-    decay = chosen.weight_decay
-    return AdamW(betas=chosen.betas, eps=chosen.eps, weight_decay=decay, moments=precision.moments, **common)
-
-
-def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> tuple[TrainedModule, ...]:
-    config = job.config
-    if compile_layers := config.model.compile == "layers":
-        require_compiler(topology.platform.device)
-    backend = choose_backend(config.model.layer_backend, topology.platform)
-    modules = tuple(
-        of_view
-        for name, layout in topology.layouts.items()
-        if topology.rank in layout
-        for of_view in build_module(
-            name,
-            job.shapes,
-            job.stages[name],
-            topology,
-            backend,
-            dtype=job.dtype,
-            sequence_parallel=job.sequence_parallel[name],
-            recompute=Recompute.of(config.model, name),
-            frozen=job.frozen.tensors,
-            sharded=job.optimizer.sharded,
-            zero=config.zero_of(name),
-            gradients=getattr(torch, config.precision_of(name).gradients),
-            weights=weights[name],
-            offload=ActivationOffload(topology.platform) if config.offload_of(name).activations else None,
-            compile_layers=compile_layers,
-        )
-    )
-    for name, chunks in {module.name: module.chunks for module in modules}.items():
-        if (parts := config.model.tp_overlap.get(name, 1)) > 1:
-            try:
-                for chunk in chunks:
-                    overlap_exchanges(chunk, parts)
-            except TypeError as error:
-                where = f"model.tp_overlap.{name} (--model.tp_overlap.{name})"
-                raise UserError.at(where, problem=str(error), fix="use --model.backend torch, or remove it") from None
-    return modules
+    decay, moments = chosen.weight_decay, settings.precision.moments
+    return AdamW(betas=chosen.betas, eps=chosen.eps, weight_decay=decay, moments=moments, **common)
 
 
 def _on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleOnRank]:
     found = {}
     for module in modules:
-        stages = dict(zip(module.stages, module.chunks, strict=True))
-        trains = module.name == TEXT or job.frozen.trains(module.name)
+        stages, row = dict(zip(module.stages, module.chunks, strict=True)), job.modules[module.name]
         gathered = gathered_stages(each for each in modules if each.name == module.name)
-        found[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains, gathered)
+        found[module.name] = ModuleOnRank(stages, row.role == TEXT and 0 in stages, row.passes_gradients, gathered)
     return found

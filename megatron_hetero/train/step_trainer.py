@@ -27,7 +27,7 @@ from megatron_hetero.groups.collective import on_every
 from megatron_hetero.groups.platform import Platform, on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.layers.attention import AttentionParams

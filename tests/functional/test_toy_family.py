@@ -19,7 +19,7 @@ from examples.demo.model import DemoSizes
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import Estimate
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.registry import ENTRY_POINTS, FAMILIES, family_of
 from megatron_hetero.train.start import build_trainer
 from tests.support.matrix import thinned

@@ -40,7 +40,7 @@ from megatron_hetero.data.records import Dataset, Reading, Record
 from megatron_hetero.data.sources import parquet
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.items.image_files import load_picture
 from megatron_hetero.models.weights import open_modules
 from tests.fuzz import good_input, words

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.train.held_out import HeldOutEvaluation
 from tests.functional.checkpoint.runs import once
 from tests.parity.cases import MODELS, OPTIMIZERS, RATES, _part_of, norm_of

@@ -20,7 +20,7 @@ import pytest
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import divisors
 from megatron_hetero.schedule import gathering
 from megatron_hetero.train.start import build_trainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,7 @@ class PictureFamily(Family):
 
     built = SUPPORTED
     tokens = IMAGE_TOKENS
-    items = (PICTURES,)
+    encoders = MappingProxyType({"vision": (PICTURES,)})
 
     def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[Block], /) -> np.ndarray:
         """Return the positions of text, pictures and videos, see `rope_positions`."""

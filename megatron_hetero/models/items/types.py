@@ -124,7 +124,7 @@ class ItemType(Protocol):
         Args:
             folder: in `transformers` format.
             config: the folder's configuration.
-            section: the user's settings for reading items, `data` or an entry of `model.encoders`. A type reads fields
+            section: the user's settings for reading items, `data` or an entry of `modules`. A type reads fields
                 of its own; the folder gives the defaults of missing ones and of None.
             setting: for messages.
             token_id: the token that stands for one row.

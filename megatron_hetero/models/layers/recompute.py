@@ -14,14 +14,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-
-if TYPE_CHECKING:
-    from megatron_hetero.config.sections import ModelConfig
 
 How = Literal["none", "selective", "full"]
 
@@ -37,11 +34,6 @@ class Recompute:
 
     how: How | int = "none"
     chunk: int = 0
-
-    @classmethod
-    def of(cls, config: ModelConfig, module: str) -> Recompute:
-        """Return the settings of `module`."""
-        return cls(config.recompute.get(module, "none"), config.chunk.get(module, 0))
 
     @property
     def selective(self) -> bool:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.processor import open_processor
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.families.common import canonical_name
 from tests.functional.train import test_held_out as jobs
 from tests.functional.train.test_held_out import _mean_loss

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 from unittest import mock
 
@@ -38,12 +38,12 @@ class Toy(Family):
 
     model_type, title = "toy", "Toy"
     tokens = _TOKENS
-    items = (Tones(),)
+    encoders = MappingProxyType({"vision": (Tones(),)})
 
     def config_class(self, model_type: str) -> Any:
         return Config
 
-    def encoder_shape(self, config: Any) -> EarShape:
+    def encoder_shape(self, config: Any, encoder: str, /) -> EarShape:
         return ear_shape(config)
 
     def text_shape(self, config: Any) -> TextShape:

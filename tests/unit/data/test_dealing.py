@@ -22,7 +22,7 @@ from megatron_hetero.data.dealing import ByBudget, PackMetadata, PackShape, Piec
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
-from megatron_hetero.job import Budget
+from megatron_hetero.job.job import Budget
 from megatron_hetero.models.items.pictures import ImageSize
 from tests.support.folders import write_data
 from tests.support.matrix import thinned

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.job import BatchShape
+from megatron_hetero.job.job import BatchShape
 from megatron_hetero.models.items.types import Item
 from tests.support import runs as jobs
 from tests.support.folders import write_data

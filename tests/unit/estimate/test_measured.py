@@ -14,7 +14,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate import measured
 from megatron_hetero.estimate.measured import FIRST, LAST, MeasuredModule, ModulePart, flash_workspace, measure
 from megatron_hetero.estimate.shards import SequenceShard
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.layers.recompute import Recompute
 
 SELECTIVE = Recompute("selective")

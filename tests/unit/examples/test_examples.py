@@ -13,7 +13,7 @@ from megatron_hetero.config.schema import load_config, require_modules
 from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.problems import problems_of
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.registry import FAMILIES

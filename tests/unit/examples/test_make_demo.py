@@ -20,7 +20,7 @@ from examples.make_demo import FAMILIES, PARTS, DemoOptions, main, make_demo
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.processor import Processor
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
 
 TINY = DemoOptions(seed=1, train_pictures=30, heldout_questions=8)

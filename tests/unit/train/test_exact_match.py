@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.data.token_shards import TokenShards
-from megatron_hetero.job import BatchShape
+from megatron_hetero.job.job import BatchShape
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.train.held_out import answer_counts, evaluates, exact_match, supervised_samples
 from megatron_hetero.train.trainer import stretches

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.job import JobSpec
+from megatron_hetero.job.job import JobSpec
 from tests.support.folders import ModelChoice, write_model
 from tests.support.runs import MakeFlags
 

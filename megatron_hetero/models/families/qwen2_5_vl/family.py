@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.models.families.common import PICTURES, PictureFamily, of_text, of_vision, require
@@ -25,7 +26,7 @@ class Qwen25VL(PictureFamily):
 
     model_type, title = "qwen2_5_vl", "Qwen2.5-VL"
     language_models = ("qwen2",)
-    items = (PICTURES, Videos(_VIDEOS, "frame", timestamps=False))
+    encoders = MappingProxyType({"vision": (PICTURES, Videos(_VIDEOS, "frame", timestamps=False))})
 
     def check_encoder(self, folder: Path, config: Any) -> None:
         vision = config.vision_config
@@ -53,7 +54,7 @@ class Qwen25VL(PictureFamily):
         space = 3 * frequencies // 8
         return {"mrope_section": [frequencies - 2 * space, space, space]}
 
-    def encoder_shape(self, config: Any) -> VisionShape:
+    def encoder_shape(self, config: Any, encoder: str, /) -> VisionShape:
         from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 
         vision = config.vision_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.base.files import Only
@@ -34,7 +35,7 @@ class Qwen3VL(PictureFamily):
 
     model_type, title = "qwen3_vl", "Qwen3-VL"
     language_models = ("qwen3",)
-    items = (PICTURES, Videos(_VIDEOS, "video", timestamps=True))
+    encoders = MappingProxyType({"vision": (PICTURES, Videos(_VIDEOS, "video", timestamps=True))})
     built = SUPPORTED | {
         "mrope_interleaved": Only(
             (True,),
@@ -73,7 +74,7 @@ class Qwen3VL(PictureFamily):
         space = 5 * frequencies // 16
         return {"mrope_section": [frequencies - 2 * space, space, space], "mrope_interleaved": True}
 
-    def encoder_shape(self, config: Any) -> VisionShape:
+    def encoder_shape(self, config: Any, encoder: str, /) -> VisionShape:
         from megatron_hetero.models.families.qwen3_vl.shapes import VisionShape
 
         vision = config.vision_config

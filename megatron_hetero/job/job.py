@@ -4,23 +4,25 @@ Megatron-Core nor a process group is needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Self
 
 import torch
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.fields import wrong
+from megatron_hetero.config.fields import unused, wrong
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
-from megatron_hetero.config.schema import Config, require_modules
+from megatron_hetero.config.schema import Config
+from megatron_hetero.job.module import DTYPES, ModuleJob
 from megatron_hetero.layout.axes import EXPERTS
+from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.layout.pipeline import PipelineStage, cut_stages, even_split, stage_of
+from megatron_hetero.layout.pipeline import PipelineStage, even_split, stage_of
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
@@ -34,8 +36,6 @@ MOST_TURNS = 1 << 15
 """Limit on stages times micro-batches of a step, whose schedule is built and checked action by action."""
 SCHEDULES = 32
 """Size of the cache of schedules."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Types of `model.dtype` by name."""
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,17 @@ class JobSpec:
         config: the configuration.
         folders: folders of the model's own modules.
         shapes: shapes of all modules.
-        layouts: layouts of all modules.
+        modules: all modules, encoders first.
         batch: samples of a step; with a `budget`, of the size that section `plan` assumes, while each step has as many
             micro-batches as its own samples need.
-        stages: pipeline stages of each module.
         frozen: what does not train.
     """
 
     config: Config
     folders: ModelFolders
     shapes: ModelShapes
-    layouts: Mapping[str, Layout]
+    modules: Mapping[str, ModuleJob]
     batch: BatchShape
-    stages: Mapping[str, tuple[PipelineStage, ...]]
     frozen: Frozen
 
     @classmethod
@@ -111,35 +109,35 @@ class JobSpec:
         """Read the model's configuration, and check everything against it. Raises `UserError`."""
         model = config.model
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
-        shapes = ModelShapes.of(folders, model.encoder_folders)
-        require_modules(config, shapes.modules)
+        shapes = ModelShapes.of(folders, config.further_folders)
+        _require_modules(config, shapes)
         _require_experts(config, shapes)
         frozen = Frozen.of(shapes, model.freeze, model.train)
-        if parts := [part for part in model.parts if part in frozen.parts and part not in model.freeze]:
-            # Settings of parts that patterns freeze are checked as if `freeze` named the parts.
-            replace(config, model=replace(model, freeze=(*model.freeze, *parts), train=()))
-        layouts = resolve(config.parallel, shapes.module_shapes(), world_size, flags=True)
+        _require_trained_projectors(config, shapes, frozen)
+        texts = {name: row.parallel for name, row in config.modules.items() if row.parallel}
+        layouts = resolve(texts, shapes.module_shapes(), world_size, flags=True)
         batch = _batch_shape(config, shapes, layouts[TEXT])
-        resolve_settings(_schedule_settings(config), layouts, batch.micro_batches, place="schedule")
-        if budget_of(config) is None:
-            _require_micro_batches(config, batch.micro_batches)
-        stages = {
-            name: cut_stages(
-                shapes[name].layers,
-                layout.pp,
-                per_rank=_stages_per_rank(config, name),
-                split=config.parallel_layers.get(name),
-                module=name,
-            )
-            for name, layout in layouts.items()
-        }
-        _require_layers(config, stages)
-        _require_equal_copies(config, shapes, layouts)
-        _require_shared(config, layouts)
-        job = cls(config, folders, shapes, layouts, batch, stages, frozen)
+        fixed = batch.micro_batches if budget_of(config) is None else None
+        resolve_settings(_schedule_settings(config), layouts, batch.micro_batches, place="schedule", most=fixed)
+        modules = {name: ModuleJob.of(name, config, shapes, layout, frozen) for name, layout in layouts.items()}
+        job = cls(config, folders, shapes, modules, batch, frozen)
         job.require_turns(MOST_TURNS)
-        _require_exchanges(job)
         return job
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """Layouts of all modules."""
+        return {name: module.layout for name, module in self.modules.items()}
+
+    @cached_property
+    def stages(self) -> dict[str, tuple[PipelineStage, ...]]:
+        """Pipeline stages of all modules."""
+        return {name: module.stages for name, module in self.modules.items()}
+
+    @property
+    def text(self) -> ModuleJob:
+        """The text module."""
+        return self.modules[TEXT]
 
     @property
     def budget(self) -> Budget | None:
@@ -169,8 +167,7 @@ class JobSpec:
     @cached_property
     def sequence_parallel(self) -> dict[str, bool]:
         """Whether each module's activations are split along the sequence over tp."""
-        setting = self.config.model.sequence_parallel
-        return {name: setting.get(name, True) and layout.tp > 1 for name, layout in self.layouts.items()}
+        return {name: module.sequence_parallel for name, module in self.modules.items()}
 
     @cached_property
     def edges(self) -> dict[Edge, tuple[str, ...]]:
@@ -195,7 +192,8 @@ class JobSpec:
     @property
     def patch_limits(self) -> dict[str, int]:
         """By encoder, the most patches of a rank in one call, where these are limited."""
-        return {name: most for name, most in self.config.model.patches_per_call.items() if most}
+        limits = {name: module.settings.patches_per_call for name, module in self.modules.items()}
+        return {name: most for name, most in limits.items() if most}
 
     def text_work(self, tokens: int) -> int:
         """Predict the forward flops of the text module for a sample of so many tokens."""
@@ -211,7 +209,8 @@ class JobSpec:
         Raises `UserError`.
         """
         self._require_rows_enter_early()
-        forward_only = self.layouts if evaluation else self.frozen.modules(self.shapes.encoders)
+        frozen = [name for name in self.shapes.encoders if not self.modules[name].trains]
+        forward_only = self.layouts if evaluation else frozen
         layouts, settings = tuple(self.layouts.items()), _schedule_settings(self.config)
         return _checked_schedule(layouts, micro_batches, settings, tuple(forward_only), tuple(self.edges))
 
@@ -234,8 +233,8 @@ class JobSpec:
         first, rest = max(entries) + 1, len(stages) - 1
         fix = "leave schedule.virtual_stages out" if virtual > 1 else "lower pp"
         if (left := self.shapes.text.layers - first) >= rest:
-            fix = f"try --parallel_layers.{TEXT} {' '.join(map(str, (first, *even_split(left, rest))))}, or {fix}"
-        where = f"{TEXT} stages (--parallel_layers.{TEXT}, --schedule.virtual_stages)"
+            fix = f"try --{TEXT}-layers {' '.join(map(str, (first, *even_split(left, rest))))}, or {fix}"
+        where = f"{TEXT} stages (--{TEXT}-layers, --schedule.virtual_stages)"
         found = f"rows of {late.source} that enter stage {late.target_stage} ({stages[late.target_stage or 0]})"
         expected, turns = f"all layers that rows enter (0-{first - 1}) on the first stage", f"those of {TEXT} in turn"
         why = f"{late.source} runs ahead on its own ranks and would wait for {turns}, while they wait for each other"
@@ -272,7 +271,7 @@ class JobSpec:
     @property
     def interleaved(self) -> tuple[str, ...]:
         """Modules with virtual stages."""
-        return (TEXT,) if _stages_per_rank(self.config, TEXT) > 1 else ()
+        return (TEXT,) if self.config.schedule.virtual_stages > 1 else ()
 
 
 @lru_cache(maxsize=SCHEDULES)
@@ -289,70 +288,32 @@ def _checked_schedule(
     return schedule
 
 
+def _require_modules(config: Config, shapes: ModelShapes) -> None:
+    """Check that the model has all modules with settings. Raises `UserError`."""
+    for name, row in config.modules.items():
+        if name not in shapes.modules:
+            given = next((f"-{f.name}" for f in fields(row) if getattr(row, f.name) != f.default), "")
+            found = f"module `{name}`{did_you_mean(name, shapes.modules)}"
+            because, fix = "the model has no other modules", "rename or remove it, or set hf_path of a further encoder"
+            expected = f"one of {', '.join(shapes.modules)}"
+            raise UserError.at(
+                f"modules.{name} (--{name}{given})", found=found, expected=expected, because=because, fix=fix
+            )
+
+
+def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Frozen) -> None:
+    """Check that a learning rate of projectors has some to train. Raises `UserError`."""
+    projectors, rate = [shapes.parts_of(name)[-1] for name in shapes.encoders], config.optimizer.lr_projector
+    if rate is not None and frozen.parts.issuperset(projectors):
+        why, fix = f"model.freeze and model.train leave {', '.join(projectors)} frozen", "remove it, or train one"
+        raise unused("optimizer.lr_projector", rate, why, fix)
+
+
 def _require_experts(config: Config, shapes: ModelShapes) -> None:
     """Check that settings of experts are for a model that has some. Raises `UserError`."""
     coefficient = config.model.router_aux_loss_coef
     if coefficient and "experts" not in shapes.text.parts:
         raise wrong("model.router_aux_loss_coef", coefficient, "0", "the text module has no experts", "remove it")
-
-
-def _require_equal_copies(config: Config, shapes: ModelShapes, layouts: Mapping[str, Layout]) -> None:
-    """Check that all copies of key/value heads are rounded equally. Raises `UserError`."""
-    for name, shape in shapes.module_shapes().items():
-        tp, heads, chosen = layouts[name].tp, shape.kv_heads, config.precision_of(name)
-        in_place = heads % tp == 0 or tp % heads == 0
-        rounded = {
-            "moments": chosen.moments != "float32" and not (in_place and chosen.moments == "bfloat16"),
-            "master": chosen.master == "none" and not in_place,
-        }
-        for field in (field for field, refused in rounded.items() if refused and heads % tp):
-            setting, expected = f"precision.{name}.{field}", "float32" if field == "moments" else "float32 or split"
-            found = f"{getattr(chosen, field)} with {name} layout `{layouts[name]}` and {heads} key/value heads"
-            because = "tp ranks hold copies of key/value heads, and would round them differently"
-            raise wrong(setting, found, expected, because, f"leave {setting} out, or use a tp that divides {heads}")
-
-
-def _require_shared(config: Config, layouts: Mapping[str, Layout]) -> None:
-    """Check that modules with a ZeRO stage have ranks to share with. Raises `UserError`."""
-    for name, zero in config.zero.items():
-        layout = layouts[name]
-        if zero > 1 and all(layout.ways("tokens", "samples", view=view) == 1 for view in layout.every_view):
-            found = f"{zero} with {name} layout `{layouts[name]}`"
-            because = "no two of its ranks hold the same weights: dp, sp and cp are 1"
-            raise wrong(f"zero.{name}", found, "1", because, "remove it, or give the module dp, sp or cp")
-
-
-def _require_exchanges(job: JobSpec) -> None:
-    """Check that modules with `tp_overlap` exchange tokens over tp. Raises `UserError`."""
-    for name, parts in job.config.model.tp_overlap.items():
-        if parts > 1 and not job.sequence_parallel[name]:
-            split = "tp 1" if job.layouts[name].tp == 1 else f"model.sequence_parallel.{name} false"
-            found, because = f"{parts} with {split}", "its MLP exchanges no tokens"
-            raise wrong(f"model.tp_overlap.{name}", found, "1", because, "remove it")
-
-
-def _require_layers(config: Config, stages: Mapping[str, Sequence[PipelineStage]]) -> None:
-    """Check that some stage has as many layers as are to be recomputed. Raises `UserError`."""
-    for name, how in config.model.recompute.items():
-        most = max(len(stage.layers) for stage in stages[name])
-        if isinstance(how, int) and how > most:
-            found, fix = f"the first {how} layers of each pipeline stage", "use `full` to recompute all layers"
-            raise wrong(f"model.recompute.{name}", found, f"at most {most}", "no stage has more", fix)
-
-
-def _stages_per_rank(config: Config, name: str) -> int:
-    """Return the number of pipeline stages of a module on each of its ranks."""
-    return config.schedule.virtual_stages if name == TEXT else 1
-
-
-def _require_micro_batches(config: Config, micro_batches: int) -> None:
-    """Check that settings of the schedule need no more micro-batches than a step has. Raises `UserError`."""
-    for name in ("waves", "run_ahead"):
-        value = getattr(config.schedule, name)
-        if value is not None and value > micro_batches:
-            because = "a replica of the text module has no more micro-batches in a step"
-            fix = f"lower it to {micro_batches}, or raise train.global_batch_size"
-            raise wrong(f"schedule.{name}", value, f"at most {micro_batches}", because, fix)
 
 
 def _schedule_settings(config: Config) -> ScheduleSettings:

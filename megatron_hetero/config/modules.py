@@ -1,0 +1,109 @@
+"""The record of a module: everything that the configuration says of one module, but for what freezes it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.fields import Section, check_pixels, option, unused, wrong
+from megatron_hetero.config.optimizers import OffloadConfig, PrecisionConfig
+from megatron_hetero.layout.names import TEXT
+
+MODULE_NAME = re.compile(r"[a-z][a-z0-9_]*")
+NO_MODULES = frozenset({"plan", "world", "config", "help"})
+"""Names that begin other flags."""
+_RESERVED = NO_MODULES | {
+    *(TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "boundary", "pipeline"),
+    *("model", "visual", "lm_head"),
+}
+"""Names that mean something else in flags, records, metrics or tensors' names."""
+
+
+def require_encoder_name(name: str, where: str) -> None:
+    """Check the name of a further encoder. Raises `UserError`."""
+    if not MODULE_NAME.fullmatch(name) or name in _RESERVED or name.endswith("_projector"):
+        because, fix = "flags and records use it", "rename the encoder, for example `detail`"
+        expected = "an unreserved name of a-z, 0-9 and _"
+        raise UserError.at(where, found=f"the name `{name}`", expected=expected, because=because, fix=fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleConfig(Section):
+    """A module, an entry of `modules`: the model's own, `vision` and `text`, or a further encoder with an `hf_path`."""
+
+    parallel: str = option(
+        "",
+        "Layout, such as `sp:8` or `tp:4,dp:2@0-7`; `ep` divides experts: `tp:4,dp:2,ep:8`.",
+        "dp over all ranks",
+    )
+    layers: tuple[int, ...] = option((), "Layers per pipeline stage, in order, such as `10 18`.", "even")
+    sequence_parallel: bool = option(
+        True, "Megatron sequence parallelism: split activations along the sequence over tp."
+    )
+    zero: Literal[1, 2, 3] = option(
+        1,
+        "ZeRO stage: what dp, sp and cp ranks shard. 1: AdamW's states; 2: also gradients; 3: also weights, gathered "
+        "layer by layer (FSDP2).",
+    )
+    recompute: Literal["none", "selective", "full"] | int = option(
+        "none",
+        "Activation recomputation: selective (no matrix product), full (all layers), or the number of layers "
+        "to recompute at the start of each pipeline stage.",
+        at_least=1,
+    )
+    chunk: int = option(
+        0,
+        "Tokens of a rank per MLP call; the backward pass recomputes the first matrix product. 0: all at once.",
+        at_least=0,
+    )
+    patches_per_call: int = option(
+        0,
+        "Maximum patches per call of an encoder for each of a replica's sp * cp ranks, on average; more take several "
+        "calls, which the backward pass repeats. 0: unlimited.",
+        at_least=0,
+    )
+    tp_overlap: int = option(
+        1,
+        "Parts in which layers exchange activations over tp, overlapped with matrix products. 1: no overlap.",
+        at_least=1,
+    )
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    lr: float | None = option(
+        None, "Peak learning rate, projectors excluded; optimizer.min_lr scales with it.", "optimizer.lr", above=0
+    )
+    hf_path: Path | None = option(
+        None, "Vision-language model folder whose encoder becomes the further encoder MODULE.", "a module of the model"
+    )
+    token: str | None = option(
+        None, "Placeholder token of a further encoder's rows, such as `<|video_pad|>`.", "required with hf_path"
+    )
+    min_pixels: int | None = option(
+        None, "Minimum image area of a further encoder in pixels; smaller images are upscaled.", "its folder's",
+        at_least=1,
+    )  # fmt: skip
+    max_pixels: int | None = option(
+        None, "Maximum image area of a further encoder in pixels; larger images are downscaled.", "its folder's",
+        at_least=1,
+    )  # fmt: skip
+
+    def _check(self, section: str) -> None:
+        name = section.rpartition(".")[2]
+        if self.hf_path is not None:
+            require_encoder_name(name, f"{section}.hf_path (--{name}-hf_path)")
+            if self.token is None:
+                why, fix = "its rows take the place of a token of their own", "set it to a token of the tokenizer"
+                raise wrong(f"{section}.token", "no value", "a placeholder token with hf_path", why, fix)
+            check_pixels(section, self.min_pixels, self.max_pixels)
+            return
+        for setting in ("token", "min_pixels", "max_pixels"):
+            if (value := getattr(self, setting)) is not None:
+                why = "only a further encoder has it, which has an hf_path"
+                other = "" if setting == "token" else f", or use data.{setting}"
+                raise unused(f"{section}.{setting}", value, why, f"set {section}.hf_path{other}, or remove it")
+        if name == TEXT and self.patches_per_call:
+            why, fix = f"{TEXT} is no encoder", f"set {section}.chunk to bound its memory, and remove it"
+            raise unused(f"{section}.patches_per_call", self.patches_per_call, why, fix)

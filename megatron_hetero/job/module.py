@@ -1,0 +1,216 @@
+"""A module in a world of ranks: its record, bound to a shape, a layout and pipeline stages. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.fields import unused, wrong
+from megatron_hetero.config.modules import ModuleConfig
+from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
+from megatron_hetero.config.schema import Config
+from megatron_hetero.hf.weight_map import MAIN, Share, WeightMap
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.names import TEXT, Role
+from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
+from megatron_hetero.models.frozen import Frozen
+from megatron_hetero.models.layers.parts import Backend, Site
+from megatron_hetero.models.layers.recompute import Recompute
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import prefix_of
+
+# Megatron-Core, which these import, is not needed for a plan's layouts and schedule.
+if TYPE_CHECKING:
+    from megatron_hetero.groups.megatron import ModuleGroups
+    from megatron_hetero.groups.platform import Platform
+    from megatron_hetero.models.layers.offload import ActivationOffload
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types of `model.dtype` by name."""
+
+
+@dataclass(frozen=True)
+class ModuleJob:
+    """A module in a world of ranks.
+
+    Attributes:
+        name: its name in the configuration.
+        role: what it does in the graph.
+        shape: `EncoderShape` or `TextShape` of the whole module.
+        prefix: prefix of its tensors among those of the whole model.
+        layout: its layout.
+        stages: all its pipeline stages.
+        frozen: its stored tensors that do not train, as its architecture names them.
+        settings: its record.
+        dtype: type of weights and activations.
+        backend: `model.backend`, where `auto` has become `torch` if other settings need it.
+        compiled: whether layers are compiled.
+        optimizer: kind of its optimizer.
+    """
+
+    name: str
+    role: Role
+    shape: Any
+    prefix: str
+    layout: Layout
+    stages: tuple[PipelineStage, ...]
+    frozen: frozenset[str]
+    settings: ModuleConfig
+    dtype: torch.dtype
+    backend: str = "torch"
+    compiled: bool = False
+    optimizer: OptimizerKind = OPTIMIZERS["adamw"]
+
+    @classmethod
+    def of(cls, name: str, config: Config, shapes: ModelShapes, layout: Layout, frozen: Frozen) -> Self:
+        """Bind the record of a module. Raises `UserError` where a setting does not fit, or would have no effect."""
+        role, settings, shape, prefix = shapes.role(name), config.row(name), shapes[name], prefix_of(name, shapes)
+        per_rank = config.schedule.virtual_stages if role == TEXT else 1
+        module = cls(
+            name=name,
+            role=role,
+            shape=shape,
+            prefix=prefix,
+            layout=layout,
+            stages=cut_stages(shape.layers, layout.pp, per_rank=per_rank, split=settings.layers or None, module=name),
+            frozen=frozenset(tensor for tensor in shape.architecture.tensors if prefix + tensor in frozen.tensors),
+            settings=settings,
+            dtype=DTYPES[config.model.dtype],
+            backend=config.layer_backend,
+            compiled=config.model.compile == "layers",
+            optimizer=OPTIMIZERS[config.optimizer.name],
+        )
+        module._check_frozen()
+        module._check_states()
+        module._check_layers()
+        return module
+
+    # --------------------------------------------------------------------------------------------- what trains
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything of it trains."""
+        return len(self.frozen) < len(self.shape.architecture.tensors)
+
+    @property
+    def layers_train(self) -> bool:
+        """Whether anything but its projector trains."""
+        architecture = self.shape.architecture
+        return not self.frozen.issuperset(architecture.tensors.keys() - architecture.projector.keys())
+
+    @property
+    def passes_gradients(self) -> bool:
+        """Whether its layers compute gradients of their inputs: a text module does so for its encoders."""
+        return self.role == TEXT or self.layers_train
+
+    # ------------------------------------------------------------------------------------------------ settings
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations are split along the sequence over tp."""
+        return self.settings.sequence_parallel and self.layout.tp > 1
+
+    @property
+    def recompute(self) -> Recompute:
+        """What the backward pass recomputes."""
+        return Recompute(self.settings.recompute, self.settings.chunk)
+
+    # ---------------------------------------------------------------------------------------------- torch modules
+
+    def site(self, groups: ModuleGroups, platform: Platform, backend: Backend) -> Site:
+        """Where a rank with these groups builds it."""
+        return Site(groups, platform, backend, self.dtype, self.sequence_parallel, self.recompute, self.compiled)
+
+    def model(self, site: Site, stage: PipelineStage, offload: ActivationOffload | None = None) -> Any:
+        """The torch module of a stage, without values of weights. `offload`: offloads activations of layers."""
+        from megatron_hetero.models.stages import EncoderModel, TextModel
+
+        return (TextModel if self.role == TEXT else EncoderModel)(self.shape, site, stage, offload)
+
+    def weight_map(self, share: Share, stage: PipelineStage, view: str = MAIN) -> WeightMap:
+        """The parameters of a stage in a view, and the slices of stored tensors that they are for one `share`."""
+        return self.shape.architecture.weight_map(self.prefix, share, stage, view)
+
+    # -------------------------------------------------------------------------------------------------- checks
+
+    def _unused(self, field: str, because: str, fix: str = "remove it") -> UserError:
+        value = self.settings
+        for name in field.split("."):
+            value = getattr(value, name)
+        return unused(f"modules.{self.name}.{field}", value, because, fix)
+
+    def _check_frozen(self) -> None:
+        """Check that no setting is for gradients, states or updates that do not exist. Raises `UserError`."""
+        settings, name = self.settings, self.name
+        if settings.lr is not None and not self.layers_train:
+            raise self._unused("lr", f"model.freeze and model.train leave {name} frozen", "remove it, or train it")
+        # A text module without trained weights still passes gradients on to encoders.
+        if settings.offload.activations and not self.passes_gradients:
+            why, fix = f"{name} is frozen and its layers have no backward pass", f"remove it, or train {name}"
+            raise self._unused("offload.activations", why, fix)
+        if self.trains:
+            return
+        for field in (f"precision.{f.name}" for f in fields(settings.precision) if self._is_changed(f)):
+            raise self._unused(field, f"{name} is frozen and not updated")
+        if settings.offload.states:
+            raise self._unused("offload.states", f"{name} is frozen and not updated")
+        if settings.zero == 2:
+            raise self._unused("zero", f"{name} is frozen and has no gradients", "remove it, or use 3")
+        if settings.recompute != "none" and self.role != TEXT:
+            raise self._unused("recompute", f"{name} is frozen and has no backward pass")
+
+    def _is_changed(self, precision: Field[Any]) -> bool:
+        return getattr(self.settings.precision, precision.name) != precision.default
+
+    def _check_states(self) -> None:
+        """Check that optimizer states can be as the record has them. Raises `UserError`."""
+        precision, kind, fp32 = self.settings.precision, self.optimizer, self.dtype == torch.float32
+        for field in (f.name for f in fields(precision) if self._is_changed(f)):
+            if fp32 and field in ("master", "gradients"):
+                why, fix = "weights in float32 are their own masters", "remove it, or set model.dtype to bfloat16"
+                raise self._unused(f"precision.{field}", why, fix)
+            if field == "moments" and not kind.moments:
+                why = f"optimizer.name is {kind.name}, which keeps no moments"
+                raise self._unused(f"precision.{field}", why, "remove it, or use adamw")
+        if self.settings.offload.states and not kind.moments and (fp32 or precision.master == "none"):
+            raise self._unused("offload.states", f"{kind.name} keeps no states of this module")
+        # All copies of key/value heads must be rounded equally.
+        tp, heads = self.layout.tp, self.shape.architecture.kv_heads
+        in_place = heads % tp == 0 or tp % heads == 0
+        rounded = {
+            "moments": precision.moments != "float32" and not (in_place and precision.moments == "bfloat16"),
+            "master": precision.master == "none" and not in_place,
+        }
+        for field in (field for field, refused in rounded.items() if refused and heads % tp):
+            setting, expected = f"precision.{field}", "float32" if field == "moments" else "float32 or split"
+            found = f"{getattr(precision, field)} with {self._layout} and {heads} key/value heads"
+            because = "tp ranks hold copies of key/value heads, and would round them differently"
+            fix = f"leave it out, or use a tp that divides {heads}"
+            raise self._wrong(setting, found, expected, because, fix)
+
+    def _check_layers(self) -> None:
+        """Check that recomputation, ZeRO and overlap have something to work on. Raises `UserError`."""
+        settings, layout = self.settings, self.layout
+        most = max(len(stage.layers) for stage in self.stages)
+        if isinstance(settings.recompute, int) and settings.recompute > most:
+            found = f"the first {settings.recompute} layers of each pipeline stage"
+            fix = "use `full` to recompute all layers"
+            raise self._wrong("recompute", found, f"at most {most}", "no stage has more", fix)
+        if settings.zero > 1 and all(layout.ways("tokens", "samples", view=view) == 1 for view in layout.every_view):
+            because = "no two of its ranks hold the same weights: dp, sp and cp are 1"
+            fix = "remove it, or give the module dp, sp or cp"
+            raise self._wrong("zero", f"{settings.zero} with {self._layout}", "1", because, fix)
+        if settings.tp_overlap > 1 and not self.sequence_parallel:
+            split = "tp 1" if layout.tp == 1 else f"modules.{self.name}.sequence_parallel false"
+            found, because = f"{settings.tp_overlap} with {split}", "its MLP exchanges no tokens"
+            raise self._wrong("tp_overlap", found, "1", because, "remove it")
+
+    @property
+    def _layout(self) -> str:
+        return f"{self.name} layout `{self.layout}`"
+
+    def _wrong(self, field: str, found: str, expected: str, because: str, fix: str) -> UserError:
+        return wrong(f"modules.{self.name}.{field}", found, expected, because, fix)
