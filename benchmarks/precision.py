@@ -38,7 +38,7 @@ def _of(master: str, moments: str, gradients: str) -> tuple[str, ...]:
         word
         for m in ("vision", "text")
         for name, value in chosen.items()
-        for word in (f"--precision.{m}.{name}", value)
+        for word in (f"--{m}-precision.{name}", value)
     )
 
 

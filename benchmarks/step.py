@@ -63,15 +63,15 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-_WHOLE = ("--model.sequence_parallel.vision", "false", "--model.sequence_parallel.text", "false")
-_ZERO = ("--zero.vision", "3", "--zero.text", "3")
+_WHOLE = ("--vision-sequence_parallel", "false", "--text-sequence_parallel", "false")
+_ZERO = ("--vision-zero", "3", "--text-zero", "3")
 _SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sp|tp": ("Ours", ("sp:{n}", "tp:{n}")),
     "sp|tp whole": ("Ours", ("sp:{n}", "tp:{n}", *_WHOLE)),
     "tp|tp": ("Ours", ("tp:{n}", "tp:{n}")),
     "tp|tp whole": ("Ours", ("tp:{n}", "tp:{n}", *_WHOLE)),
     "dp|dp": ("Ours", ("dp:{n}", "dp:{n}")),
-    "sp|tp zero": ("Ours", ("sp:{n}", "tp:{n}", "--zero.vision", "3")),
+    "sp|tp zero": ("Ours", ("sp:{n}", "tp:{n}", "--vision-zero", "3")),
     "sp|dp zero": ("Ours", ("sp:{n}", "dp:{n}", *_ZERO)),
     "dp|dp zero": ("Ours", ("dp:{n}", "dp:{n}", *_ZERO)),
     "fsdp": ("Plain", ("fsdp",)),

@@ -40,7 +40,7 @@ from megatron_hetero.models.registry import titles
 MARKER = "demo.json"
 PARTS = ("model", "data", "config.yaml", MARKER)
 # Increment when the same options produce other bytes.
-FORMAT = 2
+FORMAT = 3
 WORK = ".making-"
 FAMILIES = tuple(SYSTEM_PROMPTS)
 """Families with a demo."""
@@ -50,7 +50,7 @@ FAMILIES = tuple(SYSTEM_PROMPTS)
 CONFIG = """\
 # The demo's run. Paths are relative to this file.
 model: {{hf_path: model, dtype: float32{balance}}}
-parallel: {{vision: 'sp:2', text: '{text}'}}
+modules: {{vision: {{parallel: 'sp:2'}}, text: {{parallel: '{text}'}}}}
 data:
   registry:
     demo-train: {{annotations: data/train.jsonl, images: data/images}}

@@ -55,7 +55,7 @@ LAYOUTS: dict[int, tuple[Layout, ...]] = {
         Layout("colocated", "sp:4", "pp:4"),
         Layout("disjoint", "dp:2@0-1", "tp:2@2-3"),
         Layout("disjoint", "sp:2@0-1", "pp:2@2-3", VIRTUAL),
-        Layout("mixed", "dp:2@0-1", "pp:3@1-3", ("--parallel_layers.text", "1", "2", "1")),
+        Layout("mixed", "dp:2@0-1", "pp:3@1-3", ("--text-layers", "1", "2", "1")),
         Layout("mixed", "dp:3@0-2", "tp:2@2-3"),
     ),
 }

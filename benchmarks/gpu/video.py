@@ -28,7 +28,7 @@ def measure(record: Record, folder: Path, *, small: bool) -> None:
     """Each setting with each number of frames that the device has the memory for."""
     model = _model(folder / "model", small=small)
     frames, patches = (SMALL_FRAMES, SMALL_PATCHES) if small else (FRAMES, PATCHES)
-    settings = "", "--model.recompute.vision full", f"--model.patches_per_call.vision {patches}"
+    settings = "", "--vision-recompute full", f"--vision-patches_per_call {patches}"
     rows = list[dict[str, Any]]()
     with process_group() as platform:
         for count in frames:

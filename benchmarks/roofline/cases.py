@@ -86,11 +86,11 @@ class Layouts:
     @property
     def overlapped(self) -> Layouts:
         """The same, where MLPs exchange tokens over tp beside their products."""
-        flags = [f"--model.tp_overlap.{name} 2" for name in ("vision", "text") if "tp" in getattr(self, name)]
+        flags = [f"--{name}-tp_overlap 2" for name in ("vision", "text") if "tp" in getattr(self, name)]
         return replace(self, label="tp_overlap 2", more=" ".join(flags))
 
 
-ZERO3 = Layouts("ZeRO-3", "dp:8", "dp:8", 8, "ZeRO-3", "--zero.vision 3 --zero.text 3")
+ZERO3 = Layouts("ZeRO-3", "dp:8", "dp:8", 8, "ZeRO-3", "--vision-zero 3 --text-zero 3")
 LAYOUTS = {
     "7b": (
         Layouts("sp|tp", "sp:8", "tp:4,dp:2", 2),
@@ -141,7 +141,7 @@ class Step:
         samples += f" --train.micro_batch_size {self.samples}"
         side = self.picture.side // 14 * (16 if self.model in QWEN3 else 14)
         sizes = f"--plan.image_side {side} --plan.tokens {self.picture.tokens}"
-        again = " ".join(f"--model.recompute.{module} full" for module in self.recomputed)
+        again = " ".join(f"--{module}-recompute full" for module in self.recomputed)
         more = f"{sizes} {samples} {LIMITS} {STATES[self.model]} {self.layouts.more} {again}"
         family = "qwen3_vl" if self.model in QWEN3 else Case.family
         return Case(self.model, self.layouts.vision, self.layouts.text, WORLD, 0, more, family)

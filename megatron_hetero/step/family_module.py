@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
@@ -22,80 +24,110 @@ from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.buffers import Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage, without_weights
-from megatron_hetero.step.module import DataParallel, OverTp, TrainedModule
+from megatron_hetero.step.module import DataParallel, TrainedModule
+
+
+@dataclass(frozen=True)
+class _RankView:
+    """A view of a module's layout on this rank.
+
+    `group`: the ranks with the same parameters. `maps`: the weight map of each stage, for each rank that holds parts of
+    the view's parameters; `local`: those of this rank.
+    """
+
+    view: View
+    group: dist.ProcessGroup
+    maps: tuple[tuple[WeightMap, ...], ...]
+    local: tuple[WeightMap, ...]
+
+    @classmethod
+    def of(cls, module: ModuleJob, topology: Topology, view: View, stages: Sequence[PipelineStage]) -> _RankView:
+        holders = topology.group(module.name, *view.part_axes)
+        shares = [Share(rank, holders.size()) for rank in range(holders.size())]
+        maps = tuple(tuple(module.weight_map(share, stage, view.name) for stage in stages) for share in shares)
+        return cls(view, topology.group(module.name, *view.sum_axes), maps, maps[holders.rank()])
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of this rank's parameters, in the whole module."""
+        return frozenset(_joined(self.local))
 
 
 def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -> tuple[TrainedModule, ...]:
     """Build this rank's part of a module, one value for each view of its layout. Raises `UserError` for a backend that
     is not usable here, or weights that are not the module's.
     """
-    name, layout, architecture = module.name, module.layout, module.shape.architecture
-    coordinate, views, platform = layout.coordinate(topology.rank), layout.every_view, topology.platform
+    layout, platform, settings = module.layout, topology.platform, module.settings
+    coordinate = layout.coordinate(topology.rank)
     stages = stages_of_rank(module.stages, coordinate.pp, layout.pp)
-    groups = [topology.group(name, *view.sum_axes) for view in views]
-    maps = [_maps(module, stages, topology, view) for view in views]
-    own = [of_ranks[topology.group(name, *view.part_axes).rank()] for view, of_ranks in zip(views, maps, strict=True)]
-    names = [frozenset(_joined(of_stages)) for of_stages in own]
-    of_stages = [_joined(of_views) for of_views in zip(*own, strict=True)]
+    views = [_RankView.of(module, topology, view, stages) for view in layout.every_view]
+    maps = [_joined(of_views) for of_views in zip(*(view.local for view in views), strict=True)]
     frozen = {module.prefix + tensor for tensor in module.frozen}
-    trained = frozenset(each for of in of_stages for each, slices in of.items() if slices[0].name not in frozen)
-    tied = next(filter(None, map(architecture.tied_parameter, stages)), None)
-    site = module.site(topology.collection(name), platform, choose_backend(module.backend, platform))
-    offload = ActivationOffload(platform) if module.settings.offload.activations else None
-    build = partial(_with_overlap, module, site, offload)
-    gradients = getattr(torch, module.settings.precision.gradients)
-    common: dict[str, Any] = {"gradients": gradients, "adds_up": module.recompute.chunk > 0}
+    trained = frozenset(name for of in maps for name, slices in of.items() if slices[0].name not in frozen)
+    tied = next(filter(None, map(module.shape.architecture.tied_parameter, stages)), None)
+    in_shares = shares_weights(settings.zero, max(view.group.size() for view in views), bool(trained))
+    gradients: dict[str, Any] = {
+        "gradients": getattr(torch, settings.precision.gradients),
+        "adds_up": module.recompute.chunk > 0,
+    }
     shard = partial(
         shard_stage,
-        group=groups[0],
+        group=views[0].group,
         device=platform.device,
         trained=trained,
-        zero=module.settings.zero,
-        further=list(zip(groups, names, strict=True))[1:],
-        **common,
+        zero=settings.zero,
+        further=[(view.group, view.names) for view in views[1:]],
+        **gradients,
     )
-    in_shares = shares_weights(module.settings.zero, max(group.size() for group in groups), bool(trained))
-    copies = architecture.stored_twice
+    site = module.site(topology.collection(module.name), platform, choose_backend(module.backend, platform))
+    build = partial(_with_overlap, module, site, ActivationOffload(platform) if settings.offload.activations else None)
+    copies = module.shape.architecture.stored_twice
     built = [
         _build_stage(partial(build, stage), stage, own_map, weights, copies, trained, shard if in_shares else None)
-        for stage, own_map in zip(stages, of_stages, strict=True)
+        for stage, own_map in zip(stages, maps, strict=True)
     ]
     chunks = tuple(model for model, _ in built)
     parameters = {
-        each: parameter
+        name: parameter
         for model, stage in zip(chunks, stages, strict=True)
-        for each, parameter in named_parameters(model, stage).items()
+        for name, parameter in named_parameters(model, stage).items()
     }
     if tied is not None and not in_shares:
         # A bucket of its own: a sharded optimizer then cuts both copies alike, so that the ranks that hold the same
         # elements of both are those that differ in `pp` alone.
         parameters[tied].shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
 
-    def in_view(view: View, number: int) -> TrainedModule:
-        of_view = {each: parameter for each, parameter in parameters.items() if each in names[number]}
+    def in_view(number: int, view: _RankView) -> TrainedModule:
+        is_main = view.view == MAIN
+        of_view = {name: parameter for name, parameter in parameters.items() if name in view.names}
         data_parallel: DataParallel
         if in_shares:
-            data_parallel = FullySharded.of(of_view, groups[number], tuple(of_stage[number] for _, of_stage in built))
+            data_parallel = FullySharded.of(of_view, view.group, tuple(of_stage[number] for _, of_stage in built))
         else:
             data_parallel = Replicated.of(
-                *(name if view == MAIN else f"{name}.{view.name}", of_view, chunks, groups[number]),
+                module.name if is_main else f"{module.name}.{view.view.name}",
+                of_view,
+                chunks,
+                view.group,
                 in_one_bucket=coordinate.pp > 0,
                 prefers_all_reduce=platform.prefers_all_reduce,
                 sharded=module.optimizer.sharded,
-                **common,
+                **gradients,
             )
-        over_tp: dict[str, OverTp] = {
-            each: "sum" for each, parameter in of_view.items() if getattr(parameter, "sequence_parallel", False)
-        }
-        numbers = tuple(coordinate.pp + i * layout.pp for i in range(len(stages)))
-        tied_here = tied if view == MAIN else None
         return TrainedModule(
-            *(name, topology, numbers, chunks, tuple(map(_joined, maps[number])), data_parallel, over_tp, tied_here),
-            tied_copy=None if any(stage.is_first for stage in stages) else tied_here,
-            view=view,
+            name=module.name,
+            topology=topology,
+            stages=tuple(coordinate.pp + i * layout.pp for i in range(len(stages))),
+            chunks=chunks,
+            maps=tuple(map(_joined, view.maps)),
+            data_parallel=data_parallel,
+            over_tp={name: "sum" for name, p in of_view.items() if getattr(p, "sequence_parallel", False)},
+            tied=tied if is_main else None,
+            tied_copy=tied if is_main and not any(stage.is_first for stage in stages) else None,
+            view=view.view,
         )
 
-    return tuple(in_view(view, number) for number, view in enumerate(views))
+    return tuple(in_view(number, view) for number, view in enumerate(views))
 
 
 def _with_overlap(module: ModuleJob, site: Site, offload: ActivationOffload | None, stage: PipelineStage) -> Any:
@@ -108,13 +140,6 @@ def _with_overlap(module: ModuleJob, site: Site, offload: ActivationOffload | No
             where = f"modules.{module.name}.tp_overlap (--{module.name}-tp_overlap)"
             raise UserError.at(where, problem=str(error), fix="use --model.backend torch, or remove it") from None
     return model
-
-
-def _maps(module: ModuleJob, stages: Sequence[PipelineStage], topology: Topology, view: View) -> list[list[WeightMap]]:
-    """The weight map of each stage, for each rank that holds parts of a view's parameters."""
-    holders = topology.group(module.name, *view.part_axes).size()
-    shares = [Share(rank, holders) for rank in range(holders)]
-    return [[module.weight_map(share, stage, view.name) for stage in stages] for share in shares]
 
 
 def _joined(maps: Iterable[WeightMap]) -> WeightMap:

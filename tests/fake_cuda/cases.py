@@ -84,37 +84,37 @@ class Case:
         return [*(part for flag in left.items() for part in flag), *mine]
 
 
-RECOMPUTED = "--model.recompute.text full"
-SELECTIVE = "--model.recompute.text selective --model.recompute.vision selective"
-SPLIT = "--train.global_batch_size 4 --parallel_layers.text 1"
+RECOMPUTED = "--text-recompute full"
+SELECTIVE = "--text-recompute selective --vision-recompute selective"
+SPLIT = "--train.global_batch_size 4 --text-layers 1"
 SMALL = " ".join(
-    f"--precision.{m}.master split --precision.{m}.moments bfloat16 --precision.{m}.gradients bfloat16"
+    f"--{m}-precision.master split --{m}-precision.moments bfloat16 --{m}-precision.gradients bfloat16"
     for m in ("vision", "text")
 )
-HOST = "--offload.vision.states true"
-OFFLOADED = "--offload.text.activations true --offload.vision.activations true"
+HOST = "--vision-offload.states true"
+OFFLOADED = "--text-offload.activations true --vision-offload.activations true"
 LONG_SAMPLE = "--plan.image_side 3584 --plan.tokens 114688 --data.max_seq_length 131072 --data.max_pixels 13000000"
 """A picture of 65,536 patches, and 131,072 tokens in all."""
 SMALL_PICTURES = "--schedule.waves 4 --train.global_batch_size 8 --plan.image_side 224 --plan.tokens 256"
 """Of 256 patches, four micro-batches in one call."""
 EVEN = "--plan.expert_imbalance 1"
-CHUNKED = "--model.chunk.text 512"
-BALANCED = f"{EVEN} --model.router_aux_loss_coef 0.001 --train.global_batch_size 4 --parallel_layers.text 3 5"
+CHUNKED = "--text-chunk 512"
+BALANCED = f"{EVEN} --model.router_aux_loss_coef 0.001 --train.global_batch_size 4 --text-layers 3 5"
 few = partial(Case, shallow=True)
 sparse = partial(few, "30b_a3b", family="qwen3_vl")
 """Qwen3-VL-MoE; a folder with experts is that of the family `qwen3_vl_moe`, but for its name."""
 CASES = (
     few("7b", "sp:8", "tp:4,dp:2", 8),
-    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} --model.recompute.vision full --train.global_batch_size 4"),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} --vision-recompute full --train.global_batch_size 4"),
     few("7b", "tp:4,dp:2", "tp:4,dp:2", 8, 5),
     Case("7b", "sp:8", "sp:4,dp:2", 8, 3, RECOMPUTED),
     few("7b", "cp:4,dp:2", "tp:2,cp:4", 8, 7, "--train.global_batch_size 1"),
-    few("7b", "dp:4@0-3", "tp:4@4-7", 8, 6, "--train.global_batch_size 4 --model.tp_overlap.text 4"),
+    few("7b", "dp:4@0-3", "tp:4@4-7", 8, 6, "--train.global_batch_size 4 --text-tp_overlap 4"),
     Case("7b", "dp:4@0-3", "tp:4@4-7", 8, 2, "--plan.images 4"),
     few("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--train.global_batch_size 4 --schedule.virtual_stages 2"),
     Case("32b", "sp:8", "tp:8", 8, 0, f"{RECOMPUTED} --train.global_batch_size 1"),
     Case("32b", "sp:8,dp:2", "tp:8,dp:2", 16, 9, RECOMPUTED),
-    few("7b", "sp:8", "tp:4,dp:2", 8, 1, f"{RECOMPUTED} --model.recompute.vision full {SMALL} {LONG_SAMPLE} {HOST}"),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 1, f"{RECOMPUTED} --vision-recompute full {SMALL} {LONG_SAMPLE} {HOST}"),
     Case("32b", "sp:8,dp:4", "tp:8,pp:4", 32, 31, f"--model.freeze vision {RECOMPUTED} --train.global_batch_size 4"),
     Case("8b", "sp:8", "tp:4,dp:2", 8, 0, RECOMPUTED, "qwen3_vl"),
     few("8b", "sp:4,dp:2", "tp:2,pp:4", 8, 2, f"{SPLIT} 2 2 3 --schedule.waves 2", "qwen3_vl"),
@@ -122,10 +122,10 @@ CASES = (
     Case("8b", "pp:2@0-1", "tp:2,pp:3@2-7", 8, 0, f"{SPLIT} 17 18 --schedule.run_ahead 1", "qwen3_vl"),
     Case("32b", "dp:8@0-7", "tp:8,pp:2@8-23", 24, 8, "--train.global_batch_size 8 --schedule.run_ahead 1"),
     Case("8b", "sp:8", "tp:4,dp:2", 8, 0, SELECTIVE, "qwen3_vl"),
-    Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--model.recompute.text 3 --model.recompute.vision 16"),
-    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} --model.chunk.text 1024 --model.chunk.vision 1024"),
-    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"--zero.vision 2 --zero.text 3 {RECOMPUTED} --train.global_batch_size 4"),
-    Case("7b", "sp:8", "dp:8", 8, 3, "--zero.vision 3 --zero.text 3 --train.global_batch_size 8"),
+    Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--text-recompute 3 --vision-recompute 16"),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} --text-chunk 1024 --vision-chunk 1024"),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"--vision-zero 2 --text-zero 3 {RECOMPUTED} --train.global_batch_size 4"),
+    Case("7b", "sp:8", "dp:8", 8, 3, "--vision-zero 3 --text-zero 3 --train.global_batch_size 8"),
     few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} {OFFLOADED}"),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, SMALL_PICTURES),
     sparse("sp:8", "tp:4,dp:2,ep:8", 8, 0, f"{EVEN} {RECOMPUTED} --train.global_batch_size 4"),

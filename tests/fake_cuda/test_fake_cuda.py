@@ -69,7 +69,7 @@ def test_the_host_waits_for_the_device_twice_a_step(case: Case, found: runs.Foun
         expected[LOAD] = 1
         if "ep:1" not in case.text.split(","):
             expected[SIZES] = of_case["layers"]["text"] * of_case["micro_batches"]
-        if "--model.chunk.text" in case.more or case.capability[0] not in (9, 10):
+        if "--text-chunk" in case.more or case.capability[0] not in (9, 10):
             expected[READ] = of_case["layers"]["text"] * of_case["micro_batches"]
     assert {(phase, place): times for phase, place, times in of_case["waits"]} == expected
 

@@ -66,16 +66,16 @@ class Case:
 
 
 BF16, SGD = "--model.dtype bfloat16", "--optimizer.name sgd"
-WHOLE = "--model.sequence_parallel.vision false --model.sequence_parallel.text false"
-RECOMPUTE = "--model.recompute.vision full --model.recompute.text full"
-SELECTIVE = "--model.recompute.vision selective --model.recompute.text selective"
-ZERO3 = "--zero.vision 3 --zero.text 3"
-OFFLOAD = "--offload.vision.activations true --offload.text.activations true"
-SPLIT = "--parallel_layers.text 1 3"
-PARTS = "--model.patches_per_call.vision 40"
-SMALL = "--precision.{0}.master {1} --precision.{0}.moments {2} --precision.{0}.gradients {3}"
+WHOLE = "--vision-sequence_parallel false --text-sequence_parallel false"
+RECOMPUTE = "--vision-recompute full --text-recompute full"
+SELECTIVE = "--vision-recompute selective --text-recompute selective"
+ZERO3 = "--vision-zero 3 --text-zero 3"
+OFFLOAD = "--vision-offload.activations true --text-offload.activations true"
+SPLIT = "--text-layers 1 3"
+PARTS = "--vision-patches_per_call 40"
+SMALL = "--{0}-precision.master {1} --{0}-precision.moments {2} --{0}-precision.gradients {3}"
 EVEN, MOE = "--plan.expert_imbalance 1", "qwen3_vl_moe"
-HALVES = "--precision.vision.master split --precision.vision.gradients bfloat16"
+HALVES = "--vision-precision.master split --vision-precision.gradients bfloat16"
 CASES = [
     Case("dp:1", "dp:1", 1),
     Case("dp:1", "dp:1", 1, f"{BF16} {RECOMPUTE}", tied=True),
@@ -90,9 +90,9 @@ CASES = [
     Case("sp:2", "tp:2", 2, f"{BF16} {SMALL.format('text', 'split', 'bfloat16', 'bfloat16')}"),
     Case("dp:4", "pp:2,dp:2", 4, f"{BF16} {SMALL.format('text', 'none', '8bit', 'bfloat16')} {HALVES}", tied=True),
     Case("dp:3@0-2", "tp:2@2-3", 4, f"{BF16} {SMALL.format('vision', 'float32', '8bit', 'float32')}"),
-    Case("dp:2", "pp:2", 2, f"{BF16} {HALVES} --offload.text.states true --precision.text.moments 8bit"),
-    Case("dp:2", "cp:2", 2, "--precision.text.moments 8bit --precision.vision.moments bfloat16"),
-    Case("dp:2", "dp:2", 2, f"{BF16} {SGD} --precision.text.master split --precision.vision.master none"),
+    Case("dp:2", "pp:2", 2, f"{BF16} {HALVES} --text-offload.states true --text-precision.moments 8bit"),
+    Case("dp:2", "cp:2", 2, "--text-precision.moments 8bit --vision-precision.moments bfloat16"),
+    Case("dp:2", "dp:2", 2, f"{BF16} {SGD} --text-precision.master split --vision-precision.master none"),
     Case("tp:2", "tp:2", 2, f"{WHOLE} {SGD} {BF16}"),
     Case("cp:2", "cp:2", 2, "--train.micro_batch_size 2"),
     Case("dp:2", "cp:2", 2, "--boundary.transport bfloat16"),
@@ -101,7 +101,7 @@ CASES = [
     Case("sp:4", "pp:4", 4, "--schedule.waves 3", batch=6),
     Case("sp:4", "tp:2,pp:2", 4, f"{BF16} --schedule.kind recompute", tied=True),
     Case("dp:4", "pp:2,dp:2", 4, "--schedule.virtual_stages 2", tied=True, batch=8),
-    Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} --parallel_layers.text 1 3"),
+    Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} --text-layers 1 3"),
     Case("pp:2,sp:2", "cp:2,tp:2", 4, "--train.micro_batch_size 2 --plan.images 2", batch=8),
     Case("dp:3@0-2", "tp:2@2-3", 4, "--plan.images 2 --model.freeze projector"),
     Case("sp:2", "tp:2", 2, detail="dp:2"),
@@ -110,7 +110,7 @@ CASES = [
     Case("dp:1", "dp:1", 1, f"{BF16} {RECOMPUTE}", tied=True, family="qwen3_vl"),
     Case("sp:2", "tp:2", 2, BF16, family="qwen3_vl"),
     Case("tp:2", "cp:2", 2, f"{WHOLE} --plan.images 2", tied=True, family="qwen3_vl"),
-    Case("sp:4", "pp:4", 4, "--parallel_layers.text 1 1 1 1", batch=6, family="qwen3_vl"),
+    Case("sp:4", "pp:4", 4, "--text-layers 1 1 1 1", batch=6, family="qwen3_vl"),
     Case("pp:2,dp:2", "tp:2,pp:2", 4, f"{BF16} {SPLIT} --schedule.kind recompute", family="qwen3_vl"),
     Case("pp:2@0-1", "pp:2@2-3", 4, "--schedule.run_ahead 2", tied=True, family="qwen3_vl"),
     Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} {SPLIT} --model.freeze vision projector", family="qwen3_vl"),
@@ -123,37 +123,37 @@ CASES = [
     Case("tp:2", "sp:2", 2, f"{BF16} {SELECTIVE} --train.micro_batch_size 2", family="qwen3_vl"),
     Case("cp:2", "cp:2", 2, f"{BF16} {SELECTIVE} --plan.images 2", family="qwen3_vl"),
     Case("dp:2", "pp:2", 2, f"{BF16} {SELECTIVE} --model.freeze text"),
-    Case("sp:2", "pp:2", 2, f"{BF16} {SELECTIVE} --parallel_layers.text 1 3"),
+    Case("sp:2", "pp:2", 2, f"{BF16} {SELECTIVE} --text-layers 1 3"),
     Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} {SELECTIVE}", family="qwen3_vl"),
-    Case("dp:1", "dp:1", 1, f"{BF16} --model.recompute.vision 3 --model.recompute.text 1"),
-    Case("sp:2", "tp:2,pp:2", 4, f"{BF16} --model.recompute.vision 1 --model.recompute.text 2"),
-    Case("pp:2", "pp:2", 2, "--model.recompute.vision 1 --model.recompute.text 1", family="qwen3_vl"),
-    Case("dp:1", "dp:1", 1, f"{BF16} --model.chunk.vision 8 --model.chunk.text 8"),
-    Case("sp:2", "tp:2", 2, f"{BF16} {SELECTIVE} --model.chunk.vision 8 --model.chunk.text 8", family="qwen3_vl"),
-    Case("tp:2", "tp:2", 2, f"{WHOLE} --model.chunk.vision 8 --model.chunk.text 8 --model.freeze text"),
-    Case("cp:2", "cp:2", 2, f"{BF16} {RECOMPUTE} --model.chunk.vision 8 --model.chunk.text 5"),
-    Case("cp:3", "dp:3", 3, "--zero.vision 3", family="qwen3_vl", batch=6),
+    Case("dp:1", "dp:1", 1, f"{BF16} --vision-recompute 3 --text-recompute 1"),
+    Case("sp:2", "tp:2,pp:2", 4, f"{BF16} --vision-recompute 1 --text-recompute 2"),
+    Case("pp:2", "pp:2", 2, "--vision-recompute 1 --text-recompute 1", family="qwen3_vl"),
+    Case("dp:1", "dp:1", 1, f"{BF16} --vision-chunk 8 --text-chunk 8"),
+    Case("sp:2", "tp:2", 2, f"{BF16} {SELECTIVE} --vision-chunk 8 --text-chunk 8", family="qwen3_vl"),
+    Case("tp:2", "tp:2", 2, f"{WHOLE} --vision-chunk 8 --text-chunk 8 --model.freeze text"),
+    Case("cp:2", "cp:2", 2, f"{BF16} {RECOMPUTE} --vision-chunk 8 --text-chunk 5"),
+    Case("cp:3", "dp:3", 3, "--vision-zero 3", family="qwen3_vl", batch=6),
     Case("dp:3", "cp:3", 3, f"{BF16} {ZERO3}", tied=True),
-    Case("dp:2", "tp:2", 2, f"{BF16} --zero.vision 2 {HALVES}"),
+    Case("dp:2", "tp:2", 2, f"{BF16} --vision-zero 2 {HALVES}"),
     Case("sp:4", "pp:2,dp:2", 4, f"{ZERO3} --schedule.waves 2", tied=True, batch=8),
     Case("dp:2@0-1", "cp:3@1-3", 4, f"{BF16} {ZERO3} {SMALL.format('text', 'none', '8bit', 'bfloat16')}"),
     Case("dp:2", "dp:2", 2, f"{BF16} {ZERO3} --model.freeze vision {RECOMPUTE}"),
-    Case("dp:3@0-2", "pp:2,dp:2@2-5", 6, f"{BF16} --zero.vision 3 {SGD} --zero.text 2", family="qwen3_vl"),
+    Case("dp:3@0-2", "pp:2,dp:2@2-5", 6, f"{BF16} --vision-zero 3 {SGD} --text-zero 2", family="qwen3_vl"),
     Case("dp:1", "dp:1", 1, f"{BF16} {OFFLOAD}"),
     Case("sp:2", "tp:2", 2, f"{BF16} {OFFLOAD} --plan.images 2", family="qwen3_vl"),
     Case("dp:1", "dp:1", 1, f"{BF16} {OFFLOAD} {RECOMPUTE}"),
     Case("dp:2", "dp:2", 2, OFFLOAD),
     Case("sp:4", "pp:4", 4, f"{BF16} {OFFLOAD} --schedule.waves 3", batch=6),
     Case("dp:2", "tp:2", 2, f"{BF16} {OFFLOAD} {SELECTIVE}"),
-    Case("cp:2", "cp:2", 2, f"{BF16} {OFFLOAD} --model.recompute.vision 1 --model.recompute.text 2"),
+    Case("cp:2", "cp:2", 2, f"{BF16} {OFFLOAD} --vision-recompute 1 --text-recompute 2"),
     Case("pp:2@0-1", "pp:2@2-3", 4, f"{BF16} {OFFLOAD} --schedule.run_ahead 2", tied=True, family="qwen3_vl"),
-    Case("tp:2", "pp:2", 2, f"{BF16} --offload.text.activations true {SPLIT} --model.freeze text"),
-    Case("sp:2", "tp:2", 2, f"{BF16} {OFFLOAD} --model.chunk.vision 8 --model.chunk.text 8"),
+    Case("tp:2", "pp:2", 2, f"{BF16} --text-offload.activations true {SPLIT} --model.freeze text"),
+    Case("sp:2", "tp:2", 2, f"{BF16} {OFFLOAD} --vision-chunk 8 --text-chunk 8"),
     # Several micro-batches in one call of the encoder.
     Case("sp:2", "tp:2", 2, f"{BF16} --schedule.waves 3"),
     Case("dp:2", "cp:2", 2, "--schedule.waves 3 --plan.images 2", batch=8),
     Case("sp:4", "pp:2,dp:2", 4, f"{BF16} --schedule.waves 4", batch=16),
-    Case("dp:2", "tp:2", 2, "--zero.vision 3 --schedule.waves 4", batch=8),
+    Case("dp:2", "tp:2", 2, "--vision-zero 3 --schedule.waves 4", batch=8),
     Case("sp:2", "pp:2", 2, f"--schedule.waves 4 {OFFLOAD}", batch=8),
     Case("sp:2", "pp:2", 2, f"{BF16} --schedule.waves 4 {SPLIT}", batch=8, family="qwen3_vl"),
     Case("sp:2", "pp:2", 2, f"{BF16} --schedule.waves 3 --model.freeze vision projector", batch=6),
@@ -175,10 +175,10 @@ CASES = [
     Case("dp:2", "tp:2,ep:2", 2, f"{BF16} {EVEN}", family=MOE),
     Case("dp:2", "tp:2", 2, f"{EVEN} {WHOLE} {SELECTIVE}", family=MOE),
     Case("dp:2", "cp:2,ep:2", 2, f"{BF16} {EVEN} {RECOMPUTE}", family=MOE),
-    Case("dp:4", "pp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} --model.recompute.text 1 {OFFLOAD}", family=MOE),
-    Case("dp:2", "dp:2,ep:2", 2, f"{BF16} {EVEN} {SELECTIVE} --model.chunk.text 16", family=MOE),
+    Case("dp:4", "pp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} --text-recompute 1 {OFFLOAD}", family=MOE),
+    Case("dp:2", "dp:2,ep:2", 2, f"{BF16} {EVEN} {SELECTIVE} --text-chunk 16", family=MOE),
     Case("dp:4", "tp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} {ZERO3}", family=MOE),
-    Case("dp:4", "tp:2,dp:2", 4, f"{EVEN} --zero.text 2", family=MOE),
+    Case("dp:4", "tp:2,dp:2", 4, f"{EVEN} --text-zero 2", family=MOE),
 ]
 COMPILED = [
     Case("dp:2", "dp:2,ep:2", 2, f"{EVEN} --model.compile layers", family=MOE),
@@ -210,7 +210,7 @@ def flags_of(case: Case, folder: Path) -> list[str]:
     )
     dtype = "" if "dtype" in case.more else " --model.dtype float32"
     if case.detail:
-        common += f" --model.encoders.detail.hf_path {folder}/detail --model.encoders.detail.token <|video_pad|>"
+        common += f" --detail-hf_path {folder}/detail --detail-token <|video_pad|>"
         common += f" --detail-parallel {case.detail}"
     return [*common.split(), *dtype.split(), *case.more.split()]
 

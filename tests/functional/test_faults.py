@@ -46,10 +46,10 @@ def test_a_killed_rank_leaves_no_process(layout: str, phase: str, victim: int, f
 BF16 = "--model.dtype bfloat16 --optimizer.name adamw"
 STATES = {
     "fp32": "",
-    "split, bf16 moments": f"{BF16} --precision.text.master split --precision.text.moments bfloat16",
-    "ZeRO 3": f"{BF16} --zero.vision 3",
-    "8 bits on the host": f"{BF16} --precision.text.master none --precision.text.moments 8bit "
-    "--offload.text.states true",
+    "split, bf16 moments": f"{BF16} --text-precision.master split --text-precision.moments bfloat16",
+    "ZeRO 3": f"{BF16} --vision-zero 3",
+    "8 bits on the host": f"{BF16} --text-precision.master none --text-precision.moments 8bit "
+    "--text-offload.states true",
 }
 
 

@@ -29,7 +29,7 @@ PROGRAM = Path(__file__).parents[2] / "pretrain_vlm.py"
 LEARNING_RATE = 0.02
 CONFIG = f"""\
 model: {{hf_path: model, dtype: float32}}
-parallel: {{vision: "sp:2", text: "tp:2"}}
+modules: {{vision: {{parallel: "sp:2"}}, text: {{parallel: "tp:2"}}}}
 data:
   registry: {{d: {{annotations: data.jsonl, images: images}}}}
   datasets: [d]

@@ -32,13 +32,13 @@ MakeFlags = Callable[..., list[str]]
 LAYOUTS = [
     ("dp:2", "tp:2,xp:2", ""),
     ("sp:2", "dp:2,xp:2", "--train.micro_batch_size 1"),
-    ("dp:4", "tp:2,dp:2,xp:4", "--zero.vision 3"),
+    ("dp:4", "tp:2,dp:2,xp:4", "--ear-zero 3"),
     ("cp:2,dp:2", "cp:2,pp:2,xp:2", "--train.micro_batch_size 2"),
-    ("dp:2@0-1", "tp:2,xp:1@2-3", "--model.recompute.text full"),
-    ("dp:4", "tp:2,dp:2,xp:2", "--zero.text 3 --train.micro_batch_size 1"),
-    ("dp:4", "dp:4,xp:2", "--zero.text 2 --model.recompute.text full"),
-    ("dp:2", "dp:2,xp:2", "--zero.text 3"),  # one rank to share its slots with, itself
-    ("dp:2", "tp:2,xp:1", "--zero.text 3"),  # one rank to share all else with
+    ("dp:2@0-1", "tp:2,xp:1@2-3", "--text-recompute full"),
+    ("dp:4", "tp:2,dp:2,xp:2", "--text-zero 3 --train.micro_batch_size 1"),
+    ("dp:4", "dp:4,xp:2", "--text-zero 2 --text-recompute full"),
+    ("dp:2", "dp:2,xp:2", "--text-zero 3"),  # one rank to share its slots with, itself
+    ("dp:2", "tp:2,xp:1", "--text-zero 3"),  # one rank to share all else with
 ]
 
 
@@ -53,18 +53,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def flags_of(folder: Path, log: Path, vision: str, text: str, more: str = "") -> list[str]:
+def flags_of(folder: Path, log: Path, ear: str, text: str, more: str = "") -> list[str]:
     return (
         f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
         f"--data.registry.d.images {folder}/tones --data.datasets d --data.shuffle false --data.workers 0 "
         f"--train.global_batch_size 4 --log.dir {log} --optimizer.schedule constant --optimizer.lr 1e-2 "
-        f"--vision-parallel {vision} --text-parallel {text} {more}"
+        f"--ear-parallel {ear} --text-parallel {text} {more}"
     ).split()
 
 
 @pytest.fixture
 def make_flags(folder: Path, tmp_path: Path) -> MakeFlags:
-    """`make_flags(vision layout, text layout, more flags)`: a command line."""
+    """`make_flags(ear layout, text layout, more flags)`: a command line."""
     return partial(flags_of, folder, tmp_path / "log")
 
 
@@ -93,13 +93,13 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory, pools: Pools) 
     return pools(1).run(train, flags, made / "export")[0]
 
 
-@pytest.mark.parametrize("vision, text, more", thinned(LAYOUTS, 4))
+@pytest.mark.parametrize("ear, text, more", thinned(LAYOUTS, 4))
 def test_it_trains_saves_resumes_and_exports(
-    vision: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], pools: Pools
+    ear: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], pools: Pools
 ) -> None:
-    ranks = 4 if "4" in vision + text or "pp" in text or "@" in text else 2
+    ranks = 4 if "4" in ear + text or "pp" in text or "@" in text else 2
     saving = f"{more} --checkpoint.dir {tmp_path}/checkpoints --checkpoint.interval 1 --train.iters"
-    first = pools(ranks).run(train, make_flags(vision, text, f"{saving} 1"), tmp_path / "one")[0]
+    first = pools(ranks).run(train, make_flags(ear, text, f"{saving} 1"), tmp_path / "one")[0]
     second = pools(2).run(train, make_flags("dp:2", "dp:2,xp:1", f"{saving} 2"), tmp_path / "two")[0]
     assert (first["from"], second["from"]) == (0, 1)
     for what in ("losses", "norms"):
@@ -110,16 +110,16 @@ def test_it_trains_saves_resumes_and_exports(
 
 
 @pytest.mark.parametrize(
-    "vision, text, more",
+    "ear, text, more",
     thinned(
-        [("dp:4", "tp:2,dp:2,xp:4", ""), ("dp:2@0-1", "pp:2,dp:2,xp:1", ""), ("dp:4", "dp:4,xp:2", "--zero.text 3")], 3
+        [("dp:4", "tp:2,dp:2,xp:4", ""), ("dp:2@0-1", "pp:2,dp:2,xp:1", ""), ("dp:4", "dp:4,xp:2", "--text-zero 3")], 3
     ),
 )
 def test_its_exchanges_keep_nccls_rules(
-    vision: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], rules_pools: Pools
+    ear: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], rules_pools: Pools
 ) -> None:
     """Where the ranks of two views are the same, their sums share a communicator."""
-    flags = make_flags(vision, text, f"{more} --train.iters 2")
+    flags = make_flags(ear, text, f"{more} --train.iters 2")
     found = rules_pools(4).run(train, flags, tmp_path / "export")[0]
     np.testing.assert_allclose(found["norms"], alone["norms"], rtol=1e-4)
 
@@ -141,7 +141,7 @@ def test_plans_count_each_view(make_flags: MakeFlags) -> None:
 def test_plans_share_the_weights_of_each_view(make_flags: MakeFlags) -> None:
     """Of the slots each rank has one half over `xp`, and of that one half over `xdp`; of all else a quarter."""
     with known():
-        plans = [Estimate.of(load_config(make_flags("dp:4", "dp:4,xp:2", f"--zero.text {zero}")), 4) for zero in (1, 3)]
+        plans = [Estimate.of(load_config(make_flags("dp:4", "dp:4,xp:2", f"--text-zero {zero}")), 4) for zero in (1, 3)]
     whole, shared = (plan.parameters["text", 0] for plan in plans)
     slots = 4 * 2 * 16 * 32 // 2
     everything_else = whole.parameters - slots
@@ -164,8 +164,8 @@ def test_a_package_adds_it_by_its_entry_point(make_flags: MakeFlags, tmp_path: P
 
 
 def test_zero_without_ranks_to_share_with_in_any_view_is_refused(make_flags: MakeFlags) -> None:
-    with known(), pytest.raises(UserError, match="zero.text.*no two of its ranks hold the same weights"):
-        JobSpec.of(load_config(make_flags("dp:2", "tp:2,xp:2", "--zero.text 2")), 2)
+    with known(), pytest.raises(UserError, match="modules.text.zero.*no two of its ranks hold the same weights"):
+        JobSpec.of(load_config(make_flags("dp:2", "tp:2,xp:2", "--text-zero 2")), 2)
 
 
 def test_it_is_known_nowhere_else() -> None:

@@ -47,8 +47,11 @@ CASES = {
         "--data.registry.d.annotations DIR/other.jsonl",
         "annotations: found DIR/data.jsonl on rank 0",
     ),
-    "another layout": ("--text-parallel dp:2", "parallel.text: found tp:2 on rank 0 and dp:2 on rank 1"),
-    "a layout that does not fit": ("--text-parallel tp:3", "parallel.text: found tp:2 on rank 0 and tp:3 on rank 1"),
+    "another layout": ("--text-parallel dp:2", "modules.text.parallel: found tp:2 on rank 0 and dp:2 on rank 1"),
+    "a layout that does not fit": (
+        "--text-parallel tp:3",
+        "modules.text.parallel: found tp:2 on rank 0 and tp:3 on rank 1",
+    ),
     "a device for itself": ("--log.dir DIR/log-1", None),
 }
 

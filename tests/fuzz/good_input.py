@@ -60,7 +60,7 @@ def _settings(folder: Path) -> dict[str, Any]:
             "workers": 0,
             "max_pixels": 50176,
         },
-        "parallel": {"vision": "sp:4,dp:2", "text": "tp:2,dp:4"},
+        "modules": {"vision": {"parallel": "sp:4,dp:2"}, "text": {"parallel": "tp:2,dp:4", "recompute": "selective"}},
         "train": {"iters": 2, "global_batch_size": 32, "micro_batch_size": 2, "seed": 0},
         "optimizer": {"name": "adamw", "lr": 1.0e-3, "lr_projector": 2.0e-3, "betas": [0.9, 0.95], "warmup_iters": 1},
         "schedule": {"waves": 2, "timeout_s": 60.0},

@@ -95,27 +95,27 @@ class Case:
 
 
 BALANCE = "--model.router_aux_loss_coef"
-RECOMPUTE = ("--model.recompute.vision", "full", "--model.recompute.text", "full")
+RECOMPUTE = ("--vision-recompute", "full", "--text-recompute", "full")
 FRUGAL = (
-    *("--model.recompute.vision", "selective", "--model.recompute.text", "selective"),
-    *("--model.chunk.vision", "16", "--model.chunk.text", "16"),
+    *("--vision-recompute", "selective", "--text-recompute", "selective"),
+    *("--vision-chunk", "16", "--text-chunk", "16"),
 )
 RECOMPUTED = ("--schedule.kind", "recompute")
-UNEVEN = ("--parallel_layers.text", "1", "3", "--parallel_layers.vision", "3", "1")
-SPLIT, ONE_BY_ONE = ("--parallel_layers.text", "1", "3"), ("--parallel_layers.text", "1", "1", "1", "1")
+UNEVEN = ("--text-layers", "1", "3", "--vision-layers", "3", "1")
+SPLIT, ONE_BY_ONE = ("--text-layers", "1", "3"), ("--text-layers", "1", "1", "1", "1")
 VIRTUAL = ("--schedule.virtual_stages", "2")
 NOT_AHEAD = ("--schedule.run_ahead", "0")
 BUDGET = ("--train.tokens_per_micro_batch", "256", "--data.max_seq_length", "256")
 IN_ORDER = ("--data.balance", "off")
 WAVES = [ScheduleSettings(waves=waves) for waves in (1, 2, GLOBAL_BATCH)]
 AHEAD = [ScheduleSettings(run_ahead=ahead) for ahead in (0, 1, 3)]
-OVERLAPPED = ("--model.tp_overlap.vision", "2", "--model.tp_overlap.text", "3")
-WHOLE = ("--model.sequence_parallel.vision", "false", "--model.sequence_parallel.text", "false")
+OVERLAPPED = ("--vision-tp_overlap", "2", "--text-tp_overlap", "3")
+WHOLE = ("--vision-sequence_parallel", "false", "--text-sequence_parallel", "false")
 
 
 def zero(vision: int, text: int, *flags: str) -> tuple[str, ...]:
     """ZeRO stages of both modules, and what else is set."""
-    return ("--zero.vision", str(vision), "--zero.text", str(text), *flags)
+    return ("--vision-zero", str(vision), "--text-zero", str(text), *flags)
 
 
 @dataclass
@@ -195,7 +195,7 @@ def flags_of(case: Case, folder: Path, *more: str) -> list[str]:
     text += f"--train.global_batch_size {case.batch} --train.micro_batch_size {case.micro} --log.dir {folder}/log "
     text += f"--vision-parallel {case.vision} --text-parallel {case.text}"
     if case.detail is not None:
-        text += f" --model.encoders.detail.hf_path {folder}/detail --model.encoders.detail.token <|video_pad|>"
+        text += f" --detail-hf_path {folder}/detail --detail-token <|video_pad|>"
         text += f" --detail-parallel {case.detail}"
     return [*text.split(), *case.flags, *more]
 

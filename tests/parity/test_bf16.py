@@ -22,10 +22,10 @@ MODELS = {
 }
 CASES = [
     ("qwen2_5_vl", 2, "sp:2", "tp:2", ""),
-    ("qwen3_vl", 2, "sp:2", "pp:2", "--parallel_layers.text 1 3"),
+    ("qwen3_vl", 2, "sp:2", "pp:2", "--text-layers 1 3"),
     ("qwen3_vl", 3, "pp:2@0-1", "tp:2@1-2", ""),
     ("qwen3_vl_moe", 2, "dp:2", "dp:2,ep:2", ""),
-    ("qwen3_vl_moe", 2, "sp:2", "tp:2,ep:2", "--precision.text.master split --precision.text.moments 8bit"),
+    ("qwen3_vl_moe", 2, "sp:2", "tp:2,ep:2", "--text-precision.master split --text-precision.moments 8bit"),
 ]
 Curve = Callable[..., np.ndarray]
 

@@ -33,7 +33,7 @@ def compiled(*flags: str) -> tuple[str, ...]:
 
 
 WAVES_OF_TWO = ("--schedule.waves", "2")
-OFFLOADED = ("--offload.vision.activations", "true", "--offload.text.activations", "true")
+OFFLOADED = ("--vision-offload.activations", "true", "--text-offload.activations", "true")
 CASES = [
     Case("dp:1", "dp:1", 1, flags=compiled(), micro=2),
     Case("sp:2", "tp:2", 2, flags=compiled(*WHOLE), model="tied"),
@@ -47,8 +47,8 @@ CASES = [
     Case("sp:2", "tp:2", 2, flags=compiled(), model="qwen3", micro=2),
     Case("sp:2,tp:2", "cp:2,tp:2", 4, flags=compiled(*FRUGAL), model="qwen3-one-kv-head"),
     Case("dp:2@0-1", "pp:2@1-2", 3, flags=compiled(*WAVES_OF_TWO), model="qwen3-tied"),
-    Case("sp:2", "dp:2", 2, flags=compiled("--zero.vision", "3", "--zero.text", "3"), micro=2),
-    Case("dp:2", "dp:2", 2, flags=compiled("--zero.vision", "2", "--zero.text", "3", *OFFLOADED), model="qwen3"),
+    Case("sp:2", "dp:2", 2, flags=compiled("--vision-zero", "3", "--text-zero", "3"), micro=2),
+    Case("dp:2", "dp:2", 2, flags=compiled("--vision-zero", "2", "--text-zero", "3", *OFFLOADED), model="qwen3"),
     Case("sp:2", "tp:2", 2, flags=compiled(*OFFLOADED), micro=2),
     Case("dp:2", "dp:2", 2, flags=compiled(), pictures=(0, 0, 3, 0)),
     Case("sp:2", "dp:2,ep:2", 2, model="moe", flags=compiled(BALANCE, "0.05"), micro=2),

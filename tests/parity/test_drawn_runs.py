@@ -37,16 +37,16 @@ BATCH, HALF = 12, 2
 """Samples of a step, and steps before and after the resume."""
 FROZEN = ((), (), ("vision",), ("text",), ("projector",), ("vision", "projector"))
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "--offload.vision.states": ("true",),
-    "--offload.text.states": ("true",),
-    "--offload.vision.activations": ("true",),
-    "--offload.text.activations": ("true",),
-    "--model.recompute.vision": ("selective", "full", "2"),
-    "--model.recompute.text": ("selective", "full", "1"),
-    "--model.chunk.vision": ("5", "64"),
-    "--model.chunk.text": ("1", "7", "40"),
-    "--model.patches_per_call.vision": ("24", "64"),
-    "--model.sequence_parallel.text": ("false",),
+    "--vision-offload.states": ("true",),
+    "--text-offload.states": ("true",),
+    "--vision-offload.activations": ("true",),
+    "--text-offload.activations": ("true",),
+    "--vision-recompute": ("selective", "full", "2"),
+    "--text-recompute": ("selective", "full", "1"),
+    "--vision-chunk": ("5", "64"),
+    "--text-chunk": ("1", "7", "40"),
+    "--vision-patches_per_call": ("24", "64"),
+    "--text-sequence_parallel": ("false",),
     "--train.tokens_per_micro_batch": ("1024",),
     "--data.balance": ("off",),
 }

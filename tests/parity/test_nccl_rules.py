@@ -64,7 +64,7 @@ def rows_of_qwen3() -> Iterator[tuple[str, Case]]:
         for name, flags in schedules.items():
             for vision, text, ranks, *detail in layouts:
                 model = "qwen3-two-encoders" if detail else "qwen3"
-                one_by_one = ("--parallel_layers.text", "1", "1", "1", "1")
+                one_by_one = ("--text-layers", "1", "1", "1", "1")
                 cut: dict[str, tuple[str, ...]] = {"": one_by_one if text.startswith("pp:4") else SPLIT}
                 if "pp:2" in text and place == "colocated":
                     cut["virtual"] = ("--schedule.virtual_stages", "2", *one_by_one)
@@ -102,13 +102,13 @@ def test_axes(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> 
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 
-PARTS = ("--model.patches_per_call.vision", "24")
+PARTS = ("--vision-patches_per_call", "24")
 IN_PARTS = [
     Case("dp:2", "pp:2", 2, "deep", flags=PARTS, given_batch=8),
     Case("pp:2", "pp:2", 2, "qwen3-deep", flags=(*PARTS, "--schedule.kind", "recompute"), given_batch=8),
     Case("pp:2@0-1", "pp:2@2-3", 4, "deep", flags=PARTS, given_batch=8),
     Case("sp:2@0-1", "pp:2@1-2", 3, "qwen3-deep", flags=PARTS, given_batch=8),
-    Case("dp:2", "dp:2", 2, "untied", 2, (*PARTS, "--zero.vision", "3", "--zero.text", "3")),
+    Case("dp:2", "dp:2", 2, "untied", 2, (*PARTS, "--vision-zero", "3", "--text-zero", "3")),
     Case("cp:2,tp:2", "tp:4", 4, "one-kv-head", 2, PARTS),
 ]
 
@@ -122,7 +122,7 @@ BALANCED = (BALANCE, "0.05")
 WITH_EXPERTS = [
     Case("sp:4", "dp:4,ep:4", 4, "moe", flags=("--schedule.waves", "2", *RECOMPUTE, *BALANCED)),
     Case("sp:4", "pp:2,dp:2,ep:2", 4, "moe", flags=(*SPLIT, *BALANCED)),
-    Case("dp:1@0", "tp:2,dp:2,ep:4@1-4", 5, "moe", flags=("--zero.text", "3", "--schedule.run_ahead", "1")),
+    Case("dp:1@0", "tp:2,dp:2,ep:4@1-4", 5, "moe", flags=("--text-zero", "3", "--schedule.run_ahead", "1")),
 ]
 
 

@@ -57,7 +57,7 @@ CASES = [
     Case("dp:4", "dp:4", 4, micro=2),
     Case("dp:4", "dp:4", 4, model="tied"),
     Case("sp:4", "tp:2,dp:2", 4, model="tied", micro=2),
-    Case("sp:4", "tp:2,dp:2", 4, flags=("--model.recompute.vision", "full")),
+    Case("sp:4", "tp:2,dp:2", 4, flags=("--vision-recompute", "full")),
     Case("sp:2,tp:2", "tp:4", 4, micro=2),
     Case("sp:2,tp:2", "dp:4", 4, model="tied", flags=WHOLE),
     Case("cp:2", "dp:2", 2, micro=2),
@@ -105,7 +105,7 @@ CASES = [
     Case("dp:2@0-1", "tp:2,pp:2@2-5", 6, model="two-encoders-deep", detail="sp:2@2-3"),
     Case("sp:4", "tp:2,dp:2", 4, flags=FRUGAL, micro=2),
     Case("tp:2,cp:2", "sp:2,tp:2", 4, model="one-kv-head", flags=FRUGAL, micro=2),
-    Case("sp:2", "pp:2", 2, model="deep", flags=("--model.recompute.text", "1", "--model.recompute.vision", "3")),
+    Case("sp:2", "pp:2", 2, model="deep", flags=("--text-recompute", "1", "--vision-recompute", "3")),
 ]
 
 

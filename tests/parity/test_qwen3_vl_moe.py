@@ -40,7 +40,7 @@ from tests.support.oracle import Oracle
 from tests.support.pool import Pool
 
 BALANCED = (BALANCE, "0.05")
-OFFLOADED = ("--offload.text.activations", "true")
+OFFLOADED = ("--text-offload.activations", "true")
 
 
 CASES = [
@@ -67,15 +67,15 @@ CASES = [
     Case("sp:4", "pp:4", 4, model="moe", flags=(*ONE_BY_ONE, *RECOMPUTED, *BALANCED)),
     Case("dp:2@0-1", "dp:4,ep:4@2-5", 6, model="moe", flags=BALANCED, micro=2),
     Case("sp:2@0-1", "tp:2,pp:2,ep:2@2-5", 6, model="moe", flags=(*SPLIT, *BALANCED)),
-    Case("dp:1@0", "pp:2,dp:2,ep:2@1-4", 5, model="moe-mixed", flags=(*NOT_AHEAD, "--parallel_layers.text", "3", "2")),
+    Case("dp:1@0", "pp:2,dp:2,ep:2@1-4", 5, model="moe-mixed", flags=(*NOT_AHEAD, "--text-layers", "3", "2")),
     Case("sp:2@0-1", "dp:2,pp:2,ep:2@0-3", 4, model="moe", flags=(*SPLIT, *zero(2, 2))),
     Case("tp:2,dp:3", "tp:2,dp:3,ep:6", 6, model="moe", given_batch=6),
     Case("sp:4", "dp:4,ep:4", 4, model="moe", flags=BALANCED, micro=2, pictures=(0, 0, 3, 0)),
     Case("sp:4", "dp:4,ep:4", 4, model="moe", flags=BALANCED, given_batch=4, pictures=(0,)),
     Case("dp:4", "dp:4,ep:4", 4, model="moe", flags=(*IN_ORDER, *BALANCED), micro=2),
-    Case("dp:2", "tp:2,ep:2", 2, model="moe", flags=("--model.recompute.text", "1", *BALANCED)),
+    Case("dp:2", "tp:2,ep:2", 2, model="moe", flags=("--text-recompute", "1", *BALANCED)),
     Case("sp:2,dp:2", "dp:4,ep:4", 4, model="moe", flags=(*BUDGET, *OFFLOADED, *BALANCED)),
-    Case("dp:4", "cp:2,dp:2,ep:4", 4, model="moe-eight", flags=(*BUDGET, "--model.chunk.text", "7", *BALANCED)),
+    Case("dp:4", "cp:2,dp:2,ep:4", 4, model="moe-eight", flags=(*BUDGET, "--text-chunk", "7", *BALANCED)),
 ]
 
 
@@ -89,7 +89,7 @@ UPDATED = [
     Case("dp:4", "tp:4,ep:4", 4, model="moe", flags=(*WHOLE, *BALANCED)),
     Case("dp:4", "pp:2,dp:2,ep:2", 4, model="moe-tied", flags=(*VIRTUAL, *ONE_BY_ONE, *BALANCED)),
     Case("sp:2@0-1", "tp:2,dp:2,ep:4@2-5", 6, model="moe-mixed"),
-    Case("dp:2", "dp:2,ep:2", 2, model="moe", flags=(*OFFLOADED, "--offload.text.states", "true", *BALANCED), micro=2),
+    Case("dp:2", "dp:2,ep:2", 2, model="moe", flags=(*OFFLOADED, "--text-offload.states", "true", *BALANCED), micro=2),
 ]
 
 

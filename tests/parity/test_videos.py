@@ -30,7 +30,7 @@ from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.videos import FLAGS, VideoOracle, noise, write_video, write_video_data
 
-ZERO3 = ("--zero.vision", "3", "--zero.text", "3")
+ZERO3 = ("--vision-zero", "3", "--text-zero", "3")
 BUDGET = ("--train.tokens_per_micro_batch", "1024", "--data.max_seq_length", "1024")
 
 
@@ -75,14 +75,14 @@ CASES = [
 
 
 def _in_parts(vision: str, text: str, ranks: int, model: str, patches: int, *more: str, **given: object) -> Case:
-    flags = "--model.patches_per_call.vision", f"{patches}", *more
+    flags = "--vision-patches_per_call", f"{patches}", *more
     return _case(vision, text, ranks, model, 2 if "given_batch" not in given else 1, flags, **given)
 
 
 PARTS = [
     _in_parts("dp:1", "dp:1", 1, "untied", 16),
-    _in_parts("dp:1", "dp:1", 1, "qwen3", 64, "--model.recompute.vision", "full"),
-    _in_parts("dp:2", "tp:2", 2, "untied", 24, "--offload.vision.activations", "true"),
+    _in_parts("dp:1", "dp:1", 1, "qwen3", 64, "--vision-recompute", "full"),
+    _in_parts("dp:2", "tp:2", 2, "untied", 24, "--vision-offload.activations", "true"),
     _in_parts("sp:2", "cp:2", 2, "qwen3-tied", 24),
     _in_parts("tp:2,cp:2", "sp:2,tp:2", 4, "one-kv-head", 24),
     _in_parts("dp:3", "tp:3", 3, "qwen3-twelve-heads", 40, "--data.balance", "off"),
@@ -93,7 +93,7 @@ PARTS = [
     _in_parts("pp:2", "pp:2", 2, "deep", 24, *RECOMPUTED, given_batch=8),
     _in_parts("pp:2@0-1", "tp:2@2-3", 4, "qwen3-deep", 24, given_batch=8),
     _in_parts("dp:2", "dp:2", 2, "qwen3", 24, *ZERO3),
-    _in_parts("dp:3", "tp:3", 3, "twelve-heads", 24, "--zero.vision", "2"),
+    _in_parts("dp:3", "tp:3", 3, "twelve-heads", 24, "--vision-zero", "2"),
     _in_parts(
         *("dp:4", "tp:2,dp:2", 4, "qwen3", 24, *BUDGET, "--train.patches_per_micro_batch", "2048"), given_batch=8
     ),

@@ -10,8 +10,8 @@ from tests.parity.cases import UNEVEN, VIRTUAL, WHOLE, Ask, Case, gradients_equa
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 
-ZERO3 = ("--zero.vision", "3", "--zero.text", "3")
-OFFLOADED = ("--offload.vision.activations", "true", "--model.recompute.vision", "selective")
+ZERO3 = ("--vision-zero", "3", "--text-zero", "3")
+OFFLOADED = ("--vision-offload.activations", "true", "--vision-recompute", "selective")
 
 
 def waves(size: int, *more: str) -> tuple[str, ...]:
@@ -36,11 +36,11 @@ CASES = [
     Case("sp:2", "tp:2", 2, model="two-encoders", flags=waves(3), detail="dp:2", given_batch=8),
     Case("dp:2@0-1", "tp:2,pp:2@2-5", 6, model="two-encoders-deep", flags=waves(4), detail="sp:2@2-3", given_batch=8),
     Case("sp:2", "tp:2", 2, model="qwen3", flags=waves(3), given_batch=8),
-    Case("sp:2", "pp:2", 2, model="qwen3-deep", flags=waves(4, "--parallel_layers.text", "2", "4"), given_batch=8),
+    Case("sp:2", "pp:2", 2, model="qwen3-deep", flags=waves(4, "--text-layers", "2", "4"), given_batch=8),
     Case("sp:2", "tp:2", 2, model="qwen3-two-encoders", flags=waves(4), detail="dp:2"),
     Case("sp:2,dp:2", "tp:4", 4, flags=waves(3, *ZERO3[:2]), given_batch=8),
     Case("dp:4", "dp:4", 4, flags=waves(2, *ZERO3)),
-    Case("sp:2", "tp:2", 2, flags=waves(4, "--model.recompute.vision", "full")),
+    Case("sp:2", "tp:2", 2, flags=waves(4, "--vision-recompute", "full")),
     Case("sp:2", "tp:2", 2, flags=waves(4, *OFFLOADED)),
 ]
 

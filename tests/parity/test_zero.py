@@ -25,7 +25,7 @@ from tests.parity.cases import (
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 
-OFFLOADED = ("--offload.vision.activations", "true", "--offload.text.activations", "true")
+OFFLOADED = ("--vision-offload.activations", "true", "--text-offload.activations", "true")
 WAVES_OF_TWO = ("--schedule.waves", "2")
 
 CASES = [
@@ -37,7 +37,7 @@ CASES = [
     Case("cp:4", "sp:2,cp:2", 4, flags=zero(3, 2, *FRUGAL), micro=2),
     Case("dp:2@0-1", "dp:2@2-3", 4, flags=zero(3, 3, *NOT_AHEAD)),
     Case("dp:2@0-1", "tp:2,dp:2@2-5", 6, model="one-kv-head", flags=zero(2, 3), micro=2),
-    Case("dp:3", "tp:3", 3, model="twelve-heads", flags=("--zero.vision", "3"), micro=2),
+    Case("dp:3", "tp:3", 3, model="twelve-heads", flags=("--vision-zero", "3"), micro=2),
     Case("sp:2@0-1", "pp:2,dp:2@1-4", 5, model="deep", flags=zero(3, 2)),
     Case("sp:4", "pp:2,dp:2", 4, model="deep", flags=zero(3, 3, *RECOMPUTED)),
     Case("pp:2,sp:2", "pp:2,dp:2", 4, model="deep-tied", flags=zero(3, 3, *UNEVEN)),
@@ -47,7 +47,7 @@ CASES = [
     Case("sp:2,dp:3", "tp:3,dp:2", 6, model="twelve-heads", flags=zero(3, 3), micro=2),
     Case("sp:2", "dp:2", 2, model="two-encoders", flags=zero(3, 3), micro=2, detail="dp:2"),
     Case("sp:4", "dp:4", 4, model="qwen3", flags=zero(3, 3), micro=2),
-    Case("sp:2", "pp:2", 2, model="qwen3-tied", flags=("--zero.vision", "3", *WAVES_OF_TWO)),
+    Case("sp:2", "pp:2", 2, model="qwen3-tied", flags=("--vision-zero", "3", *WAVES_OF_TWO)),
     Case("dp:4", "tp:2,dp:2", 4, model="qwen3-one-kv-head", flags=zero(2, 3, *RECOMPUTE)),
     Case("sp:2", "dp:2", 2, model="qwen3", flags=zero(3, 3, *OFFLOADED), micro=2),
     Case("dp:4", "dp:4", 4, model="qwen3", flags=zero(3, 3), micro=2, pictures=(0, 0, 3, 0)),

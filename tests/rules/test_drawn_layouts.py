@@ -82,7 +82,7 @@ class Drawn:
         text = f"--model.hf_path {folder}/model --model.dtype float32 --log.dir {folder}/log "
         text += f"--data.datasets d --data.shuffle false --data.workers 0 --train.global_batch_size {BATCH}"
         if "detail" in self.layouts:
-            text += f" --model.encoders.detail.hf_path {folder}/detail --model.encoders.detail.token <|video_pad|>"
+            text += f" --detail-hf_path {folder}/detail --detail-token <|video_pad|>"
         places = [part for name, layout in self.layouts.items() for part in (f"--{name}-parallel", layout)]
         return [*text.split(), *data, *places, *self.flags]
 
@@ -127,15 +127,15 @@ def _draw(rng: random.Random, world: int, experts: int) -> Drawn:
         flags += ["--schedule.virtual_stages", "2"]
     for name, layout in layouts.items():
         if any(axis in layout for axis in ("dp", "sp", "cp")) and rng.random() < 0.3:
-            flags += [f"--zero.{name}", str(rng.choice([2, 3]))]
+            flags += [f"--{name}-zero", str(rng.choice([2, 3]))]
         if "tp" in layout and rng.random() < 0.3:
-            flags += [f"--model.tp_overlap.{name}", str(rng.choice([2, 3]))]
+            flags += [f"--{name}-tp_overlap", str(rng.choice([2, 3]))]
     flags += ["--optimizer.name", rng.choice(["sgd", "adamw"])]
     if experts and rng.random() < 0.5:
         flags += [BALANCE, str(COEFFICIENT)]
     for name in layouts if experts and schedule != "recompute" else ():
         if (kind := rng.choice(["none", "full", "selective"])) != "none":
-            flags += [f"--model.recompute.{name}", kind]
+            flags += [f"--{name}-recompute", kind]
     return Drawn(world, layouts, tuple(flags))
 
 

@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hetero.config.modules import ModuleConfig
+from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.megatron import prepare, prepare_globals
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.stored_weights import StoredWeights
+from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import ROWS, TEXT
 from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
@@ -26,13 +30,13 @@ from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.backend import TORCH, te_backend
-from megatron_hetero.models.layers.recompute import How, Recompute
+from megatron_hetero.models.layers.recompute import How
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderInput, TextInput, TextModel
-from megatron_hetero.models.weights import stored_shapes
+from megatron_hetero.models.weights import prefix_of, stored_shapes
+from megatron_hetero.step import family_module
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
-from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
@@ -84,21 +88,25 @@ class Trainee:
         self.optimizer = JointOptimizer(self.topology, self.modules, optimizers)
 
     def _build(self, name: str, weights: StoredWeights) -> tuple[TrainedModule, ...]:
-        return build_module(
-            name,
-            self.shapes,
-            self._stages(name),
-            self.topology,
-            TORCH if self.case.backend == "torch" else te_backend(HOPPER),
+        case, shape, prefix = self.case, self.shapes[name], prefix_of(name, self.shapes)
+        frozen = Frozen.of(self.shapes, case.freeze).tensors
+        module = ModuleJob(
+            name=name,
+            role=self.shapes.role(name),
+            shape=shape,
+            prefix=prefix,
+            layout=self.layouts[name],
+            stages=self._stages(name),
+            frozen=frozenset(tensor for tensor in shape.architecture.tensors if prefix + tensor in frozen),
+            settings=ModuleConfig(
+                sequence_parallel=case.sequence_parallel, recompute=case.recompute, chunk=case.chunk, zero=case.zero
+            ),
             dtype=torch.float32,
-            sequence_parallel=self.case.sequence_parallel,
-            recompute=Recompute(self.case.recompute, self.case.chunk),
-            frozen=Frozen.of(self.shapes, self.case.freeze).tensors,
-            sharded=self.case.optimizer == "adamw",
-            zero=self.case.zero,
-            gradients=torch.float32,
-            weights=weights,
+            optimizer=optimizer_kind(case.optimizer),
         )
+        backend = TORCH if case.backend == "torch" else te_backend(HOPPER)
+        with mock.patch.object(family_module, "choose_backend", lambda *_: backend):  # Which wants CUDA.
+            return family_module.build_module(module, self.topology, weights)
 
     def _stages(self, name: str) -> tuple[PipelineStage, ...]:
         layers, pp = self.shapes[name].layers, self.layouts[name].pp

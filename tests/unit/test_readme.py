@@ -62,7 +62,7 @@ def test_flags_named_in_the_text_exist(page: Path) -> None:
     known = re.findall(r"`--([a-zA-Z_.]+)`", flag_table_markdown())
     patterns = [
         re.escape(flag).replace("NAME", r"[\w-]+").replace("MODULE", r"(vision|text|encoder|decoder|MODULE)")
-        for flag in [*known, "parallel.MODULE", "MODULE-parallel"]
+        for flag in [*known, "modules.MODULE.parallel", "MODULE-parallel"]
     ]
     named = set(re.findall(r"(?<![\w-])--((?:[a-z_]+\.)[a-zA-Z_.-]+|[a-zA-Z]+-parallel)", text))
     assert not [flag for flag in named if not any(re.fullmatch(pattern, flag.rstrip(".")) for pattern in patterns)]

@@ -103,9 +103,9 @@ APART, COMPARED = 3, 4
 """Steps from one resume to the next, and those after it that are compared."""
 BUDGET = "--train.tokens_per_micro_batch 200 --data.max_seq_length 200"
 ALL, TWO, ONE = (f"--train.micro_batch_size {size}" for size in (4, 2, 1))
-UNEVEN, VIRTUAL = "--parallel_layers.text 1 3", "--schedule.virtual_stages 2 --schedule.waves 2"
+UNEVEN, VIRTUAL = "--text-layers 1 3", "--schedule.virtual_stages 2 --schedule.waves 2"
 BALANCED = "--model.router_aux_loss_coef 0.05"
-DETAIL = "--model.encoders.detail.hf_path TOWERS/detail --model.encoders.detail.token <|video_pad|>"
+DETAIL = "--detail-hf_path TOWERS/detail --detail-token <|video_pad|>"
 CHAINS = {
     "one and two ranks": ("deep", [
         Link("sp:2", "tp:2", 2, ALL),
@@ -125,7 +125,7 @@ CHAINS = {
         Link("dp:2", "pp:2", 2, f"{TWO} --detail-parallel tp:2 --schedule.kind recompute {DETAIL}"),
     ]),
     "qwen3": ("qwen3-tied", [
-        Link("sp:4", "pp:4", 4, f"{TWO} --parallel_layers.text 1 1 1 1"),
+        Link("sp:4", "pp:4", 4, f"{TWO} --text-layers 1 1 1 1"),
         Link("pp:2,dp:2", "tp:4", 4, TWO),
         Link("dp:1@0", "pp:2@1-2", 3, f"{ONE} {UNEVEN}"),
         Link("dp:2", "pp:2", 2, f"{ONE} {VIRTUAL}"),
@@ -139,9 +139,9 @@ CHAINS = {
         Link("dp:2", "dp:2,ep:2", 2, f"{TWO} {BALANCED}"),
         Link("sp:2", "tp:2,ep:1", 2, f"{ONE} {BALANCED}"),
         Link("dp:2", "pp:2", 2, f"{TWO} {UNEVEN} {BALANCED}"),
-        Link("sp:2", "dp:2,ep:1", 2, f"{TWO} {BALANCED} --zero.text 3"),
+        Link("sp:2", "dp:2,ep:1", 2, f"{TWO} {BALANCED} --text-zero 3"),
         Link("sp:4", "tp:2,dp:2,ep:4", 4, f"{TWO} {BALANCED}"),
-        Link("dp:4", "dp:4,ep:2", 4, f"{ONE} {BALANCED} --zero.text 3"),
+        Link("dp:4", "dp:4,ep:2", 4, f"{ONE} {BALANCED} --text-zero 3"),
     ]),
 }  # fmt: skip
 
@@ -234,7 +234,7 @@ def test_tensors_may_be_frozen_one_by_one(untouched: Untouched, folders: Path, t
     assert kept and all(torch.equal(before[key].float(), loaded[key].float()) for key in kept)
 
 
-ZERO = "--zero.vision 2 --zero.text 3"
+ZERO = "--vision-zero 2 --text-zero 3"
 
 
 @pytest.mark.parametrize(

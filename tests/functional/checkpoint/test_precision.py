@@ -73,7 +73,7 @@ BF16 = "--model.dtype bfloat16 --data.workers 0 --train.micro_batch_size 2"
 
 def of(master: str, moments: str = "float32", gradients: str = "float32", modules: str = "vision text") -> str:
     chosen = {"master": master, "moments": moments, "gradients": gradients}
-    return " ".join(f"--precision.{m}.{name} {value}" for m in modules.split() for name, value in chosen.items())
+    return " ".join(f"--{m}-precision.{name} {value}" for m in modules.split() for name, value in chosen.items())
 
 
 LAYOUTS = [
@@ -89,8 +89,8 @@ SETTINGS = {
     "split, bf16 moments and gradients": of("split", "bfloat16", "bfloat16"),
     "8-bit moments": of("float32", "8bit"),
     "bf16 weights, 8-bit moments": of("none", "8bit", "bfloat16"),
-    "text alone, offloaded": of("split", "bfloat16", modules="text") + " --offload.text.states true",
-    "fp32, offloaded": "--offload.text.states true --offload.vision.states true",
+    "text alone, offloaded": of("split", "bfloat16", modules="text") + " --text-offload.states true",
+    "fp32, offloaded": "--text-offload.states true --vision-offload.states true",
 }
 
 
@@ -118,10 +118,10 @@ def test_split_masters_train_as_fp32_masters(
 
 
 FUSED = {
-    "no masters, offloaded": ("plain", "sp:2", "tp:2", f"{of('none', 'bfloat16')} --offload.text.states true"),
+    "no masters, offloaded": ("plain", "sp:2", "tp:2", f"{of('none', 'bfloat16')} --text-offload.states true"),
     "fp32": ("plain", "dp:2", "tp:2", ""),
     "split, bf16 moments and gradients": ("deep", "dp:2", "pp:2", SETTINGS["split, bf16 moments and gradients"]),
-    "ZeRO": ("plain", "dp:2", "dp:2", f"--zero.vision 2 --zero.text 3 {of('split')} --optimizer.lr_projector 0.001"),
+    "ZeRO": ("plain", "dp:2", "dp:2", f"--vision-zero 2 --text-zero 3 {of('split')} --optimizer.lr_projector 0.001"),
 }
 
 

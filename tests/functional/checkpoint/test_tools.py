@@ -127,12 +127,12 @@ def beside_weights(folder: Path) -> dict[str, bytes]:
 
 TWO = "--model.hf_path FOLDERS/text --model.hf_path_vision FOLDERS/narrow --model.freeze vision --model.dtype bfloat16"
 DETAIL = (
-    "--model.encoders.detail.hf_path FOLDERS/detail --model.encoders.detail.token <|video_pad|> --model.dtype bfloat16 "
-    "--data.min_pixels 4096 --data.max_pixels 9000 --model.encoders.detail.max_pixels 8000"
+    "--detail-hf_path FOLDERS/detail --detail-token <|video_pad|> --model.dtype bfloat16 "
+    "--data.min_pixels 4096 --data.max_pixels 9000 --detail-max_pixels 8000"
 )
 
 
-SPLIT = "--parallel_layers.text 1 3"
+SPLIT = "--text-layers 1 3"
 
 
 @pytest.mark.parametrize("vision, text, model, more", thinned([
@@ -142,7 +142,7 @@ SPLIT = "--parallel_layers.text 1 3"
     ("dp:2", "tp:2", "plain", DETAIL),
     ("pp:2", "pp:2", "qwen3", SPLIT),
     ("sp:2", "pp:2", "qwen3-tied", f"{SPLIT} {DETAIL}"),
-    ("sp:2", "dp:2,ep:2", "moe", "--zero.text 3"),
+    ("sp:2", "dp:2,ep:2", "moe", "--text-zero 3"),
     ("dp:2", "tp:2,ep:1", "moe", "--model.dtype bfloat16"),
     ("sp:2", "pp:2", "moe-published", SPLIT),
     ("dp:2", "tp:2,ep:2", "moe-published", "--model.dtype bfloat16"),

@@ -16,12 +16,12 @@ from tests.support.pool import Pool
 
 Pools = Callable[[int], Pool]
 BF16 = "--model.dtype bfloat16 --data.workers 0"
-SMALL = "--precision.text.master split --precision.text.moments bfloat16 --precision.vision.master none"
-HOST = "--offload.text.states true --offload.vision.states true"
+SMALL = "--text-precision.master split --text-precision.moments bfloat16 --vision-precision.master none"
+HOST = "--text-offload.states true --vision-offload.states true"
 
 
 def zero(vision: int, text: int) -> str:
-    return f"--zero.vision {vision} --zero.text {text}"
+    return f"--vision-zero {vision} --text-zero {text}"
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,9 @@ def zero(vision: int, text: int) -> str:
     thinned(
         [
             (zero(3, 3), ""),
-            (zero(2, 3), "--precision.text.master split"),
+            (zero(2, 3), "--text-precision.master split"),
             (zero(3, 2), HOST),
-            (zero(3, 3), "--model.chunk.vision 8 --model.chunk.text 8"),
+            (zero(3, 3), "--vision-chunk 8 --text-chunk 8"),
         ],
         5,
     ),
@@ -59,8 +59,8 @@ def test_every_stage_resumes_every_other(folders: Path, tmp_path: Path, pools: P
         (zero(3, 3), "dp:2", "dp:2"),
         (f"{zero(3, 3)} --model.freeze vision", "sp:2", "cp:2"),
         ("--model.freeze model.layers.*.mlp.* visual.blocks.0.*", "dp:2", "pp:2"),
-        ("--zero.vision 2 --model.train *norm* projector", "dp:2", "tp:2"),
-        (f"{zero(3, 2)} --precision.text.master split", "sp:2", "dp:2"),
+        ("--vision-zero 2 --model.train *norm* projector", "dp:2", "tp:2"),
+        (f"{zero(3, 2)} --text-precision.master split", "sp:2", "dp:2"),
     ]
     written = tmp_path
     for turn, (setting, vision, text) in enumerate(runs):

@@ -33,7 +33,7 @@ from tests.support.runs import MakeFlags, build, build_logged
 Pools = Callable[[int], Pool]
 COEFFICIENT = 0.05
 BALANCED = f"--model.router_aux_loss_coef {COEFFICIENT}"
-SPLIT = "--parallel_layers.text 1 2"
+SPLIT = "--text-layers 1 2"
 CHOICE = ModelChoice(
     family="qwen3_vl_moe", text_layers=3, vision_layers=2, text_hidden=48, head_dim=16, mlp_only_layers=(1,),
     deepstack=(0,), seed=31,
@@ -87,10 +87,10 @@ def trained(flags: list[str]) -> None:
 
 
 METRICS = [
-    ("sp:4", "dp:4,ep:4", f"{BALANCED} --model.recompute.text full"),
-    ("dp:4", "tp:2,dp:2,ep:4", "--model.sequence_parallel.text false"),
+    ("sp:4", "dp:4,ep:4", f"{BALANCED} --text-recompute full"),
+    ("dp:4", "tp:2,dp:2,ep:4", "--text-sequence_parallel false"),
     ("sp:4", "pp:2,cp:2,ep:2", f"{BALANCED} {SPLIT}"),
-    ("dp:2@0-1", "dp:2,ep:1@2-3", f"{BALANCED} --zero.text 3"),
+    ("dp:2@0-1", "dp:2,ep:1@2-3", f"{BALANCED} --text-zero 3"),
 ]
 
 
@@ -154,7 +154,7 @@ def moved(flags: list[str]) -> Moved:
 
 MOVES = [
     ("sp:4", "dp:4,ep:4", 4, ""),
-    ("dp:4", "tp:4,ep:4", 4, "--model.sequence_parallel.text false"),
+    ("dp:4", "tp:4,ep:4", 4, "--text-sequence_parallel false"),
     ("sp:4", "tp:2,cp:2,ep:2", 4, BALANCED),
     ("dp:3", "dp:3,ep:3", 3, "--train.global_batch_size 6"),
 ]
@@ -200,7 +200,7 @@ FROZEN = {
 """And what they freeze, as a regular expression."""
 FROZEN_IN = [
     ("sp:4", "dp:4,ep:4", ""),
-    ("dp:4", "tp:2,dp:2,ep:4", "--zero.text 3 --model.recompute.text full"),
+    ("dp:4", "tp:2,dp:2,ep:4", "--text-zero 3 --text-recompute full"),
     ("sp:4", "pp:2,dp:2,ep:2", SPLIT),
 ]
 
@@ -223,7 +223,7 @@ def test_frozen_experts_stay_and_the_others_do_not_notice(
 
 EMPTY_IN = [
     ("dp:4", "dp:4,ep:4", ""),
-    ("sp:2,dp:2", "tp:2,dp:2,ep:4", "--model.sequence_parallel.text false"),
+    ("sp:2,dp:2", "tp:2,dp:2,ep:4", "--text-sequence_parallel false"),
     ("sp:4", "pp:2,dp:2,ep:2", SPLIT),
 ]
 

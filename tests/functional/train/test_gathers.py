@@ -46,7 +46,7 @@ def flags(request: pytest.FixtureRequest, make_flags: MakeFlags, tmp_path: Path)
                 (
                     "dp:2@0-1",
                     "pp:2,dp:2",
-                    "--optimizer.name adamw --schedule.virtual_stages 2 --model.recompute.text full",
+                    "--optimizer.name adamw --schedule.virtual_stages 2 --text-recompute full",
                     (0, 0, 1),
                 ),
             ),

@@ -271,10 +271,10 @@ def test_frozen_parts_stay_and_the_others_do_not_notice(
 
 
 def test_freezing_with_adamw_and_recomputation(make_flags: MakeFlags, pools: Pools) -> None:
-    common = "--optimizer.name adamw --optimizer.lr 0.01 --model.recompute.text full"
+    common = "--optimizer.name adamw --optimizer.lr 0.01 --text-recompute full"
     for frozen in ("vision", "text", "vision projector"):
         how = "none" if frozen == "vision projector" else "full"  # A whole encoder that is frozen has no backward pass.
-        more = f"{common} --model.recompute.vision {how} --model.freeze {frozen}"
+        more = f"{common} --vision-recompute {how} --model.freeze {frozen}"
         got = pools(4).run(jobs.step, make_flags("sp:4", "tp:2,dp:2", more))[0]
         for name, before in got["before"].items():
             assert (got["after"][name] == before).all() == (part_of(name) in frozen.split()), (frozen, name)
@@ -293,8 +293,8 @@ PATTERNS = {
 
 PARTLY_FROZEN_IN = [
     ("sp:2,dp:2", "tp:4", "--train.micro_batch_size 4"),
-    ("tp:2,dp:2", "tp:2,dp:2", "--zero.text 2"),
-    ("dp:4", "cp:2,dp:2", "--zero.text 3 --zero.vision 3 --model.recompute.text full"),
+    ("tp:2,dp:2", "tp:2,dp:2", "--text-zero 2"),
+    ("dp:4", "cp:2,dp:2", "--text-zero 3 --vision-zero 3 --text-recompute full"),
     ("pp:2@0-1", "pp:2@2-3", "--schedule.run_ahead 1"),
     ("pp:2,dp:2", "pp:2,tp:2", "--schedule.kind recompute"),
 ]
@@ -331,7 +331,7 @@ def test_a_tied_embedding_frozen_or_alone(
     model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2, tied=True))
     more = f"--model.hf_path {model} --optimizer.name {optimizer} --optimizer.lr 0.01 --train.iters 3 {setting}"
     expected = pools(1).run(jobs.losses, make_flags("dp:1", "dp:1", more, batch=8))[0]
-    for vision, text, how in (("dp:2", "pp:2", ""), ("dp:2", "tp:2", "--model.recompute.text full --zero.vision 1")):
+    for vision, text, how in (("dp:2", "pp:2", ""), ("dp:2", "tp:2", "--text-recompute full --vision-zero 1")):
         found = pools(2).run(jobs.losses, make_flags(vision, text, f"{more} {how}", batch=8))[0]
         assert found == pytest.approx(expected, rel=1e-5)
 
@@ -418,10 +418,10 @@ EMPTY = [({0, 2}, 1), ({0, 1}, 2)]
 LEFT_EMPTY = [
     ("sp:2,dp:2", "tp:2,dp:2", ""),
     ("dp:2@0-1", "dp:2@2-3", ""),
-    ("dp:4", "tp:2,dp:2", "--model.sequence_parallel.text false"),
+    ("dp:4", "tp:2,dp:2", "--text-sequence_parallel false"),
     ("cp:2,dp:2", "cp:2,dp:2", ""),
     ("sp:2,cp:2", "sp:2,dp:2", ""),
-    ("tp:4", "tp:2,dp:2", "--model.recompute.text full"),
+    ("tp:4", "tp:2,dp:2", "--text-recompute full"),
 ]
 
 

@@ -200,10 +200,10 @@ def qwen3_two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 @pytest.mark.parametrize("vision, text, ranks, more", thinned([
     ("dp:1", "dp:1", 1, "--train.micro_batch_size 4"),
-    ("sp:2", "tp:2", 2, "--model.recompute.text full"),
-    ("sp:2", "tp:2", 2, "--model.recompute.text selective --model.chunk.text 4 --model.chunk.vision 8"),
+    ("sp:2", "tp:2", 2, "--text-recompute full"),
+    ("sp:2", "tp:2", 2, "--text-recompute selective --text-chunk 4 --vision-chunk 8"),
     ("sp:2,dp:2", "cp:2,dp:2", 4, ""),
-    ("tp:2,dp:2", "sp:2,tp:2", 4, "--model.sequence_parallel.text false --train.micro_batch_size 2"),
+    ("tp:2,dp:2", "sp:2,tp:2", 4, "--text-sequence_parallel false --train.micro_batch_size 2"),
     ("sp:2", "pp:2", 2, "--schedule.kind recompute"),
     ("sp:2", "pp:2", 2, "--schedule.virtual_stages 2 --data.workers 1"),
     ("sp:2@0-1", "pp:2@1-2", 3, ""),
@@ -216,7 +216,7 @@ def test_numbers_equal_transformers(
     check(material, pools(ranks).run(evaluated, make_flags(vision, text, material.flags(more))))
 
 
-SPLIT = "--parallel_layers.text 1 3"
+SPLIT = "--text-layers 1 3"
 
 
 @pytest.mark.parametrize("vision, text, ranks, more", thinned([
@@ -225,7 +225,7 @@ SPLIT = "--parallel_layers.text 1 3"
     ("dp:2,sp:2", "cp:2,dp:2", 4, ""),
     ("pp:2", "pp:2", 2, f"{SPLIT} --schedule.kind recompute"),
     ("dp:2", "pp:2", 2, "--schedule.virtual_stages 2"),
-    ("dp:1@0", "pp:4@1-4", 5, "--parallel_layers.text 1 1 1 1 --schedule.run_ahead 0"),
+    ("dp:1@0", "pp:4@1-4", 5, "--text-layers 1 1 1 1 --schedule.run_ahead 0"),
     ("sp:2@0-1", "pp:2@1-2", 3, SPLIT),
 ], 3))  # fmt: skip
 def test_numbers_of_qwen3_vl_equal_transformers(
@@ -266,8 +266,8 @@ def test_numbers_of_two_encoders_of_two_families(
 def test_numbers_of_two_encoders(
     vision: str, detail: str, text: str, ranks: int, two_towers: Material, make_flags: MakeFlags, pools: Pools
 ) -> None:
-    more = f"--model.encoders.detail.hf_path {two_towers.folder}/detail --detail-parallel {detail}"
-    flags = two_towers.flags(f"{more} --model.encoders.detail.token <|video_pad|>")
+    more = f"--detail-hf_path {two_towers.folder}/detail --detail-parallel {detail}"
+    flags = two_towers.flags(f"{more} --detail-token <|video_pad|>")
     check(two_towers, pools(ranks).run(evaluated, make_flags(vision, text, flags)))
 
 

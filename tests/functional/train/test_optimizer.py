@@ -20,7 +20,7 @@ from tests.support.runs import MakeFlags
 
 Pools = Callable[[int], Pool]
 LAYOUTS = [("sp:2,dp:2", "tp:4"), ("dp:4", "tp:2,dp:2")]
-RATES = "--optimizer.lr 1e-3 --optimizer.lr_vision 4e-3 --optimizer.lr_projector 2e-3"
+RATES = "--optimizer.lr 1e-3 --vision-lr 4e-3 --optimizer.lr_projector 2e-3"
 
 
 def part_of(name: str) -> str:
@@ -70,9 +70,9 @@ def test_schedules_scale_every_group_equally(flags: list[str]) -> None:
 
 
 FROZEN = {
-    "text": "--optimizer.lr_vision 4e-3 --optimizer.lr_projector 2e-3",
+    "text": "--vision-lr 4e-3 --optimizer.lr_projector 2e-3",
     "vision": "--optimizer.lr_projector 2e-3",
-    "projector text": "--optimizer.lr_vision 4e-3",
+    "projector text": "--vision-lr 4e-3",
     "vision projector": "",
 }
 """What is frozen, and the rates of the other parts."""

@@ -127,13 +127,13 @@ def test_two_encoders_go_out_as_two_folders(make_flags: MakeFlags, pools: Pools,
     def flags(more: str, steps: int) -> list[str]:
         layouts = "--detail-parallel dp:1@1 --model.freeze detail"
         adamw = f"--optimizer.name adamw --optimizer.lr 1e-3 --train.iters {steps}"
-        token = "--model.encoders.detail.token <|video_pad|>"
+        token = "--detail-token <|video_pad|>"
         more = f"--train.micro_batch_size 4 {layouts} {adamw} {token} {more}"
         return make_flags("dp:1@0", "tp:2@2-3", more, data=data, batch=8)
 
-    straight = pools(4).run(jobs.losses, flags(f"--model.encoders.detail.hf_path {detail}", 2))[0]
+    straight = pools(4).run(jobs.losses, flags(f"--detail-hf_path {detail}", 2))[0]
     target = tmp_path / "export"
-    first = flags(f"--model.encoders.detail.hf_path {detail}", 1)
+    first = flags(f"--detail-hf_path {detail}", 1)
     weights = pools(4).run(export_of, first, target)[0]
     before = load_file(detail / "model.safetensors")
     written = {canonical_name(n): t for n, t in load_file(target / "encoders" / "detail" / "model.safetensors").items()}
@@ -143,7 +143,7 @@ def test_two_encoders_go_out_as_two_folders(make_flags: MakeFlags, pools: Pools,
     stored = {canonical_name(name): tensor for name, tensor in before.items()}
     changed = {name.startswith("visual.merger.") for name, t in written.items() if not torch.equal(t, stored[name])}
     assert changed == {True}, "the encoder is frozen, its projector learns"
-    again = f"--model.hf_path {target} --model.encoders.detail.hf_path {target}/encoders/detail"
+    again = f"--model.hf_path {target} --detail-hf_path {target}/encoders/detail"
     assert pools(4).run(jobs.losses, flags(again, 1))[0] == [pytest.approx(straight[1], rel=1e-5)]
     assert straight[1] < straight[0]
 

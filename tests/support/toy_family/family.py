@@ -38,7 +38,7 @@ class Toy(Family):
 
     model_type, title = "toy", "Toy"
     tokens = _TOKENS
-    encoders = MappingProxyType({"vision": (Tones(),)})
+    encoders = MappingProxyType({"ear": (Tones(),)})
 
     def config_class(self, model_type: str) -> Any:
         return Config

@@ -182,7 +182,7 @@ def test_folders_may_move_and_weights_change_their_type(sources: ModelSources, t
 
 def test_folders_that_come_and_go(sources: ModelSources, tmp_path: Path) -> None:
     alone = ModelSources(sources.model)
-    gone = rf"model.encoders.detail.hf_path \(--\S+\): removed since .*then in {sources.encoders['detail']}"
+    gone = rf"modules.detail.hf_path \(--\S+\): removed since .*then in {sources.encoders['detail']}"
     with pytest.raises(UserError, match=gone):
         record_of(sources).require_same_model(record_of(alone), (), tmp_path)
     with pytest.raises(UserError, match=r"detail/config.json: added since"):
@@ -198,7 +198,7 @@ OTHERS = {
     "data.video.rules": "authors", "data.video.fps": 1.5, "data.video.min_frames": 2, "data.video.max_frames": 16,
     "data.video.frame_pixels": 5, "data.video.total_pixels": 6, "data.video.text_after": "transformers",
     "data.video.marks": "pairs", "train.seed": 1, "train.global_batch_size": 4, "model.router_aux_loss_coef": 1e-3,
-    "model.encoders": {"detail": {"hf_path": "/elsewhere", "token": "<x>", "max_pixels": 9000}},
+    "modules": {"detail": {"hf_path": "/elsewhere", "token": "<x>", "max_pixels": 9000}},
 }  # fmt: skip
 """Compared settings with other values than the defaults."""
 FREE = {
@@ -211,7 +211,7 @@ FREE = {
 def defaults() -> RunRecord:
     """A record whose settings are the defaults, after JSON."""
     words = "--model.hf_path /m --data.datasets a --data.registry.a.annotations /a.json"
-    words += " --model.encoders.detail.hf_path /d --model.encoders.detail.token <x>"
+    words += " --detail-hf_path /d --detail-token <x>"
     config = json.loads(json.dumps(yaml.safe_load(to_yaml(load_config(words.split())))))
     return RunRecord(4, 2, {}, (), config)
 
@@ -250,7 +250,7 @@ def test_a_setting_that_changes_what_is_trained(name: str, value: Any, tmp_path:
         defaults().require_resumable(with_setting(defaults(), name, value), [], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["data.video", *sorted(OTHERS.keys() - {"model.encoders", *FAILING})])
+@pytest.mark.parametrize("name", ["data.video", *sorted(OTHERS.keys() - {"modules", *FAILING})])
 def test_a_setting_that_an_old_record_lacks_has_its_default(name: str, tmp_path: Path) -> None:
     old = with_setting(defaults(), name)
     old.require_resumable(defaults(), [], tmp_path)
@@ -260,5 +260,5 @@ def test_a_setting_that_an_old_record_lacks_has_its_default(name: str, tmp_path:
 
 
 def test_folders_of_further_encoders_may_move(tmp_path: Path) -> None:
-    moved = with_setting(defaults(), "model.encoders", {"detail": {"hf_path": "/elsewhere", "token": "<x>"}})
+    moved = with_setting(defaults(), "modules", {"detail": {"hf_path": "/elsewhere", "token": "<x>"}})
     defaults().require_resumable(moved, [], tmp_path)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.schema import Config, load_command, load_config, require_modules, to_yaml
+from megatron_hetero.config.modules import ModuleConfig
+from megatron_hetero.config.optimizers import PrecisionConfig
+from megatron_hetero.config.schema import Config, load_command, load_config, to_yaml
 from megatron_hetero.config.sections import DatasetConfig
 
 MINIMAL = """
@@ -54,7 +56,7 @@ def test_defaults_and_the_minimal_file(write, tmp_path: Path, monkeypatch: pytes
         "demo": DatasetConfig(annotations=tmp_path / "train.json", images=Path("/pictures"))
     }
     assert config.data.datasets == ("demo",)
-    assert config.parallel == {}
+    assert config.modules == {} and config.row("text") == ModuleConfig()
     assert (config.model.dtype, config.optimizer.clip_grad, config.data.shuffle) == ("bfloat16", 1.0, True)
     assert config.export.hf_dir is None
     assert config.log.dir == Path("/runs")
@@ -62,13 +64,14 @@ def test_defaults_and_the_minimal_file(write, tmp_path: Path, monkeypatch: pytes
 
 def test_flags_win_over_the_file(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "..")
-    file = write("train: {iters: 7, seed: 3}\nparallel: {vision: 'sp:2', text: 'tp:2'}\noptimizer: {lr: 1e-4}\n")
+    modules = "modules: {vision: {parallel: 'sp:2'}, text: {parallel: 'tp:2'}}"
+    file = write(f"train: {{iters: 7, seed: 3}}\n{modules}\noptimizer: {{lr: 1e-4}}\n")
     flags = "--train.iters 20 --text-parallel tp:4 --data.shuffle false --optimizer.betas 0.9 0.95"
     held_out = "--eval.datasets demo --eval.interval 3"
     paths = "--export.hf_dir=out --data.registry.more.annotations a.json --data.datasets demo more%50"
     config = load_config([*file, *flags.split(), *paths.split(), *held_out.split()])
     assert (config.train.iters, config.train.seed) == (20, 3)
-    assert config.parallel == {"vision": "sp:2", "text": "tp:4"}
+    assert config.modules == {"vision": ModuleConfig(parallel="sp:2"), "text": ModuleConfig(parallel="tp:4")}
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-4, (0.9, 0.95))
     assert config.data.shuffle is False
     # Paths in flags start from the current directory, those in the file from its folder.
@@ -79,12 +82,12 @@ def test_flags_win_over_the_file(write, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_mappings_merge_by_name(write) -> None:
-    file = write(
-        "", MINIMAL.replace("model: {", "model: {recompute: {vision: full}, sequence_parallel: {text: false}, ")
-    )
-    config = load_config([*file, "--model.recompute.text", "full", "--model.sequence_parallel.text", "true"])
-    assert config.model.recompute == {"vision": "full", "text": "full"}
-    assert config.model.sequence_parallel == {"text": True}
+    file = write("modules: {vision: {recompute: full}, text: {sequence_parallel: false, precision: {moments: 8bit}}}")
+    flags = "--text-recompute full --modules.text.precision.master split"
+    config = load_config([*file, *flags.split()])
+    precision = PrecisionConfig(master="split", moments="8bit")
+    text = ModuleConfig(recompute="full", sequence_parallel=False, precision=precision)
+    assert config.modules == {"vision": ModuleConfig(recompute="full"), "text": text}
 
 
 def test_without_a_file(tmp_path: Path) -> None:
@@ -117,19 +120,19 @@ def test_texts_that_look_like_something_else_are_saved_in_quotes(write, name: st
 
 
 def test_aliases_do_not_fill_the_memory(write) -> None:
-    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60))]
-    nested = "parallel_layers: {" + ", ".join(lines) + "}\nparallel: {vision: *a59}\n"
-    with pytest.raises(UserError, match="parallel.vision .*the list"):
+    lines = ["&a0 [x, x]", *(f"&a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60))]
+    nested = f"eval: {{datasets: [{', '.join(lines)}]}}\nmodules: {{vision: {{parallel: *a59}}}}\n"
+    with pytest.raises(UserError, match="modules.vision.parallel .*the list"):
         load_config(write(nested))
 
 
 @pytest.mark.parametrize("more, backend", [
-    ("--model.tp_overlap.text 1", "auto"), ("--model.tp_overlap.text 2", "torch"), ("--model.compile layers", "torch"),
-    ("--model.tp_overlap.text 2 --model.backend te", "te"),
+    ("--text-tp_overlap 1", "auto"), ("--text-tp_overlap 2", "torch"), ("--model.compile layers", "torch"),
+    ("--text-tp_overlap 2 --model.backend te", "te"),
 ])  # fmt: skip
 def test_layers_are_ours_where_a_setting_is_theirs_alone(write, more: str, backend: str) -> None:
     """Unless others are asked for, which says so later."""
-    assert load_config([*write(""), *more.split()]).model.layer_backend == backend
+    assert load_config([*write(""), *more.split()]).layer_backend == backend
 
 
 def test_empty_sections_and_none(write) -> None:
@@ -140,7 +143,8 @@ def test_empty_sections_and_none(write) -> None:
 
 def test_the_resolved_configuration_reads_back(write, tmp_path: Path) -> None:
     more = (
-        "optimizer: {lr: 1e-4, lr_vision: 2e-5, eps: 1e-10}\nparallel: {vision: 'sp:2@0-1'}\n"
+        "optimizer: {lr: 1e-4, eps: 1e-10}\n"
+        "modules: {vision: {parallel: 'sp:2@0-1', lr: 2e-5}, text: {layers: [1, 3], offload: {states: true}}}\n"
         "eval: {datasets: [demo], interval: 5}\nexport: {hf_dir: out}"
     )
     config = load_config([*write(more), "--model.freeze", "text", "projector", "--data.datasets", "demo%12.5"])
@@ -166,7 +170,10 @@ IN_FILE = [
     ("train: 3", ["train (", "found `3`", "a mapping"]),
     ("log: {tensorboard: maybe}", ["log.tensorboard", "true or false"]),
     ("log: {dir: ''}", ["log.dir", "found no value", "a path"]),
-    ("parallel: {vision: [8]}", ["parallel.vision", "the list `['8']`", "text"]),
+    ("modules: {vision: {parallel: [8]}}", ["modules.vision.parallel", "the list `['8']`", "text"]),
+    ("modules: {text: {parallel: tp:2,dp:4}}", ["`modules.text.dp:4`", "Quote layouts with commas inside braces"]),
+    ("modules: {text: {recomput: full}}", ["`modules.text.recomput` (did you mean `recompute`?)"]),
+    ("modules: {text: full}", ["modules.text (", "a mapping"]),
     ("eval: {datasets: demo}", ["eval.datasets", "found `demo`", "a list of text"]),
     ("optimizer: {name: adam}", ["optimizer.name", "did you mean `adamw`?", "adamw, sgd"]),
     ("optimizer: {betas: [0.9]}", ["optimizer.betas", "1 values", "expected 2"]),
@@ -178,8 +185,10 @@ IN_FILE = [
     ("optimizer: {clip_grad: -1}", ["optimizer.clip_grad", "≥ 0"]),
     ("optimizer: {name: sgd, weight_decay: 0.1}", ["optimizer.weight_decay", "optimizer.name is sgd"]),
     ("optimizer: {schedule: constant, min_lr: 1e-6}", ["optimizer.min_lr", "optimizer.schedule is constant"]),
-    ("optimizer: {name: sgd}\nprecision: {text: {moments: 8bit}}", ["precision.text.moments", "sgd, which keeps no"]),
-    ("precision: {text: {master: half}}", ["precision.text.master", "float32, split, none"]),
+    (
+        "modules: {text: {precision: {master: half}}}",
+        ["modules.text.precision.master", "float32, split, none"],
+    ),
     ("train: {iters: 0}", ["train.iters", "expected ≥ 1. Raise or remove it."]),
     ("train: {micro_batch_size: 3}", ["train.micro_batch_size", "Try `--train.micro_batch_size 2`"]),
     ("train: {tokens_per_micro_batch: 2048}", ["≥ data.max_seq_length = 4096", "Raise it, or try `--data.max_seq_"]),
@@ -241,26 +250,15 @@ def test_names_with_a_rate_are_refused_in_the_registry(write) -> None:
         load_config(write("", MINIMAL.replace("demo", "demo%5")))
 
 
-DETAIL = "--model.encoders.detail.hf_path x --model.encoders.detail.token y"
+DETAIL = "--detail-hf_path x --detail-token y"
 IN_FLAGS = [
-    ("--model.patches_per_call.text 64", ["model.patches_per_call.text", "text is no encoder", "model.chunk.text"]),
+    ("--text-patches_per_call 64", ["modules.text.patches_per_call", "text is no encoder", "modules.text.chunk"]),
     ("--schedule.timeout_s 1e-30", ["schedule.timeout_s", "expected 0 or ≥ 1"]),
     ("--log.dir " + "é" * 200, ["log.dir", "file name too long"]),
     ("--log.dir \ud800", ["log.dir", "surrogates not allowed"]),
-    ("--model.dtype float32 --precision.text.master split", ["precision.text.master", "are their own masters"]),
-    ("--model.dtype float32 --precision.text.gradients bfloat16", ["precision.text.gradients", "Remove it, or set"]),
-    ("--model.freeze text --precision.text.moments bfloat16", ["precision.text.moments", "text is frozen"]),
-    ("--model.freeze text --offload.text.states true", ["offload.text.states", "text is frozen"]),
-    (
-        "--model.dtype float32 --optimizer.name sgd --offload.text.states true",
-        ["offload.text.states", "keeps no states"],
-    ),
-    (
-        "--model.freeze vision --offload.vision.activations true",
-        ["offload.vision.activations", "no backward pass", "or train vision"],
-    ),
     ("--train.iter 3", ["--train.iter", "did you mean `iters`?"]),
     ("--iters 3", ["did you mean `--train.iters`?"]),
+    ("--min_lr 0", ["did you mean `--optimizer.min_lr`?"]),
     ("--vision_parallel sp:2", ["--vision_parallel: unknown flag (did you mean `--vision-parallel`?)"]),
     (f"--train.seed {'9' * 20}", ["found `9999", "an integer below 2^63"]),
     (f"--train.seed {'9' * 5000}", ["an integer below 2^63"]),
@@ -268,7 +266,12 @@ IN_FLAGS = [
     ("--train.iters 3 4", ["found 2 values (3 4)"]),
     ("--train.iters x", ["train.iters (--train.iters)", "found `x`"]),
     ("--train.iters 3 --train.iters 4", ["--train.iters: given twice. Remove one."]),
-    ("--parallel.vision sp:2 --vision-parallel sp:2", ["parallel.vision given twice"]),
+    ("--vision-parallel sp:2 --modules.vision.parallel sp:2", ["modules.vision.parallel given twice"]),
+    ("--text-zero 4", ["modules.text.zero (--text-zero)", "1, 2, 3"]),
+    ("--text-zeor 3", ["--text-zeor: unknown flag (did you mean `--text-zero`?)"]),
+    ("--text-sequence-parallel false", ["did you mean `--text-sequence_parallel`?"]),
+    ("--text-precision split", ["a section with --text-precision.master"]),
+    ("--plan-zero 3", ["--plan-zero: unknown flag"]),
     ("--train 3", ["a section with --train.iters"]),
     ("--train.iters.x 3", ["unknown flag"]),
     ("--train. 3", ["unknown flag"]),
@@ -280,32 +283,32 @@ IN_FLAGS = [
         ["data.registry.x (--data.registry.x.annotations): neither of annotations and files"],
     ),
     ("--data.shuffle yes", ["true or false"]),
-    ("--model.freeze vision text projector", ["model.freeze", "leaves nothing to train"]),
     ("--model.freeze text text", ["model.freeze", "each part once"]),
-    ("--model.freeze head", ["model.freeze", "vision, projector, text"]),
-    ("--model.train txet", ["model.train", "did you mean `text`?"]),
     ("--model.train *.mlp.* *.mlp.*", ["model.train", "each part once"]),
-    ("--model.encoders.detail.hf_path x", ["model.encoders.detail.token: required, but not set"]),
-    ("--model.encoders.text.hf_path x --model.encoders.text.token y", ["the name `text`", "for example `detail`"]),
-    ("--model.encoders.visual.hf_path x --model.encoders.visual.token y", ["the name `visual`"]),
-    ("--model.encoders.A.hf_path x --model.encoders.A.token y", ["the name `A`"]),
-    (f"{DETAIL} --model.encoders.detail.min_pixels 9 --model.encoders.detail.max_pixels 8", ["max_pixels = 8"]),
-    (f"{DETAIL} --model.encoders.detail.min_pixels 0", ["model.encoders.detail.min_pixels", "≥ 1"]),
-    (f"{DETAIL} --model.freeze detail_projecter", ["did you mean `detail_projector`?"]),
-    (f"{DETAIL} --model.freeze vision projector detail detail_projector text", ["leaves nothing to train"]),
-    (f"{DETAIL} --export.hf_dir x/y", ["export.hf_dir", "model.encoders.detail.hf_path"]),
+    ("--detail-hf_path x", ["modules.detail.token (--detail-token): found no value, expected a placeholder"]),
+    ("--text-hf_path x --text-token y", ["the name `text`", "for example `detail`"]),
+    ("--visual-hf_path x --visual-token y", ["the name `visual`"]),
+    ("--modules.A.hf_path x --modules.A.token y", ["the name `A`"]),
+    ("--config-hf_path x", ["--config-hf_path: unknown flag"]),
+    ("--modules.config.hf_path x", ["the name `config`"]),
+    ("--vision-token y", ["modules.vision.token", "only a further encoder"]),
+    ("--text-min_pixels 9", ["modules.text.min_pixels", "data.min_pixels"]),
+    ("--vision-lr 0", ["modules.vision.lr (--vision-lr)", "> 0"]),
+    (f"{DETAIL} --detail-min_pixels 9 --detail-max_pixels 8", ["max_pixels = 8"]),
+    (f"{DETAIL} --detail-min_pixels 0", ["modules.detail.min_pixels", "≥ 1"]),
+    (f"{DETAIL} --export.hf_dir x/y", ["export.hf_dir", "modules.detail.hf_path"]),
     ("--eval.interval 5", ["eval.interval", "0 without eval.datasets"]),
     ("--eval.interval -1 --eval.datasets demo", ["eval.interval", "≥ 0"]),
     (
-        "--model.recompute.vision ful",
-        ["model.recompute.vision", "did you mean `full`?", "or an integer"],
+        "--vision-recompute ful",
+        ["modules.vision.recompute", "did you mean `full`?", "or an integer"],
     ),
-    ("--model.recompute.text 0", ["model.recompute.text", "expected ≥ 1"]),
-    ("--model.recompute.text -1", ["model.recompute.text", "found -1", "expected ≥ 1"]),
-    ("--model.recompute.text 1.5", ["model.recompute.text", "an integer"]),
-    ("--model.chunk.text -8", ["model.chunk.text", "found -8", "≥ 0"]),
-    ("--model.chunk.text many", ["model.chunk.text", "an integer"]),
-    ("--model.tp_overlap.text 0", ["model.tp_overlap.text", "found 0", "≥ 1"]),
+    ("--text-recompute 0", ["modules.text.recompute", "expected ≥ 1"]),
+    ("--text-recompute -1", ["modules.text.recompute", "found -1", "expected ≥ 1"]),
+    ("--text-recompute 1.5", ["modules.text.recompute", "an integer"]),
+    ("--text-chunk -8", ["modules.text.chunk", "found -8", "≥ 0"]),
+    ("--text-chunk many", ["modules.text.chunk", "an integer"]),
+    ("--text-tp_overlap 0", ["modules.text.tp_overlap", "found 0", "≥ 1"]),
 ]
 
 WITHOUT_EFFECT = [
@@ -314,15 +317,6 @@ WITHOUT_EFFECT = [
     ("--train.profile.start 101", ["train.profile.start", "found 101", "an end at step 100"]),
     ("--train.profile.start 99 --train.profile.steps 3", ["train.profile.start", "99 with 3 steps"]),
     ("--train.profile.steps 3", ["train.profile.steps", "Set train.profile.start"]),
-    ("--optimizer.lr_vision 1e-3 --model.freeze vision", ["optimizer.lr_vision", "leave vision frozen"]),
-    (
-        "--optimizer.lr_projector 1e-3 --model.freeze projector",
-        ["optimizer.lr_projector", "leave projector frozen"],
-    ),
-    (f"{DETAIL} --optimizer.lr_vision 1e-3 --model.freeze vision detail", ["optimizer.lr_vision", "vision, detail"]),
-    ("--model.recompute.vision full --model.freeze vision projector", ["model.recompute.vision", "no backward pass"]),
-    ("--model.recompute.vision selective --model.freeze vision projector", ["model.recompute.vision", "no backward"]),
-    ("--model.recompute.vision 2 --model.freeze vision projector", ["model.recompute.vision", "no backward pass"]),
     (
         "--model.compile layers --model.backend te",
         ["model.compile", "Transformer Engine", "set model.backend to torch"],
@@ -339,11 +333,8 @@ WITH_EFFECT = [
     f"{DETAIL} --eval.datasets demo --eval.interval 5",
     "--train.profile.start 99 --train.profile.steps 2",
     "--train.profile.start 100",
-    "--optimizer.lr_projector 1e-3 --model.freeze vision",
-    f"{DETAIL} --optimizer.lr_vision 1e-3 --model.freeze vision",
-    "--model.recompute.vision full --model.freeze vision",
-    "--model.recompute.text full --model.freeze text",
-    "--model.recompute.text 3 --model.chunk.text 0 --model.chunk.vision 512 --model.freeze vision projector",
+    f"{DETAIL} --detail-lr 1e-3 --detail-parallel dp:2@0-1 --detail-min_pixels 784",
+    "--text-recompute 3 --text-chunk 0 --vision-chunk 512 --text-layers 1 3 --vision-zero 3",
     "--checkpoint.resume never --checkpoint.dir saved",
     "--checkpoint.resume step-1 --checkpoint.allow_changes train.seed",
     "--plan --plan-svg plan.svg --plan.tokens 5",
@@ -394,11 +385,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         assert part in str(error.value) and str(file) in str(error.value)
 
 
-def test_settings_by_module_name_modules_of_the_model(write) -> None:
-    config = load_config([*write(""), "--model.recompute.visoin", "full"])
-    with pytest.raises(UserError, match=r"recompute.visoin .*: found module `visoin` \(did you mean `vision`\?\)"):
-        require_modules(config, ["vision", "text"])
-    require_modules(load_config([*write(""), "--text-parallel", "tp:2"]), ["vision", "text"])
+def test_the_long_and_the_short_form_of_a_flag_are_the_same(write) -> None:
+    short = "--text-layers 1 3 --vision-precision.moments 8bit --detail-hf_path d --detail-token t"
+    long = "--modules.text.layers 1 3 --modules.vision.precision.moments 8bit --modules.detail.hf_path d"
+    config = load_config([*write(""), *short.split()])
+    assert config == load_config([*write(""), *long.split(), "--modules.detail.token", "t"])
+    assert config.further == {"detail": ModuleConfig(hf_path=Path.cwd() / "d", token="t")}
 
 
 def test_values_are_checked_however_they_are_made(write) -> None:

@@ -9,21 +9,20 @@ from megatron_hetero.config.schema import Config, load_config
 from tests.support.flag_table import flag_table_markdown
 
 FIELDS = """
-model.hf_path model.hf_path_vision model.fresh_projector model.dtype model.encoders.NAME.hf_path
-model.encoders.NAME.token model.encoders.NAME.min_pixels model.encoders.NAME.max_pixels
-model.freeze model.train model.recompute.MODULE model.chunk.MODULE model.tp_overlap.MODULE
-model.sequence_parallel.MODULE model.router_aux_loss_coef model.backend model.compile model.patches_per_call.MODULE
+model.hf_path model.hf_path_vision model.fresh_projector model.dtype
+model.freeze model.train model.router_aux_loss_coef model.backend model.compile
+MODULE-parallel MODULE-layers MODULE-sequence_parallel MODULE-zero MODULE-recompute MODULE-chunk MODULE-tp_overlap
+MODULE-patches_per_call MODULE-precision.master MODULE-precision.moments MODULE-precision.gradients MODULE-lr
+MODULE-offload.states MODULE-offload.activations MODULE-hf_path MODULE-token MODULE-min_pixels MODULE-max_pixels
 data.registry.NAME.annotations data.registry.NAME.files data.registry.NAME.format data.registry.NAME.split
 data.registry.NAME.fields.FIELD data.index data.scan data.registry.NAME.images
 data.datasets data.shuffle data.max_seq_length data.too_long data.bad_records data.max_bad_share
-data.min_pixels data.max_pixels data.balance data.workers data.worker_type boundary.transport parallel_layers.MODULE
+data.min_pixels data.max_pixels data.balance data.workers data.worker_type boundary.transport
 schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages
 schedule.timeout_s
 train.profile.start train.profile.steps train.iters train.global_batch_size train.micro_batch_size train.seed
 train.tokens_per_micro_batch train.patches_per_micro_batch
-optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_projector optimizer.betas optimizer.eps
-precision.MODULE.master precision.MODULE.moments precision.MODULE.gradients offload.MODULE.states
-offload.MODULE.activations zero.MODULE
+optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_projector optimizer.betas optimizer.eps
 optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_iters log.dir log.tensorboard log.wandb
 checkpoint.dir checkpoint.interval checkpoint.async checkpoint.keep_last checkpoint.resume
 checkpoint.allow_changes
@@ -39,7 +38,7 @@ data.video.total_pixels data.video.text_after data.video.marks data.video.timeou
 def test_every_setting_has_a_flag_and_a_sentence() -> None:
     rows = flag_rows(Config)
     assert {row.flag for row in rows} == {
-        *("--config", "--MODULE-parallel", "--plan", "--world-size", "--plan-files", "--plan-svg"),
+        *("--config", "--plan", "--world-size", "--plan-files", "--plan-svg"),
         *(f"--{name}" for name in FIELDS.split()),
     }
     assert all(row.text.endswith(".") and row.values and row.default for row in rows)

@@ -115,5 +115,5 @@ def test_without_such_an_encoder_the_mark_is_text(tmp_path: Path, pictures: Path
                      ("a", "is not an added token"), ("<|im_end|>", "structure"), ("<|vision_start|>", "structure")],
 )  # fmt: skip
 def test_tokens_that_do_not_serve_are_refused(token: str, found: str, model_folder: Path) -> None:
-    with pytest.raises(UserError, match=f"model.encoders.detail.token: .*{re.escape(found)}"):
+    with pytest.raises(UserError, match=f"modules.detail.token: .*{re.escape(found)}"):
         Processor.from_folder(model_folder, encoders={"detail": EncoderConfig(hf_path=model_folder, token=token)})

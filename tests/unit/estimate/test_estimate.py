@@ -58,7 +58,7 @@ def test_what_a_setting_is_for_shows_in_the_memory(make_plan: MakePlan) -> None:
     layouts = 8, "sp:8", "tp:2,pp:2,dp:2", "--train.global_batch_size 32"
     activations, optimizer = KINDS.index("activations"), KINDS.index("optimizer")
     usual = make_plan(*layouts).memory
-    for flag in ("--schedule.waves 1", "--schedule.kind recompute", "--model.recompute.vision full"):
+    for flag in ("--schedule.waves 1", "--schedule.kind recompute", "--vision-recompute full"):
         found = make_plan(*layouts[:3], f"{layouts[3]} {flag}").memory
         assert (found[:, activations] < usual[:, activations]).all(), flag
         assert (found[:, :activations] == usual[:, :activations]).all(), flag
@@ -102,7 +102,7 @@ def test_16k_ranks_are_hardly_more_work_than_one_thousand(vision: str, text: str
         (4, "sp:4", "pp:4", "--schedule.waves 1", ("wait for up to", "--schedule.waves 2")),
         (29, "dp:1@0", "tp:28@1-28", "", ("of text wait for up to", "give vision more of the ranks")),
         (9, "dp:8@0-7", "tp:1@8", "--plan.image_side 140", ("of vision wait for up to", "give it fewer ranks")),
-        (4, "sp:4", "pp:4", "--parallel_layers.text 10 2 2 2", ("stage 0 of text", "--parallel_layers.text")),
+        (4, "sp:4", "pp:4", "--text-layers 10 2 2 2", ("stage 0 of text", "--text-layers")),
         (1, "dp:1", "dp:1", "--plan.memory_gb 0.5", ("is not enough for 1 rank", "needs")),
         (1, "dp:1", "dp:1", "--plan.memory_gb 30 --plan.images 3", ("of the rest most is", "--world-size 2")),
         (1, "dp:1", "dp:1", "--plan.tokens 4000", ("more than data.max_seq_length", "raise data.max_seq_length")),
@@ -162,7 +162,7 @@ def test_each_text_replica_has_a_sample(make_plan: MakePlan) -> None:
         (4, "sp:4@0-3", "--text-parallel tp:4@4-7", "sp:4", "has 4: try --vision-parallel dp:4@0-3"),
         (2, "sp:2,cp:2,dp:2", "--schedule.kind recompute", "sp:2,cp:2", "has 2 images, and with 8 or more"),
         (1, "sp:8", "--model.freeze vision", "sp:8", "has 1 image, and with 8 or more"),
-        (1, "sp:8", "--model.recompute.vision full", "sp:8", "keep it for large images"),
+        (1, "sp:8", "--vision-recompute full", "sp:8", "keep it for large images"),
     ],
 )
 def test_an_encoder_without_windows_had_better_get_whole_images(
@@ -206,12 +206,12 @@ def test_what_is_computed_again_takes_time(make_plan: MakePlan) -> None:
         work = make_plan(4, "sp:4", "tp:2,pp:2", more).work
         return [work["text", "B", stage] / work["text", "F", stage] for stage in (0, 1)]
 
-    assert backward("") == backward("--model.recompute.text selective") == [2, 2]
-    assert backward("--model.recompute.text full") == [3, 3]
-    assert backward("--model.recompute.text 4") == [2.5, 2.5]
-    assert backward("--model.recompute.text 5 --parallel_layers.text 4 12") == pytest.approx([3, 2 + 5 / 12])
-    assert all(2.3 < of_stage < 2.6 for of_stage in backward("--model.chunk.text 512"))
-    assert backward("--model.chunk.text 1000000") == [2, 2]
+    assert backward("") == backward("--text-recompute selective") == [2, 2]
+    assert backward("--text-recompute full") == [3, 3]
+    assert backward("--text-recompute 4") == [2.5, 2.5]
+    assert backward("--text-recompute 5 --text-layers 4 12") == pytest.approx([3, 2 + 5 / 12])
+    assert all(2.3 < of_stage < 2.6 for of_stage in backward("--text-chunk 512"))
+    assert backward("--text-chunk 1000000") == [2, 2]
 
 
 def test_chunks_do_not_grow_with_the_sequence() -> None:
@@ -221,8 +221,8 @@ def test_chunks_do_not_grow_with_the_sequence() -> None:
         "--train.global_batch_size 1 --vision-parallel sp:8 --text-parallel tp:4,cp:2 --plan.memory_gb 80 "
         "--data.max_seq_length 131072 --data.max_pixels 16777216"
     )
-    chunks = "--model.recompute.text selective --model.chunk.text 8192 --model.recompute.vision full"
-    for data in ("--plan.tokens 129708", "--plan.image_side 3584 --model.chunk.vision 4096"):
+    chunks = "--text-recompute selective --text-chunk 8192 --vision-recompute full"
+    for data in ("--plan.tokens 129708", "--plan.image_side 3584 --vision-chunk 4096"):
         usual, frugal = (
             Estimate.of(load_config([*flags.split(), *data.split(), *more.split()]), 8) for more in ("", chunks)
         )
@@ -246,7 +246,7 @@ def test_the_table_of_edges_in_the_docs_is_printed(capsys: pytest.CaptureFixture
     ]  # fmt: skip
     flags = (
         f"--config {ROOT}/examples/qwen3_vl_8b.yaml --model.hf_path {ROOT}/examples/models/qwen3_vl_8b "
-        "--vision-parallel dp:4@0-3 --text-parallel tp:2,pp:2,dp:2@4-11 --parallel_layers.text 1 35"
+        "--vision-parallel dp:4@0-3 --text-parallel tp:2,pp:2,dp:2@4-11 --text-layers 1 35"
     )
     print_estimate(Estimate.of(load_config(flags.split()), 12))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
@@ -285,7 +285,7 @@ def test_rows_that_enter_several_stages_are_listed_by_edge(
 ) -> None:  # fmt: skip
     """Of an encoder with four outputs, in a step of eight pictures of 784 rows of 4,096 elements."""
     more = f"--plan --world-size {world} --vision-parallel {vision} --text-parallel {text}"
-    flags = plan_flags(f"{more} --parallel_layers.text {layers}" if layers else more)
+    flags = plan_flags(f"{more} --text-layers {layers}" if layers else more)
     flags[flags.index("--model.hf_path") + 1] = str(qwen3_folder)
     show_estimate(*_with_plan(load_command(flags)))
     shown = capsys.readouterr().out

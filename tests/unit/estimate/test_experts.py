@@ -107,7 +107,7 @@ def test_recomputed_layers_keep_where_tokens_went(make_moe: MakeMoe) -> None:
     activations = KINDS.index("activations")
 
     def peak(layers: int, more: str = "") -> int:
-        return int(make_moe(8, "dp:8,ep:8", f"--model.recompute.text {layers} {more}").memory[0, activations])
+        return int(make_moe(8, "dp:8,ep:8", f"--text-recompute {layers} {more}").memory[0, activations])
 
     assert peak(6) < peak(1)
     busy, even = (peak(6, f"--plan.expert_imbalance {imbalance}") for imbalance in (2, 1))
@@ -135,7 +135,7 @@ def test_imbalance_is_memory_and_time(make_moe: MakeMoe) -> None:
 def test_traffic_is_that_of_rows_that_are_sent_once(
     text: str, ranks: int, tokens: int, recompute: str, passes: int, make_moe: MakeMoe
 ) -> None:
-    plan = make_moe(8, text, f"--model.recompute.text {recompute}")
+    plan = make_moe(8, text, f"--text-recompute {recompute}")
     [traffic], times = plan.experts, plan.job.batch.micro_batches
     of_rank = sum(plan.assumed.lengths) / tokens
     assert traffic.rows == pytest.approx(of_rank * (ranks - 1) * (1 - (1 - 1 / ranks) ** 8), abs=ranks)
@@ -148,7 +148,7 @@ def test_traffic_is_that_of_rows_that_are_sent_once(
 def test_stages_have_the_traffic_of_their_layers(make_moe: MakeMoe) -> None:
     """Layers 0 to 2 and 3 to 5, the first of either dense."""
     assert [t.waits for t in make_moe(8, "pp:2,dp:4,ep:4").experts] == [4, 4]
-    assert [t.waits for t in make_moe(8, "pp:2,dp:4,ep:4", "--parallel_layers.text 1 5").experts] == [8]
+    assert [t.waits for t in make_moe(8, "pp:2,dp:4,ep:4", "--text-layers 1 5").experts] == [8]
     assert make_moe(8, "dp:8").experts == ()
 
 
@@ -156,11 +156,11 @@ def test_stages_have_the_traffic_of_their_layers(make_moe: MakeMoe) -> None:
     "text, more, waits",
     [
         ("dp:8,ep:8", "", 1),
-        ("dp:8,ep:8", "--model.chunk.text 512", 2),
+        ("dp:8,ep:8", "--text-chunk 512", 2),
         ("dp:8,ep:8", "--model.dtype float32", 2),
-        ("dp:8", "--model.chunk.text 512", 1),
+        ("dp:8", "--text-chunk 512", 1),
         ("dp:8", "--model.dtype float32", 1),
-        ("dp:8", "--model.chunk.text 1000000", 0),
+        ("dp:8", "--text-chunk 1000000", 0),
     ],
 )
 def test_hosts_wait_for_exchanges_and_for_products_in_parts(
@@ -194,8 +194,20 @@ def _of_experts(plan: Estimate) -> list[str]:
     [
         (96, "dp:96,ep:96", "", "1 to 2 for a rank, 1.50 times the mean", "--text-parallel dp:96,ep:48"),
         (16, "dp:16,ep:16", "", "ep:16 ranks of 2 nodes", "--text-parallel dp:16,ep:8"),
-        (8, "dp:8", "--zero.text 3", "gathers 128 experts of a layer (zero.text 3)", "--text-parallel dp:8,ep:8"),
-        (8, "dp:8,ep:2", "--zero.text 3", "gathers 64 experts of a layer (zero.text 3)", "--text-parallel dp:8,ep:8"),
+        (
+            8,
+            "dp:8",
+            "--text-zero 3",
+            "gathers 128 experts of a layer (modules.text.zero 3)",
+            "--text-parallel dp:8,ep:8",
+        ),
+        (
+            8,
+            "dp:8,ep:2",
+            "--text-zero 3",
+            "gathers 64 experts of a layer (modules.text.zero 3)",
+            "--text-parallel dp:8,ep:8",
+        ),
     ],
 )
 def test_problems_of_experts_are_found_and_their_fixes_planned(
@@ -208,13 +220,15 @@ def test_problems_of_experts_are_found_and_their_fixes_planned(
 
 
 def test_a_good_plan_has_no_problem_of_experts(make_moe: MakeMoe) -> None:
-    assert not _of_experts(make_moe(8, "dp:8,ep:8", "--zero.text 3")) and not _of_experts(make_moe(8, "tp:4,dp:2,ep:4"))
+    assert not _of_experts(make_moe(8, "dp:8,ep:8", "--text-zero 3")) and not _of_experts(make_moe(8, "tp:4,dp:2,ep:4"))
 
 
 def test_experts_over_more_ranks_need_less(make_moe: MakeMoe) -> None:
     plan = make_moe(8, "tp:2,dp:4,ep:2")
     changes = list(experts_over_more_ranks(plan))
-    assert [change.settings for change in changes] == [{"parallel.text": f"tp:2,dp:4,ep:{ranks}"} for ranks in (4, 8)]
+    assert [change.settings for change in changes] == [
+        {"modules.text.parallel": f"tp:2,dp:4,ep:{ranks}"} for ranks in (4, 8)
+    ]
     attempts = [planned(plan, change) for change in changes]
     needed = [attempt.needed for attempt in attempts if attempt]
     assert plan.totals.max() > needed[0] > needed[1]

@@ -16,7 +16,7 @@ ROW = re.compile(r"\| ([\d,]+) \| (\d+)x\d+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) 
 TEXT = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
 ROWS = [match.groups() for match in ROW.finditer(TEXT)]
 MORE = (
-    "--precision.vision.gradients bfloat16 --precision.text.gradients bfloat16 --model.recompute.text full "
+    "--vision-precision.gradients bfloat16 --text-precision.gradients bfloat16 --text-recompute full "
     "--train.tokens_per_micro_batch none"
 )
 
@@ -37,12 +37,12 @@ def test_six_resolutions() -> None:
 def test_32b_fits_eight_gpus(patches: str, side: str, none: str, selective: str, full: str) -> None:
     image = f"--plan.image_side {side} --plan.tokens 512 --data.max_seq_length 32768 --data.max_pixels 12845056"
     for mode, said in (("none", none), ("selective", selective), ("full", full)):
-        assert f"{gigabytes(f'{image} --model.recompute.vision {mode}'):.1f}" == said
+        assert f"{gigabytes(f'{image} --vision-recompute {mode}'):.1f}" == said
     assert float(full) <= 68 and float(none) <= 80, "of 80 GB, with room to spare"
 
 
 def test_a_text_of_131072_tokens() -> None:
     text = "--plan.images 0 --plan.tokens 131072 --data.max_seq_length 131072"
-    whole, chunked = gigabytes(text), gigabytes(f"{text} --model.chunk.text 16384")
+    whole, chunked = gigabytes(text), gigabytes(f"{text} --text-chunk 16384")
     said = " ".join(TEXT.split())
-    assert f"is planned at {whole:.1f} GB, and at {chunked:.1f} GB with `--model.chunk.text 16384`" in said
+    assert f"is planned at {whole:.1f} GB, and at {chunked:.1f} GB with `--text-chunk 16384`" in said

@@ -61,8 +61,8 @@ def test_sgd_keeps_master_weights_of_bfloat16_alone() -> None:
     [
         (8, "sp:2,dp:4", "tp:4,dp:2", "--plan.images 3 --plan.image_side 200"),
         (8, "dp:8", "cp:2,tp:2,dp:2", "--plan.images 2 --plan.image_side 140"),
-        (8, "tp:4,dp:2", "tp:2,dp:4", "--model.sequence_parallel.vision false --model.sequence_parallel.text false"),
-        (7, "dp:3@0-2", "tp:2,pp:2@3-6", "--model.sequence_parallel.text false --plan.image_side 140"),
+        (8, "tp:4,dp:2", "tp:2,dp:4", "--vision-sequence_parallel false --text-sequence_parallel false"),
+        (7, "dp:3@0-2", "tp:2,pp:2@3-6", "--text-sequence_parallel false --plan.image_side 140"),
         (6, "sp:2@0,5", "tp:4@1-4", ""),
     ],
 )
@@ -134,8 +134,8 @@ def test_workspace_is_that_of_the_part_that_takes_most_with_what_is_kept_then() 
 @pytest.mark.parametrize("recompute, moved", [("none", 4.91), ("selective", 3.27), ("full", 0.25)])
 def test_offloaded_activations_leave_the_device_for_the_host(recompute: str, moved: float, make_plan: MakePlan) -> None:
     """Of 15 of 16 layers, in GB; the more is kept, the longer work takes."""
-    flags = f"--plan.image_side 1792 --plan.tokens 4096 --data.max_seq_length 8192 --model.recompute.text {recompute}"
-    kept, away = (make_plan(4, "sp:4", "tp:4", flags + more) for more in ("", " --offload.text.activations true"))
+    flags = f"--plan.image_side 1792 --plan.tokens 4096 --data.max_seq_length 8192 --text-recompute {recompute}"
+    kept, away = (make_plan(4, "sp:4", "tp:4", flags + more) for more in ("", " --text-offload.activations true"))
     saved = (kept.memory - away.memory)[:, 3]
     assert (away.host_activations > 0).all() and not kept.host_activations.any()
     assert away.host_activations[0] / 1e9 == pytest.approx(moved, rel=0.01)

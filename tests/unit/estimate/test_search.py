@@ -57,11 +57,11 @@ class Case:
 
 CASES = [
     Case(1, "dp:1", "dp:1", "--train.micro_batch_size 4"),
-    Case(2, "sp:2", "tp:2", "--train.micro_batch_size 2 --model.sequence_parallel.text false"),
+    Case(2, "sp:2", "tp:2", "--train.micro_batch_size 2 --text-sequence_parallel false"),
     Case(2, "dp:1@0", "dp:1@1", "--schedule.run_ahead 4"),
     Case(4, "sp:4", "pp:4", "--train.global_batch_size 16 --schedule.waves 8"),
     Case(4, "dp:4", "tp:2,dp:2", "--train.micro_batch_size 2 --plan.images 3"),
-    Case(4, "tp:2,dp:2", "cp:2,dp:2", "--model.recompute.text full --model.sequence_parallel.vision false"),
+    Case(4, "tp:2,dp:2", "cp:2,dp:2", "--text-recompute full --vision-sequence_parallel false"),
     Case(6, "dp:2@0-1", "tp:2,pp:2@2-5", "--schedule.run_ahead 3 --plan.image_side 1344"),
     Case(8, "sp:8", "tp:4,pp:2", "--train.global_batch_size 32 --train.micro_batch_size 4"),
     Case(8, "sp:4,dp:2", "tp:2,pp:2,dp:2", "--schedule.virtual_stages 2 --train.global_batch_size 32"),
@@ -70,14 +70,14 @@ CASES = [
 
 
 LEAN = " ".join(
-    f"--precision.{m}.master none --precision.{m}.moments 8bit --precision.{m}.gradients bfloat16 "
-    f"--offload.{m}.states true"
+    f"--{m}-precision.master none --{m}-precision.moments 8bit --{m}-precision.gradients bfloat16 "
+    f"--{m}-offload.states true"
     for m in ("vision", "text")
 )
 """Of which no state is left to be kept in less."""
 
 
-OFFLOADED = "--offload.vision.activations true --offload.text.activations true"
+OFFLOADED = "--vision-offload.activations true --text-offload.activations true"
 GB = r"[\d.]+ GB and [\d.]+ GB of all hosts"
 
 
@@ -129,7 +129,7 @@ def test_one_setting_is_preferred_to_two(case: Case, plan_flags: PlanFlags) -> N
 
 
 def test_two_settings_are_found_where_one_is_too_little(make_plan: MakePlan) -> None:
-    plan = make_plan(1, "dp:1", "dp:1", f"--train.micro_batch_size 2 --model.recompute.text selective {LEAN}")
+    plan = make_plan(1, "dp:1", "dp:1", f"--train.micro_batch_size 2 --text-recompute selective {LEAN}")
     least = min(a.needed for entry in CHANGES for c in entry(plan) if (a := fitting.planned(plan, c)))
     found = find_fitting(plan, least - 1)
     assert found.attempts and all(len(a.change.settings) == 2 for a in found.attempts)
@@ -143,7 +143,7 @@ def test_a_smaller_budget_is_tried(make_plan: MakePlan) -> None:
 
 
 def test_the_problem_names_flags_memory_and_time(make_plan: MakePlan) -> None:
-    lean = f"{LEAN} --model.recompute.text selective --model.recompute.vision selective"
+    lean = f"{LEAN} --text-recompute selective --vision-recompute selective"
     plan = make_plan(1, "dp:1", "dp:1", f"--train.micro_batch_size 4 --plan.memory_gb 34 {lean}")
     [problem] = [p for p in problems_of(plan) if "memory_gb" in p.found]
     assert re.match(
@@ -153,7 +153,7 @@ def test_the_problem_names_flags_memory_and_time(make_plan: MakePlan) -> None:
     ), problem.found
     assert re.fullmatch(
         rf"try --train\.micro_batch_size 2 \({GB}, about 1\.05 times the time of a step\), or "
-        rf"--offload\.text\.activations true \({GB}, about 1\.\d\d times the time of a step\)",
+        rf"--text-offload\.activations true \({GB}, about 1\.\d\d times the time of a step\)",
         problem.fix,
     ), problem.fix
 
@@ -198,8 +198,8 @@ def test_an_entry_is_a_function_in_the_table(make_plan: MakePlan, monkeypatch: p
 
 
 def test_entries_keep_out_of_what_is_in_use(make_plan: MakePlan) -> None:
-    flags = f"--schedule.kind recompute --model.recompute.vision full --model.recompute.text full {LEAN}"
-    flags += f" --model.chunk.vision 8192 --model.chunk.text 8192 {OFFLOADED} --zero.vision 3"
+    flags = f"--schedule.kind recompute --vision-recompute full --text-recompute full {LEAN}"
+    flags += f" --vision-chunk 8192 --text-chunk 8192 {OFFLOADED} --vision-zero 3"
     plan = make_plan(4, "sp:4", "tp:4", flags)
     assert [change for entry in CHANGES for change in entry(plan)] == []
 
@@ -208,7 +208,7 @@ def test_long_videos_take_several_calls(make_plan: MakePlan) -> None:
     video = "--plan.images 0 --plan.videos 1 --plan.frames 512 --plan.frame_side 224 --data.max_seq_length 65536"
     plan = make_plan(1, "dp:1", "dp:1", f"{video} --train.global_batch_size 1")
     [change] = changes.several_calls(plan)
-    assert change.settings == {"model.patches_per_call.vision": changes.CALL} and change.unseen > 1
+    assert change.settings == {"modules.vision.patches_per_call": changes.CALL} and change.unseen > 1
     attempt = fitting.planned(plan, change)
     assert attempt is not None
     fewer = attempt.estimate
@@ -218,12 +218,15 @@ def test_long_videos_take_several_calls(make_plan: MakePlan) -> None:
 
 def test_ranks_of_a_text_replica_stay_in_a_node(make_plan: MakePlan) -> None:
     plan = make_plan(16, "sp:16", "tp:4,dp:4", "--train.global_batch_size 16")
-    found = [change.settings["parallel.text"] for change in changes.text_over_more_ranks(plan)]
+    found = [change.settings["modules.text.parallel"] for change in changes.text_over_more_ranks(plan)]
     assert found == ["tp:8,dp:2", "tp:4,dp:2,pp:2", "tp:4,pp:4", "tp:4,cp:2,dp:2", "tp:4,cp:4"]
     # Experts are divided over the ranks of a stage at most.
     layouts = {**plan.job.layouts, "text": Layout.parse("tp:4,ep:16", 16, views=[EXPERTS])}
     folded = replace(plan, job=replace(plan.job, layouts=layouts))
-    found = [str(change.settings["parallel.text"]).partition(",ep:") for change in changes.text_over_more_ranks(folded)]
+    found = [
+        str(change.settings["modules.text.parallel"]).partition(",ep:")
+        for change in changes.text_over_more_ranks(folded)
+    ]
     assert [ep for *_, ep in found] == ["16", "8", "4", "16", "16"]
 
 
@@ -248,15 +251,16 @@ def test_a_search_in_a_large_world_makes_few_plans(make_plan: MakePlan, monkeypa
 def test_settings_are_changed_together(plan_flags: PlanFlags) -> None:
     config = load_config(plan_flags("--schedule.waves 2 --vision-parallel sp:4"))
     edits = {
-        "schedule.kind": "recompute", "schedule.waves": None, "model.recompute.text": "full", "parallel.text": "tp:4",
-        "model.sequence_parallel.text": True,
+        "schedule.kind": "recompute", "schedule.waves": None, "modules.text.recompute": "full",
+        "modules.text.parallel": "tp:4", "modules.text.sequence_parallel": True,
     }  # fmt: skip
     changed = with_settings(config, edits)
     assert (changed.schedule.kind, changed.schedule.waves) == ("recompute", None)
-    assert changed.parallel == {"vision": "sp:4", "text": "tp:4"} and changed.model.recompute == {"text": "full"}
+    assert changed.row("vision") == config.row("vision") and changed.row("text").recompute == "full"
+    assert changed.row("text").parallel == "tp:4"
     assert flags_of(edits) == (
-        "--schedule.kind recompute --schedule.waves none --model.recompute.text full --text-parallel tp:4 "
-        "--model.sequence_parallel.text true"
+        "--schedule.kind recompute --schedule.waves none --text-recompute full --text-parallel tp:4 "
+        "--text-sequence_parallel true"
     )
     assert load_config(_with_flags(plan_flags("--vision-parallel sp:4"), flags_of(edits))) == changed
 

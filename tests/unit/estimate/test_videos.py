@@ -39,10 +39,10 @@ def test_several_calls_bound_what_a_rank_stores(make_plan: MakePlan) -> None:
         plan = make_plan(5, "dp:1@0", "tp:4@1-4", f"{video} --train.global_batch_size 1 {more}")
         return int(plan.memory[0, ACTIVATIONS])
 
-    flags = "--model.patches_per_call.vision 4096"
+    flags = "--vision-patches_per_call 4096"
     growth = (stored(768, flags) - stored(384, flags)) / (192 * 256)
     assert growth == 2 * (1176 + 2 * 3584 / 4)
-    assert stored(768, "--model.recompute.vision full") > 2 * stored(768, flags)
+    assert stored(768, "--vision-recompute full") > 2 * stored(768, flags)
 
 
 def test_an_hour_is_planned(make_plan: MakePlan) -> None:

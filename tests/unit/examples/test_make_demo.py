@@ -50,7 +50,7 @@ def test_the_configuration_is_valid_and_its_files_are_there(demo: Path):
     assert (demo / config["model"]["hf_path"] / "config.json").is_file()
     for dataset in config["data"]["registry"].values():
         assert (demo / dataset["annotations"]).is_file() and (demo / dataset["images"]).is_dir()
-    assert config["parallel"] == {"vision": "sp:2", "text": "tp:2"}
+    assert config["modules"] == {"vision": {"parallel": "sp:2"}, "text": {"parallel": "tp:2"}}
 
 
 def test_it_runs_as_a_module(tmp_path: Path):

@@ -406,16 +406,16 @@ def test_sizes(gpu: bool) -> None:
 STEPS = [
     ("qwen2_5_vl", "sp:2", "tp:2", 2, "--schedule.waves 2"),
     ("qwen3_vl", "dp:2", "pp:2", 2, "--schedule.virtual_stages 2"),
-    ("qwen3_vl", "tp:2", "tp:2", 2, "--model.sequence_parallel.text false --model.freeze text"),
+    ("qwen3_vl", "tp:2", "tp:2", 2, "--text-sequence_parallel false --model.freeze text"),
     ("qwen2_5_vl", "cp:2", "cp:2", 2, "--schedule.kind recompute"),
-    ("qwen2_5_vl", "dp:1@0", "pp:2@1-2", 3, "--parallel_layers.text 3 1 --schedule.run_ahead 2"),
+    ("qwen2_5_vl", "dp:1@0", "pp:2@1-2", 3, "--text-layers 3 1 --schedule.run_ahead 2"),
 ]
 RULES = [
-    *(f"--model.recompute.vision {how} --model.recompute.text {how}" for how in ("none", "selective", "full", "1")),
-    "--model.chunk.vision 8 --model.chunk.text 8 --model.recompute.text selective",
+    *(f"--vision-recompute {how} --text-recompute {how}" for how in ("none", "selective", "full", "1")),
+    "--vision-chunk 8 --text-chunk 8 --text-recompute selective",
 ]
 ROWS = [(*step, rule) for rule, step in itertools.product(RULES, STEPS)]
-OFFLOADED = "--offload.vision.activations true --offload.text.activations true"
+OFFLOADED = "--vision-offload.activations true --text-offload.activations true"
 
 
 @pytest.fixture(scope="module")

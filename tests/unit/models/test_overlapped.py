@@ -126,21 +126,21 @@ def test_layers_that_are_not_ours_are_refused() -> None:
 
 
 STEPS = [
-    ("qwen2_5_vl", "tp:2", "tp:2", 2, "--model.tp_overlap.vision 3 --model.tp_overlap.text 2"),
-    ("qwen3_vl", "tp:2", "tp:2", 2, "--model.tp_overlap.vision 2 --model.tp_overlap.text 4"),
-    ("qwen2_5_vl", "sp:2", "tp:2", 2, "--model.tp_overlap.text 3 --model.recompute.text selective"),
-    ("qwen2_5_vl", "dp:2", "tp:2", 2, "--model.tp_overlap.text 3 --model.recompute.text full --model.freeze text"),
-    ("qwen3_vl", "tp:2,dp:2", "tp:2,pp:2", 4, "--model.tp_overlap.vision 2 --zero.vision 3 --model.tp_overlap.text 2"),
-    ("qwen3_vl", "dp:4", "tp:2,cp:2", 4, "--model.tp_overlap.text 2 --offload.text.activations true"),
-    ("qwen2_5_vl", "sp:2", "tp:2", 2, "--model.tp_overlap.text 3 --model.compile layers"),
+    ("qwen2_5_vl", "tp:2", "tp:2", 2, "--vision-tp_overlap 3 --text-tp_overlap 2"),
+    ("qwen3_vl", "tp:2", "tp:2", 2, "--vision-tp_overlap 2 --text-tp_overlap 4"),
+    ("qwen2_5_vl", "sp:2", "tp:2", 2, "--text-tp_overlap 3 --text-recompute selective"),
+    ("qwen2_5_vl", "dp:2", "tp:2", 2, "--text-tp_overlap 3 --text-recompute full --model.freeze text"),
+    ("qwen3_vl", "tp:2,dp:2", "tp:2,pp:2", 4, "--vision-tp_overlap 2 --vision-zero 3 --text-tp_overlap 2"),
+    ("qwen3_vl", "dp:4", "tp:2,cp:2", 4, "--text-tp_overlap 2 --text-offload.activations true"),
+    ("qwen2_5_vl", "sp:2", "tp:2", 2, "--text-tp_overlap 3 --model.compile layers"),
     (
         "qwen3_vl",
         "tp:2",
         "tp:2",
         2,
-        "--model.tp_overlap.text 3 --model.recompute.text selective --model.tp_overlap.vision 2",
+        "--text-tp_overlap 3 --text-recompute selective --vision-tp_overlap 2",
     ),
-    ("qwen2_5_vl", "tp:2,cp:2", "tp:2,sp:2", 4, "--model.tp_overlap.text 2 --model.tp_overlap.vision 2"),
+    ("qwen2_5_vl", "tp:2,cp:2", "tp:2,sp:2", 4, "--text-tp_overlap 2 --vision-tp_overlap 2"),
 ]
 
 

@@ -127,7 +127,7 @@ STEPS = [
     ("qwen2_5_vl", "cp:2", "cp:2", 2, "--schedule.kind recompute"),
     ("qwen2_5_vl", "dp:1", "dp:1", 1, "--model.freeze text"),
     ("qwen3_vl", "tp:2", "tp:2", 2, ""),
-    ("qwen3_vl", "sp:2", "pp:2", 2, "--parallel_layers.text 3 1 --schedule.waves 2"),
+    ("qwen3_vl", "sp:2", "pp:2", 2, "--text-layers 3 1 --schedule.waves 2"),
     ("qwen3_vl", "dp:1@0", "sp:2@1-2", 3, "--model.freeze vision"),
 ]
 
@@ -147,11 +147,11 @@ def flags_of(folder: Path, vision: str, text: str, more: str) -> list[str]:
 def test_steps_in_bfloat16(family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path]) -> None:
     flags = flags_of(models[family], vision, text, more)
     expected = train(flags, 2)
-    both = "--model.recompute.vision {0} --model.recompute.text {0}"
-    for rule in (both.format("selective"), both.format("1"), "--model.recompute.text selective"):
+    both = "--vision-recompute {0} --text-recompute {0}"
+    for rule in (both.format("selective"), both.format("1"), "--text-recompute selective"):
         found = train([*flags, *rule.split()], 2)
         assert_equal(found, expected, exactly=True, name=rule)
-    chunked = [*flags, *"--model.chunk.vision 8 --model.chunk.text 8 --model.recompute.text selective".split()]
+    chunked = [*flags, *"--vision-chunk 8 --text-chunk 8 --text-recompute selective".split()]
     np.testing.assert_allclose(train(chunked, 2)[0], expected[0], rtol=2e-2)
 
 

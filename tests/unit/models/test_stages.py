@@ -78,8 +78,8 @@ def test_a_wrong_split_is_refused(split: tuple[int, ...], found: str) -> None:
     with pytest.raises(UserError) as error:
         cut_stages(8, 2, split=split, module="audio")
     written = " ".join(map(str, split))
-    assert str(error.value).startswith(f"audio split `{written}` (--parallel_layers.audio): {found}")
-    assert "Try `--parallel_layers.audio 4 4`" in str(error.value)
+    assert str(error.value).startswith(f"audio split `{written}` (--audio-layers): {found}")
+    assert "Try `--audio-layers 4 4`" in str(error.value)
     assert len(cut_stages(8, 2, split=(4, 4))) == 2, "what is suggested works"
 
 

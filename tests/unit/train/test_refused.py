@@ -34,16 +34,16 @@ def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: 
     ("--schedule.waves 2", "schedule.waves .*at most 1, .*Lower it to 1"),
     ("--vision-parallel dp:2@0-1 --text-parallel dp:2@2-3 --schedule.run_ahead 3", "schedule.run_ahead .*at most 2"),
     ("--schedule.virtual_stages 2", "schedule.virtual_stages"),
-    ("--parallel_layers.text 1 1", "parallel_layers"),
-    ("--parallel_layers.audio 1 1", "audio"),
+    ("--text-layers 1 1", "parallel_layers"),
+    ("--audio-layers 1 1", "audio"),
     ("--text-parallel sp:8", "sp"),
     ("--text-parallel tp:3", "tp"),
     ("--data.balance even", "data.balance"),
     ("--boundary.transport fp8", "boundary.transport"),
-    ("--parallel.audio dp:4", "audio"),
-    ("--model.recompute.visoin full", "vision"),
-    ("--model.tp_overlap.visoin 2", "vision"),
-    ("--model.tp_overlap.text 2", "exchanges no tokens"),
+    ("--audio-parallel dp:4", "audio"),
+    ("--visoin-recompute full", "vision"),
+    ("--visoin-tp_overlap 2", "vision"),
+    ("--text-tp_overlap 2", "exchanges no tokens"),
     ("--text-parallel dp:4,ep:2", "axis ep.* the module has no experts. Try `--text-parallel dp:4`"),
     ("--text-parallel dp:4,etp:2", "axis etp.* the module has no experts. Try `--text-parallel dp:4`"),
     ("--vision-parallel dp:4,ep:2", "axis ep.* the module has no experts. Try `--vision-parallel dp:4`"),
@@ -57,12 +57,12 @@ def test_what_cannot_run_is_refused_before_any_group_is_made(flags: str, message
 
 @pytest.mark.parametrize("choice, message", [
     (ModelChoice(heads=2), "out_hidden_size = 24, expected 48"),
-    (None, "model.encoders.detail.hf_path: found no"),
+    (None, "modules.detail.hf_path: found no"),
 ])  # fmt: skip
 def test_encoders_that_do_not_fit(
     choice: ModelChoice | None, message: str, make_flags: MakeFlags, tmp_path: Path
 ) -> None:
     folder = write_model(tmp_path / "detail", choice) if choice is not None else tmp_path / "nowhere"
-    more = f"--model.encoders.detail.hf_path {folder} --model.encoders.detail.token <|video_pad|>"
+    more = f"--detail-hf_path {folder} --detail-token <|video_pad|>"
     with pytest.raises(UserError, match=message):
         JobSpec.of(load_config(make_flags("dp:4", "dp:4", more)), 4)
