@@ -100,7 +100,7 @@ def _that_fits(
     record.put("layout", {
         "model": place.name, "layout": str(layout), "rank": RANK, "micro-batches": MICRO_BATCHES,
         "tokens of a pack": sample.tokens,
-        "patches of its image": sum(plan.job.shapes.vision.sequences(sample.sizes["vision"][0])),
+        "patches of its image": sum(plan.job.shapes.encoders["vision"].sequences(sample.sizes["vision"][0])),
         "dtype": plan.job.config.model.dtype, "device GB": None if device == float("inf") else device / 1e9,
     })  # fmt: skip
     record.put("does not fit", too_large)

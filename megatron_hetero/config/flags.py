@@ -152,12 +152,9 @@ def _path_of(flag: str) -> tuple[str, ...]:
 
 def _no_such_flag(flag: str, root: type) -> UserError:
     rows = [row.flag for row in flag_rows(root)]
-    path = _path_of(flag)
-    joined = _path_of(flag.replace("_", "-", 1))  # `--vision_parallel`
-    if f"{_MODULE_FLAG}{'.'.join(joined[2:])}" in rows and not any(row.endswith(f".{flag[2:]}") for row in rows):
-        path = joined
-    of_module = f"--{path[1]}-" if path[0] == MODULES and len(path) > 2 else f"--{TEXT}-"
-    known = [row.replace(_MODULE_FLAG, of_module) for row in rows]
+    path, word = _path_of(flag), re.match("--([a-z]+)", flag)
+    module = path[1] if path[0] == MODULES and len(path) > 2 else word[1] if word else TEXT
+    known = [row.replace(_MODULE_FLAG, f"--{module}-") for row in rows]
     below = [row for row in known if row.startswith(f"{flag}.")]
     guess = f" (a section with {', '.join(below)})" if below else did_you_mean(flag, known)
     return UserError.at(flag, problem=f"unknown flag{guess}", fix="see --help")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -62,7 +62,7 @@ class Case:
     sequence_parallel: bool = True
     recompute: How | int = "none"
     chunk: int = 0
-    zero: int = 1
+    zero: Literal[1, 2, 3] = 1
     freeze: tuple[str, ...] = ()
     optimizer: str = "sgd"
     backend: str = "torch"
@@ -105,7 +105,7 @@ class Trainee:
             optimizer=optimizer_kind(case.optimizer),
         )
         backend = TORCH if case.backend == "torch" else te_backend(HOPPER)
-        with mock.patch.object(family_module, "choose_backend", lambda *_: backend):  # Which wants CUDA.
+        with mock.patch.object(family_module, "choose_backend", return_value=backend):  # Which wants CUDA.
             return family_module.build_module(module, self.topology, weights)
 
     def _stages(self, name: str) -> tuple[PipelineStage, ...]:
@@ -293,7 +293,7 @@ GRIDS = ((1, 4, 6), (1, 10, 8), (1, 2, 2), (1, 6, 12))
 def vision(case: Case) -> dict[str, Any]:
     """Gradients of the sum of all rows, weighted at random, and the rows; the number of a row is its place."""
     trainee, rank = Trainee(case), dist.get_rank()
-    shape, [layout], [module] = trainee.shapes.vision, trainee.layouts.values(), trainee.modules
+    shape, [layout], [module] = trainee.shapes.encoders["vision"], trainee.layouts.values(), trainee.modules
     assigned = tuple(tuple(range(replica, len(GRIDS), layout.dp)) for replica in range(layout.dp))
     sharded = case.sequence_parallel and layout.tp > 1
     shards = EncoderShards(shape, layout.stage(0), sharded, GRIDS, assigned)

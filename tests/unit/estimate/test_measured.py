@@ -117,7 +117,7 @@ def test_the_workspace_of_attention_is_that_of_its_windows(
     shapes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here MLPs are so narrow that a layer's backward pass peaks in attention."""
-    module = text(shapes, "qwen2_5_vl", name="vision", shape=shapes["qwen2_5_vl"].vision)
+    module = text(shapes, "qwen2_5_vl", name="vision", shape=shapes["qwen2_5_vl"].encoders["vision"])
     windowed, full = (measure(module, ModulePart("layer", layer), shard_of(16384, module)) for layer in (0, 7))
     assert windowed.saved == pytest.approx(full.saved, rel=1e-3)
     more = flash_workspace(16384, 16384, 256, 16, 16, 80) - flash_workspace(16384, 16384, 1, 16, 16, 80)

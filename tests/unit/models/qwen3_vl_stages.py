@@ -36,7 +36,7 @@ class AllStagesHere(Trainee):
 def vision(case: Case, sizes: tuple[ImageSize, ...]) -> dict[str, Any]:
     """Rows of each output by number, and on rank 0 the gradients of `weighted` rows."""
     trainee = AllStagesHere(case)
-    shape: Any = trainee.shapes.vision
+    shape: Any = trainee.shapes.encoders["vision"]
     [module], [layout] = trainee.modules, trainee.layouts.values()
     sharded = case.sequence_parallel and layout.tp > 1
     shards = EncoderShards(shape, layout, sharded, sizes, (tuple(range(len(sizes))),))

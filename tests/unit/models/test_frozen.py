@@ -15,7 +15,7 @@ from megatron_hetero.models.weights import stored_shapes
 from tests.unit.models.test_stages import shapes_of
 
 SHAPES = shapes_of(12, tied=False)
-TWO = ModelShapes({**SHAPES.encoders, "detail": shapes_of(1, tied=False).vision}, SHAPES.text)
+TWO = ModelShapes({**SHAPES.encoders, "detail": shapes_of(1, tied=False).encoders["vision"]}, SHAPES.text)
 STORED = frozenset(stored_shapes(TWO))
 
 

@@ -82,7 +82,7 @@ def merged(found: list[dict[str, Any]], what: str) -> dict[str, dict[int, np.nda
 
 
 def vision_by_transformers(folder: Path, sizes: tuple[ImageSize, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, shape = load(folder), shapes_of_folder(folder).vision
+    model, shape = load(folder), shapes_of_folder(folder).encoders["vision"]
     given = model.model.visual(qwen3_vl_stages.pixels_of(shape, sizes), grid_thw=torch.tensor(sizes))
     rows = {ROWS: given.pooler_output} | {f"deepstack.{i}": r for i, r in enumerate(given.deepstack_features)}
     numbers = np.arange(len(given.pooler_output))

@@ -96,7 +96,7 @@ def copied(folders: Path, name: str, to: Path, *edits: tuple[str, object]) -> Pa
 
 def test_shapes_are_those_of_the_folder(folders: Path) -> None:
     shapes = shapes_of_folder(folders / "own")
-    vision, text = shapes.vision, shapes.text
+    vision, text = shapes.encoders["vision"], shapes.text
     assert isinstance(vision, VisionShape) and isinstance(text, TextShape)
     assert (vision.patch, vision.table_side, vision.deepstack, vision.position_dims) == (16, 6, (0, 1), 4)
     assert (text.head_dim, text.hidden, text.heads, text.mrope_section) == (16, 48, 4, (4, 2, 2))
@@ -271,7 +271,10 @@ def test_the_demo_is_read_and_reads_pictures(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     write_demo(folder, "qwen3_vl", CORPUS, DemoSizes(), seed=3)
     shapes = shapes_of_folder(folder)
-    assert list(shapes.vision.outputs) == ["rows", "deepstack.0", "deepstack.1", "deepstack.2"] and shapes.text.tied
+    assert (
+        list(shapes.encoders["vision"].outputs) == ["rows", "deepstack.0", "deepstack.1", "deepstack.2"]
+        and shapes.text.tied
+    )
     open_modules(ModelFolders.read(folder), shapes, 0)
     Image.linear_gradient("L").convert("RGB").resize((96, 160)).save(tmp_path / "a.png")
     turns = (Turn("user", (IMAGES[0], "What is in it?")), Turn("assistant", "A red disc."))
@@ -283,7 +286,10 @@ def test_the_demo_is_read_and_reads_pictures(tmp_path: Path) -> None:
     reference = AutoImageProcessor.from_pretrained(folder, backend="pil")
     expected = reference(images=[Image.open(tmp_path / "a.png")], return_tensors="np")
     np.testing.assert_array_equal(patches, expected["pixel_values"])
-    assert patches.shape == (60, shapes.vision.patch_elements) and -1 <= patches.min() < -0.5 < 0.5 < patches.max() <= 1
+    assert (
+        patches.shape == (60, shapes.encoders["vision"].patch_elements)
+        and -1 <= patches.min() < -0.5 < 0.5 < patches.max() <= 1
+    )
 
 
 def test_the_demo_has_what_published_folders_say_of_their_processor(tmp_path: Path) -> None:

@@ -366,7 +366,7 @@ PUBLISHED = {
 def test_parameters_of_published_sizes(size: str, folders: Path) -> None:
     (depth, width, ffn, out), (layers, hidden, heads, dense, expert_ffn), expected = PUBLISHED[size]
     of_folder = shapes_of_folder(folders / "fused")
-    vision: Any = of_folder.vision
+    vision: Any = of_folder.encoders["vision"]
     vision = replace(
         vision, layers=depth, hidden=width, heads=16, ffn=ffn, out_hidden=out, table_side=48, deepstack=(8, 16, 24)
     )

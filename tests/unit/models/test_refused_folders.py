@@ -175,7 +175,7 @@ AS_SAVED_LATER = OUTSIDE_7B | TEXT_7B | {
 def test_the_published_configuration_is_taken(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(json.dumps(config))
     shapes = shapes_of_folder(tmp_path)
-    text, vision = shapes.text, shapes.vision
+    text, vision = shapes.text, shapes.encoders["vision"]
     assert isinstance(text, TextShape) and isinstance(vision, VisionShape)
     assert (text.layers, text.vocab, text.rope_theta, text.mrope_section) == (28, 152064, 1e6, (16, 24, 24))
     assert (vision.layers, vision.window, vision.full_layers) == (32, 4, {7, 15, 23, 31})
