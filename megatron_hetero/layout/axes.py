@@ -122,8 +122,8 @@ class LayoutProblem(Exception):
 
 
 class Limit(NamedTuple):
-    """A limit of layouts: the product of the degrees of `axes`, which divide the layers' work in this order, has to
-    divide `size`, the number of `parts` of each of some layers. `layers`: their numbers, unless it is all layers.
+    """A limit of layouts: the product of the degrees of `axes` divides `size`, the number of `parts` of a `kind` of
+    layer. `layers`: their numbers, if it is not all.
     """
 
     axes: tuple[str, ...]
@@ -133,29 +133,27 @@ class Limit(NamedTuple):
     layers: tuple[int, ...] = ()
 
     def problem(self, degrees: Mapping[str, int]) -> LayoutProblem | None:
-        """The first axis whose degree is not within this limit."""
-        for axis in self.axes:
-            over = self.axes[: self.axes.index(axis) + 1]
+        """The first axis whose degree is beyond it."""
+        subject = f"{self.size} {self.kind} {self.parts}"
+        if self.layers:
+            some = ", ".join(map(str, self.layers[:4])) + ", …" * (len(self.layers) > 4)
+            subject = f"{self.kind} of layers {some} has {self.size} {self.parts}"
+        for number, axis in enumerate(self.axes, 1):
+            over = self.axes[:number]
             if self.size % prod(degrees[each] for each in over):
-                given, expected = [f"{each}:{degrees[each]}" for each in over], "·".join(over)
-                whole = f"sequence-parallel {self.kind} exchanges tokens for whole {self.parts}"
-                why = f"each tensor-parallel rank computes whole {self.parts}" if axis == "tp" else whole
-                return LayoutProblem(self._found(given), f"{expected} to divide {self.size}", why, axis)
+                *others, last = [subject, *(f"{each}:{degrees[each]}" for each in over)]
+                found, expected = f"{', '.join(others)} and {last}", f"{'·'.join(over)} to divide {self.size}"
+                does = f"sequence-parallel {self.kind} exchanges tokens for"
+                does = "each tensor-parallel rank computes" if axis == "tp" else does
+                return LayoutProblem(found, expected, f"{does} whole {self.parts}", axis)
         return None
-
-    def _found(self, given: list[str]) -> str:
-        if not self.layers:
-            return " and ".join(", ".join([f"{self.size} {self.kind} {self.parts}", *given]).rsplit(", ", 1))
-        some = ", ".join(map(str, self.layers[:4])) + (", …" if len(self.layers) > 4 else "")
-        layers = f"layer{'s' if len(self.layers) > 1 else ''} {some}"
-        return f"{self.kind} of {layers} has {self.size} {self.parts}, under {' and '.join(given)}"
 
 
 @dataclass(frozen=True)
 class ModuleShape:
     """The sizes of a module that limit its layouts. `attention_heads` are query heads. `views`: further views that its
-    layers need. `parts`: numbers of what these views split, such as ``{"experts": 128}``. `limits`: of its layers; by
-    default tp·sp divides the attention heads of all.
+    layers need. `parts`: numbers of what these views split, such as ``{"experts": 128}``. `limits`: of its layers,
+    by default that tp·sp divides the attention heads.
     """
 
     name: str
@@ -168,15 +166,9 @@ class ModuleShape:
     parts: Mapping[Split, int] = field(default_factory=dict[Split, int], hash=False)
     limits: tuple[Limit, ...] | None = None
 
-    @property
-    def every_limit(self) -> tuple[Limit, ...]:
-        """The limits of its layers."""
-        return (Limit(("tp", "sp"), self.attention_heads),) if self.limits is None else self.limits
-
 
 # A layout suits a module where
-#   1. degrees are within the limits of each kind of layer: for attention, tp divides the query heads, and sp the heads
-#      that tp left,
+#   1. degrees are within the limits of each kind of layer (tp divides the query heads, sp the heads that tp left),
 #   2. pp is at most the number of layers,
 #   3. the axes of a further view split what they split into no more parts than there are.
 # The hidden size is never split, key/value heads are replicated as often as needed, and the widths of MLP and
@@ -185,7 +177,8 @@ def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem 
     """The first reason why these degrees do not suit the module; None if they do. Axes of further views are 1 unless
     given.
     """
-    for limit in shape.every_limit:
+    limits = (Limit(("tp", "sp"), shape.attention_heads),) if shape.limits is None else shape.limits
+    for limit in limits:
         if problem := limit.problem(degrees):
             return problem
     pp = degrees["pp"]

@@ -66,8 +66,7 @@ def cut_stages(
     module: str = "text",
 ) -> tuple[PipelineStage, ...]:
     """The `pp * per_rank` stages of a module with `layers` layers, in order. `split`: layers of each stage; by default
-    stages are as even in `costs` as can be, those of each layer, all equal by default. Raises `UserError`, which names
-    the module and the flag.
+    even in the `costs` of layers, which are equal by default. Raises `UserError`, which names the module and the flag.
     """
     assert pp > 1 or per_rank == 1, "virtual stages need pipeline ranks"
     count = pp * per_rank
@@ -78,9 +77,8 @@ def cut_stages(
         raise UserError.at(where, found=found, expected=f"at most {layers} stages", because=because, fix=fix)
     if split is not None:
         _check_split(layers, count, tuple(split), module)
-    if split is None:
-        split = even_split(layers, count) if costs is None else split_by_cost(tuple(costs), count)
-    ends = tuple(accumulate(split))
+    even = even_split(layers, count) if costs is None else split_by_cost(tuple(costs), count)
+    ends = tuple(accumulate(even if split is None else split))
     return tuple(
         PipelineStage(first, last, i == 0, i == count - 1)
         for i, (first, last) in enumerate(zip((0, *ends), ends, strict=False))
@@ -120,11 +118,7 @@ def split_by_cost(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
     for left, even in zip(reversed(range(stages)), accumulate(even_split(len(costs), stages)), strict=True):
         best = {
             end: min(
-                (
-                    sorted([*others, before[end] - before[start]], reverse=True),
-                    off + abs(end - even),
-                    (*sizes, end - start),
-                )
+                (sorted([*others, before[end] - before[start]])[::-1], off + abs(end - even), (*sizes, end - start))
                 for start, (others, off, sizes) in best.items()
                 if start < end
             )

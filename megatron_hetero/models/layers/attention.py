@@ -147,17 +147,14 @@ class SelfAttention(AttentionPart):
         heads, dim = self.heads // groups, self.head_dim
         parts = []
         for group in range(groups * share.rank // share.ranks, groups * (share.rank + 1) // share.ranks):
-            kv, gates = group // copies, list[tuple[str, tuple[int, int]]]()
-            if self.gated:
-                of_group = range(group * heads, (group + 1) * heads)
-                parts += [(q, (2 * head * dim, (2 * head + 1) * dim)) for head in of_group]
-                gates = [(q, ((2 * head + 1) * dim, (2 * head + 2) * dim)) for head in of_group]
-            else:
-                parts.append((q, (group * heads * dim, (group + 1) * heads * dim)))
+            kv, first, last = group // copies, group * heads, (group + 1) * heads
+            gated = range(2 * first, 2 * last) if self.gated else ()  # Each head's query, then its gate.
+            queries_and_gates = [(q, (at * dim, (at + 1) * dim)) for at in gated]
             parts += [
+                *(queries_and_gates[::2] or [(q, (first * dim, last * dim))]),
                 (k, ((k_at + kv) * dim, (k_at + kv + 1) * dim)),
                 (v, ((v_at + kv) * dim, (v_at + kv + 1) * dim)),
-                *gates,
+                *queries_and_gates[1::2],
             ]
         return parts
 
@@ -273,7 +270,10 @@ class PackedSelfAttention(Overlapping):
                 ahead = Ahead(parts, self.tp_group)
         with not_saving(hidden):
             wide, _ = first_in_parts(self.linear_qkv, hidden, parts, ahead)
-        mixed, *gates = self._split(wide.view(*wide.shape[:-1], self.groups_on_rank, -1))
+        mixed, gates = wide.view(*wide.shape[:-1], self.groups_on_rank, -1), list[Tensor]()
+        if self.gates:
+            mixed, gate = mixed.split((mixed.shape[-1] - self.gates, self.gates), dim=-1)
+            gates.append(gate.flatten(-2).contiguous())  # A view would save all of the projection.
         out = self._attention(mixed, table_2nD, params, order)
         if ahead is not None:
             with not_saving(hidden):
@@ -286,20 +286,13 @@ class PackedSelfAttention(Overlapping):
         with not_saving(padded):
             return second_in_parts(self.linear_proj, padded, parts)
 
-    def _split(self, mixed: Tensor) -> Sequence[Tensor]:
-        """Return queries, keys and values of all groups, and if there are gates these, [S, 1, H * D]."""
-        if not self.gates:
-            return (mixed,)
-        mixed, gates = mixed.split((mixed.shape[-1] - self.gates, self.gates), dim=-1)
-        # A view would save all of the projection.
-        return mixed, gates.flatten(-2).contiguous()
-
     def _output(self, padding: int, order: Order | None, out: Tensor, *gates: Tensor) -> Tensor:
         """Return what the output projection takes, [S, 1, H * D], from the result of `_attention`."""
         out = (F.pad(out, (0, 0, 0, padding)) if padding else out) if order is None else order.placed(out)
-        for gate in (gate.squeeze(1) for gate in gates):
+        out = out.unsqueeze(1)
+        for gate in gates:
             out = run(gated, out, gate) if self.compiled else out * gate.sigmoid()
-        return out.unsqueeze(1)
+        return out
 
     def _attention(
         self, mixed: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None = None

@@ -108,17 +108,33 @@ def heads(
     q, k, v = mixed[:tokens].view(tokens, groups, width, dim).split((width - 2, 1, 1), dim=2)
     if q_norm is not None and k_norm is not None:
         q, k = normed(q, *q_norm), normed(k, *k_norm)
-    q, k = (_turned(x, cosines_nD, sines_nD) for x in (q, k))
+    q, k = (turned(x, cosines_nD, sines_nD) for x in (q, k))
     # A view would save all of the projection for the backward pass.
     v = v.clone(memory_format=torch.contiguous_format)
     return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
 
 
-def _turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """Turn halves (a, b) of `x` [n, G, H, D] to (a cos - b sin, b cos + a sin)."""
+def turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
+    """Forward pass of `rotary.rotate`."""
+    return _turned_by(x, cosines_nD, _signed(sines_nD))
+
+
+def turned_back(grad: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
+    """Backward pass of `rotary.rotate`, the adjoint of `turned`."""
+    return _turned_by(grad, cosines_nD, _signed(sines_nD).flip(1))
+
+
+def _turned_by(x: Tensor, cosines_nD: Tensor, sines_n2h: Tensor) -> Tensor:
+    """Add each half of `x` [n, ..., D] times the cosines and the other half times the sines."""
     width = cosines_nD.shape[-1]
     if width < x.shape[-1]:
-        return torch.cat((_turned(x[..., :width], cosines_nD, sines_nD), x[..., width:]), dim=-1)
-    a, b = x.float().chunk(2, dim=-1)
-    (cos_a, cos_b), (sin_a, sin_b) = (part[:, None, None].chunk(2, dim=-1) for part in (cosines_nD, sines_nD))
-    return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1).to(x.dtype)
+        return torch.cat((_turned_by(x[..., :width], cosines_nD, sines_n2h), x[..., width:]), dim=-1)
+    halves = x.unflatten(-1, (2, -1)).float()
+    cosines, sines = (part.view(len(x), *[1] * (x.dim() - 2), *halves.shape[-2:]) for part in (cosines_nD, sines_n2h))
+    return (halves * cosines + halves.flip(-2) * sines).flatten(-2).to(x.dtype)
+
+
+def _signed(sines_nD: Tensor) -> Tensor:
+    """Return [n, 2, D / 2], the first half negated."""
+    signs = 2 * torch.arange(2, device=sines_nD.device) - 1
+    return sines_nD.unflatten(-1, (2, -1)) * signs[:, None]

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
-from megatron_hetero.models.layers.compiled import gain_of
+from megatron_hetero.models.layers.compiled import NormWeights, gain_of, normed
 from megatron_hetero.models.layers.parts import Part, Site, kinds
 
 
@@ -41,19 +40,22 @@ class Norm(Part):
         """Build the backend's norm."""
         config = site.config_of(rms_norm=self.rms, layernorm_zero_centered_gamma=bool(self.offset))
         kind = site.backend.rms_norm if self.rms else site.backend.layer_norm
-        norm = site.mark(kind(config=config, hidden_size=self.width, eps=self.eps))
-        norm.offset = self.offset  # pyright: ignore[reportAttributeAccessIssue]
+        norm: Any = site.mark(kind(config=config, hidden_size=self.width, eps=self.eps))
+        norm.offset = self.offset
         return norm
 
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32."""
 
+    offset = 0
+
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
-        self.eps, self.offset = eps, _offset_of(config)
-        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight = torch.nn.Parameter(weight - self.offset)
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of `x`."""
@@ -63,21 +65,14 @@ class RMSNorm(torch.nn.Module):
 class LayerNorm(torch.nn.LayerNorm):
     """Layer norm with a bias (Ba et al. 2016, arXiv 1607.06450)."""
 
+    offset = 0
+
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.offset = _offset_of(config)
-        torch.nn.init.constant_(self.weight, 1 - self.offset)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the last dim of `input`."""
-        if not self.offset:
-            return super().forward(input)
-        gain, bias = gain_of(self.weight, self.offset), self.bias.float()
-        return F.layer_norm(input.float(), self.normalized_shape, gain, bias, self.eps).to(input.dtype)
-
-
-def _offset_of(config: Any) -> int:
-    return int(getattr(config, "layernorm_zero_centered_gamma", False))
+        return normed(input, *NormWeights.of(self)) if self.offset else super().forward(input)
 
 
 class _RMSNorm(torch.autograd.Function):

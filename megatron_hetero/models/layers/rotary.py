@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_hetero.groups.platform import compiles_for, on_device
-from megatron_hetero.models.layers.compiled import run
+from megatron_hetero.models.layers.compiled import run, turned, turned_back
 
 
 class Rotary(Protocol):
@@ -278,16 +278,6 @@ def _alike(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------- functions that are compiled
 
 
-def turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """Forward pass of `rotate`."""
-    return _turned_by(x, cosines_nD, _signed(sines_nD))
-
-
-def turned_back(grad: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """Backward pass of `rotate`, the adjoint of `turned`."""
-    return _turned_by(grad, cosines_nD, _signed(sines_nD).flip(1))
-
-
 def heads_turned(
     mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -315,19 +305,3 @@ def heads_turned_back(
     if tokens.dim() == 1:
         return out.where((tokens < count)[:, None, None, None], 0)
     return F.pad(out, (0, 0, 0, 0, 0, 0, 0, len(tokens) - count)) if len(tokens) > count else out
-
-
-def _turned_by(x: Tensor, cosines_nD: Tensor, sines_n2h: Tensor) -> Tensor:
-    """Add each half of `x` [n, ..., D] times the cosines and the other half times the sines."""
-    width = cosines_nD.shape[-1]
-    if width < x.shape[-1]:
-        return torch.cat((_turned_by(x[..., :width], cosines_nD, sines_n2h), x[..., width:]), dim=-1)
-    halves = x.unflatten(-1, (2, -1)).float()
-    cosines, sines = (part.view(len(x), *[1] * (x.dim() - 2), *halves.shape[-2:]) for part in (cosines_nD, sines_n2h))
-    return (halves * cosines + halves.flip(-2) * sines).flatten(-2).to(x.dtype)
-
-
-def _signed(sines_nD: Tensor) -> Tensor:
-    """Return [n, 2, D / 2], the first half negated."""
-    signs = 2 * torch.arange(2, device=sines_nD.device) - 1
-    return sines_nD.unflatten(-1, (2, -1)) * signs[:, None]

@@ -291,10 +291,10 @@ BY_LAYER = (
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("tp:2,sp:12", "axis sp): found attention of layers 3, 7, 11, 15, … has 16 heads, under tp:2 and sp:12, "
+        ("tp:2,sp:12", "axis sp): found attention of layers 3, 7, 11, 15, … has 16 heads, tp:2 and sp:12, "
          "expected tp·sp to divide 16, because sequence-parallel attention exchanges tokens for whole heads. "
          "Try `--text-parallel tp:2,sp:8,dp:3`"),
-        ("tp:16", "axis tp): found delta net of layers 0, 1, 2, 4, … has 24 value heads, under tp:16, expected tp to "
+        ("tp:16", "axis tp): found delta net of layers 0, 1, 2, 4, … has 24 value heads and tp:16, expected tp to "
          "divide 24, because each tensor-parallel rank computes whole value heads. Try `--text-parallel tp:8,dp:6`"),
     ],
 )  # fmt: skip

@@ -36,9 +36,9 @@ def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Ten
 
 
 def norm_of(kind: Any, width: int, dtype: torch.dtype, offset: int = 0) -> Any:
-    centred = {"layernorm_zero_centered_gamma": bool(offset)}
-    config: Any = SimpleNamespace(params_dtype=dtype, sequence_parallel=True, **centred)
+    config: Any = SimpleNamespace(params_dtype=dtype, sequence_parallel=True)
     norm = kind(config, width, eps=1e-6)
+    norm.offset = offset
     with torch.no_grad():
         norm.weight.normal_()
     return norm
