@@ -18,6 +18,7 @@ import torch
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.layout.axes import Limit
 from megatron_hetero.layout.pipeline import LAYERS, PipelineStage
+from megatron_hetero.models.added import Added
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.parts import FORWARD, TRAINED, Part, Passes, Site, Tokens, named
 
@@ -60,6 +61,7 @@ class Architecture:
         layers: all layers, whose stored tensors begin with `stored`, a number and a dot.
         ends: the other ends in the order of their parameters, which are behind those of the layers.
         namespace: prefix of all tensors in a folder of the whole model, not part of the names here.
+        added: tensors beside those of folders.
     """
 
     entry: End
@@ -67,6 +69,7 @@ class Architecture:
     ends: tuple[End, ...]
     stored: str
     namespace: str = ""
+    added: Added | None = None
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -100,7 +103,12 @@ class Architecture:
 
     @cached_property
     def tensors(self) -> TensorShapes:
-        """All stored tensors with their shapes, in the order in which they are written."""
+        """All stored tensors with their shapes, those `in_folder` before `added` ones."""
+        return self.in_folder | ({} if self.added is None else self.added.tensors(self.in_folder))
+
+    @cached_property
+    def in_folder(self) -> TensorShapes:
+        """The tensors that folders have, in the order in which they are written."""
         ends = [end for end in (self.entry, *self.ends) if end.copies is None]
         parts: list[tuple[str, Part | Layer]] = [(end.stored, end.part) for end in ends if end.at == "first"]
         parts += [(f"{self.stored}{number}.", layer) for number, layer in enumerate(self.layers)]
@@ -115,7 +123,7 @@ class Architecture:
 
     @cached_property
     def projector(self) -> TensorShapes:
-        """Tensors of the projector."""
+        """Tensors of the projector that folders have."""
         ends = [end for end in self.ends if end.projector]
         return {end.stored + name: shape for end in ends for name, shape in end.part.tensors().items()}
 
@@ -146,7 +154,7 @@ class Architecture:
         result: dict[str, tuple] = {}
         for name, stored, part in [*parts[:first], *layers, *parts[first:]]:
             result |= named(name, part.weight_map(prefix + stored, share, view))
-        return result
+        return result if self.added is None else self.added.weight_map(result, prefix)
 
     def tied_parameter(self, stage: PipelineStage) -> str | None:
         """Return the parameter of `stage` of which another stage has a copy, if there is one."""

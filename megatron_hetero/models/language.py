@@ -139,6 +139,7 @@ def _architecture(t: LanguageModelShape) -> Architecture:
             else End("output_layer", head, "lm_head.", "last"),
         ),
         stored="model.layers.",
+        added=t.added,
     )
 
 

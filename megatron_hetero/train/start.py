@@ -58,6 +58,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     topology = steps.topology
     if topology.rank == FIRST:
         notices = [*backend_notices(config.layer_backend, platform), *_unread(inputs), inputs.processor.advice]
+        notices += [inputs.source.notice] if inputs.source else []
         for notice in filter(None, notices):
             print(notice, flush=True)
     state = TrainState(steps.optimizer, topology, steps.shapes, working=watchdog.working)

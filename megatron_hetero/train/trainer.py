@@ -78,6 +78,7 @@ class Trainer(StepTrainer):
             export_model(
                 *(self.modules, self.shapes, self.topology, target, self.inputs.companions, self.job.dtype),
                 transposed=self.inputs.transposed,
+                source=self.inputs.source,
                 working=watchdog.working,
             )
 
