@@ -208,7 +208,7 @@ def require_configurations(sources: ModelSources, checkpoint: OpenCheckpoint) ->
 def _flag(setting: str) -> str:
     """Return the flag for the new location of a setting's folder."""
     flags = {"model.hf_path": "--model DIR", "model.hf_path_vision": "--vision DIR"}
-    name = setting.removeprefix("model.encoders.").removesuffix(".hf_path")
+    name = setting.removeprefix("modules.").removesuffix(".hf_path")
     return flags.get(setting, f"--encoder {name}=DIR")
 
 
@@ -296,8 +296,8 @@ def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
 
 
 def _record(sources: ModelSources, seed: int, transposed: bool) -> RunRecord:
-    model = {**sources.as_config(), "freeze": []}
-    config = {"model": model, "train": {"seed": seed}, "optimizer": {"name": "none"}}
+    config = {**sources.as_config(), "train": {"seed": seed}, "optimizer": {"name": "none"}}
+    config["model"] |= {"freeze": []}
     origin = str(sources.model.absolute())
     return RunRecord(0, 0, {}, (), config, origin, hashes(sources), transposed)
 

@@ -17,8 +17,9 @@ from megatron_hetero.base.errors import UserError, faults_of, in_short, reason
 from megatron_hetero.base.files import read_bytes, read_text
 from megatron_hetero.checkpoint.contents import expected_shapes
 from megatron_hetero.checkpoint.index import RANDOM, Shape
-from megatron_hetero.config.fields import children, wrong
+from megatron_hetero.config.fields import children, flag_of, wrong
 from megatron_hetero.config.modules import require_encoder_name
+from megatron_hetero.config.moved import name_today, translated
 from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import Overridable
@@ -39,12 +40,20 @@ LIMITS = ("data.max_seq_length", "train.patches_per_micro_batch")
 """Settings that change what is trained only where larger samples are skipped."""
 MODEL = "model.hf_path"
 """The overridable setting that stands for all files other than weights in the model's folders."""
+OF_FURTHER = ("hf_path", "token", "min_pixels", "max_pixels")
+"""Settings that only further encoders have."""
+
+
+def further_rows(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return these settings of each further encoder in a configuration, where they have a value."""
+    rows = {n: {s: row[s] for s in OF_FURTHER if row.get(s) is not None} for n, row in config["modules"].items()}
+    return {name: row for name, row in rows.items() if row}
 
 
 @dataclass(frozen=True)
 class ModelSources:
     """The settings of a run that define its model: `model.hf_path`, `model.hf_path_vision`, `model.fresh_projector`,
-    and `hf_path` of each of `model.encoders`.
+    and `modules.NAME.hf_path` of each further encoder.
     """
 
     model: Path
@@ -60,24 +69,16 @@ class ModelSources:
     def recorded(cls, config: Mapping[str, Any]) -> ModelSources:
         """Return the settings of a configuration in `run.json`."""
         model = config["model"]
-        vision = model.get("hf_path_vision")
-        return cls(
-            Path(model["hf_path"]),
-            None if vision is None else Path(vision),
-            model.get("fresh_projector", False),
-            {name: Path(encoder["hf_path"]) for name, encoder in model.get("encoders", {}).items()},
-        )
+        vision = None if model.get("hf_path_vision") is None else Path(model["hf_path_vision"])
+        encoders = {name: Path(row["hf_path"]) for name, row in further_rows(config).items()}
+        return cls(Path(model["hf_path"]), vision, model.get("fresh_projector", False), encoders)
 
     def as_config(self) -> dict[str, Any]:
         """Return the settings in the form that `recorded` reads."""
-        encoders = {name: {"hf_path": str(path.absolute())} for name, path in self.encoders.items()}
         vision = None if self.vision is None else str(self.vision.absolute())
-        return {
-            "hf_path": str(self.model.absolute()),
-            "hf_path_vision": vision,
-            "fresh_projector": self.fresh_projector,
-            "encoders": encoders,
-        }
+        folders = {"hf_path": str(self.model.absolute()), "hf_path_vision": vision}
+        rows = {name: {"hf_path": str(path.absolute())} for name, path in self.encoders.items()}
+        return {"model": {**folders, "fresh_projector": self.fresh_projector}, "modules": rows}
 
     def moved(self, model: Path | None, vision: Path | None, encoders: Mapping[str, Path]) -> ModelSources:
         """Return the model with new locations of its folders. Raises `UserError` for a folder that it does not have."""
@@ -100,7 +101,7 @@ class ModelSources:
     def folders(self) -> dict[str, Path]:
         """Folders by setting."""
         vision = {} if self.vision is None else {VISION_FOLDER: self.vision}
-        further = {f"model.encoders.{name}.hf_path": path for name, path in self.encoders.items()}
+        further = {f"modules.{name}.hf_path": path for name, path in self.encoders.items()}
         return {"model.hf_path": self.model, **vision, **further}
 
     def read(self) -> tuple[ModelFolders, ModelShapes]:
@@ -114,7 +115,7 @@ class ModelSources:
             check_folder(self.model, TEXT_FILES)
             check_folder(self.vision, VISION_FILES, VISION_FOLDER)
         for name, path in self.encoders.items():
-            check_folder(path, VISION_FILES, f"model.encoders.{name}.hf_path")
+            check_folder(path, VISION_FILES, f"modules.{name}.hf_path")
         folders = ModelFolders.read(self.model, self.vision, self.fresh_projector)
         return folders, ModelShapes.of(folders, self.encoders)
 
@@ -131,7 +132,7 @@ def hashes(sources: ModelSources) -> Hashes:
     """
     found: dict[str, dict[str, str]] = {}
     for setting, folder in sources.folders.items():
-        tokenizer = () if setting.startswith("model.encoders.") else TOKENIZER_FILES
+        tokenizer = () if setting.startswith("modules.") else TOKENIZER_FILES
         names = (name for name in (CONFIG, *tokenizer, *PROCESSOR_FILES) if (folder / name).is_file())
         found[setting] = {name: _hash(folder / name) for name in names}
     return found
@@ -185,7 +186,8 @@ class DatasetRecord:
 _DTYPE = Literal["float32", "bfloat16"] | None
 _MODEL = defstruct("Model", [("freeze", list[str]), ("train", list[str] | None, None), ("dtype", _DTYPE, None)])
 _DATA = defstruct("Data", [("video", dict[str, Any] | None, None)])
-_SECTIONS = {"precision": dict[str, dict[str, Any]], "data": _DATA, "train": dict[str, Any]}
+_MODULE = defstruct("Module", [("precision", dict[str, Any] | None, None)])
+_SECTIONS = {"modules": dict[str, _MODULE], "data": _DATA, "train": dict[str, Any]}
 _READ = defstruct("Config", [("model", _MODEL), *((name, kind | None, None) for name, kind in _SECTIONS.items())])
 """The settings that are read from `RunRecord.config`."""
 
@@ -218,10 +220,12 @@ class RunRecord:
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunRecord:
-        """Read the record of a checkpoint. Raises `UserError`."""
+        """Read the record of a checkpoint, with today's names of settings. Raises `UserError`."""
         path = checkpoint / FILE_NAME
         try:
             values = json.loads(read_text(path))
+            files = {name_today(setting): hashed for setting, hashed in values.get("model_files", {}).items()}
+            values |= {"config": translated(values["config"]), "model_files": files}
             ModelSources.recorded(values["config"])
             optimizer_kind(values["config"]["optimizer"]["name"])
             record, datasets = cls(**values), tuple(DatasetRecord(**each) for each in values["datasets"])
@@ -239,17 +243,15 @@ class RunRecord:
         return frozen_tensors(shapes, model["freeze"], model.get("train") or ())
 
     def precision(self, module: str, field: str) -> str:
-        """Return the setting `precision.MODULE.FIELD`."""
-        return (self.config.get("precision") or {}).get(module, {}).get(field, "float32")
+        """Return the setting `modules.MODULE.precision.FIELD`."""
+        return (self.config["modules"].get(module, {}).get("precision") or {}).get(field, "float32")
 
     def _setting(self, name: str) -> str:
         if name == "data.datasets":
             return ", ".join(map(str, self.datasets))
-        if name == "modules":  # Further encoders, without their folders, which are compared by content.
-            rows = self.config.get("modules") or {}
-            own = {encoder: row for encoder, row in rows.items() if row.get("hf_path")}
-            given = {encoder: {**values, "hf_path": None} for encoder, values in own.items()}
-            return str({name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()})
+        if name == "modules":  # Folders of further encoders are compared by content.
+            further = further_rows(self.config).items()
+            return str({name: {k: v for k, v in row.items() if k != "hf_path"} for name, row in further})
         *sections, field = name.split(".")
         values, kind = self.config, Config
         for part in sections:
@@ -306,7 +308,7 @@ class RunRecord:
             problem = f"{change if place else 'removed'} since {checkpoint / FILE_NAME} was written{origin}"
             why = "the same weights would be another model, or get other inputs"
             fix = f"restore it, or allow it with --checkpoint.allow_changes {MODEL}"
-            raise UserError.at(f"{setting} (--{setting}){place}", problem=problem, because=why, fix=fix)
+            raise UserError.at(f"{setting} ({flag_of(setting)}){place}", problem=problem, because=why, fix=fix)
 
 
 def require_tensors(

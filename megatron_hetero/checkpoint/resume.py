@@ -275,7 +275,7 @@ def _changes(old: RunRecord, new: RunRecord, shapes: ModelShapes) -> list[str]:
         for field in ("master", "moments"):
             before, now = (record.precision(module, field) for record in (old, new))
             if before != now:
-                notes.append(f"precision.{module}.{field} changed from {before} to {now}: values are converted")
+                notes.append(f"modules.{module}.precision.{field} changed from {before} to {now}: values are converted")
     return notes
 
 

@@ -21,6 +21,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import MODULES, NAMED, children, is_leaf, item_type, shown_name
 from megatron_hetero.config.load import Setting, Tree, describe, step
 from megatron_hetero.config.modules import MODULE_NAME, NO_MODULES
+from megatron_hetero.config.moved import refuse_moved
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
 from megatron_hetero.layout.names import TEXT
 
@@ -56,7 +57,7 @@ def read_flags(argv: Sequence[str], root: type) -> tuple[Tree, Path | None, Esti
     ``--help`` prints and exits.
 
     Raises:
-        UserError: a flag is unknown, given twice, or has too few or too many values.
+        UserError: a flag is unknown, has an old name, is given twice, or has too few or too many values.
     """
     given = _flags(argv)
     if not given.keys().isdisjoint(("--help", "-h")):
@@ -64,6 +65,7 @@ def read_flags(argv: Sequence[str], root: type) -> tuple[Tree, Path | None, Esti
         raise SystemExit(0)
     config = Path(_one("--config", given.pop("--config"))) if "--config" in given else None
     request = _estimate_request({flag: given.pop(flag) for flag in PLAN_FLAGS if flag in given})
+    refuse_moved("command line", ((tuple(flag.removeprefix("--").split(".")), given[flag]) for flag in given))
     tree: Tree = {}
     for flag, values in given.items():
         _insert(tree, flag, values, root)
@@ -152,8 +154,10 @@ def _path_of(flag: str) -> tuple[str, ...]:
 
 def _no_such_flag(flag: str, root: type) -> UserError:
     rows = [row.flag for row in flag_rows(root)]
-    path, word = _path_of(flag), re.match("--([a-z]+)", flag)
-    module = path[1] if path[0] == MODULES and len(path) > 2 else word[1] if word else TEXT
+    path, dashed = _path_of(flag), _path_of(flag.replace("_", "-", 1))
+    if f"{_MODULE_FLAG}{'.'.join(dashed[2:])}" in rows and not any(row.endswith(f".{flag[2:]}") for row in rows):
+        path = dashed  # `--vision_parallel`
+    module = path[1] if path[0] == MODULES and len(path) > 2 else TEXT
     known = [row.replace(_MODULE_FLAG, f"--{module}-") for row in rows]
     below = [row for row in known if row.startswith(f"{flag}.")]
     guess = f" (a section with {', '.join(below)})" if below else did_you_mean(flag, known)

@@ -26,6 +26,7 @@ from megatron_hetero.base.contents import is_url
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import read_text, unusable
 from megatron_hetero.config.fields import MODULES, Pattern, children, is_leaf, item_type, shown_name
+from megatron_hetero.config.moved import refuse_moved, settings_of
 from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
@@ -235,7 +236,7 @@ def read_yaml(file: Path, root: type) -> Tree:
     """The settings of a YAML file for the dataclass `root`; relative paths start from the file's folder.
 
     Raises:
-        UserError: the file is missing or malformed, or has keys that `root` lacks.
+        UserError: the file is missing or malformed, or has old names or keys that `root` lacks.
     """
     try:
         content = yaml.load(read_text(file, MOST_BYTES), Loader=_Loader)
@@ -244,6 +245,7 @@ def read_yaml(file: Path, root: type) -> Tree:
     # Text that is not UTF-8 raises ValueError, deep nesting RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _broken(file, error) from None
+    refuse_moved(f"--config {file}", settings_of(content))
     return _tree(content or "", root, (), file)
 
 

@@ -172,7 +172,7 @@ def test_a_chain_of_layouts(name: str, folders: Path, tmp_path: Path, pools: Poo
 
 def weights_of(master: torch.Tensor, dtype: str) -> torch.Tensor:
     """What a run of that dtype computes with, in fp32."""
-    return nearest_bfloat16(master).float() if DTYPES[dtype] == torch.bfloat16 else master
+    return nearest_bfloat16(master.float()).float() if DTYPES[dtype] == torch.bfloat16 else master
 
 
 def require_loaded(written: Path, copy: Path, found: dict[str, Any], steps: int, dtype: str = "") -> None:

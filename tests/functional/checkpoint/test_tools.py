@@ -523,7 +523,7 @@ def test_broken_folders_are_not_imported(
 def test_an_import_takes_encoders_by_name(more_folders: Path, tmp_path: Path, capsys: Capture) -> None:
     detail = f"detail={more_folders}/detail"
     assert imported(more_folders / "plain", tmp_path / "checkpoint", "--encoder", detail) == 0
-    assert RunRecord.read(tmp_path / "checkpoint").config["model"]["encoders"].keys() == {"detail"}
+    assert RunRecord.read(tmp_path / "checkpoint").config["modules"].keys() == {"detail"}
     keys = jobs.tensors(tmp_path / "checkpoint").keys()
     assert "weights/detail.visual.merger.mlp.0.bias" in keys and "weights/visual.merger.mlp.0.bias" in keys
     capsys.readouterr()
@@ -538,7 +538,7 @@ def test_encoders_are_folders_of_models(model: Path, tmp_path: Path, more_folder
     shutil.copytree(more_folders / "detail", model / "encoders/.detail.partial")
     (model / "encoders/notes").mkdir()
     assert imported(model, tmp_path / "checkpoint") == 0
-    assert RunRecord.read(tmp_path / "checkpoint").config["model"]["encoders"].keys() == {"detail"}
+    assert RunRecord.read(tmp_path / "checkpoint").config["modules"].keys() == {"detail"}
 
 
 def test_what_is_left_of_an_import_is_reported(model: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -15,7 +15,17 @@ import pytest
 import yaml
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.checkpoint.record import FAILING, LIMITS, MODEL, OVERRIDABLE, ModelSources, RunRecord, hashes
+from megatron_hetero.checkpoint.record import (
+    FAILING,
+    LIMITS,
+    MODEL,
+    OF_FURTHER,
+    OVERRIDABLE,
+    ModelSources,
+    RunRecord,
+    hashes,
+)
+from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.schema import load_config, to_yaml
 from megatron_hetero.config.sections import DataConfig, VideoConfig
 from tests.support.folders import ModelChoice, write_model
@@ -32,8 +42,8 @@ RUN: dict[str, Any] = {
             "fresh_projector": False,
             "dtype": "float32",
             "freeze": ["vision"],
-            "encoders": {"detail": {"hf_path": "/detail", "token": "<x>"}},
         },
+        "modules": {"detail": {"hf_path": "/detail", "token": "<x>"}, "text": {"precision": {"master": "split"}}},
         "data": {"shuffle": True},
         "train": {"seed": 0, "global_batch_size": 4},
         "optimizer": {"name": "adamw"},
@@ -62,10 +72,22 @@ def changed(path: str, value: Any = None) -> Any:
 
 @pytest.mark.parametrize("path, value, message", [
     ("config", {}, "KeyError: 'model'"),
-    ("config", [1], "TypeError"),
+    ("config", [1], "AttributeError"),
     ("config.model.hf_path", None, "KeyError: 'hf_path'"),
-    ("config.model.encoders", {"detail": {}}, "KeyError: 'hf_path'"),
-    ("config.model.encoders", {"text": {"hf_path": "/x"}}, "encoders of the model: found the name `text`"),
+    ("config.modules", {"detail": {"token": "<x>"}}, "KeyError: 'hf_path'"),
+    ("config.modules", {"text": {"hf_path": "/x"}}, "encoders of the model: found the name `text`"),
+    ("config.modules", {"a/b": {"hf_path": "/x"}}, "encoders of the model: found the name `a/b`"),
+    ("config.modules", {"detail": {"hf_path": 5}}, "TypeError"),
+    ("config.modules", [1], "AttributeError"),
+    ("config.modules", {"detail": 5}, "TypeError"),
+    ("config.modules", {"text": {"precision": 5}}, "ValidationError"),
+    ("config.model.encoders", {"detail": {}}, "TypeError: model.encoders.detail is no section"),
+    ("config.model.encoders", {"zoom": {"token": "<x>"}}, "KeyError: 'hf_path'"),
+    ("config.model.encoders", [1], "TypeError: model.encoders is no section"),
+    ("config.precision", {"text": "split"}, "TypeError: precision.text is no section"),
+    ("config.parallel", "sp:2", "TypeError: parallel is no section"),
+    ("model_files", 5, "AttributeError"),
+    ("model_files", {"modules.detail.hf_path": 5}, "ValidationError"),
     ("datasets", None, "missing 1 required positional argument: 'datasets'"),
     ("datasets", [{"share": "a", "records": 6}], "missing 1 required positional argument: 'sha256'"),
     ("config.data.video", 5, "ValidationError"),
@@ -113,7 +135,7 @@ def sources(written: Path, tmp_path: Path) -> ModelSources:
 
 
 def record_of(sources: ModelSources, imported_from: str | None = None) -> RunRecord:
-    return RunRecord(4, 2, {}, (), {"model": sources.as_config()}, imported_from, hashes(sources))
+    return RunRecord(4, 2, {}, (), sources.as_config(), imported_from, hashes(sources))
 
 
 def edit(path: Path, section: str | None = None, **values: Any) -> None:
@@ -182,7 +204,7 @@ def test_folders_may_move_and_weights_change_their_type(sources: ModelSources, t
 
 def test_folders_that_come_and_go(sources: ModelSources, tmp_path: Path) -> None:
     alone = ModelSources(sources.model)
-    gone = rf"modules.detail.hf_path \(--\S+\): removed since .*then in {sources.encoders['detail']}"
+    gone = rf"modules.detail.hf_path \(--detail-hf_path\): removed since .*then in {sources.encoders['detail']}"
     with pytest.raises(UserError, match=gone):
         record_of(sources).require_same_model(record_of(alone), (), tmp_path)
     with pytest.raises(UserError, match=r"detail/config.json: added since"):
@@ -233,6 +255,11 @@ def test_each_setting_of_data_is_compared_or_without_effect() -> None:
     assert OTHERS.keys() == {*OVERRIDABLE} - {"data.datasets", MODEL, *LIMITS}
 
 
+def test_each_setting_of_a_module_is_of_further_encoders_or_may_change() -> None:
+    free = "parallel layers sequence_parallel zero recompute chunk patches_per_call tp_overlap precision offload lr"
+    assert {f.name for f in fields(ModuleConfig)} == {*OF_FURTHER, *free.split()}
+
+
 @pytest.mark.parametrize("name, value", [*OTHERS.items(), *((name, 77) for name in LIMITS)])
 def test_a_setting_that_changes_what_is_trained(name: str, value: Any, tmp_path: Path) -> None:
     skipping = with_setting(defaults(), "data.too_long", "skip")
@@ -259,6 +286,58 @@ def test_a_setting_that_an_old_record_lacks_has_its_default(name: str, tmp_path:
         old.require_resumable(with_setting(defaults(), name, value), [], tmp_path)
 
 
-def test_folders_of_further_encoders_may_move(tmp_path: Path) -> None:
-    moved = with_setting(defaults(), "modules", {"detail": {"hf_path": "/elsewhere", "token": "<x>"}})
-    defaults().require_resumable(moved, [], tmp_path)
+@pytest.mark.parametrize("row", [
+    {"hf_path": "/elsewhere", "parallel": "dp:2", "zero": 3, "lr": 2e-6, "precision": {"master": "split"}},
+    {"hf_path": "/elsewhere", "max_pixels": None},
+])  # fmt: skip
+def test_of_a_further_encoder_only_what_it_sees_is_compared(row: dict[str, Any], tmp_path: Path) -> None:
+    other = with_setting(defaults(), "modules", {"text": {"zero": 3}, "detail": {"token": "<x>", **row}})
+    defaults().require_resumable(other, [], tmp_path)
+    for more in ({"token": "<y>"}, {"min_pixels": 5}):
+        new = with_setting(defaults(), "modules", {"detail": {"token": "<x>", **row, **more}})
+        with pytest.raises(UserError, match=r"allow it with --checkpoint.allow_changes modules\."):
+            defaults().require_resumable(new, [], tmp_path)
+
+
+# -------------------------------------------------------------------------------------- records of earlier versions
+
+
+def old_form(record: dict[str, Any]) -> dict[str, Any]:
+    """A record as it was before settings of a module were in its row."""
+    old = copy.deepcopy(record)
+    rows = old["config"].pop("modules")
+    old["config"]["model"]["encoders"] = {"detail": rows["detail"]}
+    old["config"] |= {"precision": {"text": rows["text"]["precision"]}, "parallel": {"text": "tp:2"}, "zero": {}}
+    old["model_files"]["model.encoders.detail.hf_path"] = {"config.json": "2" * 64}
+    return old
+
+
+def test_old_records_have_todays_names(tmp_path: Path) -> None:
+    files = {**RUN["model_files"], "modules.detail.hf_path": {"config.json": "2" * 64}}
+    old, new = read(tmp_path, old_form(RUN)), read(tmp_path, {**RUN, "model_files": files})
+    assert old.config["modules"]["text"] == {"precision": {"master": "split"}, "parallel": "tp:2"}
+    assert old.model_files == new.model_files
+    assert ModelSources.recorded(old.config) == ModelSources.recorded(new.config)
+    assert [old.precision("text", name) for name in ("master", "moments")] == ["split", "float32"]
+    assert old.precision("vision", "master") == "float32"
+    assert read(tmp_path, old.to_json()) == old
+
+
+def test_an_old_run_resumes(tmp_path: Path) -> None:
+    run = changed("config.train", {"seed": 0, "global_batch_size": 4, "iters": 9})
+    old, new = read(tmp_path, old_form(run)), read(tmp_path, run)
+    old.require_resumable(new, [], tmp_path)
+    rows = {"detail": {"hf_path": "/detail", "token": "<x>", "max_pixels": 9000}}
+    with pytest.raises(UserError, match=r"^modules \(--modules\): found .*9000.*--checkpoint.allow_changes modules"):
+        old.require_resumable(with_setting(new, "modules", rows), [], tmp_path)
+    with pytest.raises(UserError, match=r"^modules .*found \{\}, expected \{'detail': \{'token': '<x>'\}\}"):
+        old.require_resumable(with_setting(new, "modules", {}), [], tmp_path)
+
+
+def test_records_before_further_encoders(tmp_path: Path) -> None:
+    """Neither `modules` nor the sections that it took the place of."""
+    run = changed("config.modules")
+    run["config"]["train"]["iters"] = 9
+    old = read(tmp_path, run)
+    assert not ModelSources.recorded(old.config).encoders
+    old.require_resumable(read(tmp_path, {**run, "config": {**run["config"], "modules": {"text": {}}}}), [], tmp_path)
