@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,17 +21,23 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.megatron import ModuleGroups, prepare, prepare_globals
+from megatron_hetero.config.modules import ModuleConfig
+from megatron_hetero.estimate import measured
+from megatron_hetero.estimate.shards import SequenceShard
+from megatron_hetero.groups.megatron import ModuleGroups, prepare, prepare_globals, without_processes
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share, load_slices
+from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.axes import Limit
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
+from megatron_hetero.layout.pipeline import cut_stages
 from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.layers import attention, layer
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.backend import TORCH
+from megatron_hetero.models.layers.kernels import torch_flash
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.layers.parts import FORWARD, AttentionPart, Site, Tokens
@@ -239,6 +246,36 @@ class MixedShape(TextShape):
     @property
     def turns(self) -> tuple[int, ...]:
         return super().turns[: self.head_dim // 4]
+
+
+@pytest.mark.parametrize("head_dim, flash", [(256, True), (288, False)])
+def test_plans_measure_the_kernel_for_the_head_of_a_layer(head_dim: int, flash: bool) -> None:
+    """Not for the part of it that is rotated, which fits either kernel."""
+    shape = MixedShape(2, 64, 4, 2, head_dim, 48, 64, False, 1e4, (head_dim // 2, 0, 0), 1e-6, 64)
+    layout, stages = Layout.parse("dp:1", 1), cut_stages(2, 1)
+    job = ModuleJob("text", "text", shape, "", layout, stages, frozenset(), ModuleConfig(), torch.bfloat16)
+    alone = measured.Measured.of(job, gpu=True, imbalance=1)
+    assert shape.rotary.width == head_dim // 2
+    for number in (0, 1):
+        with without_processes(measured.META):
+            built = measured._built(alone, measured.ModulePart("layer", number))
+        assert (built.layers[0].self_attention.core_attention.kernel is torch_flash) == flash
+    shard = SequenceShard(512, 512, 512, 512, ((512, 512),), (), 0)
+    plain, gated = (measured.measure(alone, measured.ModulePart("layer", number), shard).saved for number in (0, 1))
+    assert gated - plain == 2 * 512 * 4 * head_dim * 2, "the sigmoid of the gate, and what it multiplies"
+
+
+def test_stages_are_cut_by_costs_of_layers() -> None:
+    class Dear(MixedShape):
+        def layer_costs(self, tokens: int) -> Sequence[float]:
+            layers = self.architecture.layers
+            return [each.operations(Tokens([tokens])).of(FORWARD) for each in layers]
+
+    plain = TextShape(4, 32, 4, 2, 16, 48, 64, False, 1e4, (4, 2, 2), 1e-6, 64)
+    assert plain.layer_costs(1024) is None
+    costs = Dear(**vars(plain)).layer_costs(1024)
+    assert costs[0] == costs[2] < costs[1] == costs[3]
+    assert [stage.last for stage in cut_stages(4, 3, costs=costs)] == [1, 3, 4]
 
 
 def test_a_family_gives_each_layer_its_own_attention_and_norms() -> None:
