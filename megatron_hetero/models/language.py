@@ -125,8 +125,8 @@ class LanguageModelShape(TextShape):
 @lru_cache
 def _architecture(t: LanguageModelShape) -> Architecture:
     def layer(number: int) -> Layer:
-        norms, names = (t.norm(number),) * 2, ("input_layernorm", "post_attention_layernorm")
-        return Layer(t.attention(number), t.mlp(number), norms, names)
+        norm, names = t.norm(number), ("input_layernorm", "post_attention_layernorm")
+        return Layer(t.attention(number), t.mlp(number), (norm, norm), names)
 
     table, head = "model.embed_tokens.", Head(t.vocab, t.hidden)
     return Architecture(

@@ -6,7 +6,7 @@ Megatron's `WrappedTorchNorm` refuses sequence-parallel activations, which need 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Norm(Part):
     width: int
     eps: float
     rms: bool = True
-    offset: Literal[0, 1] = 0
+    offset: int = 0
 
     def tensors(self) -> TensorShapes:
         """Return the weight, and the bias of a layer norm."""

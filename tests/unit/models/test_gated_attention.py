@@ -75,7 +75,7 @@ def theirs(kv_heads: int, *, biased: bool = False) -> tuple[Qwen3_5Attention, Qw
         rope_parameters=rope | {"mrope_section": SECTIONS},
     )
     config._attn_implementation = "sdpa"
-    module, generator = Qwen3_5Attention(config, 3), torch.Generator().manual_seed(0)
+    module, generator = Qwen3_5Attention(config, 3), torch.Generator().manual_seed(0)  # pyright: ignore[reportArgumentType]
     for parameter in module.parameters():
         parameter.data.normal_(std=0.3, generator=generator)
     return module, Qwen3_5TextRotaryEmbedding(config)
@@ -305,7 +305,8 @@ class Unlimited(SelfAttention):
 class OtherShape(TextShape):
     def attention(self, number: int) -> AttentionPart:
         plain = super().attention(number)
-        return Unlimited(**vars(plain) | {"heads": 6, "kv_heads": 6}) if number % 2 == 0 else plain
+        fields: dict[str, Any] = vars(plain) | {"heads": 6, "kv_heads": 6}
+        return Unlimited(**fields) if number % 2 == 0 else plain
 
 
 def test_limits_of_a_layout_are_those_of_its_layers() -> None:
