@@ -1,4 +1,4 @@
-"""Weights that no folder of a model has: of new projectors, and of tensors beside stored ones, such as adapters."""
+"""Tensors beside those that folders of a model have, such as adapters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from torch import Tensor
 
 from megatron_hetero.hf.weight_map import TensorShapes, WeightMap
 from megatron_hetero.models.layers.parts import Site
-
-STD = 0.02
-"""Standard deviation of new weights, the `initializer_range` of the families."""
 
 
 class Added(Protocol):
@@ -35,13 +32,6 @@ class Added(Protocol):
     def attach(self, model: Any, site: Site) -> None:
         """Add the parameters to the `ModuleStage` `model`."""
         ...
-
-
-def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return the first values of a part of a projector, fp32: normal weights, biases of 0, a norm of ones."""
-    if len(shape) > 1:
-        return torch.empty(shape).normal_(std=STD, generator=generator)
-    return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

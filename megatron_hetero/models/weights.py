@@ -32,7 +32,7 @@ from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, TensorSlice, WeightMap
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
-from megatron_hetero.models.added import generator_of, initial
+from megatron_hetero.models.added import generator_of
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
@@ -100,6 +100,10 @@ def weight_map(
     )
 
 
+STD = 0.02
+"""Standard deviation of new weights, the `initializer_range` of the families."""
+
+
 def own_projectors(shapes: ModelShapes) -> TensorShapes:
     """Return the tensors of the projectors of the model's own encoders."""
     return {name: size for encoder in shapes.own for name, size in projector_shapes(encoder, shapes).items()}
@@ -110,7 +114,13 @@ def fresh_projector(shapes: ModelShapes, seed: int) -> dict[str, Tensor]:
     by a generator of their own, so that they are equal on every rank and in every layout.
     """
     generator = torch.Generator().manual_seed(seed)
-    return {name: initial(name, size, generator) for name, size in own_projectors(shapes).items()}
+    return {name: _drawn(name, size, generator) for name, size in own_projectors(shapes).items()}
+
+
+def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if len(size) > 1:
+        return torch.empty(size).normal_(std=STD, generator=generator)
+    return torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
 
 
 def _with_added(opened: Mapping[str, StoredWeights], shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
