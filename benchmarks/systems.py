@@ -120,7 +120,7 @@ class Ours:
         run = build_trainer(load_config([*flags.split(), *more]), platform)
         self.watch = PhaseWatch(platform)
         self.run = replace(run, watch=self.watch)
-        self.run.interpreter.watch = self.watch
+        self.run.runner.watch = self.watch
         self.batches = [self.run.loader.load(i + 1, map) for i in range(cases)]
 
     def step(self, case: int) -> StepResult:

@@ -57,7 +57,7 @@ class ScheduleBench:
         self.memory = Memory(platform)
         run = build_trainer(load_config(run_flags(folder, vision, text, samples)), platform)
         self.watch = ActionWatch(platform, [module.name for module in run.job.schedule.encoders])
-        run.interpreter.watch = self.watch
+        run.runner.watch = self.watch
         self.run = replace(run, watch=self.watch)
         layouts, micro_batches = run.topology.layouts, run.job.schedule.micro_batches
         self._schedules = {name: build_schedule(layouts, micro_batches, chosen) for name, chosen in settings.items()}

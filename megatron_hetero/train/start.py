@@ -20,7 +20,7 @@ from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.groups import megatron
 from megatron_hetero.groups.collective import FIRST, all_or_none, on_first
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.topology import Topology, build
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job.job import JobSpec
@@ -33,9 +33,9 @@ from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.joint import JointOptimizer
-from megatron_hetero.step.module import ModuleOptimizer, TrainedModule, gathered_stages
+from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.optimizer import build_shard_optimizer
-from megatron_hetero.step.runner import Runner, build
+from megatron_hetero.step.runner import Runner
 from megatron_hetero.train.inputs import Inputs, open_inputs
 from megatron_hetero.train.log import MetricsWriter, Writer, unwritable
 from megatron_hetero.train.measures import StepProfiler
@@ -244,6 +244,5 @@ def _on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, Module
     found = {}
     for module in modules:
         stages, row = dict(zip(module.stages, module.chunks, strict=True)), job.modules[module.name]
-        gathered = gathered_stages(each for each in modules if each.name == module.name)
-        found[module.name] = ModuleOnRank(stages, row.role == TEXT and 0 in stages, row.passes_gradients, gathered)
+        found[module.name] = ModuleOnRank(stages, row.role == TEXT and 0 in stages, row.passes_gradients)
     return found

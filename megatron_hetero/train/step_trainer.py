@@ -35,14 +35,14 @@ from megatron_hetero.models.layers.balance_loss import BalancedSamples
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import EncoderInput, TextInput
-from megatron_hetero.schedule.contract import InParts, StepResult
+from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.algorithms import learning_rate
+from megatron_hetero.step.execution import SUMS
 from megatron_hetero.step.gradients import GradientSummary, clip_factor, require_finite
-from megatron_hetero.step.interpreter import DeviceMicroBatch, Interpreter
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.runner import SUMS, Runner
+from megatron_hetero.step.runner import Runner
 from megatron_hetero.train.expert_load import take_loads
 from megatron_hetero.train.measures import StepProfiler, utilisation
 from megatron_hetero.train.metrics import StepMetrics
@@ -158,11 +158,6 @@ class StepTrainer:
         return self.optimizer.modules
 
     @property
-    def interpreter(self) -> Interpreter:
-        """Executor of the schedules of this rank."""
-        return self.runner.interpreter
-
-    @property
     def platform(self) -> Platform:
         """Device and backend of this rank."""
         return self.topology.platform
@@ -222,7 +217,7 @@ class StepTrainer:
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a context for waiting on other ranks between the actions of the schedule."""
-        return self.interpreter.watchdog.doing(lambda: f"{what}, with all other ranks,")
+        return self.runner.watchdog.doing(lambda: f"{what}, with all other ranks,")
 
     @property
     def counts_loss(self) -> bool:
@@ -352,7 +347,7 @@ class StepTrainer:
 
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks have come here, however long they work. `what` describes the wait."""
-        with self.interpreter.watchdog.waiting(lambda: what):
+        with self.runner.watchdog.waiting(lambda: what):
             on_every(self.topology.host, lambda: None)
 
     def all_gather(self, numbers: Sequence[float]) -> torch.Tensor:

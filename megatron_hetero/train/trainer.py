@@ -73,7 +73,7 @@ class Trainer(StepTrainer):
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format. Raises `SharedError`, as `export_model` does."""
-        watchdog = self.interpreter.watchdog
+        watchdog = self.runner.watchdog
         with watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
             export_model(
                 *(self.modules, self.shapes, self.topology, target, self.inputs.companions, self.job.dtype),

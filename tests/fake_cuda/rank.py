@@ -102,8 +102,8 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     try:
         usage, before = gpu.usage, gpu.usage.live
         trainer = drawn_trainer(config, Platform(GPU, FAKE, FAKE))
-        phases: Any = _Phases(trainer.platform, gpu, trainer.interpreter.watchdog)
-        trainer.interpreter.watch = trainer.interpreter.watchdog = phases
+        phases: Any = _Phases(trainer.platform, gpu, trainer.runner.watchdog)
+        trainer.runner.watch = trainer.runner.watchdog = phases
         batch = assumed_step(trainer)
         with gpu.during(BEFORE), _apart(gpu):
             for optimizer in trainer.optimizer.sharded.values():

@@ -130,19 +130,17 @@ def _before_last_backward(run: Trainer, edit: Callable[[str], None], loss_too: f
     """Let `edit(module)` change gradients before the last backward pass, in which sums over ranks begin; add
     `loss_too`.
     """
-    real = run.interpreter.run
+    real_run, real_expect = run.runner.run, run.optimizer.expect
 
-    def edited(
-        schedule: Schedule, load: Any, after: Callable[[str], None], before: Callable[[str, int], None]
-    ) -> StepResult:
-        def before_last(module: str, stage: int) -> None:
-            edit(module)
-            before(module, stage)
-
-        result = real(schedule, load, after, before_last)
+    def with_loss(schedule: Schedule, load: Any) -> StepResult:
+        result = real_run(schedule, load)
         return replace(result, loss=result.loss + loss_too)
 
-    with mock.patch.object(run.interpreter, "run", edited):
+    def expect(module: str, stage: int) -> None:
+        edit(module)
+        real_expect(module, stage)
+
+    with mock.patch.object(run.runner, "run", with_loss), mock.patch.object(run.optimizer, "expect", expect):
         yield
 
 
@@ -204,8 +202,8 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
     with mock.patch.object(gathering, "BUCKET", 1000):
         run, order = jobs.build(flags), list[str]()
     if not overlaps:
-        run.runner._optimizer = None
-    real_part, real_start = run.interpreter.watch.part, BucketSums._start
+        run.runner.optimizer = None
+    real_part, real_start = run.runner.watch.part, BucketSums._start
 
     @contextmanager
     def part(name: str, label: str = "") -> Iterator[None]:
@@ -220,7 +218,7 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
         real_start(sums, place)
 
     _, batch, _ = next(iter(run.batches()))
-    with mock.patch.object(run.interpreter.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
+    with mock.patch.object(run.runner.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
         summary = run.gradients(batch)
     return order, jobs.gradient(run), summary.norm
 
@@ -233,7 +231,7 @@ def test_a_trace_shows_sums_within_the_backward_pass(overlaps: bool, flags: list
     with mock.patch.object(gathering, "BUCKET", 1000):
         run = jobs.build(flags)
     if not overlaps:
-        run.runner._optimizer = None
+        run.runner.optimizer = None
     _, batch, _ = next(iter(run.batches()))
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         run.gradients(batch)
