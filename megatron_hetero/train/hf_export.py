@@ -21,6 +21,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import FIRST, on_first
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.model_files import Companions, require_writable
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import Interval, TensorSlice, extract_slice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import model_writer, stored_shapes
@@ -43,10 +44,11 @@ def export_model(
     dtype: torch.dtype,
     *,
     transposed: bool = False,
+    source: StoredWeights | None = None,
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Collective; each rank passes its own
-    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `transposed`: see `model_writer`.
-    Raises `SharedError` if the folder cannot be written; nothing of it is left then.
+    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `transposed`, `source`: see
+    `model_writer`. Raises `SharedError` if the folder cannot be written; nothing of it is left then.
     """
     on_first(topology.files, lambda: require_writable(target))  # Before anything is sent.
     parts, working = gather_parameters(modules, topology), topology.watchdog.working
@@ -54,7 +56,8 @@ def export_model(
     def write() -> None:
         try:
             with contextlib.ExitStack() as writing:
-                put = writing.enter_context(model_writer(target, shapes, dtype, companions, transposed=transposed))
+                writer = model_writer(target, shapes, dtype, companions, transposed=transposed, source=source)
+                put = writing.enter_context(writer)
                 for name, tensor in assemble(parts, stored_shapes(shapes)):
                     with working():
                         put(name, tensor)

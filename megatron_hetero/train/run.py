@@ -84,6 +84,7 @@ class Run:
                 inputs.companions,
                 trainer.job.dtype,
                 transposed=inputs.transposed,
+                source=inputs.source,
             )
 
 

@@ -95,7 +95,14 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory, pools: Pools) 
 
 @pytest.mark.parametrize("ear, text, more", thinned(LAYOUTS, 4))
 def test_it_trains_saves_resumes_and_exports(
-    ear: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], pools: Pools
+    ear: str,
+    text: str,
+    more: str,
+    folder: Path,
+    make_flags: MakeFlags,
+    tmp_path: Path,
+    alone: dict[str, Any],
+    pools: Pools,
 ) -> None:
     ranks = 4 if "4" in ear + text or "pp" in text or "@" in text else 2
     saving = f"{more} --checkpoint.dir {tmp_path}/checkpoints --checkpoint.interval 1 --train.iters"
@@ -105,6 +112,10 @@ def test_it_trains_saves_resumes_and_exports(
     for what in ("losses", "norms"):
         np.testing.assert_allclose([*first[what], *second[what]], alone[what], rtol=1e-4)
     assert second["weights"].keys() == alone["weights"].keys()
+    (copied,) = {"ahead.table"} & second["weights"].keys()
+    original = load_file(folder / "model" / "model.safetensors")[copied].numpy()
+    assert second["weights"][copied].dtype == original.dtype == np.float16
+    np.testing.assert_array_equal(second["weights"][copied], original)
     for name, weight in alone["weights"].items():
         np.testing.assert_allclose(second["weights"][name], weight, rtol=2e-3, atol=2e-4, err_msg=name)
 
