@@ -161,7 +161,7 @@ def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[
     return _with_added(opened, shapes, seed)
 
 
-def open_encoders(further: Mapping[str, Path], shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
+def open_encoders(further: Mapping[str, Path], shapes: ModelShapes, seed: int = 0) -> dict[str, StoredWeights]:
     """Open and check the stored weights of `further` encoders. `seed`: of new tensors. Raises `UserError`."""
     opened = {name: _open_encoder(name, folder, shapes) for name, folder in further.items()}
     return _with_added(opened, shapes, seed)
