@@ -119,7 +119,7 @@ class Ours:
         flags += f"--vision-parallel {vision} --text-parallel {text} "
         self.run = build_run(load_config([*flags.split(), *more]), platform)
         self.watch = PhaseWatch(platform)
-        self.run.trainer.runner.interpreter.watch = self.watch
+        self.run.trainer.runner.watch = self.watch
         self.batches = [self.run.loader.load(i + 1, map) for i in range(cases)]
 
     def step(self, case: int) -> StepResult:

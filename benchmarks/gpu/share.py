@@ -151,7 +151,7 @@ class RankOnDevice:
     def build(cls, config: Config, platform: Platform) -> RankOnDevice:
         """In the default process group."""
         trainer, watch = drawn_trainer(config, platform, check=False), _Phases(platform)
-        trainer.runner.interpreter.watch = watch
+        trainer.runner.watch, trainer.runner.optimizer = watch, None  # Sums are a phase of their own.
         batch = assumed_step(trainer)
         if platform.is_cuda:
             # As the loader leaves it.
@@ -172,7 +172,7 @@ class RankOnDevice:
         start = time.perf_counter()
         with self.watch.part("zero gradients"):
             trainer.optimizer.zero_grad()
-        loss = trainer.runner.interpreter.run(trainer.job.schedule, self._load).loss
+        loss = trainer.runner.run(trainer.job.schedule, self._load).loss
         issued = time.perf_counter() - start
         with self.watch.part("gradient sums"):
             trainer.optimizer.reduce(loss, loss_counts_here=trainer.counts_loss).read()

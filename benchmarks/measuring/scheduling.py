@@ -58,7 +58,7 @@ class ScheduleBench:
         run = build_run(load_config(run_flags(folder, vision, text, samples)), platform)
         self.trainer = trainer = run.trainer
         self.watch = ActionWatch(platform, [module.name for module in trainer.job.schedule.encoders])
-        trainer.runner.interpreter.watch = self.watch
+        trainer.runner.watch = self.watch
         layouts, micro_batches = trainer.topology.layouts, trainer.job.schedule.micro_batches
         self._schedules = {name: build_schedule(layouts, micro_batches, chosen) for name, chosen in settings.items()}
         self._batches = {}

@@ -5,7 +5,7 @@ recomputed layers save their input, and the rest during their own backward pass.
 (`models.layers.offload`) two neighbouring layers are on the device at a time; tensors too small to copy, rotary tables
 and received inputs stay there.
 
-What each action allocates and frees, as `step.interpreter` executes it:
+What each action allocates and frees, as `step.execution` executes it:
 
     irecv      hidden states of a neighbouring stage, or their gradients
     finish F   the token embedding, on the first text stage; freed by its forward

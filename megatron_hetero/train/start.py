@@ -27,7 +27,7 @@ from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.joint import JointOptimizer
-from megatron_hetero.step.module import ModuleOptimizer, TrainedModule, gathered_stages
+from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.optimizer import build_shard_optimizer
 from megatron_hetero.train.inputs import Inputs
 from megatron_hetero.train.log import MetricsWriter, Writer
@@ -112,8 +112,7 @@ def on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleO
     found = {}
     for module in modules:
         stages, row = dict(zip(module.stages, module.chunks, strict=True)), job.modules[module.name]
-        gathered = gathered_stages(each for each in modules if each.name == module.name)
-        found[module.name] = ModuleOnRank(stages, row.role == TEXT and 0 in stages, row.passes_gradients, gathered)
+        found[module.name] = ModuleOnRank(stages, row.role == TEXT and 0 in stages, row.passes_gradients)
     return found
 
 

@@ -20,16 +20,16 @@ from megatron_hetero.data.packing import bad_counts
 from megatron_hetero.groups.collective import on_every
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.algorithms import learning_rate
+from megatron_hetero.step.execution import SUMS
 from megatron_hetero.step.gradients import GradientSummary, clip_factor, require_finite
 from megatron_hetero.step.joint import JointOptimizer
-from megatron_hetero.step.runner import SUMS, Runner
+from megatron_hetero.step.runner import Runner
 from megatron_hetero.train.measures import StepProfiler, peak_flops, step_flops, take_loads
 from megatron_hetero.train.metrics import StepFigures, StepMetrics
 
@@ -48,11 +48,6 @@ class Trainer:
     optimizer: JointOptimizer
     runner: Runner
     profiler: StepProfiler
-
-    @property
-    def watch(self) -> Stopwatch:
-        """Measures the parts of a step."""
-        return self.runner.interpreter.watch
 
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
         """Run forward, backward, and update; nothing is updated where all samples were left out. `waited`: seconds that
@@ -86,7 +81,7 @@ class Trainer:
         summary = self._summed(result)
         self._refuse_faults(step, summary)
         # Whoever has read the summary has waited for all that was measured.
-        laps = self.watch.read()
+        laps = self.runner.watch.read()
         norm = summary.norm / batch.supervised
         factor = clip_factor(norm, self.job.config.optimizer.clip_grad) / batch.supervised
         with self.watched(f"the update of step {step}"):

@@ -104,7 +104,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         usage, before = gpu.usage, gpu.usage.live
         trainer = drawn_trainer(config, Platform(GPU, FAKE, FAKE))
         phases: Any = _Phases(trainer.topology.platform, gpu, trainer.topology.watchdog)
-        trainer.runner.interpreter.watch = trainer.runner.interpreter.watchdog = phases
+        trainer.runner.watch = trainer.runner.watchdog = phases
         trainer = replace(trainer, topology=replace(trainer.topology, watchdog=phases))
         batch = assumed_step(trainer)
         with gpu.during(BEFORE), _apart(gpu):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -31,9 +31,9 @@ from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.models.layers import offload as activations
 from megatron_hetero.models.layers.dispatch import Dispatch
 from megatron_hetero.schedule import gathering
-from megatron_hetero.schedule.contract import StepResult
+from megatron_hetero.schedule.contract import InParts
 from megatron_hetero.step.buffers import Replicated
-from megatron_hetero.step.interpreter import StepExecution
+from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.train.trainer import Trainer
 from pretrain_vlm import build_run
 from tests.support.folders import ModelChoice, write_data, write_model
@@ -229,7 +229,7 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     trainer = run.trainer
     step, live = assumed_step(trainer), _LiveActivations(trainer)
-    pools = [_count_buffers(communicator) for communicator in trainer.runner.interpreter.communicators.values()]
+    pools = [_count_buffers(communicator) for communicator in trainer.runner.communicators.values()]
     with live:
         trainer.train_step(1, step)
     expected = dict(zip(KINDS, estimate.memory[rank].tolist(), strict=True))
@@ -250,14 +250,7 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     assert -8 <= expected["boundary"] - sum(pool.peak for pool in pools) <= 0.03 * sum(expected.values())
     for module in trainer.optimizer.modules:
         stages = [chunk.stage for chunk in module.chunks]
-        found = parameters_of(
-            module.name,
-            trainer.job.shapes,
-            module.holders.size(),
-            stages,
-            trainer.job.frozen.tensors,
-            module.view.name,
-        )
+        found = parameters_of(trainer.job.modules[module.name], module.holders.size(), stages, module.view.name)
         assert [p.name for p in found] == list(module.parameters)
         assert sum(p.elements for p in found) == sum(p.numel() for p in module.parameters.values())
     for boundary in estimate.boundaries:
@@ -352,7 +345,7 @@ class _SavedTensor:
 
 class _LiveActivations:
     """Tracks the peak bytes on this rank of what autograd saves, without parameters, of where tokens go to experts, and
-    of the interpreter's hidden states and rows. Each storage counts once.
+    of the hidden states and rows of micro-batches. Each storage counts once.
     """
 
     def __init__(self, trainer: Trainer):
@@ -368,36 +361,25 @@ class _LiveActivations:
         self.copying = mock.patch.object(activations, "SavedStorage", partial(_CountedCopy, self))
         self.moves = list[ref[Tensor]]()
         self.dispatching = mock.patch.object(Dispatch, "of", partial(self._dispatch, Dispatch.of))
-        trainer.runner.interpreter.watch = _Sampler(trainer.topology.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
-        trainer.runner.interpreter.run = partial(self._execute, trainer)
+        trainer.runner.watch = _Sampler(trainer.topology.platform, self)
+        self.executing = mock.patch("megatron_hetero.step.runner.StepExecution", self._execute)
 
     def __enter__(self) -> Self:
         self.hooks.__enter__()
         self.copying.start()
         self.dispatching.start()
+        self.executing.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.executing.stop()
         self.dispatching.stop()
         self.copying.stop()
         self.hooks.__exit__(*error)
 
-    def _execute(
-        self,
-        trainer: Trainer,
-        schedule: Any,
-        load: Any,
-        after_backward: Callable[[str], None] | None = None,
-        before_last: Callable[[str, int], None] | None = None,
-    ) -> StepResult:
-        self.execution = StepExecution(
-            trainer.runner.interpreter,
-            schedule,
-            load,
-            after_backward or (lambda _: None),
-            before_last or (lambda *_: None),
-        )
-        return self.execution.run()
+    def _execute(self, *args: Any) -> StepExecution:
+        self.execution = StepExecution(*args)
+        return self.execution
 
     def _dispatch(self, of: Callable[..., Dispatch], *args: Any) -> Dispatch:
         found = of(*args)
@@ -428,24 +410,17 @@ class _LiveActivations:
 
     def _held(self) -> Iterator[Tensor]:
         yield from (moved for each in self.moves if (moved := each()) is not None)
-        execution = self.execution
-        if execution is None:
-            return
-        for of_kind in (
-            execution.inputs,
-            *execution.outputs.values(),
-            *execution.called.values(),
-            execution.received,
-            execution.embedded,
-            execution.row_grads,
-        ):
-            yield from of_kind.values()
-        for given, _ in execution.in_parts.values():
+        live = [] if self.execution is None else self.execution.live.values()
+        for activation in chain.from_iterable(micro_batch.stages.values() for micro_batch in live):
+            yield from (t for t in (activation.hidden, activation.embedded) if t is not None)
+            for named in (activation.outputs, activation.called, activation.received, activation.row_grads):
+                yield from named.values()
+            yield from (buffer for buffer, _ in activation.receives.values())
+            given, _ = activation.in_parts or (InParts(()), None)
             yield from (part.patches for part in given.parts if part.patches is not None)
-        for rows in execution.rows.values():
+        for rows in chain.from_iterable(micro_batch.rows.values() for micro_batch in live):
             yield from (t for leaf in rows.leaves.values() for t in (leaf, leaf.grad) if t is not None)
-        yield from (buffer for buffer, _ in execution.receives.values())
-        for crossing in execution.crossings.values():
+        for crossing in chain.from_iterable(micro_batch.crossings.values() for micro_batch in live):
             if crossing._wire_dtype == crossing._dtype:
                 yield crossing._output
             phases: Any = crossing._phases

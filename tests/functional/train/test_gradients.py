@@ -130,19 +130,20 @@ def _before_last_backward(run: Run, edit: Callable[[str], None], loss_too: float
     """Let `edit(module)` change gradients before the last backward pass, in which sums over ranks begin; add
     `loss_too`.
     """
-    real = run.trainer.runner.interpreter.run
+    real_run, real_expect = run.trainer.runner.run, run.trainer.optimizer.expect
 
-    def edited(
-        schedule: Schedule, load: Any, after: Callable[[str], None], before: Callable[[str, int], None]
-    ) -> StepResult:
-        def before_last(module: str, stage: int) -> None:
-            edit(module)
-            before(module, stage)
-
-        result = real(schedule, load, after, before_last)
+    def with_loss(schedule: Schedule, load: Any) -> StepResult:
+        result = real_run(schedule, load)
         return replace(result, loss=result.loss + loss_too)
 
-    with mock.patch.object(run.trainer.runner.interpreter, "run", edited):
+    def expect(module: str, stage: int) -> None:
+        edit(module)
+        real_expect(module, stage)
+
+    with (
+        mock.patch.object(run.trainer.runner, "run", with_loss),
+        mock.patch.object(run.trainer.optimizer, "expect", expect),
+    ):
         yield
 
 
@@ -204,8 +205,8 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
     with mock.patch.object(gathering, "BUCKET", 1000):
         run, order = jobs.build(flags), list[str]()
     if not overlaps:
-        run.trainer.runner._optimizer = None
-    real_part, real_start = run.trainer.runner.interpreter.watch.part, BucketSums._start
+        run.trainer.runner.optimizer = None
+    real_part, real_start = run.trainer.runner.watch.part, BucketSums._start
 
     @contextmanager
     def part(name: str, label: str = "") -> Iterator[None]:
@@ -220,10 +221,7 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
         real_start(sums, place)
 
     _, batch, _ = next(iter(run.batches()))
-    with (
-        mock.patch.object(run.trainer.runner.interpreter.watch, "part", part),
-        mock.patch.object(BucketSums, "_start", start),
-    ):
+    with mock.patch.object(run.trainer.runner.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
         summary = run.trainer.gradients(batch)
     return order, jobs.gradient(run), summary.norm
 
@@ -236,7 +234,7 @@ def test_a_trace_shows_sums_within_the_backward_pass(overlaps: bool, flags: list
     with mock.patch.object(gathering, "BUCKET", 1000):
         run = jobs.build(flags)
     if not overlaps:
-        run.trainer.runner._optimizer = None
+        run.trainer.runner.optimizer = None
     _, batch, _ = next(iter(run.batches()))
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         run.trainer.gradients(batch)

@@ -74,7 +74,7 @@ def _batch(operations: list[dist.P2POp]) -> list[Any]:
 
 
 def _follow_actions(client: Client) -> None:
-    """Know what the interpreter does, which it tells its watchdog."""
+    """Know what the runner does, which it tells its watchdog."""
     real = Watchdog.doing
 
     @contextlib.contextmanager
