@@ -85,9 +85,10 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: int) -> Tensor:
         gain = gain_of(weight, offset)
         if _has_kernels(x):
+            wide = x.to(gain.dtype)
             # The gradient is below; and a build for CPUs would decompose the operator above this level.
             with torch._C._AutoDispatchBelowAutograd():
-                out, scale = torch.ops.aten._fused_rms_norm(x.to(gain.dtype), gain.shape, gain, eps)
+                out, scale = torch.ops.aten._fused_rms_norm(wide, gain.shape, gain, eps)
             out = out.to(x.dtype)
         else:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
