@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 
+from megatron_hetero.base.environment import prepare_traces
 from megatron_hetero.base.errors import UserError, os_errors_as, reason
 from megatron_hetero.base.files import open_regular
 from megatron_hetero.checkpoint.record import ModelSources, hashes
@@ -29,6 +30,7 @@ from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
+from megatron_hetero.train.log import unwritable
 
 PACKAGES = (
     "megatron_hetero",
@@ -81,6 +83,9 @@ def open_inputs(config: Config, platform: Platform, watchdog: Watchdog) -> tuple
     """Return the job and this rank's inputs, once all ranks have opened the same ones. Raises `UserError` on every
     rank.
     """
+    if platform.is_cuda:  # Before the first collective.
+        with os_errors_as(partial(unwritable, config.log.dir)):
+            prepare_traces(config.log.dir / "nccl")
     opened: list[tuple[JobSpec, Inputs]] = []
     files: dict[str, str] = {}
 

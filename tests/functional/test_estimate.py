@@ -34,8 +34,8 @@ from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.contract import InParts
 from megatron_hetero.step.buffers import Replicated
 from megatron_hetero.step.execution import StepExecution
-from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
+from pretrain_vlm import build_run
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import long, thinned
 from tests.support.ranks import on_ranks
@@ -224,22 +224,23 @@ BUCKET = 20_000
 def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     rank, config = dist.get_rank(), load_config(flags_of(case, folders[case.family, case.tied]))
     with mock.patch.object(gathering, "BUCKET", BUCKET):
-        run = build_trainer(config, Platform(CPU, "gloo"))
+        run = build_run(config, Platform(CPU, "gloo"))
         estimate = Estimate.of(config, case.ranks, gpu=False)
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
-    step, live = assumed_step(run), _LiveActivations(run)
-    pools = [_count_buffers(communicator) for communicator in run.runner.communicators.values()]
+    trainer = run.trainer
+    step, live = assumed_step(trainer), _LiveActivations(trainer)
+    pools = [_count_buffers(communicator) for communicator in trainer.runner.communicators.values()]
     with live:
-        run.train_step(1, step)
+        trainer.train_step(1, step)
     expected = dict(zip(KINDS, estimate.memory[rank].tolist(), strict=True))
-    optimizers = list(run.optimizer.sharded.values())
-    weights = _bytes(m.data_parallel.weights(name) for m in run.modules for name in m.parameters)
+    optimizers = list(trainer.optimizer.sharded.values())
+    weights = _bytes(m.data_parallel.weights(name) for m in trainer.optimizer.modules for name in m.parameters)
     assert expected["weights"] == pytest.approx(weights, rel=0.05)
-    assert expected["gradients"] == pytest.approx(sum(map(_gradient_bytes, run.modules)), rel=0.05)
+    assert expected["gradients"] == pytest.approx(sum(map(_gradient_bytes, trainer.optimizer.modules)), rel=0.05)
     states, on_host = (sum(_optimizer_bytes(o, on_host=host) for o in optimizers) for host in (False, True))
     assert expected["optimizer"] == pytest.approx(states, rel=0.05)
     assert estimate.host_states[rank] == pytest.approx(on_host, rel=0.05)
-    on_host = sum(_offloaded_bytes(module) for module in run.modules if module.view == MAIN)
+    on_host = sum(_offloaded_bytes(module) for module in trainer.optimizer.modules if module.view == MAIN)
     layouts = estimate.job.layouts
     stays = [each.stays for (name, at), each in estimate.parameters.items() if rank in layouts[name].stage(at).ranks]
     assert max(stays, default=0) <= live.most_gathered <= expected["workspace"]
@@ -247,9 +248,10 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     assert estimate.host_activations[rank] == pytest.approx(on_host, rel=0.05)
     # A buffer for no rows takes a byte.
     assert -8 <= expected["boundary"] - sum(pool.peak for pool in pools) <= 0.03 * sum(expected.values())
-    for module in run.modules:
+    for module in trainer.optimizer.modules:
         stages = [chunk.stage for chunk in module.chunks]
-        found = parameters_of(run.job.modules[module.name], module.holders.size(), stages, module.view.name)
+        row = trainer.job.modules[module.name]
+        found = parameters_of(row, module.holders.size(), stages, module.view.name)
         assert [p.name for p in found] == list(module.parameters)
         assert sum(p.elements for p in found) == sum(p.numel() for p in module.parameters.values())
     for boundary in estimate.boundaries:
@@ -347,18 +349,20 @@ class _LiveActivations:
     of the hidden states and rows of micro-batches. Each storage counts once.
     """
 
-    def __init__(self, run: Trainer):
+    def __init__(self, trainer: Trainer):
         self.peak, self.saved, self.execution, self.most_gathered = 0, {}, None, 0
         self.copies = WeakSet[activations.SavedStorage]()
-        kept = [m.data_parallel.weights(name) for m in run.modules for name in m.parameters]
+        kept = [m.data_parallel.weights(name) for m in trainer.optimizer.modules for name in m.parameters]
         self.parameters = {t.untyped_storage().data_ptr() for t in kept}
-        parts = [part for m in run.modules if m.view == MAIN for chunk in m.chunks for part in chunk.modules()]
+        parts = [
+            part for m in trainer.optimizer.modules if m.view == MAIN for chunk in m.chunks for part in chunk.modules()
+        ]
         self.shared = [each for part in parts for group in fsdp_groups(part) for each in group.fsdp_params]
         self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         self.copying = mock.patch.object(activations, "SavedStorage", partial(_CountedCopy, self))
         self.moves = list[ref[Tensor]]()
         self.dispatching = mock.patch.object(Dispatch, "of", partial(self._dispatch, Dispatch.of))
-        run.runner.watch = _Sampler(run.platform, self)
+        trainer.runner.watch = _Sampler(trainer.topology.platform, self)
         self.executing = mock.patch("megatron_hetero.step.runner.StepExecution", self._execute)
 
     def __enter__(self) -> Self:

@@ -21,7 +21,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.registry import ENTRY_POINTS, FAMILIES, family_of
-from megatron_hetero.train.start import build_trainer
+from pretrain_vlm import build_run
 from tests.support.matrix import thinned
 from tests.support.pool import Pool, platform
 from tests.support.toy_family.family import TOY, known, write_data, write_model
@@ -71,10 +71,10 @@ def make_flags(folder: Path, tmp_path: Path) -> MakeFlags:
 def train(flags: list[str], target: Path) -> dict[str, Any]:
     """Train from where the run resumes, save, and export: losses, norms, and the exported weights on the first rank."""
     with known():
-        run, losses, norms = build_trainer(load_config(flags), platform()), [], []
+        run, losses, norms = build_run(load_config(flags), platform()), [], []
         with run.writer:
             for step, batch, _ in run.batches():
-                metrics = run.train_step(step, batch)
+                metrics = run.trainer.train_step(step, batch)
                 run.writer.write(metrics)
                 losses.append(metrics.loss)
                 norms.append(metrics.grad_norm)

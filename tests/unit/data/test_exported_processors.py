@@ -162,7 +162,7 @@ def test_pictures_and_videos_at_once(model: Path, tmp_path: Path, form: str) -> 
 
 def test_a_further_encoder_has_its_own_limits(model: Path, tmp_path: Path, pictures: list[Any]) -> None:
     detail = in_form(model, tmp_path / "detail", "one file")
-    limits = {"min_pixels": 20_000, "max_pixels": 70_000}
+    limits: dict[str, Any] = {"min_pixels": 20_000, "max_pixels": 70_000}
     config = {"modules": {"detail": {"hf_path": str(detail), **limits}}, "data": {}}
     changes = export_changes(ModelFolders.read(model), config, {"detail": detail})
     export = with_changes(detail, tmp_path / "export", changes["detail"])
