@@ -43,9 +43,7 @@ def saved_at_end(run: Run, request: StopRequest) -> Iterator[Ending]:
 
 
 class Ending:
-    """The end of a run. All methods are collective. `stopped`: the step after which it stops; None if training is
-    complete.
-    """
+    """The end of a run. Its methods are collective. `stopped`: the step after which it stops; None if it is trained."""
 
     def __init__(self, run: Run) -> None:
         self.stopped: int | None = None
@@ -78,14 +76,12 @@ class Ending:
     def report_stop(self) -> None:
         """Report that the run stops, if it did not fail."""
         if not self._problems:
-            step, command = self.stopped, self._command
-            self._run.writer.print(f"stopped after step {step}, as requested; {command} resumes from there")
+            done = f"stopped after step {self.stopped}, as requested"
+            self._run.writer.print(f"{done}; {self._command} resumes from there")
         self._add_faults()
 
     def export_and_finish(self) -> bool:
-        """Export the model if it is trained, and wait for all ranks. Returns whether it is. Raises `SharedError` if
-        anything went wrong.
-        """
+        """Export a trained model, and wait for all ranks. Returns whether it is trained. Raises `SharedError`."""
         trainer = self._run.trainer
         if self.stopped is None:
             with trainer.topology.watchdog.waiting(lambda: "the end of the run, with all other ranks,"):

@@ -97,7 +97,7 @@ class HeldOutEvaluation:
         with trainer.watched(f"the sums over ranks of the evaluation of {name} after step {step}"):
             total = float(trainer.all_gather([mine if trainer.counts_loss else 0.0]).sum())
             right, asked = exact_match(trainer.all_reduce(np.concatenate(counts, axis=1)))
-        trainer.watch.read()  # Discarded: these times are not part of the next step.
+        trainer.runner.watch.read()  # Discarded: these times are not part of the next step.
         return EvaluationMetrics(
             step=step,
             dataset=name,

@@ -20,7 +20,6 @@ from megatron_hetero.data.packing import bad_counts
 from megatron_hetero.groups.collective import on_every
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.names import TEXT
@@ -49,11 +48,6 @@ class Trainer:
     optimizer: JointOptimizer
     runner: Runner
     profiler: StepProfiler
-
-    @property
-    def watch(self) -> Stopwatch:
-        """Measures the parts of a step."""
-        return self.runner.watch
 
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
         """Run forward, backward, and update; nothing is updated where all samples were left out. `waited`: seconds that
@@ -87,7 +81,7 @@ class Trainer:
         summary = self._summed(result)
         self._refuse_faults(step, summary)
         # Whoever has read the summary has waited for all that was measured.
-        laps = self.watch.read()
+        laps = self.runner.watch.read()
         norm = summary.norm / batch.supervised
         factor = clip_factor(norm, self.job.config.optimizer.clip_grad) / batch.supervised
         with self.watched(f"the update of step {step}"):
@@ -151,7 +145,8 @@ class Trainer:
         of_all = own.unpack(self.all_gather(own.pack()).T.tolist())
         layers, layouts = self.job.shapes.text.architecture.layers_in(EXPERTS.name), self.topology.layouts
         loads = {number: max(load) for number, load in zip(layers, of_all.loads, strict=True)}
-        balanced = self.job.balance and batch.supervised
+        encoders, balanced = self.job.shapes.encoders, self.job.balance and batch.supervised
+        pieces = [(encoders[name], size) for name, sizes in batch.sizes.items() for size in sizes]
         rounds = [[run[rank] for rank in layouts[name].ranks] for name, runs in of_all.runs.items() for run in runs]
         return StepMetrics(
             step=step,
@@ -159,14 +154,14 @@ class Trainer:
             grad_norm=norm,
             lr=self._rate(step, self.job.config.optimizer.lr),
             tokens=batch.tokens,
-            images=sum(map(len, batch.sizes.values())),
+            images=len(pieces),
             step_time_s=0.0,
             peak_memory_bytes=int(max(of_all.memory)),
             skipped_samples=batch.skipped,
             boundary_time_s=sum(laps.get("boundary", [])),
             stopping=bool(max(of_all.stopping)),
             extra={
-                "patches": self._patches(batch),
+                "patches": sum(sum(shape.sequences(size)) for shape, size in pieces),
                 "supervised_tokens": batch.supervised,
                 **bad_counts(batch.bad),
                 "encoder_idle_share": idle_share(*rounds),
@@ -217,10 +212,6 @@ class Trainer:
             return {}
         packs = count * self.job.batch.replicas
         return {"budget_share": batch.tokens / (packs * budget.tokens), "micro_batches": count}
-
-    def _patches(self, batch: StepBatch) -> int:
-        encoders = self.job.shapes.encoders
-        return sum(sum(encoders[name].sequences(size)) for name, sizes in batch.sizes.items() for size in sizes)
 
     def on_any_rank(self, flag: object) -> bool:
         """Return whether `flag` is true on at least one rank; the same on each."""

@@ -250,8 +250,7 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     assert -8 <= expected["boundary"] - sum(pool.peak for pool in pools) <= 0.03 * sum(expected.values())
     for module in trainer.optimizer.modules:
         stages = [chunk.stage for chunk in module.chunks]
-        row = trainer.job.modules[module.name]
-        found = parameters_of(row, module.holders.size(), stages, module.view.name)
+        found = parameters_of(trainer.job.modules[module.name], module.holders.size(), stages, module.view.name)
         assert [p.name for p in found] == list(module.parameters)
         assert sum(p.elements for p in found) == sum(p.numel() for p in module.parameters.values())
     for boundary in estimate.boundaries:

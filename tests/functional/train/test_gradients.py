@@ -130,8 +130,7 @@ def _before_last_backward(run: Run, edit: Callable[[str], None], loss_too: float
     """Let `edit(module)` change gradients before the last backward pass, in which sums over ranks begin; add
     `loss_too`.
     """
-    trainer = run.trainer
-    real_run, real_expect = trainer.runner.run, trainer.optimizer.expect
+    real_run, real_expect = run.trainer.runner.run, run.trainer.optimizer.expect
 
     def with_loss(schedule: Schedule, load: Any) -> StepResult:
         result = real_run(schedule, load)
@@ -141,7 +140,10 @@ def _before_last_backward(run: Run, edit: Callable[[str], None], loss_too: float
         edit(module)
         real_expect(module, stage)
 
-    with mock.patch.object(trainer.runner, "run", with_loss), mock.patch.object(trainer.optimizer, "expect", expect):
+    with (
+        mock.patch.object(run.trainer.runner, "run", with_loss),
+        mock.patch.object(run.trainer.optimizer, "expect", expect),
+    ):
         yield
 
 
@@ -219,10 +221,7 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
         real_start(sums, place)
 
     _, batch, _ = next(iter(run.batches()))
-    with (
-        mock.patch.object(run.trainer.runner.watch, "part", part),
-        mock.patch.object(BucketSums, "_start", start),
-    ):
+    with mock.patch.object(run.trainer.runner.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
         summary = run.trainer.gradients(batch)
     return order, jobs.gradient(run), summary.norm
 
