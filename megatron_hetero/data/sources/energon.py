@@ -90,11 +90,21 @@ class EnergonTars(TarFiles):
         """See `Format.scan`."""
         shard, whole = self.shards[file.name], int(file.version()[1])
         members = tar_members(file, whole) if self.index is None else _indexed(self.index, file, whole, shard.number)
-        samples = yield from collect(file, whole, columns, members, shard.excluded)
+        excluded, left_out = {key.encode("utf-8", "backslashreplace") for key in shard.excluded}, set[bytes]()
+
+        def wanted() -> Iterator[Member]:
+            for member in members:
+                if member.key in excluded:
+                    left_out.add(member.key)
+                else:
+                    yield member
+
+        yield from collect(file, whole, columns, wanted())
+        samples = len(columns["key_ends"]) + len(left_out)
         if samples != shard.samples:
             expected, because = str(shard.samples), "`.info.json` or `.info.yaml` says so"
             raise UserError.at(file, found=f"{samples} samples", expected=expected, because=because, fix=_PREPARE)
-        if samples - len(columns["key_ends"]) < len(shard.excluded):
+        if len(left_out) < len(shard.excluded):
             problem = f"it does not have all of its excluded samples ({listed(shard.excluded)})"
             raise UserError.at(file, problem=problem, fix="correct `exclude` of split.yaml, TAR or TAR/KEY")
 

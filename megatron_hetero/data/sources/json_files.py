@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -17,7 +18,7 @@ import numpy as np
 
 from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
+from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
 
 BOM = b"\xef\xbb\xbf"
 """Byte order mark, which some programs write before a text."""
@@ -111,7 +112,7 @@ def _first_character(file: BinaryIO) -> bytes:
 
 
 def _scan_lines(opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
-    starts, sizes, lines = (integers(columns, name) for name in ("starts", "sizes", "lines"))
+    columns["starts"], columns["sizes"], columns["lines"] = starts, sizes, lines = array("q"), array("q"), array("q")
     end = 0
     # One byte more than a record may have: the rest of such a line is passed over.
     for line, raw in enumerate(iter(lambda: opened.readline(MOST_TEXT_BYTES + 1), b""), start=1):
@@ -130,7 +131,7 @@ def _scan_lines(opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Plac
 
 
 def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
-    starts, sizes = integers(columns, "starts"), integers(columns, "sizes")
+    columns["starts"], columns["sizes"] = starts, sizes = array("q"), array("q")
     opened.seek(0)
     # Elements refer to the file's own pages.
     data: Any = opened.read() if is_url(file.name) else mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)

@@ -10,6 +10,7 @@ import contextlib
 import io
 import re
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,7 @@ import numpy as np
 from megatron_hetero.base.contents import InMemory, StoredFile, Version
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.data.keys import FORMS, REFUSED
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
+from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
 from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import keys_of, known_fields
 from megatron_hetero.data.sources.parquet_pages import decoded
@@ -132,7 +133,7 @@ class ParquetFiles:
     def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
         """See `Format.scan`. Reads the footer alone."""
         footer = self._footer(file)
-        integers(columns, "groups").extend(footer.starts[:-1].tolist())
+        columns["groups"] = array("q", footer.starts[:-1].tolist())
         for group in map(footer.group, range(footer.groups)):
             size = sum(group.size(column.leaves) for column in footer.columns)
             if group.rows > MOST_GROUP_ROWS or not 0 <= size <= MOST_GROUP_BYTES:

@@ -103,7 +103,7 @@ def _regular_members(
         start = at + BLOCK
         at = start if kind == _FOLDER else start + -(-size // BLOCK) * BLOCK
         if size > whole - start:
-            problem, because = f"ends within member {_quoted(name)}", "it has been cut"
+            problem, because = f"ends within member {quoted_name(name)}", "it has been cut"
             raise UserError.at(file, problem=problem, because=because, fix="copy or pack it again")
         if is_extended and size <= MOST_EXTENDED_BYTES:
             found = _extended(kind, read(start, size))
@@ -116,7 +116,7 @@ def _regular_members(
             if not name.endswith(b"/"):
                 yield name, start, size
         elif kind != _FOLDER:
-            problem = f"member {_quoted(name)} is {_REFUSED.get(kind, f'of type {_quoted(kind)}')}"
+            problem = f"member {quoted_name(name)} is {_REFUSED.get(kind, f'of type {quoted_name(kind)}')}"
             fix = "pack the samples anew, for example with tar --dereference --hard-dereference"
             raise UserError.at(file, problem=problem, because="members of samples are regular files", fix=fix)
     behind = read(at, _MOST_BEHIND)
@@ -214,7 +214,7 @@ def _key_and_part(name: bytes, file: StoredFile) -> tuple[bytes, bytes] | None:
     stem, dot, part = last.partition(b".")
     if name[:1] == b"/" or (b".." in name and b".." in name.split(b"/")):
         expected, fix = "names inside the archive", "pack the samples with relative names"
-        raise UserError.at(file, found=f"a member {_quoted(name)}", expected=expected, fix=fix)
+        raise UserError.at(file, found=f"a member {quoted_name(name)}", expected=expected, fix=fix)
     root = name.partition(b"/")[0]
     is_meta = root.startswith(b"__") and root.endswith(b"__") and len(root) > 3
     return None if is_meta or not stem or not dot else (folder + slash + stem, part)
@@ -233,5 +233,6 @@ def _damaged(file: StoredFile, at: int) -> UserError:
     return UserError.at(file, problem=f"damaged header at byte {at}", fix="copy or pack the file again")
 
 
-def _quoted(name: bytes) -> str:
+def quoted_name(name: bytes) -> str:
+    """A name for a message."""
     return quoted(name.decode("utf-8", "backslashreplace"))
