@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from megatron_hetero.data.balance import assign, assign_in_order, cut_calls, loa
 from megatron_hetero.data.dealing import PackShape
 from megatron_hetero.data.encoder_shards import EncoderShards, EncoderShare
 from megatron_hetero.data.token_shards import TokenShards, TokenShare
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import TEXT
@@ -118,6 +119,21 @@ class StepPartitioner:
     balance: Balance = "replica"
     runs: CallRuns | None = None
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @classmethod
+    def of(cls, job: JobSpec, rank: int) -> Self:
+        """The partitioner of a rank of a job."""
+        return cls(
+            job.shapes.encoders,
+            job.layouts,
+            job.sequence_parallel,
+            rank,
+            job.row_bytes,
+            job.edges,
+            job.config.data.balance,
+            job.encoder_calls,
+            job.patch_limits,
+        )
 
     def __post_init__(self) -> None:
         self.text = self.layouts[TEXT]
