@@ -20,9 +20,6 @@ from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, is_header_of, quoted_name, tar_members
 from megatron_hetero.data.sources.tar_records import TEXTS, decoded, with_defaults
 
-MOST_PARTS = 4096
-"""Limit of the parts of a sample."""
-
 _BEFORE = 16 * BLOCK
 """Bytes that extended headers are looked for in."""
 _NEAR = 1 << 17
@@ -138,7 +135,7 @@ def collect(file: StoredFile, whole: int, columns: Columns, members: Iterable[Me
     """Yield the places of samples in a file of `whole` bytes, in the order of their first parts, and fill the columns.
 
     Raises:
-        UserError: a sample has a part twice, or too many.
+        UserError: a sample has a part twice.
     """
     keys, names, spelled = dict[bytes, int](), dict[bytes, int](), dict[bytes, int]()
     owners, parts, starts, sizes = (array("q") for _ in range(4))
@@ -159,28 +156,20 @@ def collect(file: StoredFile, whole: int, columns: Columns, members: Iterable[Me
     if keys:
         yield Place(size, end / whole)
     samples, named = np.frombuffer(owners, np.int64), np.frombuffer(parts, np.int64)
-    counts = np.bincount(samples, minlength=len(keys))
-    _require_distinct(file, list(keys), list(names), counts, samples * len(names) + named)
+    _require_distinct(file, list(keys), list(names), samples * len(names) + named)
     if np.any(samples[1:] < samples[:-1]):  # Bring the parts of each sample together.
         order = np.argsort(samples, kind="stable")
         parts, starts, sizes = (
             array("q", np.frombuffer(each, np.int64)[order].tobytes()) for each in (parts, starts, sizes)
         )
     columns |= {"parts": parts, "starts": starts, "sizes": sizes}
-    columns["part_ends"] = array("q", np.cumsum(counts, dtype=np.int64).tobytes())
+    columns["part_ends"] = array("q", np.cumsum(np.bincount(samples, minlength=len(keys)), dtype=np.int64).tobytes())
     columns["keys"], columns["key_ends"] = bytearray().join(keys), array("q", accumulate(map(len, keys)))
     columns["names"], columns["name_ends"] = bytearray().join(names), array("q", accumulate(map(len, names)))
 
 
-def _require_distinct(
-    file: StoredFile, keys: Sequence[bytes], names: Sequence[bytes], counts: np.ndarray, codes: np.ndarray
-) -> None:
-    """Check the `counts` of parts by sample, and their `codes`, which are equal for one name in one sample."""
-    if len(counts) and counts.max() > MOST_PARTS:
-        where, found = f"{file}: {quoted_name(keys[int(counts.argmax())])}", f"{counts.max()} parts of one sample"
-        because = "the key of a sample ends at the first dot of a member's name"
-        fix = "name the members without other dots, such as 0001.jpg"
-        raise UserError.at(where, found=found, expected=f"at most {MOST_PARTS}", because=because, fix=fix)
+def _require_distinct(file: StoredFile, keys: Sequence[bytes], names: Sequence[bytes], codes: np.ndarray) -> None:
+    """Check the `codes` of parts, which are equal for one name in one sample. Raises `UserError`."""
     codes.sort()
     twice = codes[1:][codes[1:] == codes[:-1]]
     if len(twice):

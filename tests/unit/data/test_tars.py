@@ -223,7 +223,6 @@ BAD = {
     "outside": (pack([("x/../../b.txt", "x")]), r"a member 'x/\.\./\.\./b.txt', expected names inside"),
     "absolute": (pack([("/b.txt", "x")]), "a member '/b.txt'"),
     "twice": (pack([("a.jpg", "x"), ("b.jpg", ""), ("a.JPG", "y")]), "'a': part 'jpg' given twice"),
-    "dots": (pack([(f"www.a.b.{k}.jpg", "") for k in range(4097)]), "'www': found 4097 parts.*first dot"),
     "negative size": (pack([("a.txt", "x")], pax_headers={"size": "-1"}), "damaged header at byte 1024"),
     "endless size": (pack([("a.txt", "x")], pax_headers={"size": "9" * 5000}), "damaged header"),
     "large size": (pack([("a.txt", "x")], pax_headers={"size": "9" * 15}), "ends within member 'a.txt'"),
