@@ -152,22 +152,22 @@ def prepare_traces(folder: Path, environ: MutableMapping[str, str] = os.environ)
         environ[_TRACES[0]] = str(folder / "rank")
 
 
-def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> Path | None:
+def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> str:
     """Dump the flight recorder of this rank's NCCL operations, for `torch.distributed.flight_recorder`.
 
-    Returns the file; None without NCCL, without a path, or if writing fails: the caller has an error to report anyway.
+    Returns a note with the file's path; empty without NCCL, without a path, or if writing fails: the caller has an
+    error to report anyway.
     """
     prefix = next((environ[name] for name in _TRACES if name in environ), None)
     torch = sys.modules.get("torch")
     if prefix is None or torch is None or not _cuda_is_initialized():
-        return None
+        return ""
     try:
-        path = Path(f"{prefix}{rank}")
-        with replacing(path) as new:
+        with replacing(path := Path(f"{prefix}{rank}")) as new:
             new.write_bytes(torch._C._distributed_c10d._dump_nccl_trace())
     except (AttributeError, OSError, RuntimeError):
-        return None
-    return path
+        return ""
+    return f"rank {rank}: wrote its last NCCL operations to {path}"
 
 
 def _cuda_is_initialized() -> bool:

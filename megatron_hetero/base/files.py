@@ -158,14 +158,6 @@ def in_the_way(folder: Path, error: OSError) -> str:
     return reason(error)
 
 
-def try_to_write(folder: Path) -> None:
-    """Check that `folder`, which is created if necessary, can be written. Raises `OSError`."""
-    probe = folder / f".probe-{secrets.token_hex(8)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    probe.mkdir()
-    probe.rmdir()
-
-
 MOST_JSON_BYTES = 4 * 2**20
 """Default limit on JSON objects: larger than any configuration."""
 RESTORE = "restore the file as its model was published or saved"

@@ -59,11 +59,8 @@ def by_name(given: Sequence[tuple[str, Path]]) -> dict[str, Path]:
 def progress() -> Iterator[Advance]:
     """A progress bar on a terminal; elsewhere nothing is printed."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda what, done, total: None
-        return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as shown:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         tasks = {}
 
         def advance(what: str, done: int, total: int) -> None:

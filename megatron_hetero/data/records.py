@@ -14,20 +14,24 @@ import msgspec
 import numpy as np
 
 from megatron_hetero.base.contents import Content as FileContent
-from megatron_hetero.base.contents import StoredFile
+from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.base.errors import UserError, blaming, printable, quoted, reason
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
 from megatron_hetero.data.keys import MOST_NAMES
+from megatron_hetero.data.sources.formats import Opened
 from megatron_hetero.data.sources.index import Blocks, Indexer
+from megatron_hetero.data.sources.json_files import JsonFiles
 from megatron_hetero.data.sources.mapping import FieldMap
-from megatron_hetero.data.sources.opening import open_files
 from megatron_hetero.data.sources.parquet import ParquetFiles
+from megatron_hetero.data.sources.patterns import files_of
 from megatron_hetero.data.sources.tar_records import TEXTS
 from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES, Parsed, split_at_placeholders, validate_record
 from megatron_hetero.models.items.types import Header, Item, ItemReader
+
+_SUFFIXES = {".parquet": "parquet", ".tar": "webdataset"}
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class Dataset(Sequence[Record]):
                 problem=f"{entry.images} is not a readable folder",
                 fix="correct the path, or remove `images` for data without images in it",
             )
-        self._format, files, own = open_files(entry, setting, [field.name for field in reading.fields])
+        self._format, files, own = _open_files(entry, setting, [field.name for field in reading.fields])
         self._map = FieldMap.parse(entry.fields or own, reading.fields, f"{setting}.fields")
         self._mapped = {".".join(path[:n]) for _, path in self._map.paths for n in range(1, len(path) + 1)}
         scan, strict = reading.readers is not None, reading.strict
@@ -258,6 +262,26 @@ class Dataset(Sequence[Record]):
                 return turn.role, text
         parts = [part if isinstance(part, str) else (part.key,) for part in turn.parts]
         return turn.role, parts, turn.supervised, turn.further
+
+
+def _open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Opened:
+    """Finds the files of the data set of a `setting`. `items`: fields that items may be in. Raises `UserError`."""
+    if entry.annotations is not None:
+        return JsonFiles(), (StoredFile(str(entry.annotations)),), {}
+    pattern, chosen = entry.files or "", entry.format
+    if chosen == "auto":
+        is_folder = not is_url(pattern) and Path(pattern).is_dir()
+        chosen = "energon" if is_folder else _SUFFIXES.get(Path(pattern).suffix.lower(), "json")
+    if chosen == "energon":
+        from megatron_hetero.data.sources.energon import open_energon  # Some builds of Python have no SQLite.
+
+        return open_energon(Path(pattern), entry, f"{setting}.files")
+    format = JsonFiles()
+    if chosen == "parquet":
+        format = ParquetFiles(entry.fields, items)
+    elif chosen == "webdataset":
+        format = TarFiles(bool(entry.fields))
+    return format, files_of(pattern, f"{setting}.files"), {}
 
 
 def _stamp(item: Item) -> int:

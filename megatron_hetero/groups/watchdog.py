@@ -33,8 +33,6 @@ time, and not again after it has returned True.
 """
 Clock = Callable[[], Mark]
 """Marks the work that the calling thread has issued to a device so far."""
-MAX_ISSUED = 1024
-"""The most actions tracked on the device. Its launch queue holds no more, so the host is rarely further ahead."""
 EXIT_TIMEOUT_S = 30.0
 """Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
 
@@ -132,7 +130,7 @@ class Watchdog:
         self._shortest_s, self._clock = self.timeout_s, clock
         self._on_exit, self._peers = on_exit, peers
         self._current: _Activity | None = None
-        # Actions whose work has been issued to the device. One thread appends, another pops from the front.
+        # Actions whose work has been issued to the device, whose queue bounds them. One thread appends, another pops.
         self._issued: deque[tuple[_Activity, Mark]] = deque()
         self._device_idle_since = self._heard = self._resumed = time.monotonic()
         self._lock, self._at_work, self._worked = threading.Lock(), 0, -math.inf
@@ -147,7 +145,7 @@ class Watchdog:
     def of_world(cls, timeout_s: float, platform: Platform, setting: str = "timeout_s") -> Watchdog:
         """The watchdog of this rank of the default process group. `setting`: what users call `timeout_s`."""
         rank = dist.get_rank()
-        return cls(timeout_s, rank, clock_of(platform.device), partial(_traced, rank), Peers.of_world(), setting)
+        return cls(timeout_s, rank, clock_of(platform.device), partial(write_trace, rank), Peers.of_world(), setting)
 
     def doing(
         self, described: Callable[[], str], timeout_s: float | None = None
@@ -174,9 +172,8 @@ class Watchdog:
             # The inner activity counts as progress of the outer one.
             self._resumed = time.monotonic()
             self._current = outer and outer._replace(began=self._resumed)
-        # If the queue is full, the time of the action counts towards the next one that fits.
         clock = self._clock
-        if clock is not None and own.limit_s < math.inf and not patient and len(self._issued) < MAX_ISSUED:
+        if clock is not None and own.limit_s < math.inf and not patient:
             self._issued.append((own, clock()))
 
     @contextlib.contextmanager
@@ -306,9 +303,3 @@ def watched(call: Callable[P, T], *, patient: bool = False) -> Callable[P, T]:
             return call(*args, **kwargs)
 
     return run
-
-
-def _traced(rank: int) -> str:
-    """Write the last NCCL operations of this rank to a file. Returns a note with its path; empty without NCCL."""
-    path = write_trace(rank)
-    return "" if path is None else f"rank {rank}: wrote its last NCCL operations to {path}"

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Union
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, Union
 from safetensors import SafetensorError
 
 from megatron_hetero.base.errors import UserError, listed, os_errors_as, reason
-from megatron_hetero.base.files import read_bytes, read_object, shown, try_to_write
+from megatron_hetero.base.files import read_bytes, read_object, shown
 from megatron_hetero.base.lock import alone
 from megatron_hetero.base.outputs import lock_of, mark, new_beside, remove_leftovers, remove_marked, what_would_be_lost
 
@@ -208,7 +209,8 @@ def require_writable(folder: Path) -> None:
         fix = f"choose a folder inside it, such as {folder / 'model'} (of a run export.hf_dir)"
         raise UserError.at(folder, found="a mount point", expected=expected, because=why, fix=fix)
     with os_errors_as(lambda error: _unwritable(folder, reason(error))):
-        try_to_write(folder.parent)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(prefix=".probe-", dir=folder.parent).cleanup()
     _require_replaceable(folder)
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import kind
 from megatron_hetero.data.sources.formats import Columns, Opened, Place
 from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.mapping import value_at
 from megatron_hetero.data.sources.patterns import MOST_NAME, with_braces_expanded
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, require_tar, tar_members
 from megatron_hetero.data.sources.tar_records import decoded_json, form_of
@@ -90,18 +91,28 @@ class EnergonTars(TarFiles):
         """See `Format.scan`."""
         shard, whole = self.shards[file.name], int(file.version()[1])
         members = tar_members(file, whole) if self.index is None else _indexed(self.index, file, whole, shard.number)
-        samples = yield from collect(file, whole, columns, members, shard.excluded)
+        excluded, left_out = {key.encode("utf-8", "backslashreplace") for key in shard.excluded}, set[bytes]()
+
+        def wanted() -> Iterator[Member]:
+            for member in members:
+                if member.key in excluded:
+                    left_out.add(member.key)
+                else:
+                    yield member
+
+        yield from collect(file, whole, columns, wanted())
+        samples = len(columns["key_ends"]) + len(left_out)
         if samples != shard.samples:
             expected, because = str(shard.samples), "`.info.json` or `.info.yaml` says so"
             raise UserError.at(file, found=f"{samples} samples", expected=expected, because=because, fix=_PREPARE)
-        if samples - len(columns["key_ends"]) < len(shard.excluded):
+        if len(left_out) < len(shard.excluded):
             problem = f"it does not have all of its excluded samples ({listed(shard.excluded)})"
             raise UserError.at(file, problem=problem, fix="correct `exclude` of split.yaml, TAR or TAR/KEY")
 
     def _record(self, parts: dict[str, Any], where: str) -> dict[str, Any]:
         record, found = super()._record(parts, where), dict[str, Any]()
         for name, paths in self.paths.items():
-            value = next((value for path in paths if (value := _at(parts, path)) is not None), None)
+            value = next((value for path in paths if (value := value_at(parts, path)) is not None), None)
             if value is not None:
                 found[name] = value
             elif name not in _OPTIONAL:
@@ -338,16 +349,6 @@ def _parsed(text: Any, where: str, fix: str) -> Paths:
             fix = "pack each picture as a part, such as 0001.0.jpg and 0001.1.jpg; " + fix
             raise UserError.at(where, problem=f"part {quoted(part)} is never loaded", because=because, fix=fix)
     return paths
-
-
-def _at(value: Any, path: Sequence[str]) -> Any:
-    """The value at a path; None if there is none."""
-    for key in path:
-        if isinstance(value, list):
-            value = value[int(key)] if key.isdecimal() and len(key) < 10 and int(key) < len(value) else None
-        else:
-            value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 def _turns(value: Any, where: str) -> list[Any]:

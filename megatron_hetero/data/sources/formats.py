@@ -69,20 +69,6 @@ Opened: TypeAlias = tuple[Format, tuple[StoredFile, ...], Mapping[str, str]]
 """A format, files, and a mapping of fields that the files come with."""
 
 
-def integers(columns: Columns, name: str) -> array[int]:
-    """The column of integers of that name, new at first."""
-    column = columns.setdefault(name, array("q"))
-    assert isinstance(column, array), f"{name} is a column of integers"
-    return column
-
-
-def texts(columns: Columns, name: str) -> bytearray:
-    """The column of bytes of that name, new at first."""
-    column = columns.setdefault(name, bytearray())
-    assert isinstance(column, bytearray), f"{name} is a column of bytes"
-    return column
-
-
 def finished(column: array[int] | bytearray | None) -> np.ndarray:
     """The column as an array, int64 or uint8 [entries]; empty if there is none."""
     kind = np.uint8 if isinstance(column, bytearray) else np.int64

@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -345,13 +345,19 @@ class Indexer:
         with tempfile.TemporaryDirectory(prefix="index-") as folder:
             path = Path(folder) / "places"
             _write(path, places)
-            processes = Processes(StoredChecker(self, path), count, f"data.registry.{self.name}")
+            processes = Processes(self, count, f"data.registry.{self.name}")
             pool = ThreadPoolExecutor(count, "check")
             try:
-                yield from pool.map(lambda task: processes.call(f"data set {self.name!r}", "check", *task), tasks)
+                name = f"data set {self.name!r}"
+                yield from pool.map(lambda task: processes.call(name, "check_stored", path, *task), tasks)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
                 processes.close()
+
+    def check_stored(self, path: Path, file: int, numbers: range) -> Checked:
+        """See `check_records`. `path`: of the index with the places, which a process reads once."""
+        places = _read_once(path)
+        return self.check_records(places.files[file], places.columns(file), numbers)
 
     def check_records(self, file: StoredFile, columns: Arrays, numbers: range) -> Checked:
         """What is found in consecutive records of a file. Raises `UserError`."""
@@ -381,23 +387,6 @@ class Indexer:
 def _processors() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class StoredChecker:
-    """An indexer and the file of places that it checks. Can be pickled."""
-
-    def __init__(self, indexer: Indexer, path: Path) -> None:
-        self._indexer, self._path = indexer, path
-
-    @cached_property
-    def _places(self) -> Index:
-        places = _read(self._path)
-        assert places is not None, "the file is there as long as processes use it"
-        return places
-
-    def check(self, file: int, numbers: range) -> Checked:
-        """See `Indexer.check_records`."""
-        return self._indexer.check_records(self._places.files[file], self._places.columns(file), numbers)
 
 
 def _with_findings(places: Index, files: Sequence[int], found: Sequence[Checked], scanned: bool) -> Index:
@@ -430,10 +419,7 @@ def _joined(of_files: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_one_type(of_files: Sequence[np.ndarray]) -> np.ndarray:
-    filled = [entries for entries in of_files if len(entries)]
-    if not filled:
-        return np.zeros(0, np.int64)
-    return filled[0] if len(filled) == 1 else np.concatenate(filled)
+    return np.concatenate([entries for entries in of_files if len(entries)] or [np.zeros(0, np.int64)])
 
 
 # ----------------------------------------------------------------------------------------------------- the file
@@ -507,6 +493,13 @@ def _read(path: Path) -> Index | None:
         return found if _fits(found) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
+
+
+@lru_cache(maxsize=1)
+def _read_once(path: Path) -> Index:
+    places = _read(path)
+    assert places is not None, "the file is there as long as processes use it"
+    return places
 
 
 _AS_MANY = {"block_sizes": "blocks", "sizes": "starts", "parts": "starts", "item_ends": "records",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -17,20 +18,17 @@ import numpy as np
 
 from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
+from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
 
 BOM = b"\xef\xbb\xbf"
 """Byte order mark, which some programs write before a text."""
 MOST_TEXT_BYTES = 8 * 2**20
 """Limit of the text of a record."""
-MOST_DECODED_BYTES = 2**28
-"""Size of a list up to which Python's own decoder is asked what is wrong with it."""
 
 _FORMATS = "a JSON list of records, or JSONL with one record on each line"
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _OPENING, _BETWEEN = re.compile(rb"\s*\[\s*"), re.compile(rb"[\s,]*")
 _SPACE = re.compile(r"[\s,]*")
-_BYTE = re.compile(r" \(byte (\d+)\)")
 _CHUNK = 1 << 24
 
 
@@ -111,7 +109,7 @@ def _first_character(file: BinaryIO) -> bytes:
 
 
 def _scan_lines(opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
-    starts, sizes, lines = (integers(columns, name) for name in ("starts", "sizes", "lines"))
+    columns["starts"], columns["sizes"], columns["lines"] = starts, sizes, lines = array("q"), array("q"), array("q")
     end = 0
     # One byte more than a record may have: the rest of such a line is passed over.
     for line, raw in enumerate(iter(lambda: opened.readline(MOST_TEXT_BYTES + 1), b""), start=1):
@@ -130,7 +128,7 @@ def _scan_lines(opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Plac
 
 
 def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
-    starts, sizes = integers(columns, "starts"), integers(columns, "sizes")
+    columns["starts"], columns["sizes"] = starts, sizes = array("q"), array("q")
     opened.seek(0)
     # Elements refer to the file's own pages.
     data: Any = opened.read() if is_url(file.name) else mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
@@ -138,9 +136,7 @@ def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int)
     view = memoryview(data)
     try:
         elements = map(len, map(memoryview, _LIST.decode(view[at:])))
-    except (msgspec.DecodeError, RecursionError) as error:
-        if len(view) > MOST_DECODED_BYTES:
-            raise _broken_list(file, view, at, error) from None
+    except (msgspec.DecodeError, RecursionError):
         elements = _decoded_sizes(file, bytes(view[at:]))
     for number, size in enumerate(elements):
         found = (_BETWEEN if number else _OPENING).match(view, at)
@@ -176,14 +172,6 @@ def _too_long(where: str, what: str) -> UserError:
     found, because = f"{what} of more than {MOST_TEXT_BYTES} bytes", "no model takes more text"
     fix = "split or remove the record; if the file is damaged, copy it again"
     return UserError.at(where, found=found, expected=_FORMATS, because=because, fix=fix)
-
-
-def _broken_list(file: StoredFile, view: memoryview, start: int, error: Exception) -> UserError:
-    found = _BYTE.search(str(error))
-    at = len(view) if found is None else start + int(found[1])
-    line_start = at - len(bytes(view[max(0, at - MOST_TEXT_BYTES) : at]).rpartition(b"\n")[2])
-    problem = _BYTE.sub("", str(error)).removeprefix("JSON is malformed: ")
-    return _broken(f"{file}:{_line_at(file, at)}", at - line_start + 1, problem)
 
 
 def _broken(place: str, column: int, problem: object) -> UserError:

@@ -64,7 +64,7 @@ class FieldMap(NamedTuple):
                 dropped.update((one, other))
         record = {name: each for name, each in value.items() if name not in dropped}
         for name, path in self.paths:
-            found = _at(value, path)
+            found = value_at(value, path)
             if found is None and name in FORMS:
                 keys = ", ".join(map(str, value)) or "nothing"
                 missing, expected = f"nothing at {'.'.join(path)}", f"a text, in a record with {keys}"
@@ -75,15 +75,15 @@ class FieldMap(NamedTuple):
         return record
 
 
-def _at(value: Any, path: Sequence[str]) -> Any:
+def value_at(value: Any, path: Sequence[str]) -> Any:
     """The value at a path; None if there is none."""
     if not path:
         return value
     if isinstance(value, list):
         inside = path[0].isdecimal() and len(path[0]) < 10 and int(path[0]) < len(value)
-        return _at(value[int(path[0])], path[1:]) if inside else None
+        return value_at(value[int(path[0])], path[1:]) if inside else None
     if isinstance(value, dict):
         for count in range(len(path), 0, -1):
             if (key := ".".join(path[:count])) in value:
-                return _at(value[key], path[count:])
+                return value_at(value[key], path[count:])
     return None

@@ -10,6 +10,7 @@ import contextlib
 import io
 import re
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,7 @@ import numpy as np
 from megatron_hetero.base.contents import InMemory, StoredFile, Version
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.data.keys import FORMS, REFUSED
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers
+from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
 from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import keys_of, known_fields
 from megatron_hetero.data.sources.parquet_pages import decoded
@@ -132,7 +133,7 @@ class ParquetFiles:
     def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
         """See `Format.scan`. Reads the footer alone."""
         footer = self._footer(file)
-        integers(columns, "groups").extend(footer.starts[:-1].tolist())
+        columns["groups"] = array("q", footer.starts[:-1].tolist())
         for group in map(footer.group, range(footer.groups)):
             size = sum(group.size(column.leaves) for column in footer.columns)
             if group.rows > MOST_GROUP_ROWS or not 0 <= size <= MOST_GROUP_BYTES:
@@ -193,10 +194,10 @@ class ParquetFiles:
             footer = self._footer(file)
             for number in dict.fromkeys((np.searchsorted(footer.starts, numbers, side="right") - 1).tolist()):
                 group = footer.group(number)
-                if (texts := self._texts(group, ahead=True)) is None:
+                if self._texts(group, ahead=True) is None:
                     return
                 for column in footer.columns:
-                    if any(texts.has_bytes[column.name, steps] is not False for steps in column.items):
+                    if column.has_items:
                         self._whole(group, column, ahead=True)
 
     def _rows(self, group: _Group, numbers: range) -> Iterator[Found]:
@@ -204,10 +205,10 @@ class ParquetFiles:
         import pyarrow as pa
 
         texts = self._texts(group)
-        table, unknown = texts.table, [each for each in group.footer.columns if texts.is_unknown(each)]
-        if unknown:
+        table = texts.table
+        if texts.unclear:
             columns = dict(zip(table.column_names, table.columns, strict=True))
-            table = pa.table(columns | {each.name: self._whole(group, each).column(0) for each in unknown})
+            table = pa.table(columns | {each.name: self._whole(group, each).column(0) for each in texts.unclear})
         at = numbers.start
         for batch in table.slice(at - group.first, len(numbers)).to_batches(max_chunksize=BATCH_ROWS):
             yield from self._found(group, texts, batch, at)
@@ -223,7 +224,7 @@ class ParquetFiles:
             size = texts.size if is_small else sum(map(_size, batch.columns))
             found = f"{size:,} bytes of text"
             if size <= MOST_TEXT_BYTES:
-                values = [self._values(group, texts, column, batch, at) for column in columns]
+                values = [self._values(group, column, batch, at) for column in columns]
         except (ValueError, ArithmeticError, LookupError, TypeError, pa.ArrowException) as error:
             found = f"a value that cannot be decoded ({in_short(error)})"
         if values is None and batch.num_rows > 1:
@@ -240,16 +241,16 @@ class ParquetFiles:
         for number, row in enumerate(zip(*values, strict=True), start=at + 1):
             yield Found(dict(zip(names, row, strict=True)), f"{file} row {number}")
 
-    def _values(self, group: _Group, texts: _Texts, column: _Column, batch: Table, at: int) -> list[Any]:
+    def _values(self, group: _Group, column: _Column, batch: Table, at: int) -> list[Any]:
         """The values of a column in some rows."""
         array: Any = batch.column(column.name) if column.name in batch.schema.names else None
-        if not column.items:
+        if not column.has_items:
             return [_without_nulls(each) for each in array.to_pylist()]
 
         def cells(array: Array, steps: Steps, rows: np.ndarray) -> list[Any]:
             # Rows ascend, so that an item's number is its distance from the first one of its row.
             numbers = np.arange(len(rows)) - np.searchsorted(rows, rows)
-            paths, are_here = _paths_and_bytes(array, texts.has_bytes[column.name, steps], len(rows))
+            paths, are_here = _paths_and_bytes(array, len(rows))
             place = group.footer.file, group.number
             return [
                 Cell(*place, row, column.name, steps, number, _base_name(path), self) if is_here else path
@@ -291,9 +292,9 @@ class _Column(NamedTuple):
     is_light: bool
 
     @property
-    def items(self) -> list[Steps]:
-        """The ways to items."""
-        return [leaf.steps for leaf in self.leaves if leaf.steps is not None]
+    def has_items(self) -> bool:
+        """Whether there are items in it."""
+        return any(leaf.steps is not None for leaf in self.leaves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,9 +369,6 @@ def _reading(place: object) -> Iterator[None]:
         # Arrow's own errors of reading have no number.
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
             raise
-        if re.search("(en|de)crypt", str(error), re.IGNORECASE):
-            problem, fix = f"encrypted ({in_short(error)})", "write the file without encryption"
-            raise UserError.at(place, problem=problem, fix=fix) from error
         found = f"data that cannot be read ({in_short(error)})"
         raise UserError.at(place, found=found, expected="an intact Parquet file", fix=_COPY) from error
 
@@ -505,48 +503,40 @@ def _is_list(kind: DataType) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Texts:
-    """A row group without bytes. `has_bytes`, by column and way: whether all items have bytes, or none; None if that is
-    unknown until they are read. `size`: as of `_size`.
-    """
+    """A row group without bytes. `size`: as of `_size`. `unclear`: columns in which items may have no bytes."""
 
     table: Table
     size: int
-    has_bytes: Mapping[tuple[str, Steps], bool | None]
+    unclear: tuple[_Column, ...]
 
     @property
     def nbytes(self) -> int:
         return self.table.nbytes
 
-    def is_unknown(self, column: _Column) -> bool:
-        """Whether records need the bytes of a column."""
-        return any(self.has_bytes[column.name, steps] is None for steps in column.items)
-
 
 def _load_texts(group: _Group) -> _Texts:
-    table, has_bytes = _load(group, group.text_leaves), dict[tuple[str, Steps], bool | None]()
-    for column in group.footer.columns:
-        for leaf in column.leaves:
-            if leaf.steps is None:
-                continue
-            count = None  # Of items.
-            if column.is_light:
-                items = (_flat(chunk, leaf.steps) for chunk in table.column(column.name).chunks)
-                count = sum(len(each) - each.null_count for each in items)
-            elif _is_bytes(column.type):
-                count = group.rows
-            has_bytes[column.name, leaf.steps] = _all_or_none(group.chunk(leaf), count)
-    return _Texts(table, sum(_size(chunk) for column in table.columns for chunk in column.chunks), has_bytes)
+    table = _load(group, group.text_leaves)
+    unclear = tuple(each for each in group.footer.columns if not _has_all_bytes(group, table, each))
+    return _Texts(table, sum(_size(chunk) for column in table.columns for chunk in column.chunks), unclear)
 
 
-def _all_or_none(chunk: Any, items: int | None) -> bool | None:
-    """Whether so many items all have bytes, or none has, as statistics say; None if it is neither, or unknown."""
-    # pyarrow ends the process if it is asked for statistics of another type than the column's.
-    if items is None or chunk.physical_type != "BYTE_ARRAY" or chunk.statistics is None:
-        return None
-    if not chunk.statistics.has_null_count:
-        return None
-    count = chunk.num_values - chunk.statistics.null_count
-    return count > 0 if count in (0, items) else None
+def _has_all_bytes(group: _Group, table: Table, column: _Column) -> bool:
+    """Whether all items of a column have bytes, as statistics say."""
+    for leaf in column.leaves:
+        if leaf.steps is None:
+            continue
+        chunk, count = group.chunk(leaf), group.rows
+        if column.is_light:
+            items = (_flat(each, leaf.steps) for each in table.column(column.name).chunks)
+            count = sum(len(each) - each.null_count for each in items)
+        elif not _is_bytes(column.type):
+            return False
+        # pyarrow ends the process if it is asked for statistics of another type than the column's.
+        if chunk.physical_type != "BYTE_ARRAY" or chunk.statistics is None or not chunk.statistics.has_null_count:
+            return False
+        if chunk.num_values - chunk.statistics.null_count != count:
+            return False
+    return True
 
 
 def _load(group: _Group, leaves: Sequence[_Leaf]) -> Table:
@@ -689,12 +679,12 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _paths_and_bytes(array: Array, has_bytes: bool | None, count: int) -> tuple[list[Any], list[bool]]:
+def _paths_and_bytes(array: Array, count: int) -> tuple[list[Any], list[bool]]:
     """The path, if any, of each of so many items, and whether it has bytes."""
-    if array is None:  # Bytes without paths; all are there, or none.
-        return [None] * count, [bool(has_bytes)] * count
+    if array is None:  # All have bytes, and none has a path.
+        return [None] * count, [True] * count
     paths = _child(array, "path").to_pylist() if _has_child(array, "path") else [None] * count
-    return paths, [False] * count if has_bytes is False else _flat(array, ()).is_valid().to_pylist()
+    return paths, _flat(array, ()).is_valid().to_pylist()
 
 
 def _base_name(path: str | None) -> str:

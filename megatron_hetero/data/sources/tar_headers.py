@@ -10,13 +10,12 @@ A scan reads the headers alone, and does with each what its type says:
 
 from __future__ import annotations
 
-import contextlib
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-from megatron_hetero.base.contents import StoredFile, is_url
+from megatron_hetero.base.contents import StoredFile
 from megatron_hetero.base.errors import UserError, quoted
 
 MOST_EXTENDED_BYTES = 1 << 20
@@ -24,8 +23,6 @@ MOST_EXTENDED_BYTES = 1 << 20
 BLOCK = 512
 """Bytes of a header, and a multiple of which members take."""
 _ZEROS = bytes(BLOCK)
-_WINDOW = 8 * BLOCK
-"""Bytes that are read for a header: the next one may be close, and disks read a page."""
 _MOST_BEHIND = 1 << 20
 """Bytes behind the last member that are checked."""
 _REGULAR = (b"0", b"\0", b"7")
@@ -62,10 +59,13 @@ def tar_members(file: StoredFile, whole: int) -> Iterator[Member]:
         UserError: it is no tar, damaged or cut, or has members other than files and folders.
         OSError: it cannot be read.
     """
-    with contextlib.ExitStack() as stack:
-        # Once opened, an object in a store is read in larger blocks.
-        opened = stack.enter_context(file.open()) if is_url(file.name) else None
-        for name, start, size in _regular_members(file, whole, _Window(file, opened).read):
+    with file.open() as opened:
+
+        def read(at: int, size: int) -> bytes:
+            opened.seek(at)
+            return opened.read(size)
+
+        for name, start, size in _regular_members(file, whole, read):
             found = _key_and_part(name, file)
             if found is not None:
                 yield Member(*found, start, size)
@@ -81,27 +81,6 @@ def require_tar(file: StoredFile, block: bytes) -> None:
     if _header(block) is None and block != _ZEROS:
         found = f"a file that begins with {quoted(block[:40].decode('latin-1'))}" if block else "an empty file"
         raise UserError.at(file, found=found, expected="a tar file", fix="correct the path, or copy the file again")
-
-
-class _Window:
-    """Reads consecutive small pieces of a file."""
-
-    def __init__(self, file: StoredFile, opened: BinaryIO | None) -> None:
-        self._file, self._opened = file, opened
-        self._data, self._at = b"", 0
-
-    def read(self, at: int, size: int) -> bytes:
-        """So many bytes from there; fewer at the end."""
-        offset = at - self._at
-        if offset < 0 or offset + size > len(self._data):
-            self._data, self._at, offset = self._read(at, max(size, _WINDOW)), at, 0
-        return self._data[offset : offset + size]
-
-    def _read(self, at: int, size: int) -> bytes:
-        if self._opened is None:
-            return self._file.read(at, size)
-        self._opened.seek(at)
-        return self._opened.read(size)
 
 
 def _regular_members(
@@ -124,7 +103,7 @@ def _regular_members(
         start = at + BLOCK
         at = start if kind == _FOLDER else start + -(-size // BLOCK) * BLOCK
         if size > whole - start:
-            problem, because = f"ends within member {_quoted(name)}", "it has been cut"
+            problem, because = f"ends within member {quoted_name(name)}", "it has been cut"
             raise UserError.at(file, problem=problem, because=because, fix="copy or pack it again")
         if is_extended and size <= MOST_EXTENDED_BYTES:
             found = _extended(kind, read(start, size))
@@ -137,7 +116,7 @@ def _regular_members(
             if not name.endswith(b"/"):
                 yield name, start, size
         elif kind != _FOLDER:
-            problem = f"member {_quoted(name)} is {_REFUSED.get(kind, f'of type {_quoted(kind)}')}"
+            problem = f"member {quoted_name(name)} is {_REFUSED.get(kind, f'of type {quoted_name(kind)}')}"
             fix = "pack the samples anew, for example with tar --dereference --hard-dereference"
             raise UserError.at(file, problem=problem, because="members of samples are regular files", fix=fix)
     behind = read(at, _MOST_BEHIND)
@@ -235,7 +214,7 @@ def _key_and_part(name: bytes, file: StoredFile) -> tuple[bytes, bytes] | None:
     stem, dot, part = last.partition(b".")
     if name[:1] == b"/" or (b".." in name and b".." in name.split(b"/")):
         expected, fix = "names inside the archive", "pack the samples with relative names"
-        raise UserError.at(file, found=f"a member {_quoted(name)}", expected=expected, fix=fix)
+        raise UserError.at(file, found=f"a member {quoted_name(name)}", expected=expected, fix=fix)
     root = name.partition(b"/")[0]
     is_meta = root.startswith(b"__") and root.endswith(b"__") and len(root) > 3
     return None if is_meta or not stem or not dot else (folder + slash + stem, part)
@@ -254,5 +233,6 @@ def _damaged(file: StoredFile, at: int) -> UserError:
     return UserError.at(file, problem=f"damaged header at byte {at}", fix="copy or pack the file again")
 
 
-def _quoted(name: bytes) -> str:
+def quoted_name(name: bytes) -> str:
+    """A name for a message."""
     return quoted(name.decode("utf-8", "backslashreplace"))

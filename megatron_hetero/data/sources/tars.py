@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from megatron_hetero.base.contents import Part, StoredFile, is_url
-from megatron_hetero.base.errors import UserError, quoted
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed, integers, texts
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
 from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
-from megatron_hetero.data.sources.tar_headers import BLOCK, Member, is_header_of, tar_members
+from megatron_hetero.data.sources.tar_headers import BLOCK, Member, is_header_of, quoted_name, tar_members
 from megatron_hetero.data.sources.tar_records import TEXTS, decoded, with_defaults
-
-MOST_PARTS = 4096
-"""Limit of the parts of a sample."""
 
 _BEFORE = 16 * BLOCK
 """Bytes that extended headers are looked for in."""
@@ -133,122 +131,49 @@ def _ranges(columns: Arrays, numbers: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------------------------------- members as samples
 
 
-def collect(
-    file: StoredFile, whole: int, columns: Columns, members: Iterable[Member], left_out: Sequence[str] = ()
-) -> Generator[Place, None, int]:
+def collect(file: StoredFile, whole: int, columns: Columns, members: Iterable[Member]) -> Iterator[Place]:
     """Yield the places of samples in a file of `whole` bytes, in the order of their first parts, and fill the columns.
 
-    Args:
-        left_out: names of samples that are not used.
-
-    Returns:
-        The number of samples, with those left out.
-
     Raises:
-        UserError: a sample has a part twice, or too many.
+        UserError: a sample has a part twice.
     """
-    collector = _Collector(columns, frozenset(key.encode("utf-8", "backslashreplace") for key in left_out))
+    keys, names, spelled = dict[bytes, int](), dict[bytes, int](), dict[bytes, int]()
+    owners, parts, starts, sizes = (array("q") for _ in range(4))
     size = end = 0
-    is_first = True
     for key, part, start, part_size in members:
-        if collector.add(key, part, start, part_size):
-            if not is_first:
+        if key not in keys:
+            if keys:
                 yield Place(size, end / whole)
-            is_first, size = False, 0
-        size, end = size + part_size, start + part_size
-    if not is_first:
-        yield Place(size, end / whole)
-    collector.finish(file)
-    return len(columns["key_ends"]) + len(collector.left_out)
-
-
-class _Collector:
-    """Fills the columns of a file. Unless keys are out of order, it has no objects for each sample or part."""
-
-    def __init__(self, columns: Columns, left_out: frozenset[bytes]) -> None:
-        self._columns = columns
-        self._keys, self._names = texts(columns, "keys"), texts(columns, "names")
-        self._key_ends, self._name_ends = integers(columns, "key_ends"), integers(columns, "name_ends")
-        self._of_parts = [integers(columns, name) for name in ("parts", "starts", "sizes")]
-        self._owners = array("q")
-        self._key: bytes | None = None
-        self._owner, self._largest, self._is_out = -1, b"", False
-        self._numbers: dict[bytes, int] | None = None
-        self._parts: dict[bytes, int] = {}
-        self._wanted_out, self.left_out = left_out, set[bytes]()
-
-    def add(self, key: bytes, part: bytes, start: int, size: int) -> bool:
-        """Add a part. Returns whether a sample begins with it."""
-        is_new = key != self._key and self._turn_to(key)
-        if self._is_out:
-            return False
-        number = self._parts.get(part)
-        parts, starts, sizes = self._of_parts
-        parts.append(self._new_part(part) if number is None else number)
+            keys[key], size = len(keys), 0
+        if part not in spelled:  # In lower case, as webdataset has it.
+            name = part.decode("utf-8", "backslashreplace").lower().encode()
+            spelled[part] = names.setdefault(name, len(names))
+        owners.append(keys[key])
+        parts.append(spelled[part])
         starts.append(start)
-        sizes.append(size)
-        self._owners.append(self._owner)
-        return is_new
-
-    def _turn_to(self, key: bytes) -> bool:
-        """Make it the sample that parts are added to. Returns whether it is a new one."""
-        self._key, self._is_out = key, key in self._wanted_out
-        if self._is_out:
-            self.left_out.add(key)
-            return False
-        if key > self._largest:  # Most files have ascending keys, whose numbers nobody asks for.
-            self._largest = key
-        elif self._numbers is None:
-            ends = self._key_ends
-            self._numbers = {
-                bytes(self._keys[start:end]): k for k, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
-            }
-        new = len(self._key_ends)
-        self._owner = new if self._numbers is None else self._numbers.setdefault(key, new)
-        if self._owner < new:
-            return False
-        self._keys += key
-        self._key_ends.append(len(self._keys))
-        return True
-
-    def _new_part(self, part: bytes) -> int:
-        """The number of a part's name, in lower case as webdataset has it, that comes in this spelling first."""
-        name = part.decode("utf-8", "backslashreplace").lower().encode()
-        number = self._parts.get(name, len(self._name_ends))
-        if number == len(self._name_ends):
-            self._names += name
-            self._name_ends.append(len(self._names))
-        self._parts[name] = self._parts[part] = number
-        return number
-
-    def finish(self, file: StoredFile) -> None:
-        """Bring the parts of each sample together. Raises `UserError`."""
-        owners = np.frombuffer(self._owners, np.int64)
-        counts = np.bincount(owners, minlength=len(self._key_ends))
-        self._columns["part_ends"] = array("q", np.cumsum(counts, dtype=np.int64).tobytes())
-        if len(counts) and counts.max() > MOST_PARTS:
-            where, found = f"{file}: {self._quoted_key(int(counts.argmax()))}", f"{counts.max()} parts of one sample"
-            because = "the key of a sample ends at the first dot of a member's name"
-            fix = "name the members without other dots, such as 0001.jpg"
-            raise UserError.at(where, found=found, expected=f"at most {MOST_PARTS}", because=because, fix=fix)
-        parts = np.frombuffer(self._of_parts[0], np.int64)
-        codes = owners * len(self._name_ends) + parts
-        codes.sort()
-        twice = codes[1:][codes[1:] == codes[:-1]]
-        if len(twice):
-            owner, part = divmod(int(twice[0]), len(self._name_ends))
-            problem = f"part {quoted(_text_at(self._names, self._name_ends, part))} given twice"
-            fix = "rename one of the two members, or pack the samples anew"
-            raise UserError.at(f"{file}: {self._quoted_key(owner)}", problem=problem, fix=fix)
-        if self._numbers is not None:
-            order = np.argsort(owners, kind="stable")
-            for name in ("parts", "starts", "sizes"):
-                values = np.frombuffer(integers(self._columns, name), np.int64)
-                self._columns[name] = array("q", values[order].tobytes())
-
-    def _quoted_key(self, number: int) -> str:
-        return quoted(_text_at(self._keys, self._key_ends, number))
+        sizes.append(part_size)
+        size, end = size + part_size, start + part_size
+    if keys:
+        yield Place(size, end / whole)
+    samples, named = np.frombuffer(owners, np.int64), np.frombuffer(parts, np.int64)
+    _require_distinct(file, list(keys), list(names), samples * len(names) + named)
+    if np.any(samples[1:] < samples[:-1]):  # Bring the parts of each sample together.
+        order = np.argsort(samples, kind="stable")
+        parts, starts, sizes = (
+            array("q", np.frombuffer(each, np.int64)[order].tobytes()) for each in (parts, starts, sizes)
+        )
+    columns |= {"parts": parts, "starts": starts, "sizes": sizes}
+    columns["part_ends"] = array("q", np.cumsum(np.bincount(samples, minlength=len(keys)), dtype=np.int64).tobytes())
+    columns["keys"], columns["key_ends"] = bytearray().join(keys), array("q", accumulate(map(len, keys)))
+    columns["names"], columns["name_ends"] = bytearray().join(names), array("q", accumulate(map(len, names)))
 
 
-def _text_at(data: bytearray, ends: array[int], number: int) -> str:
-    return data[ends[number - 1] if number else 0 : ends[number]].decode("utf-8", "backslashreplace")
+def _require_distinct(file: StoredFile, keys: Sequence[bytes], names: Sequence[bytes], codes: np.ndarray) -> None:
+    """Check the `codes` of parts, which are equal for one name in one sample. Raises `UserError`."""
+    codes.sort()
+    twice = codes[1:][codes[1:] == codes[:-1]]
+    if len(twice):
+        owner, part = divmod(int(twice[0]), len(names))
+        problem = f"part {quoted_name(names[part])} given twice"
+        fix = "rename one of the two members, or pack the samples anew"
+        raise UserError.at(f"{file}: {quoted_name(keys[owner])}", problem=problem, fix=fix)

@@ -170,12 +170,12 @@ def test_a_store(memory_store: MemoryStore) -> None:
     TarFiles().read_ahead(StoredFile("s3://tars/a.tar"), {}, np.array([0]))
 
 
-def test_a_scan_stores_no_objects(write: Write) -> None:
+def test_a_scan_takes_little_memory(write: Write) -> None:
     path = write(pack([(f"{number:06}.{part}", "x") for number in range(20_000) for part in ("jpg", "txt")]))
     tracemalloc.start()
     try:
         scanned(path)
-        assert tracemalloc.get_traced_memory()[1] < 2 * tar_headers._MOST_BEHIND + 40_000 * 80
+        assert tracemalloc.get_traced_memory()[1] < 2 * tar_headers._MOST_BEHIND + 20_000 * 300
     finally:
         tracemalloc.stop()
 
@@ -223,7 +223,6 @@ BAD = {
     "outside": (pack([("x/../../b.txt", "x")]), r"a member 'x/\.\./\.\./b.txt', expected names inside"),
     "absolute": (pack([("/b.txt", "x")]), "a member '/b.txt'"),
     "twice": (pack([("a.jpg", "x"), ("b.jpg", ""), ("a.JPG", "y")]), "'a': part 'jpg' given twice"),
-    "dots": (pack([(f"www.a.b.{k}.jpg", "") for k in range(4097)]), "'www': found 4097 parts.*first dot"),
     "negative size": (pack([("a.txt", "x")], pax_headers={"size": "-1"}), "damaged header at byte 1024"),
     "endless size": (pack([("a.txt", "x")], pax_headers={"size": "9" * 5000}), "damaged header"),
     "large size": (pack([("a.txt", "x")], pax_headers={"size": "9" * 15}), "ends within member 'a.txt'"),
