@@ -369,6 +369,9 @@ def _reading(place: object) -> Iterator[None]:
         # Arrow's own errors of reading have no number.
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
             raise
+        if re.search("(en|de)crypt", str(error), re.IGNORECASE):
+            problem, fix = f"encrypted ({in_short(error)})", "write the file without encryption"
+            raise UserError.at(place, problem=problem, fix=fix) from error
         found = f"data that cannot be read ({in_short(error)})"
         raise UserError.at(place, found=found, expected="an intact Parquet file", fix=_COPY) from error
 

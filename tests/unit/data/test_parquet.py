@@ -764,7 +764,7 @@ def test_encrypted_files(tmp_path: Path, plaintext_footer: bool) -> None:
     factory = encryption.CryptoFactory(Keys)
     properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), settings)
     file = save(tmp_path / "a.parquet", {"answer": ["A"]}, encryption_properties=properties)
-    with pytest.raises(UserError, match=r"a\.parquet: found data that cannot be read \(OSError: .*(en|de)crypt"):
+    with pytest.raises(UserError, match=r"a\.parquet: encrypted \(.*without encryption"):
         values(file)
 
 
