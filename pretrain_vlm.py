@@ -12,13 +12,14 @@ or plan that, without GPUs and without the ranks:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 try:
-    from megatron_hetero.base.errors import SharedError
+    from megatron_hetero import guarded, process_group
     from megatron_hetero.config.schema import Config, load_command
-    from megatron_hetero.groups.launch import guarded, note_stop, process_group
+    from megatron_hetero.groups.launch import note_stop
     from megatron_hetero.train.stopping import StopRequest, stop_requests
 except (ImportError, SyntaxError) as error:
     sys.exit(f"error: {error}. Run `make venv`, and start this with .venv/bin/python (Python 3.11 or newer).")
@@ -26,84 +27,111 @@ except (ImportError, SyntaxError) as error:
 # torch and Megatron-Core are imported where they are used: a signal handler should not wait for them.
 if TYPE_CHECKING:
     from megatron_hetero.groups.platform import Platform
-    from megatron_hetero.train.log import Writer
+    from megatron_hetero.groups.watchdog import Watchdog
+    from megatron_hetero.hf.weight_map import WeightSource
+    from megatron_hetero.job.job import JobSpec
+    from megatron_hetero.train.run import Run
     from megatron_hetero.train.trainer import Trainer
 
 
 def main(argv: Sequence[str]) -> None:
     """Do what the command line asks for."""
     config, planned = load_command(argv)
-    if planned is None:
-        with stop_requests(config.checkpoint.dir is not None) as request:
-            train(config, request)
-    else:
+    if planned is not None:
         from megatron_hetero.estimate.report import show_estimate
 
         show_estimate(config, planned)
+        return
+    with stop_requests(config.checkpoint.dir is not None) as request:
+        with process_group(config.schedule.timeout_s) as platform:
+            finished = train(config, platform, request)
+        if not finished:
+            note_stop()
 
 
-def train(config: Config, request: StopRequest) -> None:
-    """Train, evaluate and export the model."""
-    with process_group(config.schedule.timeout_s) as platform:
-        finished = train_and_export(config, platform, request)
-    if not finished:
-        note_stop()
+def build_trainer(
+    job: JobSpec, platform: Platform, weights: Mapping[str, WeightSource], watchdog: Watchdog, *, check: bool = True
+) -> Trainer:
+    """Build this rank's parts of the modules, each in its own layout, and their optimizers.
+
+    `weights`: by module. `check`: whether ranks compare what they build, and test their groups. Raises `UserError`.
+    """
+    from megatron_hetero import Runner, build
+    from megatron_hetero.groups.watchdog import Stopwatch
+    from megatron_hetero.train.measures import StepProfiler
+    from megatron_hetero.train.start import build_modules, build_optimizer, on_rank, prepare
+    from megatron_hetero.train.trainer import Trainer
+
+    prepare(job, platform)
+    # Process groups along the axes of each layout, and for the rows that cross between modules.
+    topology = build(
+        job.graph,
+        job.layouts,
+        platform=platform,
+        tied=job.tied,
+        interleaved=job.interleaved,
+        decoding=tuple(job.shapes.encoders),
+        megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
+        planned=False,  # The loader plans boundaries, on each rank alike.
+        check=check,
+        watchdog=watchdog,
+    )
+    modules = build_modules(job, topology, weights, check=check)
+    # For all modules: their gradients have one norm and one clip.
+    optimizer = build_optimizer(job, topology, modules)
+    runner = Runner(topology, on_rank(job, modules), optimizer=optimizer, watch=Stopwatch(platform), check=False)
+    return Trainer(job, topology, optimizer, runner, StepProfiler(job.config, topology, optimizer.wait_for_weights))
 
 
-def train_and_export(config: Config, platform: Platform, request: StopRequest) -> bool:
-    """Build the run, train and evaluate it, and export the model. Returns whether it finished, rather than being asked
-    to stop. Raises `UserError`, after saving what was trained if possible.
+def build_run(config: Config, platform: Platform) -> Run:
+    """Build a run on this rank, up to the checkpoint that it resumes from.
+
+    Raises `UserError` for anything that the user can fix, before anything is written.
     """
     from megatron_hetero.groups.watchdog import Watchdog
 
     watchdog = Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
     with watchdog.working():  # Imports may take long while other ranks wait.
-        from megatron_hetero.train.ending import Ending
-        from megatron_hetero.train.start import build_trainer
+        from megatron_hetero.data.loader import StepLoader
+        from megatron_hetero.train.inputs import open_inputs
+        from megatron_hetero.train.run import Run
+        from megatron_hetero.train.start import resume_run
 
-    run = build_trainer(config, platform, watchdog)
-    request.begin()
-    ending = Ending(run)
-    with run.writer:
-        try:
-            stopped = train_steps(run, run.writer, request)
-        except SharedError as error:
-            with watchdog.waiting(lambda: "the saving of what was trained, with all other ranks,"):
-                stopped = ending.failed(error)
-        if stopped is not None:
-            with watchdog.waiting(lambda: "the end of the run, with all other ranks,"):
-                ending.stopped(stopped)
-    if stopped is None:
-        request.end()  # An export may be interrupted anywhere: a half-written one is never used.
-        with watchdog.waiting(lambda: "the end of the run, with all other ranks,"):
-            ending.trained()
-    run.wait_for_all("the end of all other ranks")
-    ending.finish()
-    return stopped is None
+    job, inputs = open_inputs(config, platform, watchdog)  # The same files on all ranks.
+    trainer = build_trainer(job, platform, inputs.weights, watchdog)
+    loader = StepLoader.of(job, inputs.mixture, inputs.processor, trainer.topology)
+    resumed, writer, saver = resume_run(trainer, inputs)
+    inputs = replace(inputs, weights={})  # Their files would stay mapped.
+    return Run(trainer=trainer, inputs=inputs, loader=loader, resumed=resumed, writer=writer, saver=saver)
 
 
-def train_steps(run: Trainer, writer: Writer, request: StopRequest) -> int | None:
-    """Train the remaining steps, save and evaluate. Returns the step after which the run was stopped, if it was."""
+def train(config: Config, platform: Platform, request: StopRequest) -> bool:
+    """Build the run, train and evaluate it, and export the model. Returns whether it finished, rather than being asked
+    to stop. Raises `UserError`, after saving what was trained if possible.
+    """
+    run = build_run(config, platform)
+
+    from megatron_hetero.train.ending import saved_at_end
     from megatron_hetero.train.held_out import HeldOutEvaluation
-    from megatron_hetero.train.trainer import describe
+    from megatron_hetero.train.run import describe
 
-    evaluation, step, stopping = HeldOutEvaluation.build(run), run.resumed.step, False
-    writer.print(describe(run))
-    for note in run.resumed.notes:
-        writer.print(note)
-    for held_out in evaluation.overdue():
-        writer.write_evaluation(held_out)
-    for step, batch, waited in run.batches():
-        metrics = run.train_step(step, batch, waited, stop=request)
-        writer.write(metrics)
-        # Before evaluating: a run that resumes from here repeats an evaluation that failed or was skipped.
-        for note in run.saver.after(step, metrics.stopping):
-            writer.print(note)
-        if stopping := metrics.stopping:
-            break
-        for held_out in evaluation.after(step):
-            writer.write_evaluation(held_out)
-    return step if stopping or run.on_any_rank(request) else None
+    evaluation = HeldOutEvaluation.build(run)
+    with saved_at_end(run, request) as ending:
+        for line in (describe(run.trainer), *run.resumed.notes):
+            run.writer.print(line)
+        for held_out in evaluation.after(run.resumed.step):
+            run.writer.write_evaluation(held_out)
+        for step, batch, waited in run.batches():
+            metrics = run.trainer.train_step(step, batch, waited, stop=request)
+            run.writer.write(metrics)
+            # Before evaluating: a run that resumes from here repeats an evaluation that failed or was skipped.
+            for note in run.saver.after(step, metrics.stopping):
+                run.writer.print(note)
+            if metrics.stopping:
+                break
+            for held_out in evaluation.after(step):
+                run.writer.write_evaluation(held_out)
+    return ending.export_and_finish()
 
 
 if __name__ == "__main__":

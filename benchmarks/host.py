@@ -86,20 +86,20 @@ def _measure(folder: Path, rounds: int, seconds: float) -> dict[str, list[float]
     go, end = context.Event(), context.Event()
     other = context.Process(target=_load_when_told, args=(folder, go, end), daemon=True)
     other.start()
-    trainer = _trainer(folder, "own")
-    batch, readers = trainer.loader.load(1, map), ReaderProcesses(trainer.loader.reader, 1)
+    run = _run(folder, "own")
+    batch, readers = run.loader.load(1, map), ReaderProcesses(run.loader.reader, 1)
     loading: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         "alone": contextlib.nullcontext,
-        "threads": lambda: _loading_here(trainer.loader),
-        "switching": lambda: _switching(trainer.loader),
-        "workers": lambda: _loading_here(replace(trainer.loader, reader=readers)),
+        "threads": lambda: _loading_here(run.loader),
+        "switching": lambda: _switching(run.loader),
+        "workers": lambda: _loading_here(replace(run.loader, reader=readers)),
         "process": lambda: _loading_there(go),
     }
     found: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     for turn in range(rounds):
         for name in SYSTEMS[:: 1 if turn % 2 == 0 else -1]:
             with loading[name]():
-                found[name].append(_micro_batch_seconds(trainer, batch, seconds))
+                found[name].append(_micro_batch_seconds(run.trainer, batch, seconds))
             print(f"{name}: {1e3 * found[name][-1]:.1f} ms", flush=True)
     end.set()
     go.set()
@@ -108,8 +108,8 @@ def _measure(folder: Path, rounds: int, seconds: float) -> dict[str, list[float]
     return found
 
 
-def _trainer(folder: Path, log: str) -> Any:
-    from megatron_hetero.train.start import build_trainer
+def _run(folder: Path, log: str) -> Any:
+    from pretrain_vlm import build_run
 
     flags = f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
     flags += (
@@ -117,7 +117,7 @@ def _trainer(folder: Path, log: str) -> Any:
     )
     flags += f"--data.max_seq_length 8192 --train.global_batch_size {SAMPLES} --train.iters 100000 "
     flags += f"--train.micro_batch_size {SAMPLES // MICRO_BATCHES} --vision-parallel dp:1 --text-parallel dp:1"
-    return build_trainer(load_config(flags.split()), join_group(0, 1, f"{folder}/store-{log}"))
+    return build_run(load_config(flags.split()), join_group(0, 1, f"{folder}/store-{log}"))
 
 
 def _micro_batch_seconds(trainer: Any, batch: Any, seconds: float) -> float:
@@ -162,9 +162,9 @@ def _loading_there(go: Any) -> Iterator[None]:
 
 
 def _load_when_told(folder: Path, go: Any, end: Any) -> None:
-    trainer = _trainer(folder, "other")
+    run = _run(folder, "other")
     while go.wait() and not end.is_set():
-        trainer.loader.load(2, map)
+        run.loader.load(2, map)
 
 
 def _load(loader: StepLoader, end: threading.Event) -> None:

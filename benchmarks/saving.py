@@ -16,7 +16,7 @@ from benchmarks.systems import Memory
 from megatron_hetero.checkpoint.saver import HostCopies, Saver
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.train.start import build_trainer
+from pretrain_vlm import build_run
 
 BLOCK = 1 << 22
 APART = 1000
@@ -39,21 +39,21 @@ class SavingBench:
     def __init__(self, platform: Platform, folder: Path, vision: str, text: str, samples: int):
         self.memory = Memory(platform)
         line = f"--checkpoint.dir {folder}/checkpoints --checkpoint.interval {APART} --checkpoint.keep_last 1"
-        self.run = build_trainer(load_config([*run_flags(folder, vision, text, samples), *line.split()]), platform)
+        self.run = build_run(load_config([*run_flags(folder, vision, text, samples), *line.split()]), platform)
         self.batch = self.run.loader.load(1, map)
         self.checkpoints, self.copies = folder / "checkpoints", HostCopies(platform)
         self.savers = {beside: self._saver(beside) for beside in (False, True)}
         self.number = 0
 
     def _saver(self, beside: bool) -> Saver:
-        config, own = self.run.config, self.run.saver
+        config, own = self.run.trainer.job.config, self.run.saver
         return Saver(replace(config, checkpoint=replace(config.checkpoint, async_=beside)), own.state, own.record)
 
     def step(self) -> float:
         """Train once; seconds."""
         dist.barrier()
         start = time.perf_counter()
-        self.run.train_step(1, self.batch)
+        self.run.trainer.train_step(1, self.batch)
         return time.perf_counter() - start
 
     def copy_to_host(self) -> float:
@@ -78,7 +78,7 @@ class SavingBench:
         return Save(held, tuple(steps))
 
     def _all(self, notes: list[str]) -> bool:
-        return bool(self.run.all_gather([float(bool(notes))]).min())
+        return bool(self.run.trainer.all_gather([float(bool(notes))]).min())
 
     def own_bytes(self) -> int:
         """What this rank has written of the newest checkpoint."""
@@ -107,4 +107,4 @@ class SavingBench:
 
     def _own_files(self) -> list[Path]:
         newest = max(self.checkpoints.glob("step-*"))
-        return sorted(newest.glob(f"__{self.run.topology.rank}_*"))
+        return sorted(newest.glob(f"__{self.run.trainer.topology.rank}_*"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +31,7 @@ from megatron_hetero.models.items.pictures import PixelLimits
 from megatron_hetero.models.items.types import Piece
 from megatron_hetero.models.layers import linear as products
 from megatron_hetero.step.buffers import BucketSums
-from megatron_hetero.train.start import build_trainer
+from pretrain_vlm import build_run
 
 LEARNING_RATE = 1e-4
 MAX_PIXELS = 4_000_000
@@ -99,7 +99,7 @@ def _sums_apart(meter: CollectiveMeter) -> Iterator[None]:
 
 
 class Ours:
-    """`Trainer`, as `pretrain_vlm.py` runs it; batches are prepared beforehand. Products are computed by the library
+    """A run, as `pretrain_vlm.py` builds it; batches are prepared beforehand. Products are computed by the library
     that PyTorch takes for the rivals', too: it is layouts that are compared.
     """
 
@@ -117,18 +117,17 @@ class Ours:
         flags += f"--train.global_batch_size {SAMPLES} --train.micro_batch_size {SAMPLES // replicas} --log.dir {log} "
         flags += f"--optimizer.lr {LEARNING_RATE} --optimizer.schedule constant "
         flags += f"--vision-parallel {vision} --text-parallel {text} "
-        run = build_trainer(load_config([*flags.split(), *more]), platform)
+        self.run = build_run(load_config([*flags.split(), *more]), platform)
         self.watch = PhaseWatch(platform)
-        self.run = replace(run, watch=self.watch)
-        self.run.interpreter.watch = self.watch
+        self.run.trainer.runner.watch = self.watch
         self.batches = [self.run.loader.load(i + 1, map) for i in range(cases)]
 
     def step(self, case: int) -> StepResult:
         """Train once on a case."""
         dist.barrier()
         start, busy = time.perf_counter(), time.process_time()
-        metrics = self.run.train_step(1, self.batches[case])
-        self.run.optimizer.wait_for_weights()  # Other steps follow none but after a barrier.
+        metrics = self.run.trainer.train_step(1, self.batches[case])
+        self.run.trainer.optimizer.wait_for_weights()  # Other steps follow none but after a barrier.
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
         return StepResult(seconds, busy, self.watch.last.get("vision", 0.0), metrics.loss, metrics.tokens)
 
@@ -140,7 +139,7 @@ class Ours:
         """Train once on a case, with every collective timed."""
         meter = self.watch.meter = CollectiveMeter(timed=True)
         with meter, _sums_apart(meter):
-            self.run.train_step(1, self.batches[case])
+            self.run.trainer.train_step(1, self.batches[case])
         self.watch.meter = None
         vision = meter.of("vision")
         return Traffic(

@@ -1,7 +1,7 @@
 """Two modules that know nothing of megatron_hetero, each in a layout of its own, run by a schedule, piece by piece.
 
 What `Runner` does for a recipe is done here by hand: who holds and who needs which rows, plans without an exchange, the
-schedule, the interpreter. `sp` splits the tokens of a decoder, so that gradients of rows come in parts.
+schedule. `sp` splits the tokens of a decoder, so that gradients of rows come in parts.
 
 A convolutional encoder turns pictures into rows; a decoder, whose tokens look at the rows of their sample, predicts a
 label for each token. Any placement will do:
@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_hetero import Graph, Layout, UserError, finish_gradients, guarded, process_group
+from megatron_hetero import Graph, Layout, Runner, UserError, build, finish_gradients, guarded, process_group
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
@@ -38,10 +38,9 @@ from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import check_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
+from megatron_hetero.schedule.contract import DeviceMicroBatch
 from megatron_hetero.schedule.drawing import timeline
 from megatron_hetero.schedule.simulator import simulate
-from megatron_hetero.step.interpreter import Interpreter
 
 WIDTH = 32
 SIDE = 8  # pixels of a picture
@@ -105,7 +104,7 @@ class Speaker(nn.Module):
         self.head = nn.Linear(4 * WIDTH, LABELS)
 
     def hidden_shape(self, batch: Tokens) -> tuple[int, int]:
-        """What the interpreter asks of a stage after the first: the shape of what it will be given."""
+        """What a `Runner` asks of a stage after the first: the shape of what it will be given."""
         return len(batch.ids), WIDTH
 
     def forward(self, batch: Tokens, hidden: Tensor) -> Tensor:
@@ -224,16 +223,13 @@ def step_of(topology: Topology, modules: Mapping[str, nn.Module], options: Optio
     schedule = build_schedule(topology.layouts, options.micro_batches, text=DECODER)
     check_schedule(schedule)
     say(timeline(simulate(schedule, 1.0)))
-    stage = {name: topology.layouts[name].coordinate(topology.rank).pp for name in modules}
-    held = {name: ModuleOnRank({stage[name]: module}) for name, module in modules.items()}
-    graph = Graph([(ENCODER, DECODER)], width=WIDTH, dtype=torch.float32)
-    interpreter = Interpreter.build(topology, held, graph, timeout_s=120)
+    runner = Runner(topology, modules, timeout_s=120)
 
     def step(batches: Sequence[MicroBatch]) -> Tensor:
         def load(number: int) -> DeviceMicroBatch:
             return to_device(batches[number], topology.layouts, topology.rank, topology.platform.device)
 
-        return interpreter.run(schedule, load).loss
+        return runner.run(schedule, load).loss
 
     return step
 
@@ -295,7 +291,8 @@ def train(options: Options, platform: Platform, say: Callable[[str], None]) -> l
         RuntimeError: with `options.check`, a loss or gradient is not that of one process.
     """
     layouts = resolve_layouts(options, dist.get_world_size())
-    topology = Topology.build(layouts, platform, edges=[(ENCODER, DECODER)])
+    graph = Graph([(ENCODER, DECODER)], width=WIDTH, dtype=torch.float32)
+    topology = build(graph, layouts, platform=platform, planned=False)  # Every rank plans all rows.
     encoder, decoder = build_modules(options.seed, platform.device)
     modules = modules_of(layouts, topology.rank, encoder, decoder)
     say(f"{ENCODER} {layouts[ENCODER]}, {DECODER} {layouts[DECODER]}")

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch, place_rows
     from megatron_hetero.checkpoint.library import load_checkpoint, save_checkpoint
     from megatron_hetero.groups.launch import guarded, process_group
+    from megatron_hetero.groups.topology import build
     from megatron_hetero.layout.graph import Graph
     from megatron_hetero.layout.layout import Layout
     from megatron_hetero.step.algorithms import SGD, AdamW
     from megatron_hetero.step.gradients import count_tokens, finish_gradients, total_loss
     from megatron_hetero.step.library_optimizers import build_optimizers
     from megatron_hetero.step.megatron_training import megatron_schedule, prepare_megatron
-    from megatron_hetero.step.runner import MicroBatchInputs, Runner, Stage, build
+    from megatron_hetero.step.runner import MicroBatchInputs, Runner, Stage
 
 __all__ = [
     "SGD",
@@ -61,6 +62,7 @@ _HOMES = {
     "boundary.boundary": "Boundary Rows micro_batch place_rows",
     "checkpoint.library": "load_checkpoint save_checkpoint",
     "groups.launch": "guarded process_group",
+    "groups.topology": "build",
     "base.errors": "UserError",
     "layout.graph": "Graph",
     "layout.layout": "Layout",
@@ -68,7 +70,7 @@ _HOMES = {
     "step.megatron_training": "megatron_schedule prepare_megatron",
     "step.library_optimizers": "build_optimizers",
     "step.algorithms": "AdamW SGD",
-    "step.runner": "MicroBatchInputs Runner Stage build",
+    "step.runner": "MicroBatchInputs Runner Stage",
 }
 """Where each public name is defined, by submodule."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

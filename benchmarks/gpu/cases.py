@@ -15,8 +15,8 @@ from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.train.hf_export import Value, assemble, gather_parameters
-from megatron_hetero.train.start import build_trainer
-from megatron_hetero.train.trainer import Trainer
+from megatron_hetero.train.run import Run
+from pretrain_vlm import build_run
 
 SIZE = ModelSize(
     vision_hidden=256, vision_layers=8, vision_heads=4, text_hidden=512, text_layers=4, text_heads=8, text_kv_heads=4
@@ -61,22 +61,22 @@ def flags(folder: Path, vision: str, text: str, dtype: str, *more: str) -> list[
     return [*common.split(), *more]
 
 
-def build(platform: Platform, given: list[str]) -> Trainer:
+def build(platform: Platform, given: list[str]) -> Run:
     """The run, as the program builds it."""
-    return build_trainer(load_config(given), platform)
+    return build_run(load_config(given), platform)
 
 
-def gradients(run: Trainer, step: int = 1) -> tuple[float, dict[str, Tensor]]:
+def gradients(run: Run, step: int = 1) -> tuple[float, dict[str, Tensor]]:
     """Loss and every gradient of a step, before clipping, by stored name, on the host of the first rank. With an
     optimizer that shares gradients out there must be one rank.
     """
     batch = run.loader.load(step, map)
-    summary = run.gradients(batch)
-    scale_gradients(run.modules, 1.0 / batch.supervised)
+    summary = run.trainer.gradients(batch)
+    scale_gradients(run.trainer.optimizer.modules, 1.0 / batch.supervised)
     return summary.loss_sum / batch.supervised, stored(run, TrainedModule.whole_gradient)
 
 
-def stored(run: Trainer, value: Value = TrainedModule.whole_weight) -> dict[str, Tensor]:
+def stored(run: Run, value: Value = TrainedModule.whole_weight) -> dict[str, Tensor]:
     """What `value` has of each parameter, by stored name, fp32 on the host of the first rank; nothing elsewhere."""
-    parts = gather_parameters(run.modules, run.topology, value)
-    return {name: tensor.float() for name, tensor in assemble(parts, stored_shapes(run.shapes))}
+    parts = gather_parameters(run.trainer.optimizer.modules, run.trainer.topology, value)
+    return {name: tensor.float() for name, tensor in assemble(parts, stored_shapes(run.trainer.job.shapes))}

@@ -22,13 +22,14 @@ from benchmarks.gpu.record import Record
 from benchmarks.measuring.material import write_samples
 from benchmarks.measuring.trial import assumed_step, drawn_trainer
 from megatron_hetero.config.schema import Config, load_config
+from megatron_hetero.data.device import to_device
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.train.measures import peak_flops, step_flops
-from megatron_hetero.train.step_trainer import StepTrainer, to_device
+from megatron_hetero.train.trainer import Trainer
 
 MODELS = Path(__file__).parents[2] / "examples/models"
 RANK = 0
@@ -142,7 +143,7 @@ def _phase(name: str, label: str) -> str:
 class RankOnDevice:
     """A rank that takes one step over and over."""
 
-    trainer: StepTrainer
+    trainer: Trainer
     batch: StepBatch
     watch: _Phases
 
@@ -150,7 +151,7 @@ class RankOnDevice:
     def build(cls, config: Config, platform: Platform) -> RankOnDevice:
         """In the default process group."""
         trainer, watch = drawn_trainer(config, platform, check=False), _Phases(platform)
-        trainer.interpreter.watch = watch
+        trainer.runner.watch, trainer.runner.optimizer = watch, None  # Sums are a phase of their own.
         batch = assumed_step(trainer)
         if platform.is_cuda:
             # As the loader leaves it.
@@ -160,18 +161,18 @@ class RankOnDevice:
             ]
             batch = replace(batch, micro_batches=tuple(pinned))
         gc.collect()
-        return cls(replace(trainer, watch=watch), batch, watch)
+        return cls(trainer, batch, watch)
 
     def step(self) -> dict[str, float]:
-        """One step as `StepTrainer.train_step` takes it, timed in parts. Seconds: of the whole, until the host had
+        """One step as `Trainer.train_step` takes it, timed in parts. Seconds: of the whole, until the host had
         issued forward and backward, and of each phase on the device's stream.
         """
-        trainer, platform = self.trainer, self.trainer.platform
+        trainer, platform = self.trainer, self.trainer.topology.platform
         platform.synchronize()
         start = time.perf_counter()
         with self.watch.part("zero gradients"):
             trainer.optimizer.zero_grad()
-        loss = trainer.interpreter.run(trainer.job.schedule, self._load).loss
+        loss = trainer.runner.run(trainer.job.schedule, self._load).loss
         issued = time.perf_counter() - start
         with self.watch.part("gradient sums"):
             trainer.optimizer.reduce(loss, loss_counts_here=trainer.counts_loss).read()
@@ -184,13 +185,11 @@ class RankOnDevice:
 
     def _load(self, micro_batch: int) -> Any:
         trainer = self.trainer
-        return to_device(
-            self.batch.micro_batches[micro_batch], trainer.platform, trainer.job.dtype, trainer.job.outputs
-        )
+        return to_device(self.batch.micro_batches[micro_batch], trainer.job, trainer.topology.platform, trains=False)
 
 
 def _measure_steps(record: Record, rank: RankOnDevice, plan: Estimate) -> None:
-    trainer, platform = rank.trainer, rank.trainer.platform
+    trainer, platform = rank.trainer, rank.trainer.topology.platform
     # The real one, which refuses what is not finite.
     metrics = trainer.train_step(1, rank.batch)
     for _ in range(WARM_UP - 1):
@@ -199,7 +198,7 @@ def _measure_steps(record: Record, rank: RankOnDevice, plan: Estimate) -> None:
         torch.cuda.reset_peak_memory_stats(platform.device)
     steps = [rank.step() for _ in range(STEPS)]
     medians = {name: median(step[name] for step in steps) for name in steps[0]}
-    flops = step_flops(trainer.shapes, trainer.job.frozen, rank.batch) / trainer.topology.world_size
+    flops = step_flops(trainer.job.shapes, trainer.job.frozen, rank.batch) / trainer.topology.world_size
     peak = peak_flops(platform.device_name)
     record.put("steps", {
         "loss": metrics.loss, "milliseconds": {name: 1e3 * value for name, value in medians.items()},
@@ -230,4 +229,4 @@ def _rates(plan: Estimate, seconds: dict[str, float]) -> dict[str, float]:
 
 
 def _trace(record: Record, rank: RankOnDevice) -> None:
-    record.put("trace", trace.of(rank.step, rank.trainer.platform))
+    record.put("trace", trace.of(rank.step, rank.trainer.topology.platform))

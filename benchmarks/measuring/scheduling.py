@@ -17,8 +17,8 @@ from megatron_hetero.job.job import JobSpec
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.train.start import build_trainer
 from megatron_hetero.train.trainer import Trainer
+from pretrain_vlm import build_run
 
 LEARNING_RATE = 1e-5
 
@@ -55,16 +55,16 @@ class ScheduleBench:
         settings: Mapping[str, ScheduleSettings],
     ):
         self.memory = Memory(platform)
-        run = build_trainer(load_config(run_flags(folder, vision, text, samples)), platform)
-        self.watch = ActionWatch(platform, [module.name for module in run.job.schedule.encoders])
-        run.interpreter.watch = self.watch
-        self.run = replace(run, watch=self.watch)
-        layouts, micro_batches = run.topology.layouts, run.job.schedule.micro_batches
+        run = build_run(load_config(run_flags(folder, vision, text, samples)), platform)
+        self.trainer = trainer = run.trainer
+        self.watch = ActionWatch(platform, [module.name for module in trainer.job.schedule.encoders])
+        trainer.runner.watch = self.watch
+        layouts, micro_batches = trainer.topology.layouts, trainer.job.schedule.micro_batches
         self._schedules = {name: build_schedule(layouts, micro_batches, chosen) for name, chosen in settings.items()}
         self._batches = {}
         for name, schedule in self._schedules.items():
-            runs = {encoder: schedule.in_one_call(encoder) for encoder in run.partitioner.encoders}
-            partitioner = replace(run.partitioner, runs=lambda _, runs=runs: runs)
+            runs = {encoder: schedule.in_one_call(encoder) for encoder in run.loader.partitioner.encoders}
+            partitioner = replace(run.loader.partitioner, runs=lambda _, runs=runs: runs)
             self._batches[name] = replace(run.loader, partitioner=partitioner).load(1, map)
 
     def schedule(self, name: str) -> Schedule:
@@ -73,14 +73,14 @@ class ScheduleBench:
 
     def loss(self, name: str) -> float:
         """The sum of token losses of the batch."""
-        return self._run(name).gradients(self._batches[name]).loss_sum
+        return self._trainer(name).gradients(self._batches[name]).loss_sum
 
     def step(self, name: str) -> float:
         """Train once; seconds."""
-        run = self._run(name)
+        trainer = self._trainer(name)
         dist.barrier()
         start = time.perf_counter()
-        run.train_step(1, self._batches[name])
+        trainer.train_step(1, self._batches[name])
         return time.perf_counter() - start
 
     def record(self, name: str) -> list[tuple[str, float, float]]:
@@ -90,7 +90,7 @@ class ScheduleBench:
 
     def peak_activation_bytes(self, name: str) -> int:
         """Train once; the most that the encoders on this rank kept for their backward passes at a time."""
-        parameters = [p for module in self.run.modules for p in module.parameters.values()]
+        parameters = [p for module in self.trainer.optimizer.modules for p in module.parameters.values()]
         self.watch.live = live = LiveActivations(parameters)
         self.step(name)
         self.watch.live = None
@@ -100,8 +100,8 @@ class ScheduleBench:
         """Train once; the peak memory of that."""
         return self.memory.peak(lambda: self.step(name))
 
-    def _run(self, name: str) -> Trainer:
+    def _trainer(self, name: str) -> Trainer:
         self.watch.spans.clear()
         self.watch.read()
-        job = {each.name: getattr(self.run.job, each.name) for each in fields(self.run.job)}
-        return replace(self.run, job=JobOfOneSchedule(**job, chosen=self._schedules[name]))
+        job = {each.name: getattr(self.trainer.job, each.name) for each in fields(self.trainer.job)}
+        return replace(self.trainer, job=JobOfOneSchedule(**job, chosen=self._schedules[name]))

@@ -17,16 +17,17 @@ from torch import Tensor
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.loader import MicroBatch, StepBatch
 from megatron_hetero.data.packing import IGNORED, PackedBatch
-from megatron_hetero.data.partition import MicroBatchShare
+from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
 from megatron_hetero.estimate.shards import AssumedBatch
 from megatron_hetero.groups.platform import Platform
+from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.weights import STD, stored_shapes
-from megatron_hetero.train.start import build_step_trainer
-from megatron_hetero.train.step_trainer import StepTrainer
+from megatron_hetero.train.trainer import Trainer
+from pretrain_vlm import build_trainer
 
 FAKE = "fake"
 """PyTorch's backend whose collectives do nothing."""
@@ -34,7 +35,7 @@ TOKENS = 50
 """Token ids are below that: any model has as many."""
 
 
-def drawn_trainer(config: Config, platform: Platform, *, check: bool | None = None) -> StepTrainer:
+def drawn_trainer(config: Config, platform: Platform, *, check: bool | None = None) -> Trainer:
     """This process's rank of a run of `config`, in the default process group. Raises `UserError`.
 
     `check`: whether groups are checked, which takes the other ranks; None: except on `fake`.
@@ -42,19 +43,20 @@ def drawn_trainer(config: Config, platform: Platform, *, check: bool | None = No
     job = JobSpec.of(config, dist.get_world_size())
     weights = DrawnWeights(stored_shapes(job.shapes), job.dtype, platform.device)
     checks = platform.backend != FAKE if check is None else check
-    return build_step_trainer(job, platform, dict.fromkeys(job.shapes.modules, weights), check=checks)
+    watchdog = Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
+    return build_trainer(job, platform, dict.fromkeys(job.shapes.modules, weights), watchdog, check=checks)
 
 
-def assumed_step(trainer: StepTrainer) -> StepBatch:
+def assumed_step(trainer: Trainer) -> StepBatch:
     """A step of `trainer`, on the host."""
-    partitioner, layouts = trainer.partitioner, trainer.topology.layouts
+    partitioner, layouts = StepPartitioner.of(trainer.job, trainer.topology.rank), trainer.topology.layouts
     assumed = AssumedBatch.of(trainer.job)
     batch = assumed.job.batch
     shares = partitioner.step_shares([assumed.packs] * batch.micro_batches)
     pack = _pack(assumed) if partitioner.rank in layouts[TEXT] else None
     samples = batch.step_samples
     return StepBatch(
-        micro_batches=tuple(MicroBatch(pack, share, _patches(trainer.shapes.encoders, share)) for share in shares),
+        micro_batches=tuple(MicroBatch(pack, share, _patches(trainer.job.shapes.encoders, share)) for share in shares),
         supervised=assumed.sample.supervised * samples,
         tokens=assumed.sample.tokens * samples,
         sizes={encoder: sizes * samples for encoder, sizes in assumed.sample.sizes.items()},

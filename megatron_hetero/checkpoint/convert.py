@@ -57,6 +57,7 @@ from megatron_hetero.models.weights import (
     model_writer,
     open_encoders,
     open_modules,
+    open_text,
     prefix_of,
     stored_shapes,
 )
@@ -73,11 +74,12 @@ Advance = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Copied:
-    """Number of tensors that were converted, bytes, and names of dtypes."""
+    """Number of tensors that were converted, bytes, names of dtypes, and a line about tensors beside them."""
 
     tensors: int
     size: int
     dtypes: tuple[str, ...]
+    notice: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +153,8 @@ def export_checkpoint(
     with sound(checkpoint.folder / RECORD):
         changes = export_changes(folders, checkpoint.record.config, sources.encoders)
     companions = companions_of(sources.companions, changes)
-    with model_writer(target, shapes, targets, companions, limit, checkpoint.record.experts_transposed) as put:
+    source = open_text(folders, shapes) if folders.family.copied else None
+    with model_writer(target, shapes, targets, companions, limit, checkpoint.record.experts_transposed, source) as put:
         for name, shape in stored.items():
             values = checkpoint.weight(name, shape, dtypes[name])
             if not imported and (values.dtype, targets[name]) == (torch.float32, torch.bfloat16):
@@ -159,7 +162,7 @@ def export_checkpoint(
             put(name, values)
             done += sizes[name]
             advance("writing", done, total)
-    return Copied(len(stored), total, _names_of(targets))
+    return Copied(len(stored), total, _names_of(targets), "" if source is None else source.notice)
 
 
 def _names_of(dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:
@@ -243,7 +246,7 @@ def import_folders(
         )
         raise UserError.at("--seed", found=str(seed), expected="none", because=why, fix=fix)
     seed = seed or 0
-    weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes)
+    weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes, seed)
     _require_equal_copies(weights[TEXT], shapes)
     stored = {name: weights[_module_of(name, shapes)] for name in stored_shapes(shapes)}
     dtypes = {name: of_module.dtype(name) for name, of_module in stored.items()}

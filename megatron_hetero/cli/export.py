@@ -33,7 +33,7 @@ def export(options: argparse.Namespace) -> str:
     newest = f", the newest in {options.checkpoint}" if checkpoint.folder != options.checkpoint else ""
     return (
         f"wrote {options.hf_dir}: {done.tensors} tensors, {size_text(done.size)}, {' and '.join(done.dtypes)}, "
-        f"in {time.perf_counter() - start:.1f} s, from {checkpoint.folder}{newest}"
+        f"in {time.perf_counter() - start:.1f} s, from {checkpoint.folder}{newest}{done.notice and '; '}{done.notice}"
     )
 
 

@@ -123,15 +123,13 @@ class StepLoader:
     skips_bad: bool = False
 
     @classmethod
-    def of(
-        cls, job: JobSpec, mixture: Mixture, processor: Processor, topology: Topology, partitioner: StepPartitioner
-    ) -> StepLoader:
+    def of(cls, job: JobSpec, mixture: Mixture, processor: Processor, topology: Topology) -> StepLoader:
         """The loader of a job, which reads in processes of its own if `data.worker_type` says so."""
         data, patches = job.config.data, None if job.budget is None else job.budget.patches
         reader = ReaderProcesses(processor, data.workers) if data.worker_type == "process" else processor
         limits = SampleLimits(data.max_seq_length, patches, data.too_long)
-        parts = mixture, reader, topology, partitioner, dealing_of(job), limits, job.text_work
-        return cls(*parts, skips_bad=data.bad_records == "skip")
+        partitioner, skips_bad = StepPartitioner.of(job, topology.rank), data.bad_records == "skip"
+        return cls(mixture, reader, topology, partitioner, dealing_of(job), limits, job.text_work, skips_bad=skips_bad)
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.

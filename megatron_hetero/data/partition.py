@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -103,8 +103,8 @@ class StepPartitioner:
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
-    def of(cls, job: JobSpec, rank: int) -> StepPartitioner:
-        """The partitioner of a job."""
+    def of(cls, job: JobSpec, rank: int) -> Self:
+        """The partitioner of a rank of a job."""
         return cls(
             job.shapes.encoders,
             job.layouts,

@@ -5,7 +5,7 @@ recomputed layers save their input, and the rest during their own backward pass.
 (`models.layers.offload`) two neighbouring layers are on the device at a time; tensors too small to copy, rotary tables
 and received inputs stay there.
 
-What each action allocates and frees, as `step.interpreter` executes it:
+What each action allocates and frees, as `step.execution` executes it:
 
     irecv      hidden states of a neighbouring stage, or their gradients
     finish F   the token embedding, on the first text stage; freed by its forward
@@ -124,7 +124,7 @@ def stage_bytes(measured: Measured, stage: PipelineStage, work: Work, *, offload
         layers[0][0] = replace(layers[0][0], stays=min(layers[0][0].saved, layers[0][0].stays + message))
     found = combined(layers, before, after, OffloadSizes.of(measured.gpu) if offload else None)
     # Also the rotary tables, which all layers share, and the input of a stage whose layers need not save it.
-    table = 2 * FP32 * shard.tokens * shape.rotary.head_dim * trains
+    table = 2 * FP32 * shard.tokens * shape.rotary.width * trains
     held = message * (not stage.is_first and not trains)
     rows = 0 if measured.is_text else itemsize * shard.local // shape.unit * shape.out_hidden
     left = 0 if stage.is_last else message

@@ -37,7 +37,7 @@ from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import ROWS, TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
-from megatron_hetero.models.layers.attention import AttentionParams, TorchAttention
+from megatron_hetero.models.layers.attention import AttentionParams, PackedSelfAttention
 from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.experts import ExpertMLPModule
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
@@ -135,7 +135,7 @@ def part_of(
     hidden = _tensor(shard.local, 1, module.shape.hidden, dtype=module.dtype, requires_grad=module.passes_gradients)
     if part.kind == "layer":
         layer, plan = model.layers[0], _attention(module.layout, shard)
-        table = _tensor(2, shard.tokens, module.shape.rotary.head_dim)
+        table = _tensor(2, shard.tokens, module.shape.rotary.width)
         return lambda hidden: [layer._once(table, plan, LayerCall(shard.tokens, memo=memo), hidden)], hidden
     if measured.is_text:
         return partial(_loss, model, shard), hidden
@@ -187,11 +187,11 @@ def _built(measured: Measured, part: ModulePart) -> Any:
         else:  # Gradients are added to those of earlier micro-batches, elsewhere.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     # The kernel of the target device, without optional packages.
-    device, head_dim = "cuda" if measured.gpu else "cpu", shape.rotary.head_dim
-    is_flash = choose_kernel(device, module.dtype, head_dim, FLASH_CAPABILITY, ()) == "torch_flash"
+    device = "cuda" if measured.gpu else "cpu"
     for each in model.modules():
-        if isinstance(each, TorchAttention):
-            each.kernel = torch_flash if is_flash else partial(bucketed, attend=_fused)
+        if isinstance(each, PackedSelfAttention):
+            name = choose_kernel(device, module.dtype, each.head_dim, FLASH_CAPABILITY, ())
+            each.core_attention.kernel = torch_flash if name == "torch_flash" else partial(bucketed, attend=_fused)
         elif isinstance(each, ExpertMLPModule):
             each.imbalance = measured.imbalance
     if module.settings.tp_overlap > 1:

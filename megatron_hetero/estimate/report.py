@@ -213,8 +213,8 @@ def _host_text(estimate: Estimate) -> str:
         return ""
     node = max(estimate.host_memory[start : start + NODE].sum() for start in range(0, estimate.world_size, NODE))
     return (
-        f"In host memory (offload.MODULE): up to {' and '.join(most)} for a rank, {size_text(int(node))} on a node of "
-        f"{NODE} ranks. "
+        f"In host memory (--MODULE-offload): up to {' and '.join(most)} for a rank, {size_text(int(node))} on a node "
+        f"of {NODE} ranks. "
     )
 
 

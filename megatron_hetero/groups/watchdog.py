@@ -277,7 +277,7 @@ class Watchdog:
 
 def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | None]) -> None:
     """Call `check`, which returns seconds until the next call or None to end, in a thread as long as `watchdog` exists.
-    The thread keeps neither it nor what it refers to alive: an interpreter, and through that process groups.
+    The thread keeps neither it nor what it refers to alive: a runner, and through that process groups.
     """
     existing = weakref.ref(watchdog)
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Union
 
@@ -136,6 +136,9 @@ class FolderWriter:
     is in memory), then `finish`.
     """
 
+    copies: Collection[str] = ()
+    """Tensors of another model, whose dtype the configuration does not state."""
+
     def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Dtypes, limit: int = SHARD_BYTES):
         self.target = target
         self.dtypes = {name: dtype[name] if isinstance(dtype, Mapping) else dtype for name in shapes}
@@ -176,7 +179,7 @@ class FolderWriter:
             (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for name, content in companions.items():
             (self.partial / name).write_bytes(content)
-        if len(dtypes := set(self.dtypes.values())) == 1:
+        if len(dtypes := {dtype for name, dtype in self.dtypes.items() if name not in self.copies}) == 1:
             _set_dtype(self.partial / CONFIG, dtypes.pop())
         mark(self.partial)
         _require_replaceable(self.target)

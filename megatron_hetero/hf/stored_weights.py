@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +33,15 @@ class _Place(NamedTuple):
 @dataclass
 class StoredWeights:
     """Tensors of a folder, read on demand. `shapes`: by canonical name, of parts of fused tensors one by one; `fused`:
-    those that the folder may have, by canonical name; `fresh`: tensors that replace the folder's.
+    those that the folder may have, by canonical name; `fresh`: tensors that replace the folder's; `copied`: patterns of
+    tensors that are only copied.
     """
 
     folder: Path
     fused: Mapping[str, Fused] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     fresh: Mapping[str, Tensor] = field(default_factory=dict)
+    copied: Sequence[str] = ()
     _types: dict[str, str] = field(default_factory=dict)
     _where: dict[str, _Place] = field(default_factory=dict)
     _open: dict[Path, Any] = field(default_factory=dict)
@@ -112,10 +116,24 @@ class StoredWeights:
             for part in fused.parts
         }  # fmt: skip
 
+    @cached_property
+    def unchanged(self) -> dict[str, tuple[int, ...]]:
+        """Tensors that are only copied, unless they have no dims."""
+        return {
+            name: size for name, size in self.shapes.items() if size and any(fnmatchcase(name, p) for p in self.copied)
+        }
+
+    @property
+    def notice(self) -> str:
+        """A line about them, if there are any."""
+        what = f"exports have {listed(self.unchanged)} of {self.folder} unchanged: training does not update them"
+        return what if self.unchanged else ""
+
     def require(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
-        """Check that the folder has exactly the `expected` tensors, in their shapes and in a supported dtype. Raises
-        `UserError` listing all faults.
+        """Check that the folder has exactly the `expected` tensors and `unchanged` ones, in their shapes and in a
+        supported dtype. Raises `UserError` listing all faults.
         """
+        expected = {**expected, **self.unchanged}
         in_folder, unfit = self._in_folder, self.fused.keys() & self.shapes.keys()
         missing = {in_folder.get(name, name) for name in expected.keys() - self.shapes.keys()} - unfit
         extra = self.shapes.keys() - expected.keys() - optional - unfit

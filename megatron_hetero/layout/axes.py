@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import Literal, NamedTuple
 
 Split = Literal["weights", "tokens", "samples", "layers", "experts"]
@@ -112,10 +113,47 @@ def axis_names(views: Iterable[View]) -> tuple[str, ...]:
     return names
 
 
+class LayoutProblem(Exception):
+    """A fault of a layout: what was found, what was expected and why, and the axis to change, if any."""
+
+    def __init__(self, found: str, expected: str, why: str, axis: str = "") -> None:
+        super().__init__(found)
+        self.found, self.expected, self.why, self.axis = found, expected, why, axis
+
+
+class Limit(NamedTuple):
+    """A limit of layouts: the product of the degrees of `axes` divides `size`, the number of `parts` of a `kind` of
+    layer. `layers`: their numbers, if it is not all.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    kind: str = "attention"
+    parts: str = "heads"
+    layers: tuple[int, ...] = ()
+
+    def problem(self, degrees: Mapping[str, int]) -> LayoutProblem | None:
+        """The first axis whose degree is beyond it."""
+        subject = f"{self.size} {self.kind} {self.parts}"
+        if self.layers:
+            some = ", ".join(map(str, self.layers[:4])) + ", …" * (len(self.layers) > 4)
+            subject = f"{self.kind} of layers {some} has {self.size} {self.parts}"
+        for number, axis in enumerate(self.axes, 1):
+            over = self.axes[:number]
+            if self.size % prod(degrees[each] for each in over):
+                *others, last = [subject, *(f"{each}:{degrees[each]}" for each in over)]
+                found, expected = f"{', '.join(others)} and {last}", f"{'·'.join(over)} to divide {self.size}"
+                does = f"sequence-parallel {self.kind} exchanges tokens for"
+                does = "each tensor-parallel rank computes" if axis == "tp" else does
+                return LayoutProblem(found, expected, f"{does} whole {self.parts}", axis)
+        return None
+
+
 @dataclass(frozen=True)
 class ModuleShape:
     """The sizes of a module that limit its layouts. `attention_heads` are query heads. `views`: further views that its
-    layers need. `parts`: numbers of what these views split, such as ``{"experts": 128}``.
+    layers need. `parts`: numbers of what these views split, such as ``{"experts": 128}``. `limits`: of its layers,
+    by default that tp·sp divides the attention heads.
     """
 
     name: str
@@ -126,35 +164,24 @@ class ModuleShape:
     kind: Literal["encoder", "text"]
     views: tuple[View, ...] = ()
     parts: Mapping[Split, int] = field(default_factory=dict[Split, int], hash=False)
-
-
-class LayoutProblem(Exception):
-    """A fault of a layout: what was found, what was expected and why, and the axis to change, if any."""
-
-    def __init__(self, found: str, expected: str, why: str, axis: str = "") -> None:
-        super().__init__(found)
-        self.found, self.expected, self.why, self.axis = found, expected, why, axis
+    limits: tuple[Limit, ...] | None = None
 
 
 # A layout suits a module where
-#   1. tp divides the query heads,
-#   2. sp divides the heads that tp left,
-#   3. pp is at most the number of layers,
-#   4. the axes of a further view split what they split into no more parts than there are.
+#   1. degrees are within the limits of each kind of layer (tp divides the query heads, sp the heads that tp left),
+#   2. pp is at most the number of layers,
+#   3. the axes of a further view split what they split into no more parts than there are.
 # The hidden size is never split, key/value heads are replicated as often as needed, and the widths of MLP and
 # vocabulary are padded. So divisors of legal degrees are legal.
 def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem | None:
     """The first reason why these degrees do not suit the module; None if they do. Axes of further views are 1 unless
     given.
     """
-    tp, sp, pp, heads = degrees["tp"], degrees["sp"], degrees["pp"], shape.attention_heads
-    if heads % tp:
-        why = "each tensor-parallel rank computes whole heads"
-        return LayoutProblem(f"{heads} attention heads and tp:{tp}", f"tp to divide {heads}", why, "tp")
-    if heads % (tp * sp):
-        found = f"{heads} attention heads, tp:{tp} and sp:{sp}"
-        why = "sequence-parallel attention exchanges tokens for whole heads"
-        return LayoutProblem(found, f"tp·sp to divide {heads}", why, "sp")
+    limits = (Limit(("tp", "sp"), shape.attention_heads),) if shape.limits is None else shape.limits
+    for limit in limits:
+        if problem := limit.problem(degrees):
+            return problem
+    pp = degrees["pp"]
     if pp > shape.layers:
         found = f"{shape.layers} layers and pp:{pp}"
         return LayoutProblem(found, f"pp of at most {shape.layers}", "each pipeline stage holds a layer or more", "pp")

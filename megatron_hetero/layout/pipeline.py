@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
+from math import lcm
 
 from megatron_hetero.base.errors import UserError
 
@@ -54,10 +57,16 @@ class PipelineStage:
 
 
 def cut_stages(
-    layers: int, pp: int, *, per_rank: int = 1, split: Sequence[int] | None = None, module: str = "text"
+    layers: int,
+    pp: int,
+    *,
+    per_rank: int = 1,
+    split: Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
+    module: str = "text",
 ) -> tuple[PipelineStage, ...]:
-    """The `pp * per_rank` stages of a module with `layers` layers, in order. `split`: layers of each stage, even by
-    default. Raises `UserError`, which names the module and the flag.
+    """The `pp * per_rank` stages of a module with `layers` layers, in order. `split`: layers of each stage; by default
+    even in the `costs` of layers, which are equal by default. Raises `UserError`, which names the module and the flag.
     """
     assert pp > 1 or per_rank == 1, "virtual stages need pipeline ranks"
     count = pp * per_rank
@@ -68,7 +77,8 @@ def cut_stages(
         raise UserError.at(where, found=found, expected=f"at most {layers} stages", because=because, fix=fix)
     if split is not None:
         _check_split(layers, count, tuple(split), module)
-    ends = tuple(accumulate(even_split(layers, count) if split is None else split))
+    even = even_split(layers, count) if costs is None else split_by_cost(tuple(costs), count)
+    ends = tuple(accumulate(even if split is None else split))
     return tuple(
         PipelineStage(first, last, i == 0, i == count - 1)
         for i, (first, last) in enumerate(zip((0, *ends), ends, strict=False))
@@ -94,6 +104,27 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
     each, left = divmod(layers, stages)
     order = [*range(1, stages - 1), 0]
     return tuple(each + (i in order[:left]) for i in range(stages))
+
+
+@lru_cache
+def split_by_cost(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """Layers of each stage, of which the costliest costs as little as can be, then the next one, and so on. Of several
+    such splits the one whose stages end nearest to those of `even_split`, which it is for equal costs.
+    """
+    exact = [*map(Fraction, costs)]
+    unit = lcm(*(cost.denominator for cost in exact))  # In integers sums of equal costs are equal.
+    before = [*accumulate((int(cost * unit) for cost in exact), initial=0)]
+    best: dict[int, tuple[list[int], int, tuple[int, ...]]] = {0: ([], 0, ())}
+    for left, even in zip(reversed(range(stages)), accumulate(even_split(len(costs), stages)), strict=True):
+        best = {
+            end: min(
+                (sorted([*others, before[end] - before[start]])[::-1], off + abs(end - even), (*sizes, end - start))
+                for start, (others, off, sizes) in best.items()
+                if start < end
+            )
+            for end in range(min(best) + 1, len(costs) - left + 1)
+        }
+    return best[len(costs)][2]
 
 
 def _check_split(layers: int, count: int, split: tuple[int, ...], module: str) -> None:

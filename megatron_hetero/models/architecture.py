@@ -16,7 +16,9 @@ from typing import Literal
 import torch
 
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
+from megatron_hetero.layout.axes import Limit
 from megatron_hetero.layout.pipeline import LAYERS, PipelineStage
+from megatron_hetero.models.added import Added
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.parts import FORWARD, TRAINED, Part, Passes, Site, Tokens, named
 
@@ -59,6 +61,7 @@ class Architecture:
         layers: all layers, whose stored tensors begin with `stored`, a number and a dot.
         ends: the other ends in the order of their parameters, which are behind those of the layers.
         namespace: prefix of all tensors in a folder of the whole model, not part of the names here.
+        added: tensors beside those of folders.
     """
 
     entry: End
@@ -66,6 +69,7 @@ class Architecture:
     ends: tuple[End, ...]
     stored: str
     namespace: str = ""
+    added: Added | None = None
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -77,10 +81,20 @@ class Architecture:
         """Return the numbers of the layers that have parameters of a view."""
         return tuple(number for number, layer in enumerate(self.layers) if view in layer.views)
 
+    @cached_property
+    def limits(self) -> tuple[Limit, ...]:
+        """Limits of layouts, each with the layers whose it is."""
+        layers = dict[Limit, list[int]]()
+        for number, layer in enumerate(self.layers):
+            for limit in layer.attention.limits:
+                layers.setdefault(limit, []).append(number)
+        every = len(self.layers)
+        return tuple(limit._replace(layers=tuple(own) if len(own) < every else ()) for limit, own in layers.items())
+
     @property
     def heads(self) -> int:
-        """Greatest common divisor of the layers' query heads, which tp·sp has to divide."""
-        return math.gcd(*(layer.attention.heads for layer in self.layers))
+        """Greatest common divisor of what tp·sp has to divide in any layer; 0 if sp has no limit."""
+        return math.gcd(*(limit.size for limit in self.limits if "sp" in limit.axes))
 
     @property
     def kv_heads(self) -> int:
@@ -89,7 +103,12 @@ class Architecture:
 
     @cached_property
     def tensors(self) -> TensorShapes:
-        """All stored tensors with their shapes, in the order in which they are written."""
+        """All stored tensors with their shapes, those `in_folder` before `added` ones."""
+        return self.in_folder | ({} if self.added is None else self.added.tensors(self.in_folder))
+
+    @cached_property
+    def in_folder(self) -> TensorShapes:
+        """The tensors that folders have, in the order in which they are written."""
         ends = [end for end in (self.entry, *self.ends) if end.copies is None]
         parts: list[tuple[str, Part | Layer]] = [(end.stored, end.part) for end in ends if end.at == "first"]
         parts += [(f"{self.stored}{number}.", layer) for number, layer in enumerate(self.layers)]
@@ -104,7 +123,7 @@ class Architecture:
 
     @cached_property
     def projector(self) -> TensorShapes:
-        """Tensors of the projector."""
+        """Tensors of the projector that folders have."""
         ends = [end for end in self.ends if end.projector]
         return {end.stored + name: shape for end in ends for name, shape in end.part.tensors().items()}
 
@@ -135,7 +154,7 @@ class Architecture:
         result: dict[str, tuple] = {}
         for name, stored, part in [*parts[:first], *layers, *parts[first:]]:
             result |= named(name, part.weight_map(prefix + stored, share, view))
-        return result
+        return result if self.added is None else self.added.weight_map(result, prefix)
 
     def tied_parameter(self, stage: PipelineStage) -> str | None:
         """Return the parameter of `stage` of which another stage has a copy, if there is one."""

@@ -7,7 +7,7 @@ apart: an encoder of one family may feed the language model of another.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +20,7 @@ from megatron_hetero.models.items.types import Block, ItemShape, ItemType
 
 # Layers import torch, which takes a second.
 if TYPE_CHECKING:
+    from megatron_hetero.models.added import Added
     from megatron_hetero.models.architecture import Architecture
     from megatron_hetero.models.layers.parts import Tokens
     from megatron_hetero.models.layers.rotary import Rotary
@@ -33,6 +34,8 @@ class TransformerShape:
     """Number of transformer layers."""
     hidden: int
     """Width of a token between layers."""
+    added: Added | None = field(default=None, kw_only=True)
+    """Tensors of its `architecture` beside those of folders."""
 
     family: ClassVar[str]
     """`model_type` of its family."""
@@ -48,6 +51,12 @@ class TransformerShape:
     def architecture(self) -> Architecture:
         """Layers and ends of the module."""
         raise NotImplementedError
+
+    def layer_costs(self, tokens: int) -> Sequence[float] | None:
+        """Return the cost of each layer for sequences of so many tokens, by which pipeline stages are cut; None if all
+        are equal.
+        """
+        return None
 
     @property
     def rotary(self) -> Rotary:
@@ -105,6 +114,10 @@ class Family:
     """Name for messages."""
     built: Mapping[str, Only] = {}
     """Keys of `config.json` with the only values that are supported."""
+    copied: Sequence[str] = ()
+    """Patterns (`fnmatch`) of tensors in folders of the language model that are no part of it here: an export copies
+    them unchanged, and says so.
+    """
     tokens: Mapping[str, str]
     """Tokens that show items, by the key of their number in `config.json`."""
     encoders: Mapping[str, Sequence[ItemType]]

@@ -30,7 +30,7 @@ from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.linear import add_product, gradient_of_weight, product, scaled_gradient
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.parts import MLPPart
+from megatron_hetero.models.layers.parts import AttentionPart, MLPPart
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 
 MOST_LOGITS = 1 << 28
@@ -84,18 +84,38 @@ class LanguageModelShape(TextShape):
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The position that each rotary frequency turns with: 0 time, 1 height, 2 width."""
+        """The position that each rotary frequency turns with: 0 time, 1 height, 2 width. Frequencies for less than a
+        head leave its last elements unchanged.
+        """
         raise NotImplementedError
 
     @property
     def rotary(self) -> MultimodalRotary:
         """Multimodal rotary embedding of queries and keys."""
-        return MultimodalRotary(self.rope_theta, self.head_dim, self.turns)
+        return MultimodalRotary(self.rope_theta, 2 * len(self.turns), self.turns)
 
     @property
     def architecture(self) -> Architecture:
         """Embedding, layers, final norm and head."""
         return _architecture(self)
+
+    def norm(self, number: int) -> Norm:
+        """The norms of the layer with that number; the final norm for the number of layers."""
+        return Norm(self.hidden, self.norm_eps)
+
+    def attention(self, number: int) -> AttentionPart:
+        """What exchanges information between tokens in the layer with that number."""
+        return SelfAttention(
+            self.hidden,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            stored=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+            causal=True,
+            qkv_bias=self.qkv_bias,
+            head_norm=Norm(self.head_dim, self.norm_eps) if self.head_norms else None,
+            norm_names=("self_attn.q_norm", "self_attn.k_norm"),
+        )
 
     def mlp(self, number: int) -> MLPPart:
         """The MLP of the layer with that number."""
@@ -104,30 +124,22 @@ class LanguageModelShape(TextShape):
 
 @lru_cache
 def _architecture(t: LanguageModelShape) -> Architecture:
-    norm = Norm(t.hidden, t.norm_eps)
-    attention = SelfAttention(
-        t.hidden,
-        t.heads,
-        t.kv_heads,
-        t.head_dim,
-        stored=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-        causal=True,
-        qkv_bias=t.qkv_bias,
-        head_norm=Norm(t.head_dim, t.norm_eps) if t.head_norms else None,
-        norm_names=("self_attn.q_norm", "self_attn.k_norm"),
-    )
-    norm_names = "input_layernorm", "post_attention_layernorm"
+    def layer(number: int) -> Layer:
+        norm, names = t.norm(number), ("input_layernorm", "post_attention_layernorm")
+        return Layer(t.attention(number), t.mlp(number), (norm, norm), names)
+
     table, head = "model.embed_tokens.", Head(t.vocab, t.hidden)
     return Architecture(
         entry=End("embedding", TokenEmbedding(t.vocab, t.hidden), table, "first"),
-        layers=tuple(Layer(attention, t.mlp(number), (norm, norm), norm_names) for number in range(t.layers)),
+        layers=tuple(layer(number) for number in range(t.layers)),
         ends=(
-            End("final_layernorm", norm, "model.norm.", "last"),
+            End("final_layernorm", t.norm(t.layers), "model.norm.", "last"),
             End("output_layer", head, table, "last", copies="embedding", copy="lm_head.")
             if t.tied
             else End("output_layer", head, "lm_head.", "last"),
         ),
         stored="model.layers.",
+        added=t.added,
     )
 
 

@@ -99,9 +99,9 @@ class ModelShapes:
         found = {}
         for name in self.modules:
             shape = self[name]
-            heads = shape.architecture.heads, shape.architecture.kv_heads
-            role = self.role(name)
-            found[name] = ModuleShape(name, *heads, shape.hidden, shape.layers, role, shape.views, shape.parts)
+            heads, limits = (shape.architecture.heads, shape.architecture.kv_heads), shape.architecture.limits
+            sizes = *heads, shape.hidden, shape.layers
+            found[name] = ModuleShape(name, *sizes, self.role(name), shape.views, shape.parts, limits)
         return found
 
 

@@ -87,6 +87,7 @@ class ModuleStage(torch.nn.Module):
         offload: ActivationOffload | None = None,
     ):
         super().__init__()
+        self.architecture = architecture
         self.stage = stage = stage or PipelineStage.whole(len(architecture.layers))
         self.offload, self.config, self.groups = offload, site.config, site.groups
         self.shards, self.itemsize = site.tp if site.splits_activations else 1, site.dtype.itemsize
@@ -101,6 +102,8 @@ class ModuleStage(torch.nn.Module):
         for end in own:
             if end is not architecture.entry:
                 self.add_module(end.name, end.part.build(site, 0))
+        if architecture.added is not None:
+            architecture.added.attach(self, site)
 
     def units(self) -> tuple[Gathered, ...]:
         """Return the parts of this stage whose weights are gathered separately, in the order in which they run."""

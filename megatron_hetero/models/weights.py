@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 
 import torch
@@ -28,9 +29,10 @@ from megatron_hetero.hf.model_files import (
     read_companions,
 )
 from megatron_hetero.hf.stored_weights import StoredWeights
-from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
+from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, TensorSlice, WeightMap
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
+from megatron_hetero.models.added import generator_of
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
@@ -68,10 +70,11 @@ def folder_shapes(shapes: ModelShapes) -> TensorShapes:
     return {name: size for module in (*shapes.own, TEXT) for name, size in tensors_of(module, shapes).items()}
 
 
-def tensors_of(module: str, shapes: ModelShapes) -> TensorShapes:
-    """Return the tensors of one module."""
-    prefix = prefix_of(module, shapes)
-    return {prefix + name: size for name, size in shapes[module].architecture.tensors.items()}
+def tensors_of(module: str, shapes: ModelShapes, *, in_folder: bool = False) -> TensorShapes:
+    """Return the tensors of one module, or those that its folder has."""
+    prefix, architecture = prefix_of(module, shapes), shapes[module].architecture
+    tensors = architecture.in_folder if in_folder else architecture.tensors
+    return {prefix + name: size for name, size in tensors.items()}
 
 
 def fused_of(module: str, shapes: ModelShapes) -> dict[str, Fused]:
@@ -120,28 +123,48 @@ def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tens
     return torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
 
 
+def _with_added(opened: Mapping[str, StoredWeights], shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
+    """Let weights of modules have the first values of tensors that no folder has."""
+    result = dict(opened)
+    for name, weights in opened.items():
+        if (added := shapes[name].architecture.added) is not None:
+            new = tensors_of(name, shapes).items() - tensors_of(name, shapes, in_folder=True).items()
+            drawn = {each: added.initial(each, size, generator_of(seed, each)) for each, size in new}
+            result[name] = replace(weights, fresh={**weights.fresh, **drawn})
+    return result
+
+
+def open_text(folders: ModelFolders, shapes: ModelShapes) -> StoredWeights:
+    """Open the stored weights of `text`, without checking them. Raises `UserError` for files that are damaged."""
+    family = family_of(shapes.text.family)
+    weights = StoredWeights.open(folders.text, family.canonical_name, fused_of(TEXT, shapes))
+    return replace(weights, copied=family.copied)
+
+
 def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
-    """Open and check the stored weights of the model's own encoders and of `text`. `seed`: of a fresh projector. Raises
+    """Open and check the stored weights of the model's own encoders and of `text`. `seed`: of new tensors. Raises
     `UserError`.
     """
     anew = frozenset(own_projectors(shapes) if folders.fresh_projector else ())
-    canonical, fused = family_of(shapes.text.family).canonical_name, fused_of(TEXT, shapes)
-    text = StoredWeights.open(folders.text, canonical, fused)
-    own, copies = tensors_of(TEXT, shapes), frozenset(shapes.text.architecture.stored_twice)
+    text, own = open_text(folders, shapes), tensors_of(TEXT, shapes, in_folder=True)
+    copies = frozenset(shapes.text.architecture.stored_twice)
     if folders.vision == folders.text:
         encoders = dict.fromkeys(shapes.own, text)
-        text.require(_without(anew, folder_shapes(shapes)), copies | anew)
+        of_encoders = (tensors_of(name, shapes, in_folder=True) for name in shapes.own)
+        text.require(_without(anew, reduce(or_, of_encoders, own)), copies | anew)
     else:  # The folder may hold a whole model, of which the encoders are ignored.
         text.require(own, copies.union(*(_beginning(text, prefix_of(name, shapes)) for name in shapes.own)))
         encoders = {name: _open_encoder(name, folders.vision, shapes, anew) for name in shapes.own}
     # Last, since the stored tensors have shown by now that the sizes are those of a model.
     fresh = fresh_projector(shapes, seed) if anew else {}
-    return {**{name: replace(weights, fresh=fresh) for name, weights in encoders.items()}, TEXT: text}
+    opened = {name: replace(weights, fresh=fresh) for name, weights in encoders.items()} | {TEXT: text}
+    return _with_added(opened, shapes, seed)
 
 
-def open_encoders(further: Mapping[str, Path], shapes: ModelShapes) -> dict[str, StoredWeights]:
-    """Open and check the stored weights of `further` encoders. Raises `UserError`."""
-    return {name: _open_encoder(name, folder, shapes) for name, folder in further.items()}
+def open_encoders(further: Mapping[str, Path], shapes: ModelShapes, seed: int = 0) -> dict[str, StoredWeights]:
+    """Open and check the stored weights of `further` encoders. `seed`: of new tensors. Raises `UserError`."""
+    opened = {name: _open_encoder(name, folder, shapes) for name, folder in further.items()}
+    return _with_added(opened, shapes, seed)
 
 
 def _open_encoder(name: str, folder: Path, shapes: ModelShapes, anew: frozenset[str] = frozenset()) -> StoredWeights:
@@ -150,7 +173,7 @@ def _open_encoder(name: str, folder: Path, shapes: ModelShapes, anew: frozenset[
     """
     weights = StoredWeights.open(folder, partial(_canonical_name, name, shapes))
     others = frozenset(weights.shapes) - _beginning(weights, prefix_of(name, shapes))
-    weights.require(_without(anew, tensors_of(name, shapes)), others | anew)
+    weights.require(_without(anew, tensors_of(name, shapes, in_folder=True)), others | anew)
     return weights
 
 
@@ -184,6 +207,7 @@ def model_writer(
     companions: Mapping[str, Companions],
     limit: int = SHARD_BYTES,
     transposed: bool = False,
+    source: StoredWeights | None = None,
 ) -> Iterator[Callable[[str, Tensor], None]]:
     """Write a `transformers` folder: yields a function that takes each of the model's `stored_shapes` by name, with its
     tensor on the CPU. Further encoders are written to folders in it, which `modules.NAME.hf_path` takes. If
@@ -191,16 +215,16 @@ def model_writer(
     another one, and those of one layer.
 
     `dtype`: one for all, or by the same names. `companions`: see `companions_of`. `transposed`: whether fused tensors
-    are, see `StoredWeights.transposed`. `target` appears when it is complete. Raises `UserError` if it cannot be
-    written.
+    are, see `StoredWeights.transposed`. `source`: of tensors that are copied unchanged. `target` appears when it is
+    complete. Tensors that no folder has are left out. Raises `UserError` if it cannot be written.
     """
-    puts = dict[str, Callable[[Tensor], None]]()
+    source, puts = source or StoredWeights(target), dict[str, Callable[[Tensor], None]]()
     with ExitStack() as stack:
 
         def add_folder(place: Path, *modules: str) -> FolderWriter:
             tensors, names, fused = dict[str, tuple[int, ...]](), dict[str, str](), dict[str, Fused]()
             for module in modules:
-                tensors |= tensors_of(module, shapes)
+                tensors |= tensors_of(module, shapes, in_folder=True)
                 names |= _published_names(module, shapes)
                 fused |= fused_of(module, shapes)
             parts = {part for found in fused.values() for part in found.parts}
@@ -212,7 +236,12 @@ def model_writer(
             dtypes = {names[name]: of_parts[name] for name in alone}
             for name, found in fused.items():
                 dtypes[names[name]] = reduce(torch.promote_types, {of_parts[part] for part in found.parts})
-            writer = stack.enter_context(folder_writer(place, sizes, dtypes, companions[modules[-1]], limit))
+            copies, files = source.unchanged if TEXT in modules else {}, companions[modules[-1]]
+            sizes, dtypes = copies | sizes, dtypes | {name: source.dtype(name) for name in copies}
+            writer = stack.enter_context(folder_writer(place, sizes, dtypes, files, limit))
+            writer.copies = copies
+            for name, size in copies.items():
+                writer.put(name, source.read(TensorSlice(name, (0, size[0]))).view(size))
             puts.update({name: partial(writer.put, names[name]) for name in alone})
             for name, found in fused.items():
                 there = names[name]
@@ -222,7 +251,7 @@ def model_writer(
         partial_folder = add_folder(target, *shapes.own, TEXT).partial
         for encoder in shapes.further:
             add_folder(partial_folder / ENCODERS / encoder, encoder)
-        yield lambda name, tensor: puts[name](tensor)
+        yield lambda name, tensor: puts[name](tensor) if name in puts else None
 
 
 def _published_names(module: str, shapes: ModelShapes) -> dict[str, str]:

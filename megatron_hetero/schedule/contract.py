@@ -1,25 +1,15 @@
-"""The interface of the interpreter: micro-batches, and models, which may be any `torch.nn.Module` or callable.
-
-What a stage's model is called with depends on its position. `batch` is the module's entry in `DeviceMicroBatch.inputs`;
-only the model looks into it. docs/library.md has the whole contract: further outputs, metrics, other graphs.
-
-    stage                              is called with                returns
-    first of an encoder                batch                         hidden states; on its last stage rows
-    first of the text module           batch, rows                   hidden states; on its last stage the loss
-    the same, where it `embeds`        batch, embed(batch), rows     the same
-    any other                          batch, hidden states          the same
+"""The interface of a `Runner`: micro-batches, and models, which may be any `torch.nn.Module` or callable. What models
+are called with and return is in docs/library.md, "Models".
 
 Inputs are leaves of the model's own graph, which ends with its output. Models may communicate inside their module, in
 one order on all ranks of a stage. If a schedule recomputes, an encoder is called twice per micro-batch and draws the
-same random numbers both times. With several micro-batches in one call (`DeviceMicroBatch.calls`) an encoder returns the
-rows of all, [held of the first, then of the next, ..., width], by each name. An input may also be split over several
-calls (`InParts`).
+same random numbers both times.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -30,10 +20,10 @@ from megatron_hetero.base.errors import UserError, one_of
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.layout.graph import Edge
-from megatron_hetero.schedule.program import Module, Schedule
+from megatron_hetero.schedule.program import Schedule
 
 LOSS = "loss"
-"""The output with the sum of losses; further names are in `megatron_hetero.base.errors`."""
+"""The output with the sum of losses; further names are in `megatron_hetero.layout.names`."""
 METRICS = "metrics"
 """The name under which a last stage may return further sums by name, scalars without gradients."""
 
@@ -79,13 +69,11 @@ class ModuleOnRank:
     `stages`: the models of its stages on this rank, by stage number. `embeds`: whether the first stage of the text
     module has `embed`, which runs while rows travel. `trains_before_last`: whether stages before the last one, or rows
     that enter them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains).
-    `gathered`: the stages that are notified, by stage number, how long gathered weights stay.
     """
 
     stages: Mapping[int, StageModel]
     embeds: bool = False
     trains_before_last: bool = True
-    gathered: Mapping[int, Sequence[GatheredStage]] = field(default_factory=dict[int, Sequence[GatheredStage]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +119,13 @@ class StepResult:
     metrics: Mapping[str, Mapping[str, Tensor]]
 
 
-def require_known(
-    micro_batch: int, batch: DeviceMicroBatch, modules: Mapping[str, Module], edges: Collection[Edge]
-) -> None:
-    """Check that a micro-batch names modules and edges of the schedule, as others would be ignored silently, and that
-    inputs in parts are of modules that take no rows. Raises `UserError`.
+def require_fits(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule) -> None:
+    """Check that a micro-batch names modules and edges of the schedule, as others would be ignored silently; that
+    inputs in parts are of modules that take no rows; and that the calls which begin with it are within
+    `Schedule.in_one_call`: other rows would be sent before they are computed, or their gradients be waited for. Raises
+    `UserError`.
     """
+    modules, edges = schedule.module, schedule.edges
     for name, found, known in (("inputs", batch.inputs, modules), ("boundaries", batch.boundaries, edges)):
         if unknown := [key for key in found if key not in known]:
             where = f"micro-batch {micro_batch}: `{name}` of its `DeviceMicroBatch`"
@@ -151,14 +140,8 @@ def require_known(
             where, why = f"micro-batch {micro_batch}: `inputs`", "which takes rows" if given.parts else "without parts"
             expected, fix = "one part or more, of an encoder that takes none", f"give `{name}` one input"
             raise UserError.at(where, found=f"`InParts` of `{name}`, {why}", expected=expected, fix=fix)
-
-
-def require_calls(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule) -> None:
-    """Check that the calls which begin with a micro-batch are within `Schedule.in_one_call`. Raises `UserError`: other
-    rows would be sent before they are computed, or their gradients be waited for.
-    """
     for module, call in batch.calls.items():
-        known = schedule.in_one_call(module) if module in schedule.module else ()
+        known = schedule.in_one_call(module) if module in modules else ()
         if call and call[0] == micro_batch and any(set(call) <= set(run) for run in known):
             continue
         runs = ", ".join(f"{run[0]}-{run[-1]}" for run in known if micro_batch in run)

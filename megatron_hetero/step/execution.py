@@ -5,8 +5,7 @@ Crossings and transfers are explicit, not autograd's: outputs are detached where
 where they arrive, so that every rank takes part even if it holds no row.
 
 To overlap communication, tokens are embedded before rows are waited for, and the gradients of rows leave as soon as
-they are computed, during the text module's backward. A micro-batch is moved to the device when an action first needs
-it, and dropped after the last one.
+they are computed, during the text module's backward.
 
 If one call of an encoder computes several micro-batches, the call is made in the forward of the first and the backward
 of the last; the actions of the others do nothing, as in a micro-batch without images. All of them are in one turn of
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -31,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.boundary.communicator import Crossing
 from megatron_hetero.layout.communicators import Link
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.names import HIDDEN, ROWS
@@ -44,12 +42,13 @@ from megatron_hetero.schedule.contract import (
     StageOutput,
     StepResult,
     random_states,
-    require_calls,
-    require_known,
+    require_fits,
 )
 from megatron_hetero.schedule.gathering import stays_gathered
-from megatron_hetero.schedule.program import Schedule, describe_action, early_start, use_of
+from megatron_hetero.schedule.program import Schedule, StageId, describe_action, early_start, use_of
 from megatron_hetero.step.resources import (
+    Activation,
+    LiveMicroBatch,
     RankResources,
     ReceivedRows,
     grad_of,
@@ -61,58 +60,39 @@ from megatron_hetero.step.resources import (
     wrong_outputs,
 )
 
-ActivationKey = tuple[str, int, int]
-"""Module, stage and micro-batch."""
-CrossingKey = tuple[str, Edge, int]
-"""Kind, edge and micro-batch."""
+SUMS = "the sums of gradients over ranks"
 
 
 class StepExecution:
-    """One step. Its dictionaries hold the tensors that live on the rank between actions."""
+    """One step on one rank.
 
-    def __init__(
-        self,
-        resources: RankResources,
-        schedule: Schedule,
-        load: Callable[[int], DeviceMicroBatch],
-        after_backward: Callable[[str], None],
-        before_last: Callable[[str, int], None],
-    ):
-        self.resources, self.schedule, self.load, self.after_backward = resources, schedule, load, after_backward
-        self.before_last, self.checks = before_last, resources.checks
-        self.graph, self.rank = resources.graph, resources.topology.rank
+    A micro-batch is loaded by the first action that names it. Its forward pass through a stage reads what a `wait` or
+    `finish` has received, and stores outputs, which a `send` or `start` takes. Its backward pass takes received
+    gradients, and outputs with a graph; inputs stay until their gradients have been sent. All of this is in one
+    `LiveMicroBatch`, which is dropped after the last action that names it; tensors on their way are in `sends`.
+    """
+
+    def __init__(self, resources: RankResources, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]):
+        self.resources, self.schedule, self.load = resources, schedule, load
+        self.graph, self.checks, self.rank = resources.graph, resources.checks, resources.topology.rank
         self.device = resources.topology.platform.device
-        self.actions = schedule.actions_of(self.rank)
-        backward = [(i, action) for i, action in enumerate(self.actions) if _is_backward(action)]
-        self.last_backward = {action.module: i for i, action in backward}
-        self.last_of_stage = {(action.module, action.stage): i for i, action in backward}
-        self.last_use = {action.micro_batch: i for i, action in enumerate(self.actions)}
-        self.position = 0
-        self.losses: dict[str, Tensor] = {}  # by module
-        self.metrics: dict[str, dict[str, Tensor]] = {name: {} for name in resources.topology.layouts}
-        self.batches: dict[int, DeviceMicroBatch] = {}
+        self.optimizer = resources.optimizer if torch.is_grad_enabled() else None
+        self.actions, self.position = schedule.actions_of(self.rank) if self.rank in schedule.role_index else (), 0
+        backward = {i: each for i, each in enumerate(self.actions) if each.op == "run" and each.kind == "B"}
+        self.last_of_module = _last({i: action.module for i, action in backward.items()})
+        self.last_of_stage = _last({i: action.place for i, action in backward.items()})
+        self.last_of_micro_batch = _last({i: action.micro_batch for i, action in enumerate(self.actions)})
+        self.live: dict[int, LiveMicroBatch] = {}
         self.calls: dict[tuple[str, int], range] = {}  # of several micro-batches, by module and micro-batch
-        self.called: dict[ActivationKey, dict[str, Tensor]] = {}  # their outputs, by the last micro-batch
-        self.inputs: dict[ActivationKey, Tensor] = {}  # received hidden states, as leaves
-        self.outputs: dict[ActivationKey, dict[str, Tensor]] = {}  # by name
-        self.hidden_shapes: dict[ActivationKey, torch.Size] = {}  # of outputs
+        self.sends: deque[tuple[dist.Work, Tensor, Action]] = deque()
         # By module, the irecvs of gradients whose shape is not yet known, in order.
         self.deferred: defaultdict[str, deque[Action]] = defaultdict(deque)
-        self.receives: dict[Action, tuple[Tensor, dist.Work]] = {}
-        self.received: dict[tuple[str, ActivationKey], Tensor] = {}
-        self.sends: deque[tuple[dist.Work, Tensor, Action]] = deque()
-        self.crossings: dict[CrossingKey, Crossing] = {}
-        self.embedded: dict[tuple[str, int], Tensor] = {}  # by module and micro-batch
-        self.rows: dict[tuple[Edge, int], ReceivedRows] = {}
-        self.row_grads: dict[tuple[Edge, int], Tensor] = {}
-        self.random_states: dict[ActivationKey, Any] = {}  # before a forward pass that will be recomputed
-        # By the last micro-batch of the call: an input whose parts run again, and the random state before the first.
-        self.in_parts: dict[ActivationKey, tuple[InParts, Any]] = {}
-        self.stays_gathered = {
-            name: stays_gathered(self.actions, schedule.module[name], next(iter(module.gathered.values()))[0].zero)
-            for name, module in resources.modules.items()
-            if module.gathered
-        }
+        # By module.
+        self.losses = dict[str, Tensor]()
+        self.metrics = {name: dict[str, Tensor]() for name in resources.topology.layouts}
+        zero = {module: stages[0].zero for (module, _), stages in resources.gathered.items()}
+        stays = (stays_gathered(self.actions, schedule.module[name], each) for name, each in zero.items())
+        self.stays_gathered = frozenset(chain.from_iterable(stays))
 
     def run(self) -> StepResult:
         """Execute the actions. Returns the sums of this rank."""
@@ -120,55 +100,60 @@ class StepExecution:
             "run": self._run, "send": self._send, "irecv": self._irecv, "wait": self._wait, "start": self._start,
             "finish": self._finish,
         }  # fmt: skip
-        for module in self.resources.modules.values():
-            for gathered in chain(*module.gathered.values()):
-                gathered.before_run(gathered.zero == 2)  # Tokens may be embedded before the first run.
+        for gathered in chain.from_iterable(self.resources.gathered.values()):
+            gathered.before_run(gathered.zero == 2)  # Tokens may be embedded before the first run.
         for position, action in enumerate(self.actions):
             self.position = position
-            with (
-                self.resources.watchdog.doing(self._description(action)),
-                self.resources.watch.part(self._part(action), str(action)),
-                self._annotating_errors(action),
-            ):
-                handlers[action.op](action)
-            if _is_backward(action) and self.last_backward[action.module] == position:
-                self.after_backward(action.module)
-            if self.last_use[action.micro_batch] == position:
-                self.batches.pop(action.micro_batch, None)
+            with self._watched(action), self.resources.watch.part(self._part(action), str(action)):
+                # Nothing is sent of a module that is absent from the micro-batch.
+                if action.op not in ("send", "irecv", "wait") or self._module_input(action) is not None:
+                    handlers[action.op](action)
+            if position in self.last_of_module:
+                self._start_sums(action.module)
+            if position in self.last_of_micro_batch:
+                self.live.pop(action.micro_batch, None)
         for work, _, action in self.sends:
-            with self.resources.watchdog.doing(self._description(action)), self._annotating_errors(action):
+            with self._watched(action):
                 work.wait()
         losses = [*self.losses.values()] or [torch.zeros((), device=self.device)]
         return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.losses, self.metrics)
 
-    def _description(self, action: Action) -> Callable[[], str]:
-        """Describe an action. The watchdog stores this until the device has executed the action: it refers to no
-        tensor.
-        """
-        return partial(describe_action, self.schedule, self.rank, action)
+    def _start_sums(self, module: str) -> None:
+        """Begin to sum the module's gradients, which are those of the step, even if the rank computed none."""
+        if self.optimizer is not None:
+            with self.resources.watchdog.doing(lambda: f"{SUMS}, with all other ranks,"):
+                self.optimizer.start_sums(module)
 
     @contextlib.contextmanager
-    def _annotating_errors(self, action: Action) -> Iterator[None]:
-        """Add a note with the action to errors of process groups."""
-        try:
-            yield
-        except RuntimeError as error:
-            error.add_note(f"rank {self.rank} was in {self._description(action)()} when this happened")
-            raise
+    def _watched(self, action: Action) -> Iterator[None]:
+        """Let the watchdog know the action, and add a note with it to errors of process groups."""
+        # The watchdog stores this until the device has executed the action: it refers to no tensor.
+        description = partial(describe_action, self.schedule, self.rank, action)
+        with self.resources.watchdog.doing(description):
+            try:
+                yield
+            except RuntimeError as error:
+                error.add_note(f"rank {self.rank} was in {description()} when this happened")
+                raise
 
     def _part(self, action: Action) -> str:
         if action.op == "run":
             return action.module
         return "boundary" if action.op in ("start", "finish") else "pipeline"
 
-    def _batch(self, micro_batch: int) -> DeviceMicroBatch:
-        if micro_batch not in self.batches:
-            self.batches[micro_batch] = self.load(micro_batch)
-            require_known(micro_batch, self.batches[micro_batch], self.schedule.module, self.schedule.edges)
-            require_calls(micro_batch, self.batches[micro_batch], self.schedule)
-            for module, call in self.batches[micro_batch].calls.items():
+    def _micro_batch(self, number: int) -> LiveMicroBatch:
+        """What the rank stores of a micro-batch, which is loaded if this is the first action that names it."""
+        if number not in self.live:
+            batch = self.load(number)
+            require_fits(number, batch, self.schedule)
+            self.live[number] = LiveMicroBatch(batch)
+            for module, call in batch.calls.items():
                 self.calls.update(((module, m), call) for m in call)
-        return self.batches[micro_batch]
+        return self.live[number]
+
+    def _activation(self, action: Action, micro_batch: int | None = None) -> Activation:
+        """What the stage of an action stores of its micro-batch, or of another."""
+        return self._micro_batch(action.micro_batch if micro_batch is None else micro_batch).stages[action.place]
 
     def _call(self, action: Action) -> range:
         """The micro-batches that are computed in one call with that of an action."""
@@ -177,58 +162,79 @@ class StepExecution:
 
     def _module_input(self, action: Action) -> Any:
         """The input of an action's module; None if the module is absent from the micro-batch."""
-        return self._batch(action.micro_batch).inputs.get(action.module)
+        return self._micro_batch(action.micro_batch).batch.inputs.get(action.module)
 
     def _model(self, action: Action) -> Any:
-        return self.resources.modules[action.module].stages[_activation_key(action)[1]]
+        return self.resources.modules[action.module].stages[action.own_stage]
+
+    def _is_last_stage(self, action: Action) -> bool:
+        return action.stage == self.schedule.module[action.module].stages - 1
 
     # ------------------------------------------------------------------------------------------------ work
 
     def _run(self, action: Action) -> None:
         has_input, call = self._module_input(action) is not None, self._call(action)
         runs = action.micro_batch == call[-1] if action.kind == "B" and len(call) > 1 else has_input
-        if not runs:
-            return
-        if action.kind == "B":
+        if runs and action.kind == "B":
             self._backward(action)
-        else:
+        elif runs:
             self._before_run(action)
             self._forward(action)
 
     def _before_run(self, action: Action, *, more: bool = False) -> None:
         """Notify gathered stages. `more`: whether other parts of the input follow in the same action."""
-        for gathered in self.resources.modules[action.module].gathered.get(_activation_key(action)[1], ()):
+        for gathered in self.resources.gathered.get(action.place, ()):
             last = replace(action, micro_batch=self._call(action)[-1])
-            gathered.before_run(last in self.stays_gathered[action.module] or (more and gathered.zero == 2))
+            gathered.before_run(last in self.stays_gathered or (more and gathered.zero == 2))
 
     def _forward(self, action: Action) -> None:
-        module, key, given = self.schedule.module[action.module], _activation_key(action), self._module_input(action)
+        module, given = self.schedule.module[action.module], self._module_input(action)
+        activation = self._activation(action)
         goes_back = module.backward and (action.kind == "R" or not module.recomputes)
         keeps = goes_back and not isinstance(given, InParts)
-        with torch.set_grad_enabled(keeps), self._same_random_state(action):
-            inputs = []
-            if action.stage != 0:
-                trains = self.resources.modules[action.module].trains_before_last
-                inputs.append(self.received.pop((action.kind, key)).requires_grad_(goes_back and trains))
-                self.inputs[key] = inputs[0]
+        # A forward pass that runs again draws the same random numbers.
+        again = contextlib.nullcontext() if action.kind == "F" else self._random_state(activation.random_state)
+        activation.random_state = self._read_random_state() if action.kind == "F" and module.recomputes else None
+        with torch.set_grad_enabled(keeps), again:
+            inputs = self._inputs(action, goes_back=goes_back)
+            if isinstance(given, InParts):
+                outputs = self._forward_in_parts(action, given, inputs, goes_back=goes_back)
             else:
-                self._embed(action.module, action.micro_batch)
-                if (embedded := self.embedded.pop((action.module, action.micro_batch), None)) is not None:
-                    inputs.append(embedded)
-            inputs += self._rows_of_stage(action)
-            if not goes_back:
-                self.inputs.pop(key, None)
-            if not isinstance(given, InParts):
                 outputs = self._outputs(action, given, inputs)
-            else:
-                if goes_back:
-                    read, _ = random_states(self.resources.topology.platform)
-                    self.in_parts[*key[:2], self._call(action)[-1]] = given, read()
-                if action.kind == "R" and action.stage == module.stages - 1:
-                    return  # Its backward pass will run the parts again.
-                each = inputs_of_parts(self._model(action), given, next(iter(inputs), None))
-                calls = zip(given.parts, each, strict=True)
-                outputs = joined_outputs([self._outputs(action, *call) for call in calls])
+        if outputs is not None:
+            self._store(action, inputs, outputs, keeps=keeps)
+
+    def _inputs(self, action: Action, *, goes_back: bool) -> list[Any]:
+        """The arguments of a stage's model beside the module's input. `goes_back`: whether a backward pass follows."""
+        inputs, activation = [], self._activation(action)
+        if action.stage != 0:
+            trains = self.resources.modules[action.module].trains_before_last
+            inputs.append(activation.received.pop(action.kind).requires_grad_(goes_back and trains))
+            activation.hidden = inputs[0] if goes_back else None
+        else:
+            self._embed(action.module, action.micro_batch)
+            if activation.embedded is not None:
+                inputs.append(activation.embedded)
+                activation.embedded = None
+        return inputs + self._rows_of_stage(action)
+
+    def _forward_in_parts(
+        self, action: Action, given: InParts, inputs: Sequence[Any], *, goes_back: bool
+    ) -> dict[str, Tensor] | None:
+        """Run each part forward. Returns their outputs, joined; None if only the backward pass needs them."""
+        state, outputs = self._read_random_state() if goes_back else None, None
+        if action.kind == "F" or not self._is_last_stage(action):
+            each = inputs_of_parts(self._model(action), given, next(iter(inputs), None))
+            calls = zip(given.parts, each, strict=True)
+            outputs = joined_outputs([self._outputs(action, *call) for call in calls])
+        if goes_back:
+            self._activation(action, self._call(action)[-1]).in_parts = given, state
+        return outputs
+
+    def _store(self, action: Action, inputs: Sequence[Any], outputs: dict[str, Tensor], *, keeps: bool) -> None:
+        """Add the loss of a forward pass to the sum, and store the other outputs. `keeps`: whether they have a graph,
+        which the backward pass needs.
+        """
         self._require_result(action, outputs)
         if action.kind == "R" and not keeps:
             outputs = {HIDDEN: outputs[HIDDEN]}  # Rows have crossed.
@@ -237,22 +243,23 @@ class StepExecution:
                 loss, so_far = outputs[LOSS].detach(), self.losses.get(action.module)
                 self.losses[action.module] = loss.to(torch.float32, copy=True) if so_far is None else so_far.add_(loss)
             if keeps and self.checks and not outputs[LOSS].requires_grad:
-                require_frozen(*key[:2], self._model(action), inputs, outputs[LOSS])
+                require_frozen(*action.place, self._model(action), inputs, outputs[LOSS])
             if not keeps:  # an evaluation, or a forward that will be recomputed
                 del outputs[LOSS]
+        activation = self._activation(action)
         if len(call := self._call(action)) > 1:
             self._split_call(action, outputs, call, keeps=keeps)
-        elif outputs:
-            self.outputs[key] = outputs
+        else:
+            activation.outputs = outputs
         if HIDDEN in outputs:
-            self.hidden_shapes[key] = outputs[HIDDEN].shape
+            activation.hidden_shape = outputs[HIDDEN].shape
         self._receive_deferred(action.module)
 
     def _outputs(self, action: Action, given: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
         """Call the model of a stage, and check what it returns. Returns its outputs by name."""
-        with without_ddp(self.rank, *_activation_key(action)[:2]) if self.checks else contextlib.nullcontext():
+        with without_ddp(self.rank, *action.place) if self.checks else contextlib.nullcontext():
             output: StageOutput = self._model(action)(given, *inputs)
-        is_last = action.stage == self.schedule.module[action.module].stages - 1
+        is_last = self._is_last_stage(action)
         expected = [*([] if is_last else [HIDDEN]), *self._crossing_names(action)] or [LOSS]
         # A module that feeds others may have a loss of its own.
         may_have = [LOSS] if is_last and expected != [LOSS] else []
@@ -279,15 +286,15 @@ class StepExecution:
         """Split the rows that a call returned into those of its micro-batches, without copies. Outputs with a graph are
         stored whole, too, until the backward of the last micro-batch.
         """
-        module, stage, _ = _activation_key(action)
         if keeps:
-            self.called[module, stage, call[-1]] = dict(outputs)
+            self._activation(action, call[-1]).called = dict(outputs)
         first = 0
         for m in call:
-            if plans := [plan for plan in map(self._batch(m).boundaries.get, self._leaving(action)) if plan]:
+            boundaries = self._micro_batch(m).batch.boundaries
+            if plans := [plan for plan in map(boundaries.get, self._leaving(action)) if plan]:
                 rows = slice(first, first + plans[0].forward.held)
                 crossing = self._crossing_names(action)
-                self.outputs[module, stage, m] = {name: outputs[name].detach()[rows] for name in crossing}
+                self._activation(action, m).outputs = {name: outputs[name].detach()[rows] for name in crossing}
                 first = rows.stop
 
     def _crossing_names(self, action: Action) -> list[str]:
@@ -296,27 +303,14 @@ class StepExecution:
 
     def _leaving(self, action: Action) -> tuple[Edge, ...]:
         """The edges that leave the stage of an action."""
-        return self.schedule.leaving.get(_activation_key(action)[:2], ())
+        return self.schedule.leaving.get(action.place, ())
 
-    def _entering(self, action: Action) -> tuple[Edge, ...]:
-        """The edges that enter the stage of an action."""
-        return self.schedule.entering.get(_activation_key(action)[:2], ())
-
-    @contextlib.contextmanager
-    def _same_random_state(self, action: Action) -> Iterator[None]:
-        """Make the recomputed forward of a stage draw the random numbers of the first. Later draws are unaffected."""
-        if not self.schedule.module[action.module].recomputes:
-            yield
-            return
-        if action.kind == "F":
-            self.random_states[_activation_key(action)] = random_states(self.resources.topology.platform)[0]()
-            yield
-        else:
-            with self._random_state(self.random_states.pop(_activation_key(action))):
-                yield
+    def _read_random_state(self) -> Any:
+        return random_states(self.resources.topology.platform)[0]()
 
     @contextlib.contextmanager
     def _random_state(self, state: Any) -> Iterator[None]:
+        """Draw random numbers as from `state`. Later draws are unaffected."""
         read, write = random_states(self.resources.topology.platform)
         outside = read()
         write(state)
@@ -327,11 +321,11 @@ class StepExecution:
 
     def _rows_of_stage(self, action: Action) -> list[Tensor | dict[str, Tensor]]:
         """The rows that enter a stage, as its arguments."""
-        edges, rows = self._entering(action), defaultdict[str, list[Tensor]](list)
+        edges, rows = self.schedule.entering.get(action.place, ()), defaultdict[str, list[Tensor]](list)
+        entered = self._micro_batch(action.micro_batch).rows
         for edge in edges:
             # Rows live until their gradients leave, if any.
-            key = edge, action.micro_batch
-            received = self.rows.get(key) if self.schedule.returns(edge) else self.rows.pop(key, None)
+            received = entered.get(edge) if self.schedule.returns(edge) else entered.pop(edge, None)
             leaves = {} if received is None else received.leaves
             for name in self.graph.outputs_of(edge):
                 rows[name] += [leaves[name] if name in leaves else self._no_rows(self.graph.width_of(edge))]
@@ -343,31 +337,35 @@ class StepExecution:
             return [self._no_rows(width)] if takes_rows else []
         return [found[ROWS] if found.keys() == {ROWS} else found]
 
-    def _embed(self, module: str, micro_batch: int) -> None:
+    def _embed(self, module: str, number: int) -> None:
         """Run the `embed` of a module's first stage, if it has one and has not run."""
-        if (module, micro_batch) in self.embedded or not self.resources.modules[module].embeds:
+        micro_batch = self._micro_batch(number)
+        activation = micro_batch.stages[module, 0]
+        if activation.embedded is not None or not self.resources.modules[module].embeds:
             return
         backward = self.schedule.module[module].backward
         with torch.profiler.record_function(f"{module} embedding"), torch.set_grad_enabled(backward):
             first: Any = self.resources.modules[module].stages[0]
-            self.embedded[module, micro_batch] = first.embed(self._batch(micro_batch).inputs[module])
+            activation.embedded = first.embed(micro_batch.batch.inputs[module])
 
     def _backward(self, action: Action) -> None:
-        key, call = _activation_key(action), self._call(action)
-        outputs = (self.outputs if len(call) == 1 else self.called).pop(key, {})
-        grads = {HIDDEN: self.received.pop(("B", key), None), LOSS: None}
+        activation, call = self._activation(action), self._call(action)
+        outputs = activation.outputs if len(call) == 1 else activation.called
+        activation.outputs, activation.called = {}, {}
+        grads = {HIDDEN: activation.received.pop("B", None), LOSS: None}
         self._return_rows_early(action)
         for edge in self._leaving(action):
             names = self.graph.outputs_of(edge)
-            if arrived := [self.row_grads.pop((edge, m)) for m in call if (edge, m) in self.row_grads]:
+            row_grads = activation.row_grads
+            if arrived := [row_grads.pop((edge, m)) for m in call if (edge, m) in row_grads]:
                 whole = torch.cat(arrived) if len(arrived) > 1 else arrived[0]
                 arrived.clear()  # Or they would stay beside it during the backward pass.
                 for name, grad in zip(names, whole.chunk(len(names), dim=1), strict=True):
                     # Rows that several modules take have gradients from each.
                     grads[name] = grad if (other := grads.get(name)) is None else other + grad
-        if key in self.in_parts:
-            self._backward_in_parts(action, *self.in_parts[key], grads)
-            del self.in_parts[key]  # The patches of all parts are on the device until here.
+        if activation.in_parts is not None:
+            self._backward_in_parts(action, *activation.in_parts, grads)
+            activation.in_parts = None  # The patches of all parts are on the device until here.
         else:
             self._before_run(action)
             self._backpropagate(action, outputs, grads, is_last=True)
@@ -376,8 +374,8 @@ class StepExecution:
         self, action: Action, outputs: Mapping[str, Tensor], grads: Mapping[str, Tensor | None], *, is_last: bool
     ) -> None:
         """`is_last`: whether no other part of the action's input follows."""
-        if is_last and self.last_of_stage[action.module, action.stage] == self.position:
-            self.before_last(*_activation_key(action)[:2])
+        if is_last and self.position in self.last_of_stage and self.optimizer is not None:
+            self.optimizer.expect(*action.place)
         # Outputs of a frozen first stage require no gradient; rows that no module takes get none.
         names = [name for name, output in outputs.items() if output.requires_grad and name in grads]
         if names:
@@ -387,7 +385,7 @@ class StepExecution:
         self, action: Action, given: InParts, random_state: Any, grads: Mapping[str, Tensor | None]
     ) -> None:
         """Run each part forward once more, and back. `grads`: of the concatenated outputs."""
-        hidden = self.inputs.get(_activation_key(action))
+        hidden = self._activation(action).hidden
         each, starts = inputs_of_parts(self._model(action), given, hidden), dict.fromkeys(grads, 0)
         with torch.enable_grad(), self._random_state(random_state):
             for number, (part, inputs) in enumerate(zip(given.parts, each, strict=True), 1):
@@ -406,10 +404,12 @@ class StepExecution:
     # ------------------------------------------------------------------------------------------- pipelines
 
     def _send(self, action: Action) -> None:
-        if self._module_input(action) is None:
-            return
-        key = _activation_key(action)
-        tensor = grad_of(self.inputs.pop(key)) if action.kind == "B" else self._take(key, HIDDEN)
+        activation = self._activation(action)
+        if action.kind != "B":
+            tensor = self._take(action.place, activation, HIDDEN)
+        else:
+            assert activation.hidden is not None, f"{action} has no backward pass before it"
+            tensor, activation.hidden = grad_of(activation.hidden), None
         found, expected = f"hidden states of {tensor.dtype}", str(self.graph.dtype)
         self._require(tensor.dtype == self.graph.dtype, action, found, expected)
         tensor = tensor.contiguous()
@@ -423,11 +423,8 @@ class StepExecution:
             self.sends.popleft()
 
     def _irecv(self, action: Action) -> None:
-        batch = self._module_input(action)
-        if batch is None:
-            return
         if action.kind != "B":
-            shape = hidden_shape(self._model(action), batch)
+            shape = hidden_shape(self._model(action), self._module_input(action))
             if self.checks and self.checks.is_new(f"{(link := self._link(action, self._peer_rank(action)))} expects"):
                 self.checks.publish(f"{link} expects", tuple(shape))
             self._receive(action, shape)
@@ -438,27 +435,24 @@ class StepExecution:
 
     def _receive_deferred(self, module: str) -> None:
         deferred = self.deferred[module]
-        while deferred and _activation_key(deferred[0]) in self.hidden_shapes:
-            action = deferred.popleft()
-            self._receive(action, self.hidden_shapes[_activation_key(action)])
+        while deferred and (shape := self._activation(deferred[0]).hidden_shape) is not None:
+            self._receive(deferred.popleft(), shape)
 
     def _receive(self, action: Action, shape: Sequence[int]) -> None:
         buffer = torch.empty(shape, dtype=self.graph.dtype, device=self.device)
         work = dist.irecv(buffer, self._peer_rank(action), group=self._pipeline(action))
         assert work is not None, "this rank is in the group of its pipeline"
-        self.receives[action] = buffer, work
+        self._activation(action).receives[action.kind] = buffer, work
 
     def _wait(self, action: Action) -> None:
-        posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
-        if self._module_input(action) is None:
-            return
-        assert posted in self.receives, f"{action} has no irecv"
-        buffer, work = self.receives.pop(posted)
+        activation = self._activation(action)
+        assert action.kind in activation.receives, f"{action} has no irecv"
+        buffer, work = activation.receives.pop(action.kind)
         sender = self._peer_rank(action)
         if self.checks and action.kind != "B" and self.checks.is_new(link := self._link(action, sender)):
             self._require_shape(action, sender, self.checks.published(f"{link} has"), buffer.shape)
         work.wait()
-        self.received[action.kind, _activation_key(action)] = buffer
+        activation.received[action.kind] = buffer
 
     def _require_shape(self, action: Action, sender: int, found: Sequence[int], expected: Sequence[int]) -> None:
         """Raise `UserError` unless hidden states fit the next stage's buffer."""
@@ -484,9 +478,9 @@ class StepExecution:
     # ------------------------------------------------------------------------------------------- boundaries
 
     def _start(self, action: Action) -> None:
-        edge, key = action.edge, _crossing(action)
-        plan = self._batch(action.micro_batch).boundaries.get(edge)
-        if plan is None or key in self.crossings:
+        edge, micro_batch = action.edge, self._micro_batch(action.micro_batch)
+        plan, crossings = micro_batch.batch.boundaries.get(edge), micro_batch.crossings
+        if plan is None or (action.kind, edge) in crossings:
             return
         communicator = self.resources.communicators[edge]
         if plan.point_to_point == self.schedule.collective[edge]:
@@ -497,61 +491,60 @@ class StepExecution:
             expected = "one between the ranks of its two stages"
             raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
         if action.kind == "F":
-            self.crossings[key] = communicator.start_forward(plan, self._encoded(action))
+            crossings["F", edge] = communicator.start_forward(plan, self._encoded(edge, micro_batch))
         else:
-            rows = self.rows.pop((edge, action.micro_batch), None)
+            rows = micro_batch.rows.pop(edge, None)
             grads = communicator.no_rows() if rows is None else rows.grad()
             if self.checks:
                 self.checks.require_fit(edge, plan, grads)
-            self.crossings[key] = communicator.start_backward(plan, grads)
+            crossings["B", edge] = communicator.start_backward(plan, grads)
 
-    def _encoded(self, action: Action) -> Tensor:
+    def _encoded(self, edge: Edge, micro_batch: LiveMicroBatch) -> Tensor:
         """This rank's rows that cross, outputs side by side; no rows on ranks that only receive."""
-        key = action.module, self.schedule.stages_of(action.edge)[0], action.micro_batch
-        if key not in self.outputs:
-            return self.resources.communicators[action.edge].no_rows()
-        rows = [self._take(key, name, action.edge) for name in self.graph.outputs_of(action.edge)]
+        place = edge.source, self.schedule.stages_of(edge)[0]
+        activation = micro_batch.stages[place]
+        if not activation.outputs:
+            return self.resources.communicators[edge].no_rows()
+        rows = [self._take(place, activation, name, edge) for name in self.graph.outputs_of(edge)]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
-    def _take(self, key: ActivationKey, name: str, edge: Edge | None = None) -> Tensor:
+    def _take(self, place: StageId, activation: Activation, name: str, edge: Edge | None = None) -> Tensor:
         """An output that leaves the rank. The last use frees it if no gradient returns (recomputed or frozen)."""
-        outputs = self.outputs[key]
-        others = [e for e in self.schedule.leaving.get(key[:2], ()) if name in self.graph.outputs_of(e)]
+        outputs = activation.outputs
+        others = [e for e in self.schedule.leaving.get(place, ()) if name in self.graph.outputs_of(e)]
         is_last = edge is None or edge == others[-1]
         output = outputs.pop(name) if is_last and not outputs[name].requires_grad else outputs[name]
-        if not outputs:
-            del self.outputs[key]
         return output.detach()
 
     def _finish(self, action: Action) -> None:
-        crossing, edge = self.crossings.pop(_crossing(action), None), action.edge
+        edge, micro_batch = action.edge, self._micro_batch(action.micro_batch)
+        crossing = micro_batch.crossings.pop((action.kind, edge), None)
         role = self.schedule.roles[self.schedule.role_index[self.rank]]
-        (leaves, enters), stage = self.schedule.crosses(role, edge), self.schedule.stages_of(edge)[1]
-        if action.kind == "F" and enters and stage == 0:
+        (leaves, enters), (left, entered) = self.schedule.crosses(role, edge), self.schedule.stages_of(edge)
+        if action.kind == "F" and enters and entered == 0:
             self._embed(edge.target, action.micro_batch)
         if crossing is None:
             return
-        arrived, key = crossing.wait(), (edge, action.micro_batch)
+        arrived = crossing.wait()
         if action.kind == "F" and enters:
-            self.rows[key] = ReceivedRows.of(arrived, self.graph.outputs_of(edge), self.schedule.returns(edge))
+            micro_batch.rows[edge] = ReceivedRows.of(arrived, self.graph.outputs_of(edge), self.schedule.returns(edge))
         elif action.kind == "B" and leaves:
-            self.row_grads[key] = arrived
+            last = self._micro_batch(self._call(action)[-1])
+            last.stages[edge.source, left].row_grads[edge, action.micro_batch] = arrived
 
     def _return_rows_early(self, action: Action) -> None:
         """If this rank's next crossing returns the gradients of rows that entered the stage, start it as soon as they
         are computed, during the backward.
         """
         following = early_start(self.schedule, self.actions, self.position)
-        if following is None:
-            return
-        rows = self.rows.get((following.edge, action.micro_batch))
-        if rows is not None:
-            rows.when_gradients_are_computed(lambda: self._start(following))
+        entered = self._micro_batch(action.micro_batch).rows
+        if following is not None and following.edge in entered:
+            entered[following.edge].when_gradients_are_computed(lambda: self._start(following))
 
     def _require_result(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
         """Check the shapes of rows that cross."""
         for edge in self._leaving(action):
-            plans = (self._batch(m).boundaries.get(edge) for m in self._call(action))
+            plans = (self._micro_batch(m).batch.boundaries.get(edge) for m in self._call(action))
             if not (rows := [plan.forward.held for plan in plans if plan is not None]):
                 continue
             expected = (sum(rows), self.graph.width_of(edge))
@@ -572,14 +565,6 @@ class StepExecution:
         return torch.zeros(0, width, dtype=self.graph.dtype, device=self.device)
 
 
-def _is_backward(action: Action) -> bool:
-    return action.op == "run" and action.kind == "B"
-
-
-def _activation_key(action: Action) -> ActivationKey:
-    assert isinstance(action.stage, int), f"{action} has no stage"
-    return action.module, action.stage, action.micro_batch
-
-
-def _crossing(action: Action) -> CrossingKey:
-    return action.kind, action.edge, action.micro_batch
+def _last(keys: Mapping[int, Hashable]) -> frozenset[int]:
+    """The last position of each key. `keys`: by position, ascending."""
+    return frozenset({key: position for position, key in keys.items()}.values())

@@ -200,7 +200,7 @@ def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModul
         )
         parameters |= {place[path]: p for path, p in chunk.named_parameters()}
     for stage in stages:
-        stage.before_run(algorithm.zero == 2)  # For loops without an interpreter.
+        stage.before_run(algorithm.zero == 2)  # For loops without a `Runner`.
     return replace(module, data_parallel=FullySharded.of(parameters, group, tuple(stages)))
 
 

@@ -30,6 +30,7 @@ from megatron_hetero.hf.weight_map import Held, WeightMap, held
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.communicators import ENDS
 from megatron_hetero.schedule.contract import GatheredStage
+from megatron_hetero.schedule.program import StageId
 
 Range = tuple[int, int]
 """Elements [start, stop)."""
@@ -239,12 +240,12 @@ class TrainedModule:
         return self.held[self.holders.rank()]
 
 
-def gathered_stages(modules: Iterable[TrainedModule]) -> dict[int, list[GatheredStage]]:
-    """The gathered stages of the views of one module, by stage number."""
-    found = dict[int, list[GatheredStage]]()
+def gathered_stages(modules: Iterable[TrainedModule]) -> dict[StageId, list[GatheredStage]]:
+    """The gathered stages of the views of modules, by module and stage number."""
+    found = dict[StageId, list[GatheredStage]]()
     for module in modules:
         for number, stage in zip(module.stages, module.data_parallel.gathered, strict=False):
-            found.setdefault(number, []).append(stage)
+            found.setdefault((module.name, number), []).append(stage)
     return found
 
 

@@ -1,7 +1,6 @@
-"""What a rank executes schedules with, and what it checks in the first step: the first hidden states of each link and
-the first gradients of rows that several ranks need, compared through a store, since ranks are not in step.
-
-Waits have no time-out of their own: a watchdog ends those that take too long.
+"""What a rank executes schedules with, what it stores of a micro-batch between actions, and what it checks in the first
+step: hidden states of each link and gradients of rows that several ranks need, compared through a store, since ranks
+are not in step. Waits have no time-out of their own: a watchdog ends those that take too long.
 """
 
 from __future__ import annotations
@@ -9,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.communicator import (
     BoundaryCommunicator,
+    Crossing,
     GradientCopy,
     can_compare,
     require_fit,
@@ -31,13 +32,114 @@ from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.layout.graph import Edge, Graph
-from megatron_hetero.schedule.contract import LOSS, InParts, ModuleOnRank
+from megatron_hetero.schedule.actions import WorkKind
+from megatron_hetero.schedule.contract import LOSS, DeviceMicroBatch, GatheredStage, InParts, ModuleOnRank
+from megatron_hetero.schedule.program import StageId
+from megatron_hetero.step.joint import JointOptimizer
 
 _POLL_S = 0.005
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
+class RankResources:
+    """What a rank executes schedules with.
+
+    `communicators`: of the edges that include this rank, without `check`: the two sides start crossings in different
+    orders. `gathered`: stages that are notified how long gathered weights stay. `optimizer`: begins to sum gradients
+    within the last backward pass of a step. `watch`: measures the seconds of each module, of "boundary" and of
+    "pipeline". `checks`: those of the first step, and of each one's models; None to skip them.
+    """
+
+    topology: Topology
+    graph: Graph
+    modules: Mapping[str, ModuleOnRank]
+    communicators: Mapping[Edge, BoundaryCommunicator]
+    gathered: Mapping[StageId, Sequence[GatheredStage]]
+    optimizer: JointOptimizer | None
+    watch: Stopwatch
+    watchdog: Watchdog
+    timeout_s: float | None
+    checks: RunChecks | None
+
+
+@dataclass(eq=False)
+class Activation:
+    """A micro-batch in one stage. Where one call computes several, the last of them has what belongs to the call."""
+
+    embedded: Tensor | None = None
+    """Result of the model's `embed`, until the forward pass."""
+    receives: dict[WorkKind, tuple[Tensor, dist.Work]] = field(default_factory=dict[WorkKind, tuple[Tensor, dist.Work]])
+    """Hidden states (F, R) and their gradient (B), from `irecv` to `wait`."""
+    received: dict[WorkKind, Tensor] = field(default_factory=dict[WorkKind, Tensor])
+    """The same, from `wait` to the run that uses them."""
+    hidden: Tensor | None = None
+    """Received hidden states as a leaf of the stage's graph, from the forward pass until their gradient is sent."""
+    outputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """By name, from the forward pass until they have left the rank or, with a graph, until the backward pass."""
+    hidden_shape: torch.Size | None = None
+    """Shape of the hidden states among the outputs, and so of the gradient that comes back."""
+    random_state: Any = None
+    """State of the generators before a forward pass that will be recomputed."""
+    called: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Outputs of a call of several micro-batches, with their graph, until its backward pass."""
+    in_parts: tuple[InParts, Any] | None = None
+    """Input whose parts run again in the backward pass, and the random state before the first."""
+    row_grads: dict[tuple[Edge, int], Tensor] = field(default_factory=dict[tuple[Edge, int], Tensor])
+    """Gradients of rows that left, by edge and micro-batch, from `finish` to the backward pass."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReceivedRows:
+    """Rows that crossed along an edge: leaves of the graph of the stage that they entered, [needed, width], by name."""
+
+    leaves: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, rows: Tensor, names: Sequence[str], requires_grad: bool) -> ReceivedRows:
+        """Split rows of several outputs that are side by side, [needed, outputs * width]."""
+        parts = rows.chunk(len(names), dim=1) if len(names) > 1 else [rows]
+        return cls(dict(zip(names, (part.detach().requires_grad_(requires_grad) for part in parts), strict=True)))
+
+    def grad(self) -> Tensor:
+        """The gradients, side by side like the rows; zero for unused rows."""
+        grads = [grad_of(leaf) for leaf in self.leaves.values()]
+        return grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
+
+    def when_gradients_are_computed(self, call: Callable[[], None]) -> None:
+        """Call once, in the backward pass, when the last gradient is computed; never if one is not."""
+        missing = set(self.leaves)
+
+        def arrived(name: str) -> None:
+            missing.discard(name)
+            if not missing:
+                call()
+
+        for name, leaf in self.leaves.items():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(lambda _, name=name: arrived(name))
+
+
+@dataclass(eq=False)
+class LiveMicroBatch:
+    """A micro-batch on a rank, from its first action to its last."""
+
+    batch: DeviceMicroBatch
+    """The rank's part, on the device."""
+    stages: defaultdict[StageId, Activation] = field(default_factory=partial(defaultdict, Activation))
+    """What each stage on the rank stores."""
+    crossings: dict[tuple[WorkKind, Edge], Crossing] = field(default_factory=dict[tuple[WorkKind, Edge], Crossing])
+    """Crossings of rows (F) and of their gradients (B), from `start` to `finish`."""
+    rows: dict[Edge, ReceivedRows] = field(default_factory=dict[Edge, ReceivedRows])
+    """Rows that entered, from `finish` to the run that uses them or, if gradients return, until these leave."""
+
+
+def grad_of(leaf: Tensor) -> Tensor:
+    """The gradient of a model's input; zero if unused."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
 class RunChecks:
-    """The checks of one interpreter. `name`: alike on all ranks, and unique to the interpreter."""
+    """The checks of one runner. `name`: the same on all ranks, and unique to the runner."""
 
     def __init__(self, name: str):
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -84,7 +186,7 @@ def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
     """
 
     def refuse(*_: object, **__: object) -> None:
-        where, found = f"interpreter on rank {rank}", f"DistributedDataParallel in stage {stage} of `{module}`"
+        where, found = f"Runner on rank {rank}", f"DistributedDataParallel in stage {stage} of `{module}`"
         because = "DDP averages gradients in every backward pass, and expects one per forward pass"
         fix = "leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients"
         raise UserError.at(where, found=found, expected="the module itself", because=because, fix=fix)
@@ -108,44 +210,6 @@ def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any]
         fix = f"return it without `detach()`; where it is to be measured only, {only}"
         where = f"stage {stage} of `{module}`"
         raise UserError.at(where, found=found, expected="one with a graph", because=because, fix=fix)
-
-
-@dataclass(frozen=True, eq=False)
-class ReceivedRows:
-    """The rows that crossed along an edge in one micro-batch: leaves of the text module's graph, [needed, width], by
-    the name of the encoder's output.
-    """
-
-    leaves: Mapping[str, Tensor]
-
-    @classmethod
-    def of(cls, rows: Tensor, names: Sequence[str], requires_grad: bool) -> ReceivedRows:
-        """Split rows of several outputs that are side by side, [needed, outputs * width]."""
-        parts = rows.chunk(len(names), dim=1) if len(names) > 1 else [rows]
-        return cls(dict(zip(names, (part.detach().requires_grad_(requires_grad) for part in parts), strict=True)))
-
-    def grad(self) -> Tensor:
-        """The gradients, side by side like the rows; zero for unused rows."""
-        grads = [grad_of(leaf) for leaf in self.leaves.values()]
-        return grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
-
-    def when_gradients_are_computed(self, call: Callable[[], None]) -> None:
-        """Call once, in the backward pass, when the last gradient is computed; never if one is not."""
-        missing = set(self.leaves)
-
-        def arrived(name: str) -> None:
-            missing.discard(name)
-            if not missing:
-                call()
-
-        for name, leaf in self.leaves.items():
-            if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(lambda _, name=name: arrived(name))
-
-
-def grad_of(leaf: Tensor) -> Tensor:
-    """The gradient of a model's input; zero if unused."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def hidden_shape(model: Any, batch: Any) -> Sequence[int]:
@@ -182,29 +246,3 @@ def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[st
     if output.keys() - set(may_have) != set(expected):
         return f"outputs {', '.join(map(str, output))}" if output else "no outputs"
     return ", ".join(f"{n} of type {type(v).__name__}" for n, v in output.items() if not isinstance(v, Tensor))
-
-
-@dataclass(eq=False, kw_only=True)
-class RankResources:
-    """The groups, modules and settings with which a rank executes schedules.
-
-    Attributes:
-        topology: topology with the groups of this rank.
-        graph: what crosses along each edge, with canonical names of edges; the dtype of hidden states and rows.
-        modules: the modules of this rank, by name.
-        communicators: communicators of the edges that include this rank, without `check`: the two sides start crossings
-            in different orders.
-        watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
-        watchdog: is notified of every action before it begins.
-        timeout_s: seconds that an action may take; None: those of the watchdog.
-        checks: checks of the first step; None to skip them.
-    """
-
-    topology: Topology
-    graph: Graph
-    modules: Mapping[str, ModuleOnRank]
-    communicators: Mapping[Edge, BoundaryCommunicator]
-    watch: Stopwatch
-    watchdog: Watchdog
-    timeout_s: float | None
-    checks: RunChecks | None

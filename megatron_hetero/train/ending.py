@@ -7,23 +7,47 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_hetero.base.errors import NotFiniteError, SharedError
 from megatron_hetero.base.outputs import chosen_in, name_of, step_of
 from megatron_hetero.groups.collective import on_every, on_first
-from megatron_hetero.train.trainer import Trainer
+from megatron_hetero.train.run import Run
+from megatron_hetero.train.stopping import StopRequest
 
 EXPORT = "python -m megatron_hetero.cli.export"
 LEFT_OVER = "trained-model"
 """The folder in `log.dir` of a model that could not be written to its intended place."""
 
 
-class Ending:
-    """The end of a run. All methods are collective."""
+@contextmanager
+def saved_at_end(run: Run, request: StopRequest) -> Iterator[Ending]:
+    """Around the steps of a run: save what was trained where a request or an error on all ranks ends them. The error is
+    raised by `Ending.export_and_finish`. Collective.
+    """
+    ending, waiting = Ending(run), run.trainer.topology.watchdog.waiting
+    request.begin()
+    with run.writer:
+        try:
+            yield ending
+            ending.stopped = run.saver.trained if run.trainer.on_any_rank(request) else None
+        except SharedError as error:
+            with waiting(lambda: "the saving of what was trained, with all other ranks,"):
+                ending.stopped = ending.failed(error)
+        if ending.stopped is not None:
+            with waiting(lambda: "the end of the run, with all other ranks,"):
+                ending.report_stop()
+    if ending.stopped is None:
+        request.end()  # An export may be interrupted anywhere: a half-written one is never used.
 
-    def __init__(self, run: Trainer) -> None:
-        self._run = run
+
+class Ending:
+    """The end of a run. Its methods are collective. `stopped`: the step after which it stops; None if it is trained."""
+
+    def __init__(self, run: Run) -> None:
+        self.stopped: int | None = None
+        self._run, self._config = run, run.trainer.job.config
         self._problems: list[str] = []
 
     def failed(self, error: SharedError) -> int | None:
@@ -34,13 +58,13 @@ class Ending:
         run.writer.failed = True
         notes = saver.settle()
         # A rank whose save is still in progress would not join another one.
-        is_free = not run.on_any_rank(saver.is_busy)
+        is_free = not run.trainer.on_any_rank(saver.is_busy)
         if is_free and not in_doubt:
             notes += saver.rescue()
         for note in notes:
             run.writer.print(note)
         text = str(error)
-        if saver.trained == run.config.train.iters:
+        if saver.trained == self._config.train.iters:
             self._problems.append(text)
             return None
         sentence = text if text.endswith((".", "?", "!")) else f"{text}."
@@ -49,33 +73,39 @@ class Ending:
             self._write_first(self._places(None), f"model after step {saver.trained}")
         return saver.trained
 
-    def stopped(self, step: int) -> None:
-        """Report that the run stops after `step`, if it did not fail."""
+    def report_stop(self) -> None:
+        """Report that the run stops, if it did not fail."""
         if not self._problems:
-            self._run.writer.print(f"stopped after step {step}, as requested; {self._command} resumes from there")
+            done = f"stopped after step {self.stopped}, as requested"
+            self._run.writer.print(f"{done}; {self._command} resumes from there")
         self._add_faults()
 
-    def trained(self) -> None:
+    def export_and_finish(self) -> bool:
+        """Export a trained model, and wait for all ranks. Returns whether it is trained. Raises `SharedError`."""
+        trainer = self._run.trainer
+        if self.stopped is None:
+            with trainer.topology.watchdog.waiting(lambda: "the end of the run, with all other ranks,"):
+                self._export(self._config.export.hf_dir)
+        trainer.wait_for_all("the end of all other ranks")
+        if self._problems:
+            raise SharedError("\nerror: ".join(dict.fromkeys(self._problems)))
+        return self.stopped is None
+
+    def _export(self, target: Path | None) -> None:
         """Export the model; if that fails and no checkpoint has it, to another place."""
-        saver, target = self._run.saver, self._run.config.export.hf_dir
+        saver, checkpoint = self._run.saver, self._last_checkpoint()
         if saver.lost is not None and str(saver.lost) not in self._problems:
             self._problems.append(str(saver.lost))
-        checkpoint = self._last_checkpoint()
         if checkpoint is None and (target is not None or saver.lost is not None):
             self._write_first(self._places(target), "trained model")
         elif target is not None and not self._written(target):
             self._problems[-1] += f" {checkpoint} has the trained model: `{EXPORT} {checkpoint} HF_DIR` writes it."
         self._add_faults()
 
-    def finish(self) -> None:
-        """Raise `SharedError` if anything went wrong."""
-        if self._problems:
-            raise SharedError("\nerror: ".join(dict.fromkeys(self._problems)))
-
     @property
     def _command(self) -> str:
         """The command that resumes from the newest checkpoint."""
-        return "the same command" if self._run.config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
+        return "the same command" if self._config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
 
     def _what_is_saved(self, in_doubt: bool) -> str:
         """Describe it for the user. `in_doubt`: whether the weights may have caused the failure."""
@@ -87,11 +117,11 @@ class Ending:
             )
         if saver.trained == self._run.resumed.step:
             return ""
-        if saver.config.checkpoint.dir is None:
+        if self._config.checkpoint.dir is None:
             return "Nothing was saved, since checkpoint.dir is not set."
         if checkpoint is not None:
             return f"What was trained is saved in {checkpoint}; {self._command} resumes from there."
-        newest = on_first(self._run.topology.files, lambda: chosen_in(saver.config.checkpoint.dir or Path()))
+        newest = on_first(self._run.trainer.topology.files, lambda: chosen_in(self._config.checkpoint.dir or Path()))
         again = f"The newest checkpoint is {newest}; {self._command} resumes from there."
         if step_of(newest) is None:
             again = "There is no earlier checkpoint; the same command starts over."
@@ -109,9 +139,10 @@ class Ending:
         """Yield the `target`, and a free path: an export would replace the model that an earlier run has left there."""
         if target is not None:
             yield target
-        place = self._run.config.log.dir / LEFT_OVER
+        place = self._config.log.dir / LEFT_OVER
         names = itertools.chain([place], (place.with_name(f"{LEFT_OVER}-{number}") for number in itertools.count(2)))
-        yield on_first(self._run.topology.files, lambda: next(path for path in names if not os.path.lexists(path)))
+        files = self._run.trainer.topology.files
+        yield on_first(files, lambda: next(path for path in names if not os.path.lexists(path)))
 
     def _write_first(self, places: Iterable[Path], model: str) -> None:
         """Write the model, which no checkpoint has, to the first place that works."""
@@ -130,5 +161,5 @@ class Ending:
 
     def _add_faults(self) -> None:
         """Add metrics that could not be written on any rank."""
-        of_ranks = on_every(self._run.topology.files, lambda: list(self._run.writer.faults.values()))
+        of_ranks = on_every(self._run.trainer.topology.files, lambda: list(self._run.writer.faults.values()))
         self._problems += [fault for faults in of_ranks for fault in faults]

@@ -16,14 +16,13 @@ import numpy as np
 import torch
 
 from megatron_hetero.base.errors import BadSample, SharedError
+from megatron_hetero.data.device import to_device
 from megatron_hetero.data.loader import StepBatch, StepLoader
 from megatron_hetero.data.packing import IGNORED, PackedBatch, bad_counts
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.schedule.contract import DeviceMicroBatch
-from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.train.metrics import EvaluationMetrics
-from megatron_hetero.train.step_trainer import to_device
-from megatron_hetero.train.trainer import Trainer
+from megatron_hetero.train.run import Run
 
 
 def supervised_samples(pack: PackedBatch, tokens: np.ndarray) -> np.ndarray:
@@ -59,13 +58,13 @@ class HeldOutEvaluation:
     each loads it once, from first sample to last.
     """
 
-    run: Trainer
+    run: Run
     loaders: Mapping[str, StepLoader]
 
     @classmethod
-    def build(cls, run: Trainer) -> HeldOutEvaluation:
+    def build(cls, run: Run) -> HeldOutEvaluation:
         """Prepare the data sets that the run has opened, in batches of at most the training batch size."""
-        partitioner = replace(run.loader.partitioner, runs=partial(run.job.encoder_calls, evaluation=True))
+        partitioner = replace(run.loader.partitioner, runs=partial(run.trainer.job.encoder_calls, evaluation=True))
         loaders = {}
         for name, samples in run.inputs.held_out.items():
             dealing, what = run.loader.dealing.once(len(samples)), f"evaluation of {name}, batch"
@@ -73,27 +72,18 @@ class HeldOutEvaluation:
         return cls(run, loaders)
 
     def after(self, step: int) -> Iterator[EvaluationMetrics]:
-        """Yield the metrics of each data set, if an evaluation is due after `step` (from 1). Every rank must exhaust
-        the iterator.
-
-        Raises `SharedError` for unusable data.
+        """Yield the metrics of each data set, if an evaluation is due after `step`, to ranks that all exhaust the
+        iterator. Raises `SharedError` for unusable data.
         """
-        if evaluates(step, self.run.config.eval.interval, self.run.config.train.iters):
+        if evaluates(step, self.run.trainer.job.config.eval.interval, self.run.trainer.job.config.train.iters):
             for name in self.loaders:
                 yield self._evaluate(step, name)
 
-    def overdue(self) -> Iterator[EvaluationMetrics]:
-        """Yield the metrics that are due after the step that the run resumes from: a checkpoint is written before its
-        step is evaluated.
-        """
-        if self.run.resumed.step > 0:
-            yield from self.after(self.run.resumed.step)
-
     def _evaluate(self, step: int, name: str) -> EvaluationMetrics:
-        start, mine, supervised, samples = time.perf_counter(), 0.0, 0, 0
+        trainer, start, mine, supervised, samples = self.run.trainer, time.perf_counter(), 0.0, 0, 0
         counts, bad = [], list[BadSample]()
         for batch in self._batches(name):
-            loss_sum, hits = self._forward(self.run.job.schedule_of(len(batch.micro_batches), evaluation=True), batch)
+            loss_sum, hits = self._forward(batch)
             mine += loss_sum
             counts.append(self._counts(self.loaders[name].dealing.step_samples, batch, hits))
             supervised += batch.supervised
@@ -104,10 +94,10 @@ class HeldOutEvaluation:
             fix = "raise data.max_seq_length, correct the data set, or remove it"
             raise SharedError.at(where, problem="no supervised token", because=because, fix=fix)
         # In fp64, so that the sum of many batches is as accurate as that of one.
-        with self.run.watched(f"the sums over ranks of the evaluation of {name} after step {step}"):
-            total = float(self.run.all_gather([mine if self.run.counts_loss else 0.0]).sum())
-            right, asked = exact_match(self.run.all_reduce(np.concatenate(counts, axis=1)))
-        self.run.watch.read()  # Discarded: these times are not part of the next step.
+        with trainer.watched(f"the sums over ranks of the evaluation of {name} after step {step}"):
+            total = float(trainer.all_gather([mine if trainer.counts_loss else 0.0]).sum())
+            right, asked = exact_match(trainer.all_reduce(np.concatenate(counts, axis=1)))
+        trainer.runner.watch.read()  # Discarded: these times are not part of the next step.
         return EvaluationMetrics(
             step=step,
             dataset=name,
@@ -122,37 +112,39 @@ class HeldOutEvaluation:
 
     def _batches(self, name: str) -> Iterator[StepBatch]:
         """Yield all batches of a data set."""
-        loader = self.loaders[name]
+        trainer, loader = self.run.trainer, self.loaders[name]
         steps = -(-len(loader.mixture) // loader.dealing.step_samples)
-        batches = self.run.checked(loader.steps(1, steps, self.run.config.data.workers), f"in an evaluation of {name}")
+        loaded = loader.steps(1, steps, trainer.job.config.data.workers)
+        batches = self.run.checked(loaded, f"in an evaluation of {name}")
         for _ in range(steps):
-            with self.run.watched(f"the data of the evaluation of {name}"):
+            with trainer.watched(f"the data of the evaluation of {name}"):
                 batch = next(batches)
             yield batch
 
-    def _forward(self, schedule: Schedule, batch: StepBatch) -> tuple[float, dict[int, torch.Tensor]]:
+    def _forward(self, batch: StepBatch) -> tuple[float, dict[int, torch.Tensor]]:
         """Return this rank's sum of token losses; and by micro-batch, whether each of its supervised tokens is
         predicted correctly, bool [t], filled on ranks with the last stage of the text module.
         """
-        platform, dtype, outputs = self.run.platform, self.run.job.dtype, self.run.job.outputs
+        trainer, job = self.run.trainer, self.run.trainer.job
         hits: dict[int, torch.Tensor] = {}
 
         def load(m: int) -> DeviceMicroBatch:
-            moved = to_device(batch.micro_batches[m], platform, dtype, outputs)
+            moved = to_device(batch.micro_batches[m], job, trainer.topology.platform, trains=False)
             text = moved.inputs.get(TEXT)
             if text is None:
                 return moved
             hits[m] = torch.zeros_like(text.targets, dtype=torch.bool)
             return replace(moved, inputs={**moved.inputs, TEXT: replace(text, hits=hits[m])})
 
-        return float(self.run.runner.run(schedule, load).loss), hits
+        schedule = job.schedule_of(len(batch.micro_batches), evaluation=True)
+        return float(trainer.runner.run(schedule, load).loss), hits
 
     def _counts(self, size: int, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
         """Return this rank's `answer_counts` of the samples of a batch, in the order of the data set: int64 [2, size],
         with the `size` of a full batch. Samples that were left out count nothing.
         """
         counts = np.zeros((2, size), np.int64)
-        for m, of_tokens in hits.items() if self.run.counts_loss else ():
+        for m, of_tokens in hits.items() if self.run.trainer.counts_loss else ():
             micro_batch = batch.micro_batches[m]
             pack, share = micro_batch.pack, micro_batch.share.text
             assert pack is not None and share is not None, "a rank of the text module has a pack"
@@ -164,4 +156,4 @@ class HeldOutEvaluation:
 
 def evaluates(step: int, interval: int, iters: int) -> bool:
     """Return whether an evaluation is due after `step` of `iters`: every `interval` steps, and after the last one."""
-    return interval > 0 and (step % interval == 0 or step == iters)
+    return step > 0 and interval > 0 and (step % interval == 0 or step == iters)

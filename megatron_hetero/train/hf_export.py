@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import FIRST, Working, on_first
+from megatron_hetero.groups.collective import FIRST, on_first
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.model_files import Companions, require_writable
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import Interval, TensorSlice, extract_slice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import model_writer, stored_shapes
@@ -29,7 +30,9 @@ from megatron_hetero.step.module import TrainedModule
 OwnedSlices = tuple[tuple[TensorSlice, ...], Tensor]
 """A rank's values of a parameter, behind their slices of stored tensors."""
 Value = Callable[[TrainedModule, str], Tensor]
-"""Returns a tensor in the shape of a parameter of a module. Collective."""
+"""Returns a tensor in the shape of a parameter, by its name in a module of this rank. Collective over the ranks that
+share the parameter's data- and context-parallel group.
+"""
 
 
 def export_model(
@@ -41,22 +44,20 @@ def export_model(
     dtype: torch.dtype,
     *,
     transposed: bool = False,
-    working: Working = contextlib.nullcontext,
+    source: StoredWeights | None = None,
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Collective; each rank passes its own
-    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `transposed`: see `model_writer`.
-    `working`: a context for writes that others wait for.
-
-    Raises `SharedError` if the folder cannot be written; nothing of it is left then, and the export can be retried
-    elsewhere.
+    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `transposed`, `source`: see
+    `model_writer`. Raises `SharedError` if the folder cannot be written; nothing of it is left then.
     """
     on_first(topology.files, lambda: require_writable(target))  # Before anything is sent.
-    parts = gather_parameters(modules, topology)
+    parts, working = gather_parameters(modules, topology), topology.watchdog.working
 
     def write() -> None:
         try:
             with contextlib.ExitStack() as writing:
-                put = writing.enter_context(model_writer(target, shapes, dtype, companions, transposed=transposed))
+                writer = model_writer(target, shapes, dtype, companions, transposed=transposed, source=source)
+                put = writing.enter_context(writer)
                 for name, tensor in assemble(parts, stored_shapes(shapes)):
                     with working():
                         put(name, tensor)
@@ -80,10 +81,7 @@ def gather_parameters(
     value: Value = TrainedModule.whole_weight,
 ) -> Iterator[OwnedSlices]:
     """Yield on the writer every parameter of each stage of the first replicas, view by view, from the ranks that have
-    parts of it. Collective: every rank passes its own modules and exhausts the iterator.
-
-    `value` maps a parameter, by its name in a module of this rank, to the tensor to gather, of the same shape. All
-    ranks of a data- and context-parallel group call it together.
+    parts of it: what `value` has of it. Collective: every rank passes its own modules and exhausts the iterator.
     """
     own = {(module.name, module.view): module for module in modules}
     for name, layout in topology.layouts.items():

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 
+from megatron_hetero.base.environment import prepare_traces
 from megatron_hetero.base.errors import UserError, os_errors_as, reason
 from megatron_hetero.base.files import open_regular
 from megatron_hetero.checkpoint.record import ModelSources, hashes
@@ -29,6 +30,7 @@ from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
+from megatron_hetero.train.log import unwritable
 
 PACKAGES = (
     "megatron_hetero",
@@ -49,7 +51,7 @@ _SAMPLES, _SAMPLE_BYTES = 8, 4096
 class Inputs:
     """The inputs of a rank: weights by module, data, and on the first rank, which exports, the files exported with the
     model, whose folders may be gone at the end. Held-out data sets too, so that their errors are reported before
-    training. `transposed`: see `StoredWeights.transposed`, of the language model.
+    training. `transposed`: see `StoredWeights.transposed`, of the language model. `source`: see `model_writer`.
     """
 
     weights: Mapping[str, StoredWeights]
@@ -58,12 +60,13 @@ class Inputs:
     held_out: Mapping[str, Mixture]
     companions: Mapping[str, Companions]
     transposed: bool
+    source: StoredWeights | None = None
 
     @classmethod
     def open(cls, job: JobSpec) -> Inputs:
         """Open and check them. Raises `UserError`."""
         config, encoders, seed = job.config, job.config.further_folders, job.config.train.seed
-        weights = open_modules(job.folders, job.shapes, seed) | open_encoders(encoders, job.shapes)
+        weights = open_modules(job.folders, job.shapes, seed) | open_encoders(encoders, job.shapes, seed)
         transposed, processor = weights[TEXT].transposed, open_processor(config)
         mixture, held_out = open_mixture(config, processor), open_held_out(config, processor)
         if dist.get_rank() != FIRST:
@@ -72,13 +75,17 @@ class Inputs:
             require_writable(config.export.hf_dir)
         changes = export_changes(job.folders, asdict(config), encoders)
         companions = companions_of({TEXT: config.model.hf_path, **encoders}, changes)
-        return cls(weights, processor, mixture, held_out, companions, transposed)
+        source = weights[TEXT] if weights[TEXT].unchanged else None
+        return cls(weights, processor, mixture, held_out, companions, transposed, source)
 
 
 def open_inputs(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[JobSpec, Inputs]:
     """Return the job and this rank's inputs, once all ranks have opened the same ones. Raises `UserError` on every
     rank.
     """
+    if platform.is_cuda:  # Before the first collective.
+        with os_errors_as(partial(unwritable, config.log.dir)):
+            prepare_traces(config.log.dir / "nccl")
     opened: list[tuple[JobSpec, Inputs]] = []
     files: dict[str, str] = {}
 

@@ -226,18 +226,11 @@ class MetricsWriter(Writer):
     """Writes the metrics of a run to a folder and the terminal. A failing write does not end the run: it is reported at
     once, retried if possible, and recorded in `faults` by what failed.
 
-    Args:
-        folder: created if necessary; files of an earlier run are moved to a subfolder.
-        steps: number of steps of the run.
-        config: the resolved configuration as YAML, saved with the metrics.
-        done: number of steps trained before, with the lines of metrics.jsonl in `history`.
-        tensorboard: whether TensorBoard's files are written to the folder too.
-        wandb: the Weights & Biases project to log to; None: not at all.
-        console: receives lines and progress; standard output by default.
+    Files of an earlier run in `folder` are moved to a subfolder. `steps`: of the run; `done`: trained before,
+    with the lines of metrics.jsonl in `history`. `config`: the resolved configuration as YAML, saved with the metrics.
+    `wandb`: the Weights & Biases project to log to. `console`: receives lines and progress; default: standard output.
 
-    Raises:
-        UserError: the folder cannot be written, another run writes there, or a tracker is not installed or cannot be
-            started.
+    Raises `UserError` if the folder cannot be written, another run writes there, or a tracker cannot be started.
     """
 
     def __init__(

@@ -1,32 +1,27 @@
-"""Model FLOPs utilisation of a step, peak rates of devices, and profiler traces of chosen steps."""
+"""What is measured in a step: model FLOPs utilisation, loads of experts, and profiler traces of chosen steps."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.base.files import replacing
+from megatron_hetero.config.schema import Config
 from megatron_hetero.data.loader import StepBatch
-from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.items.types import Size
 from megatron_hetero.models.layers.parts import Tokens
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.train.log import unwritable
-
-
-def utilisation(
-    shapes: ModelShapes, frozen: Frozen, batch: StepBatch, seconds: float, topology: Topology
-) -> float | None:
-    """Return the fraction of all devices' peak FLOPs that a step achieved; None if the device's peak is unknown."""
-    peak = peak_flops(topology.platform.device_name)
-    return None if peak is None else step_flops(shapes, frozen, batch) / (seconds * topology.world_size * peak)
 
 
 def step_flops(shapes: ModelShapes, frozen: Frozen, batch: StepBatch) -> int:
@@ -89,16 +84,35 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for name, peak in _PEAKS if set(name.upper().split()) <= set(words)), None)
 
 
+def take_loads(modules: Iterable[TrainedModule], topology: Topology, layers: Sequence[int]) -> list[float]:
+    """Return for each of `layers` the tokens of its busiest expert relative to the mean of all its experts, since the
+    last call; 0 for layers that are not on this rank, or without tokens. Collective over each stage of the text module.
+    """
+    chunks = next((module.chunks for module in modules if module.name == TEXT), ())
+    loads = {number: load for chunk in chunks for number, load in chunk.take_loads().items()}
+    if not loads:
+        return [0.0] * len(layers)
+    total = torch.stack(list(loads.values()))
+    for axes in (("tp",), MAIN.sum_axes):
+        group = topology.group(TEXT, *axes)
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
+    ratios = total.amax(dim=1) / total.double().mean(dim=1).clamp(min=1e-9)
+    found = dict(zip(loads, ratios.tolist(), strict=True))
+    return [found.get(number, 0.0) for number in layers]
+
+
 class StepProfiler:
-    """Traces `steps` steps starting with step `start`, and writes `trace-rankN.json` to `folder` after the last one,
-    for Perfetto (ui.perfetto.dev). Ranges are named after the schedule's actions, such as ``text.0.F3``. A `start` of 0
-    disables it. `settle` waits for what is in flight behind a step.
+    """Traces the steps of `train.profile`, and writes `trace-rankN.json` to `log.dir` after the last one, for Perfetto
+    (ui.perfetto.dev). Ranges are named after the schedule's actions, such as ``text.0.F3``. `settle` waits for what is
+    in flight behind a step.
     """
 
-    def __init__(self, start: int, steps: int, folder: Path, rank: int, platform: Platform, settle: Callable[[], None]):
-        self._first, self._last = start, start + steps - 1
-        self._file = folder / f"trace-rank{rank}.json"
-        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
+    def __init__(self, config: Config, topology: Topology, settle: Callable[[], None]):
+        chosen, is_cuda = config.train.profile, topology.platform.is_cuda
+        self._first, self._last = chosen.start, chosen.start + chosen.steps - 1
+        self._file = config.log.dir / f"trace-rank{topology.rank}.json"
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
         self._profile: profile | None = None
         self._settle = settle
 

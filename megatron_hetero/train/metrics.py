@@ -1,36 +1,68 @@
-"""The metrics of a step and of an evaluation: as records of metrics.jsonl, and as lines for the terminal."""
+"""The metrics of a step and of an evaluation, as records of metrics.jsonl and as lines for the terminal; and what ranks
+exchange for them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from typing import Generic, TypeVar
 
+T = TypeVar("T")
+U = TypeVar("U")
 Value = float | int | str | None
 """A metric in a record."""
 _RECORDED_OTHERWISE = ("data_time_s", "boundary_time_s", "stopping", "extra")
 """Attributes of `StepMetrics` that are recorded in another form, or not at all."""
 
 
+@dataclass(frozen=True)
+class StepFigures(Generic[T]):
+    """What ranks exchange of a step: figures of one rank (`T` is float), or of all (`T` is a list by rank).
+
+    `memory`: peak bytes since the start of the run. `stopping`: whether the rank was asked to stop. `padding`,
+    `patch_padding`: tokens and patches of padding; `tokens`, `patches`: of samples. `balance`: addend to the loss that
+    balances experts, not yet divided by supervised tokens. `loads`: of `take_loads`. `runs`: seconds of each run of an
+    encoder.
+    """
+
+    memory: T
+    stopping: T
+    padding: T
+    tokens: T
+    patch_padding: T
+    patches: T
+    balance: T
+    loads: Sequence[T]
+    runs: Mapping[str, Sequence[T]]
+
+    def pack(self) -> list[T]:
+        """Return all figures in one list, as long on every rank."""
+        *numbers, loads, runs = vars(self).values()
+        return [*numbers, *loads, *chain.from_iterable(runs.values())]
+
+    def unpack(self, packed: Iterable[U]) -> StepFigures[U]:
+        """Return the figures, of the same step, that `pack` has put into `packed`."""
+        rest = iter(packed)
+        numbers = [next(rest) for _ in fields(self)[:-2]]
+        loads = [next(rest) for _ in self.loads]
+        runs = {name: [next(rest) for _ in own] for name, own in self.runs.items()}
+        return StepFigures(*numbers, loads=loads, runs=runs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one step, over all ranks.
+    """Metrics of one step (from 1), over all ranks.
 
-    Attributes:
-        step: counted from 1.
-        loss: mean over supervised tokens, in nats; NaN if nothing was trained.
-        grad_norm: over all modules, before clipping; NaN if nothing was trained.
-        lr: learning rate of the text module.
-        tokens: number in all samples, including image tokens, excluding padding.
-        images: number of images.
-        skipped_samples: samples skipped as too long; if all were, nothing was trained.
-        step_time_s: wall-clock seconds.
-        peak_memory_bytes: maximum over ranks since the start of the run, before the step's update.
-        data_time_s: seconds of the step spent waiting for data.
-        boundary_time_s: seconds of the step in which this rank packed or awaited rows; transfers overlap with compute.
-        mfu: model FLOPs utilisation, None if the device's peak is unknown.
-        stopping: whether a rank was asked to stop, so that all stop after this step; not recorded.
-        extra: further values to record, under unused names.
+    `loss`: mean over supervised tokens, in nats; `grad_norm`: over all modules, before clipping; both NaN if nothing
+    was trained, since all samples were skipped. `lr`: of the text module. `tokens`: in all samples, with image tokens,
+    without padding. `skipped_samples`: too long. `peak_memory_bytes`: the most on a rank since the start of the run,
+    before the step's update. `data_time_s`: waited for data. `boundary_time_s`: in which this rank packed or awaited
+    rows; transfers overlap with compute. `mfu`: model FLOPs utilisation, None if the device's peak is unknown.
+    `stopping`: whether a rank was asked to stop, so that all stop after this step; not recorded. `extra`: further
+    values to record, under unused names.
     """
 
     step: int
@@ -84,18 +116,11 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationMetrics:
-    """Metrics of one held-out data set after one step, over all ranks.
+    """Metrics of one held-out data set after one step (from 1), over all ranks.
 
-    Attributes:
-        step: the step that it follows, counted from 1.
-        dataset: its name.
-        loss: mean over all supervised tokens, in nats.
-        exact_match: fraction of samples whose answer greedy decoding would reproduce exactly.
-        asked: the number of samples that this is a fraction of: those with a supervised token.
-        supervised_tokens: number of supervised tokens.
-        samples: number of samples, without those skipped as too long or bad.
-        time_s: wall-clock seconds.
-        bad: see `bad_counts`.
+    `loss`: mean over all supervised tokens, in nats. `exact_match`: share of the samples `asked`, those with a
+    supervised token, whose answer greedy decoding would reproduce exactly. `samples`: without those skipped as too long
+    or bad. `bad`: see `bad_counts`.
     """
 
     step: int

@@ -1,119 +1,241 @@
-"""Training from the first step to the export, and the table that a run prints at its start."""
+"""Training steps on one rank: forward, backward and update, in step with all other ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import nan
 
-from rich.table import Table
+import numpy as np
+import torch
+import torch.distributed as dist
 
 from megatron_hetero.base.errors import SharedError
-from megatron_hetero.base.outputs import BAD_RECORDS
-from megatron_hetero.checkpoint.resume import Resumed
-from megatron_hetero.checkpoint.saver import Saver
-from megatron_hetero.data.loader import StepBatch, StepLoader
-from megatron_hetero.train.hf_export import export_model
-from megatron_hetero.train.inputs import Inputs
-from megatron_hetero.train.log import Writer
-from megatron_hetero.train.step_trainer import StepTrainer
+from megatron_hetero.data.balance import idle_share
+from megatron_hetero.data.device import to_device
+from megatron_hetero.data.loader import StepBatch
+from megatron_hetero.data.packing import bad_counts
+from megatron_hetero.groups.collective import on_every
+from megatron_hetero.groups.platform import on_device
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.job.job import JobSpec
+from megatron_hetero.layout.axes import EXPERTS
+from megatron_hetero.layout.names import TEXT
+from megatron_hetero.schedule.contract import StepResult
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.step.algorithms import learning_rate
+from megatron_hetero.step.execution import SUMS
+from megatron_hetero.step.gradients import GradientSummary, clip_factor, require_finite
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.runner import Runner
+from megatron_hetero.train.measures import StepProfiler, peak_flops, step_flops, take_loads
+from megatron_hetero.train.metrics import StepFigures, StepMetrics
 
-ALLOWED_BAD = 10
-"""Bad samples that no share forbids."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Trainer(StepTrainer):
-    """Trains a run from step to step, on one rank."""
-
-    inputs: Inputs
-    loader: StepLoader
-    writer: Writer
-    resumed: Resumed
-    saver: Saver
-
-    def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
-        """Yield (step, batch, seconds waited) of all remaining steps. Nothing is prefetched across an evaluation.
-
-        Raises `UserError`, on every rank, for unusable data, and if all samples are skipped.
-        """
-        data, first, last, in_a_row = self.config.data, self.resumed.step + 1, self.config.train.iters, 0
-        ends, everything = stretches(first, last, self.config.eval.interval), last * self.loader.dealing.step_samples
-        loaded = chain.from_iterable(self.loader.steps(*each, data.workers) for each in ends)
-        batches = self.checked(loaded, "since the start")
-        for step in range(first, last + 1):
-            start = time.perf_counter()
-            with self.watched(f"the data of step {step}"):
-                batch = next(batches)
-            in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped + len(batch.bad)
-            if in_a_row >= min(len(self.loader.mixture), everything):  # The whole mixture, or the whole run.
-                what = f"longer than {data.max_seq_length} tokens" + (" or bad" if batch.bad else "")
-                problem = f"all of {in_a_row} samples in a row are {what} and were skipped"
-                where, fix = "data.max_seq_length (--data.max_seq_length)", "raise it, or lower data.max_pixels"
-                fix = f"mend the records in {BAD_RECORDS} of log.dir, or {fix}" if batch.bad else fix
-                raise SharedError.at(f"{where}, step {step}", problem=problem, fix=fix)
-            yield step, batch, time.perf_counter() - start
-
-    def checked(self, batches: Iterable[StepBatch], when: str) -> Iterator[StepBatch]:
-        """Yield the batches, their bad records named in the log folder. Raises `SharedError`, on every rank, once too
-        many of the samples are bad. `when` they were drawn, for the message.
-        """
-        bad, drawn, share = 0, 0, self.config.data.max_bad_share
-        for batch in batches:
-            bad, drawn = bad + len(batch.bad), drawn + len(batch.sample_lengths) + batch.skipped + len(batch.bad)
-            if batch.bad:
-                self.writer.write_bad(batch.bad)
-            if batch.bad and bad > max(ALLOWED_BAD, share * drawn):
-                where, found = "data.max_bad_share (--data.max_bad_share)", f"{bad} bad samples of {drawn} {when}"
-                fix = f"mend the records in {BAD_RECORDS} of log.dir, such as `{batch.bad[-1].message}`, or raise it"
-                raise SharedError.at(where, found=found, expected=f"at most {share} of them, or {ALLOWED_BAD}", fix=fix)
-            yield batch
-
-    def export(self, target: Path) -> None:
-        """Write the model to `target` in `transformers` format. Raises `SharedError`, as `export_model` does."""
-        watchdog = self.interpreter.watchdog
-        with watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
-            export_model(
-                *(self.modules, self.shapes, self.topology, target, self.inputs.companions, self.job.dtype),
-                transposed=self.inputs.transposed,
-                working=watchdog.working,
-            )
+Laps = Mapping[str, Sequence[float]]
+"""Seconds of this rank's runs of each module, and of rows at boundaries."""
 
 
-def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:
-    """Yield the steps from `first` to `last` in stretches that end at multiples of `interval`; one if that is 0.
-
-    An evaluation after a stretch reads through the same process groups as the steps, none of which may be loading
-    meanwhile.
+@dataclass(frozen=True, eq=False)
+class Trainer:
+    """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`:
+    of their stages.
     """
-    while first <= last:
-        end = last if interval == 0 else min(last, -(-first // interval) * interval)
-        yield first, end
-        first = end + 1
 
+    job: JobSpec
+    topology: Topology
+    optimizer: JointOptimizer
+    runner: Runner
+    profiler: StepProfiler
 
-def describe(run: Trainer) -> Table:
-    """Return a table of modules, layouts, ranks, and the most parameters on a rank. Collective."""
-    table = Table(title=f"{run.config.model.hf_path} in {run.config.model.dtype} on {run.platform.device.type}")
-    for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
-        table.add_column(column, justify="right" if "per rank" in column else "left")
-    for name, layout in run.topology.layouts.items():
-        held, trained = run.all_gather(_parameters(run, name)).max(dim=0).values.long().tolist()
-        whole = layout.tp == 1 or not run.job.sequence_parallel[name]
-        table.add_row(
-            name,
-            layout.degrees_text,
-            layout.ranks_text,
-            f"{held:,}",
-            f"{trained:,}",
-            "-" if layout.tp == 1 else "whole" if whole else "sharded",
+    def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
+        """Run forward, backward, and update; nothing is updated where all samples were left out. `waited`: seconds that
+        the batch was waited for. `stop`: true, at the end of the step, where this rank was asked to stop. Raises
+        `SharedError` before the update where the loss or a gradient is NaN or infinite.
+        """
+        start = time.perf_counter() - waited
+        if batch.sample_lengths and batch.supervised == 0:
+            raise SharedError(
+                f"step {step}: found no supervised token in the global batch, expected some, because the loss "
+                f"divides by their number; raise the batch size, or mend the data"
+            )
+        with self.profiler.step(step):
+            if batch.sample_lengths:
+                metrics = self._train(step, batch, stop)
+            else:  # Only the learning rate advances.
+                with self.watched(f"the end of step {step}"):
+                    metrics = self._metrics(step, batch, {}, self._figures(batch, {}, stop, None))
+        seconds = time.perf_counter() - start
+        return replace(metrics, step_time_s=seconds, data_time_s=waited, mfu=self._utilisation(batch, seconds))
+
+    def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
+        """Return the share of all devices' peak FLOPs that a step achieved; None if the device's peak is unknown."""
+        peak = peak_flops(self.topology.platform.device_name)
+        if peak is None:
+            return None
+        return step_flops(self.job.shapes, self.job.frozen, batch) / (seconds * self.topology.world_size * peak)
+
+    def _train(self, step: int, batch: StepBatch, stop: object) -> StepMetrics:
+        result = self._run(batch)
+        summary = self._summed(result)
+        self._refuse_faults(step, summary)
+        # Whoever has read the summary has waited for all that was measured.
+        laps = self.runner.watch.read()
+        norm = summary.norm / batch.supervised
+        factor = clip_factor(norm, self.job.config.optimizer.clip_grad) / batch.supervised
+        with self.watched(f"the update of step {step}"):
+            # Before weights are gathered: the host would wait for these, and the next step's kernels for the host.
+            own = self._figures(batch, laps, stop, result)
+            metrics = self._metrics(step, batch, laps, own, summary.loss_sum / batch.supervised, norm)
+            self._update(step, factor)
+        return metrics
+
+    def gradients(self, batch: StepBatch) -> GradientSummary:
+        """Run forward and backward of all micro-batches, then sum over ranks; gradients are not scaled by 1/N yet."""
+        return self._summed(self._run(batch))
+
+    def _run(self, batch: StepBatch) -> StepResult:
+        self.optimizer.zero_grad()
+        micro_batches = batch.micro_batches
+        schedule = self.job.schedule_of(len(micro_batches))
+        return self.runner.run(schedule, lambda m: to_device(micro_batches[m], self.job, self.topology.platform))
+
+    def _summed(self, result: StepResult) -> GradientSummary:
+        with self.watched(SUMS):
+            return self.optimizer.reduce(result.loss, loss_counts_here=self.counts_loss).read()
+
+    def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context for waiting on other ranks between the actions of the schedule."""
+        return self.topology.watchdog.doing(lambda: f"{what}, with all other ranks,")
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss counts in the sum over ranks: one rank of each tp group that has a loss."""
+        layout, rank = self.topology.layouts[TEXT], self.topology.rank
+        if rank not in layout:
+            return False
+        at = layout.coordinate(rank)
+        return at.tp == 0 and at.pp == layout.pp - 1
+
+    def _update(self, step: int, scale: float = 1.0) -> None:
+        """Step all optimizers, with gradients times `scale`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate(step, group.setdefault("initial_lr", group["lr"]))
+        self.optimizer.update(scale, step)
+
+    def _rate(self, step: int, peak: float) -> float:
+        """Return the learning rate of a step under the schedule that rises to `peak`; its minimum scales with that."""
+        config, total = self.job.config.optimizer, self.job.config.train.iters
+        minimum = config.min_lr if peak == config.lr else config.min_lr * peak / config.lr
+        return learning_rate(
+            step, peak=peak, minimum=minimum, schedule=config.schedule, warmup=config.warmup_iters, total=total
         )
-    return table
+
+    def _refuse_faults(self, step: int, summary: GradientSummary) -> None:
+        fix = "Lower optimizer.lr, add warm-up, or look for broken samples in this step."
+        require_finite(f"step {step}", summary.faults, fix)
+
+    def _metrics(
+        self, step: int, batch: StepBatch, laps: Laps, own: StepFigures[float], loss: float = nan, norm: float = nan
+    ) -> StepMetrics:
+        """Return the metrics of a step but for its time. All ranks exchange their `own` figures, once, before they
+        update; the host waits for it.
+        """
+        of_all = own.unpack(self.all_gather(own.pack()).T.tolist())
+        layers, layouts = self.job.shapes.text.architecture.layers_in(EXPERTS.name), self.topology.layouts
+        loads = {number: max(load) for number, load in zip(layers, of_all.loads, strict=True)}
+        encoders, balanced = self.job.shapes.encoders, self.job.balance and batch.supervised
+        pieces = [(encoders[name], size) for name, sizes in batch.sizes.items() for size in sizes]
+        rounds = [[run[rank] for rank in layouts[name].ranks] for name, runs in of_all.runs.items() for run in runs]
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=self._rate(step, self.job.config.optimizer.lr),
+            tokens=batch.tokens,
+            images=len(pieces),
+            step_time_s=0.0,
+            peak_memory_bytes=int(max(of_all.memory)),
+            skipped_samples=batch.skipped,
+            boundary_time_s=sum(laps.get("boundary", [])),
+            stopping=bool(max(of_all.stopping)),
+            extra={
+                "patches": sum(sum(shape.sequences(size)) for shape, size in pieces),
+                "supervised_tokens": batch.supervised,
+                **bad_counts(batch.bad),
+                "encoder_idle_share": idle_share(*rounds),
+                "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
+                "encoder_padding_share": _share(sum(of_all.patch_padding), sum(of_all.patches)),
+                "text_idle_share_predicted": idle_share(*batch.text_loads),
+                "text_padding_share": _share(sum(of_all.padding), sum(of_all.tokens)),
+                **self._filled(batch),
+                **({"expert_load": max(loads.values())} if loads else {}),
+                **{f"expert_load_{number}": load for number, load in loads.items()},
+                **({"balance_loss": sum(of_all.balance) / batch.supervised} if balanced else {}),
+            },
+        )
+
+    def _figures(self, batch: StepBatch, laps: Laps, stop: object, result: StepResult | None) -> StepFigures[float]:
+        """Return this rank's figures of a step; `result` is None if nothing was trained. Collective over each stage of
+        the text module.
+        """
+        encoders, layers = self.job.shapes.encoders, self.job.shapes.text.architecture.layers_in(EXPERTS.name)
+        schedule = self.job.schedule_of(len(batch.micro_batches))
+        shares = [micro_batch.share for micro_batch in batch.micro_batches]
+        texts = [share.text for share in shares if share.text is not None]
+        embedded = [(name, patches) for share in shares for name, patches in share.patches.items()]
+        parts = [part for share in shares for name in share.patches for part in share.encoders[name]]
+        sums = result.metrics.get(TEXT, {}) if result is not None and self.counts_loss else {}
+        return StepFigures(
+            memory=float(self.topology.platform.peak_memory_bytes()),
+            stopping=float(bool(stop)),
+            padding=float(sum(text.padded - len(text.tokens) for text in texts)),
+            tokens=float(sum(len(text.tokens) for text in texts)),
+            patch_padding=float(sum(part.padding for part in parts)),
+            patches=float(sum(patches.exchange.forward.needed * encoders[name].unit for name, patches in embedded)),
+            balance=float(sums.get("balance_loss", 0.0)),
+            loads=take_loads(self.optimizer.modules, self.topology, layers),
+            runs={name: self._runs(schedule, name, laps.get(name, ())) for name in encoders},
+        )
+
+    def _runs(self, schedule: Schedule, encoder: str, seconds: Sequence[float]) -> list[float]:
+        """Return the seconds of each run of an encoder in a step, forward and backward; 0 where a rank has none."""
+        role = schedule.roles[schedule.role_index[self.topology.layouts[encoder].ranks[0]]]
+        count = sum(action.op == "run" and action.module == encoder for action in role.actions)
+        return [*seconds, *[0.0] * (count - len(seconds))]
+
+    def _filled(self, batch: StepBatch) -> dict[str, float | int]:
+        """Return, with a token budget, the share of it that the step's packs fill, and the number of micro-batches."""
+        budget, count = self.job.budget, len(batch.micro_batches)
+        if budget is None:
+            return {}
+        packs = count * self.job.batch.replicas
+        return {"budget_share": batch.tokens / (packs * budget.tokens), "micro_batches": count}
+
+    def on_any_rank(self, flag: object) -> bool:
+        """Return whether `flag` is true on at least one rank; the same on each."""
+        with self.watched("the question whether any rank was asked to stop"):
+            return bool(self.all_gather([float(bool(flag))]).max())
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait until all ranks have come here, however long they work. `what` describes the wait."""
+        with self.topology.watchdog.waiting(lambda: what):
+            on_every(self.topology.host, lambda: None)
+
+    def all_gather(self, numbers: Sequence[float]) -> torch.Tensor:
+        """Return all ranks' numbers, fp64 [ranks, numbers] on the host; each rank passes as many."""
+        mine = on_device(torch.tensor(numbers, dtype=torch.float64), self.topology.platform.device)
+        everyone = mine.new_empty(self.topology.world_size * len(mine))
+        dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
+        return everyone.view(self.topology.world_size, -1).cpu()
+
+    def all_reduce(self, counts: np.ndarray) -> np.ndarray:
+        """Return the sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
+        total = torch.from_numpy(counts).to(self.topology.platform.device, copy=True)
+        dist.all_reduce(total, group=self.topology.world)
+        return total.cpu().numpy()
 
 
-def _parameters(run: Trainer, name: str) -> tuple[int, int]:
-    """Return the number of elements of this rank's parameters of a module, and of its trained parameters."""
-    own = [p for module in run.modules if module.name == name for p in module.parameters.values()]
-    return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
+def _share(part: float, rest: float) -> float:
+    return part / max(1.0, part + rest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.models.layers import rotary
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.step.buffers import BucketSums, WeightGathers
-from megatron_hetero.train.step_trainer import StepTrainer
+from megatron_hetero.train.trainer import Trainer
 from tests.fake_cuda.cases import Case
 from tests.fake_cuda.device import GPU, FakeGpu, Usage
 
@@ -102,8 +103,9 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     try:
         usage, before = gpu.usage, gpu.usage.live
         trainer = drawn_trainer(config, Platform(GPU, FAKE, FAKE))
-        phases: Any = _Phases(trainer.platform, gpu, trainer.interpreter.watchdog)
-        trainer.interpreter.watch = trainer.interpreter.watchdog = phases
+        phases: Any = _Phases(trainer.topology.platform, gpu, trainer.topology.watchdog)
+        trainer.runner.watch = trainer.runner.watchdog = phases
+        trainer = replace(trainer, topology=replace(trainer.topology, watchdog=phases))
         batch = assumed_step(trainer)
         with gpu.during(BEFORE), _apart(gpu):
             for optimizer in trainer.optimizer.sharded.values():
@@ -123,7 +125,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         parallel_state.destroy_global_memory_buffer()
 
 
-def _report(usage: Usage, trainer: StepTrainer) -> dict[str, Any]:
+def _report(usage: Usage, trainer: Trainer) -> dict[str, Any]:
     """`kernels`: by phase, how many ran, and `all`. `layers`: of this rank, by module. `ops`: of what kinds they were.
     `waits`: [phase, place, times]. `mixed`: ops that were given tensors of both devices. `copied`: bytes out and back
     beside the computation.
@@ -132,7 +134,7 @@ def _report(usage: Usage, trainer: StepTrainer) -> dict[str, Any]:
     ops: Counter[str] = sum(usage.kernels.values(), Counter())
     return {
         "kernels": kernels | {"all": sum(kernels.values())},
-        "layers": {m.name: sum(len(chunk.stage.layers) for chunk in m.chunks) for m in trainer.modules},
+        "layers": {m.name: sum(len(chunk.stage.layers) for chunk in m.chunks) for m in trainer.optimizer.modules},
         "micro_batches": trainer.job.batch.micro_batches,
         "ops": dict(ops.most_common()),
         "waits": [[*where, times] for where, times in sorted(usage.waits.items())],

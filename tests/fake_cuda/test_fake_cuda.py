@@ -26,10 +26,10 @@ WAITS = {
     # Refused before the update where a loss or gradient is not finite, and the norm that gradients are clipped by.
     ("gradient sums", "megatron_hetero/step/gradients.py read: a copy to the host"),
     # The end of the step: peak memory and seconds of all ranks, and whether one was asked to stop.
-    ("update", "megatron_hetero/train/step_trainer.py all_gather: a copy to the host"),
+    ("update", "megatron_hetero/train/trainer.py all_gather: a copy to the host"),
 }
 """Where the host waits for the device in a step: the phase and the place, once each."""
-LOAD = "update", "megatron_hetero/train/expert_load.py take_loads: a copy to the host"
+LOAD = "update", "megatron_hetero/train/measures.py take_loads: a copy to the host"
 """Likewise with experts: how busy they were."""
 SIZES = "text forward", "megatron_hetero/models/layers/dispatch.py _sizes: a copy to the host"
 """Once in each sparse layer and micro-batch where experts are on several ranks, and in no backward pass."""

@@ -24,7 +24,7 @@ CALLS = {
     "open": ("megatron_hetero.train.inputs", "open_mixture", 1),
     "comparison": ("megatron_hetero.train.inputs", "on_every", 1),
     "groups": ("torch.distributed", "new_group", 3),
-    "evaluation": ("megatron_hetero.train.step_trainer", "StepTrainer.all_reduce", 1),
+    "evaluation": ("megatron_hetero.train.trainer", "Trainer.all_reduce", 1),
     "save": ("megatron_hetero.checkpoint.storage", "write_entries", 2),
     "save, written": ("megatron_hetero.checkpoint.storage", "FileRecord", 2),
     "export": ("megatron_hetero.train.hf_export", "gather_parameters", 1),

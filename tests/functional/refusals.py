@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.groups.platform import CPU, Platform
-from megatron_hetero.train.start import build_trainer
+from pretrain_vlm import build_run
 
 
 def flags(folder: Path, *more: str) -> list[str]:
@@ -29,9 +29,9 @@ def refusal(words: Sequence[str]) -> str | None:
     """The message with which a run of these flags ends, the same on all ranks; None if it trains to its end."""
     message = None
     try:
-        run = build_trainer(load_config(list(words)), Platform(CPU, "gloo"))
+        run = build_run(load_config(list(words)), Platform(CPU, "gloo"))
         for step, batch, _ in run.batches():
-            run.train_step(step, batch)
+            run.trainer.train_step(step, batch)
     except UserError as error:
         message = str(error)
     of_ranks: list[Any] = [None] * dist.get_world_size()

@@ -30,9 +30,10 @@ atexit.register(lambda: print(json.dumps(found)))
 PROGRAMS = {
     "the program": """
 import pretrain_vlm
-pretrain_vlm.train_and_export = lambda *_: False
-config = SimpleNamespace(schedule=SimpleNamespace(timeout_s=60.0), answers=False)
-pretrain_vlm.guarded(lambda _: pretrain_vlm.train(config, None), [])
+pretrain_vlm.train = lambda *_: True
+config = SimpleNamespace(schedule=SimpleNamespace(timeout_s=60.0), checkpoint=SimpleNamespace(dir=None))
+pretrain_vlm.load_command = lambda _: (config, None)
+pretrain_vlm.guarded(pretrain_vlm.main, [])
 """,
     "a library user's": """
 from megatron_hetero.groups.launch import process_group

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -31,11 +31,11 @@ from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.models.layers import offload as activations
 from megatron_hetero.models.layers.dispatch import Dispatch
 from megatron_hetero.schedule import gathering
-from megatron_hetero.schedule.contract import StepResult
+from megatron_hetero.schedule.contract import InParts
 from megatron_hetero.step.buffers import Replicated
-from megatron_hetero.step.interpreter import StepExecution
-from megatron_hetero.train.start import build_trainer
+from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.train.trainer import Trainer
+from pretrain_vlm import build_run
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import long, thinned
 from tests.support.ranks import on_ranks
@@ -224,22 +224,23 @@ BUCKET = 20_000
 def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     rank, config = dist.get_rank(), load_config(flags_of(case, folders[case.family, case.tied]))
     with mock.patch.object(gathering, "BUCKET", BUCKET):
-        run = build_trainer(config, Platform(CPU, "gloo"))
+        run = build_run(config, Platform(CPU, "gloo"))
         estimate = Estimate.of(config, case.ranks, gpu=False)
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
-    step, live = assumed_step(run), _LiveActivations(run)
-    pools = [_count_buffers(communicator) for communicator in run.interpreter.communicators.values()]
+    trainer = run.trainer
+    step, live = assumed_step(trainer), _LiveActivations(trainer)
+    pools = [_count_buffers(communicator) for communicator in trainer.runner.communicators.values()]
     with live:
-        run.train_step(1, step)
+        trainer.train_step(1, step)
     expected = dict(zip(KINDS, estimate.memory[rank].tolist(), strict=True))
-    optimizers = list(run.optimizer.sharded.values())
-    weights = _bytes(m.data_parallel.weights(name) for m in run.modules for name in m.parameters)
+    optimizers = list(trainer.optimizer.sharded.values())
+    weights = _bytes(m.data_parallel.weights(name) for m in trainer.optimizer.modules for name in m.parameters)
     assert expected["weights"] == pytest.approx(weights, rel=0.05)
-    assert expected["gradients"] == pytest.approx(sum(map(_gradient_bytes, run.modules)), rel=0.05)
+    assert expected["gradients"] == pytest.approx(sum(map(_gradient_bytes, trainer.optimizer.modules)), rel=0.05)
     states, on_host = (sum(_optimizer_bytes(o, on_host=host) for o in optimizers) for host in (False, True))
     assert expected["optimizer"] == pytest.approx(states, rel=0.05)
     assert estimate.host_states[rank] == pytest.approx(on_host, rel=0.05)
-    on_host = sum(_offloaded_bytes(module) for module in run.modules if module.view == MAIN)
+    on_host = sum(_offloaded_bytes(module) for module in trainer.optimizer.modules if module.view == MAIN)
     layouts = estimate.job.layouts
     stays = [each.stays for (name, at), each in estimate.parameters.items() if rank in layouts[name].stage(at).ranks]
     assert max(stays, default=0) <= live.most_gathered <= expected["workspace"]
@@ -247,11 +248,9 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     assert estimate.host_activations[rank] == pytest.approx(on_host, rel=0.05)
     # A buffer for no rows takes a byte.
     assert -8 <= expected["boundary"] - sum(pool.peak for pool in pools) <= 0.03 * sum(expected.values())
-    for module in run.modules:
+    for module in trainer.optimizer.modules:
         stages = [chunk.stage for chunk in module.chunks]
-        found = parameters_of(
-            module.name, run.shapes, module.holders.size(), stages, run.job.frozen.tensors, module.view.name
-        )
+        found = parameters_of(trainer.job.modules[module.name], module.holders.size(), stages, module.view.name)
         assert [p.name for p in found] == list(module.parameters)
         assert sum(p.elements for p in found) == sum(p.numel() for p in module.parameters.values())
     for boundary in estimate.boundaries:
@@ -346,46 +345,41 @@ class _SavedTensor:
 
 class _LiveActivations:
     """Tracks the peak bytes on this rank of what autograd saves, without parameters, of where tokens go to experts, and
-    of the interpreter's hidden states and rows. Each storage counts once.
+    of the hidden states and rows of micro-batches. Each storage counts once.
     """
 
-    def __init__(self, run: Trainer):
+    def __init__(self, trainer: Trainer):
         self.peak, self.saved, self.execution, self.most_gathered = 0, {}, None, 0
         self.copies = WeakSet[activations.SavedStorage]()
-        kept = [m.data_parallel.weights(name) for m in run.modules for name in m.parameters]
+        kept = [m.data_parallel.weights(name) for m in trainer.optimizer.modules for name in m.parameters]
         self.parameters = {t.untyped_storage().data_ptr() for t in kept}
-        parts = [part for m in run.modules if m.view == MAIN for chunk in m.chunks for part in chunk.modules()]
+        parts = [
+            part for m in trainer.optimizer.modules if m.view == MAIN for chunk in m.chunks for part in chunk.modules()
+        ]
         self.shared = [each for part in parts for group in fsdp_groups(part) for each in group.fsdp_params]
         self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         self.copying = mock.patch.object(activations, "SavedStorage", partial(_CountedCopy, self))
         self.moves = list[ref[Tensor]]()
         self.dispatching = mock.patch.object(Dispatch, "of", partial(self._dispatch, Dispatch.of))
-        run.interpreter.watch = _Sampler(run.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
-        run.interpreter.run = partial(self._execute, run)
+        trainer.runner.watch = _Sampler(trainer.topology.platform, self)
+        self.executing = mock.patch("megatron_hetero.step.runner.StepExecution", self._execute)
 
     def __enter__(self) -> Self:
         self.hooks.__enter__()
         self.copying.start()
         self.dispatching.start()
+        self.executing.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.executing.stop()
         self.dispatching.stop()
         self.copying.stop()
         self.hooks.__exit__(*error)
 
-    def _execute(
-        self,
-        run: Trainer,
-        schedule: Any,
-        load: Any,
-        after_backward: Callable[[str], None] | None = None,
-        before_last: Callable[[str, int], None] | None = None,
-    ) -> StepResult:
-        self.execution = StepExecution(
-            run.interpreter, schedule, load, after_backward or (lambda _: None), before_last or (lambda *_: None)
-        )
-        return self.execution.run()
+    def _execute(self, *args: Any) -> StepExecution:
+        self.execution = StepExecution(*args)
+        return self.execution
 
     def _dispatch(self, of: Callable[..., Dispatch], *args: Any) -> Dispatch:
         found = of(*args)
@@ -416,24 +410,17 @@ class _LiveActivations:
 
     def _held(self) -> Iterator[Tensor]:
         yield from (moved for each in self.moves if (moved := each()) is not None)
-        execution = self.execution
-        if execution is None:
-            return
-        for of_kind in (
-            execution.inputs,
-            *execution.outputs.values(),
-            *execution.called.values(),
-            execution.received,
-            execution.embedded,
-            execution.row_grads,
-        ):
-            yield from of_kind.values()
-        for given, _ in execution.in_parts.values():
+        live = [] if self.execution is None else self.execution.live.values()
+        for activation in chain.from_iterable(micro_batch.stages.values() for micro_batch in live):
+            yield from (t for t in (activation.hidden, activation.embedded) if t is not None)
+            for named in (activation.outputs, activation.called, activation.received, activation.row_grads):
+                yield from named.values()
+            yield from (buffer for buffer, _ in activation.receives.values())
+            given, _ = activation.in_parts or (InParts(()), None)
             yield from (part.patches for part in given.parts if part.patches is not None)
-        for rows in execution.rows.values():
+        for rows in chain.from_iterable(micro_batch.rows.values() for micro_batch in live):
             yield from (t for leaf in rows.leaves.values() for t in (leaf, leaf.grad) if t is not None)
-        yield from (buffer for buffer, _ in execution.receives.values())
-        for crossing in execution.crossings.values():
+        for crossing in chain.from_iterable(micro_batch.crossings.values() for micro_batch in live):
             if crossing._wire_dtype == crossing._dtype:
                 yield crossing._output
             phases: Any = crossing._phases

@@ -21,7 +21,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.registry import ENTRY_POINTS, FAMILIES, family_of
-from megatron_hetero.train.start import build_trainer
+from pretrain_vlm import build_run
 from tests.support.matrix import thinned
 from tests.support.pool import Pool, platform
 from tests.support.toy_family.family import TOY, known, write_data, write_model
@@ -71,10 +71,10 @@ def make_flags(folder: Path, tmp_path: Path) -> MakeFlags:
 def train(flags: list[str], target: Path) -> dict[str, Any]:
     """Train from where the run resumes, save, and export: losses, norms, and the exported weights on the first rank."""
     with known():
-        run, losses, norms = build_trainer(load_config(flags), platform()), [], []
+        run, losses, norms = build_run(load_config(flags), platform()), [], []
         with run.writer:
             for step, batch, _ in run.batches():
-                metrics = run.train_step(step, batch)
+                metrics = run.trainer.train_step(step, batch)
                 run.writer.write(metrics)
                 losses.append(metrics.loss)
                 norms.append(metrics.grad_norm)
@@ -95,7 +95,14 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory, pools: Pools) 
 
 @pytest.mark.parametrize("ear, text, more", thinned(LAYOUTS, 4))
 def test_it_trains_saves_resumes_and_exports(
-    ear: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], pools: Pools
+    ear: str,
+    text: str,
+    more: str,
+    folder: Path,
+    make_flags: MakeFlags,
+    tmp_path: Path,
+    alone: dict[str, Any],
+    pools: Pools,
 ) -> None:
     ranks = 4 if "4" in ear + text or "pp" in text or "@" in text else 2
     saving = f"{more} --checkpoint.dir {tmp_path}/checkpoints --checkpoint.interval 1 --train.iters"
@@ -105,6 +112,10 @@ def test_it_trains_saves_resumes_and_exports(
     for what in ("losses", "norms"):
         np.testing.assert_allclose([*first[what], *second[what]], alone[what], rtol=1e-4)
     assert second["weights"].keys() == alone["weights"].keys()
+    (copied,) = {"ahead.table"} & second["weights"].keys()
+    original = load_file(folder / "model" / "model.safetensors")[copied].numpy()
+    assert second["weights"][copied].dtype == original.dtype == np.float16
+    np.testing.assert_array_equal(second["weights"][copied], original)
     for name, weight in alone["weights"].items():
         np.testing.assert_allclose(second["weights"][name], weight, rtol=2e-3, atol=2e-4, err_msg=name)
 

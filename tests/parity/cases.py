@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,8 @@ class Case:
         return self.given_batch or (GLOBAL_BATCH // 2 if alone else GLOBAL_BATCH)
 
     def __str__(self) -> str:
-        extra = " whole activations" if self.flags == WHOLE else f" {self.flags[0].split('.')[1]}" if self.flags else ""
+        setting = re.split("[-.]", self.flags[0].removeprefix("--"))[1] if self.flags else ""
+        extra = " whole activations" if self.flags == WHOLE else f" {setting}" * bool(setting)
         extra += "" if self.pictures == Case.pictures else f" {self.pictures} pictures"
         encoders = self.vision if self.detail is None else f"{self.vision}+{self.detail}"
         return f"{encoders}|{self.text} {self.model} micro {self.micro}{extra}"

@@ -16,8 +16,9 @@ from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.train.start import build_trainer
+from megatron_hetero.train.run import Run
 from megatron_hetero.train.trainer import Trainer
+from pretrain_vlm import build_run
 from tests.support.pool import platform
 from tests.support.runs import stored
 
@@ -25,9 +26,9 @@ from tests.support.runs import stored
 def train(flags: list[str]) -> dict[str, Any] | None:
     """Run the configured number of steps as the program does; rank 0 returns losses, norms and the final weights."""
     run = build(flags)
-    metrics = [run.train_step(step, batch) for step, batch, _ in run.batches()]
+    metrics = [run.trainer.train_step(step, batch) for step, batch, _ in run.batches()]
     weights = stored(run)
-    replicas_equal = _replicas_equal(run)
+    replicas_equal = _replicas_equal(run.trainer)
     return {
         "losses": [m.loss for m in metrics],
         "norms": [m.grad_norm for m in metrics],
@@ -42,8 +43,8 @@ def gradients(flags: list[str]) -> dict[str, Any]:
     """
     run = build([*flags, "--optimizer.name", "sgd", "--train.iters", "1"])
     _, batch, _ = next(iter(run.batches()))
-    summary = run.gradients(batch)
-    scale_gradients(run.modules, 1.0 / batch.supervised)
+    summary = run.trainer.gradients(batch)
+    scale_gradients(run.trainer.optimizer.modules, 1.0 / batch.supervised)
     return {
         "loss": summary.loss_sum / batch.supervised,
         "norm": summary.norm / batch.supervised,
@@ -54,15 +55,15 @@ def gradients(flags: list[str]) -> dict[str, Any]:
 def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float, float]]:
     """Loss and gradient norm of one step under the configured schedule, then under others."""
     run = build([*flags, "--optimizer.name", "sgd"])
-    layouts, micro_batches = run.topology.layouts, run.job.schedule.micro_batches
-    found = []
-    rebuilt = [build_schedule(layouts, micro_batches, settings, edges=run.job.schedule.edges) for settings in others]
-    for schedule in [run.job.schedule, *rebuilt]:
-        runs = {name: schedule.in_one_call(name) for name in run.partitioner.encoders}
-        partitioner = replace(run.partitioner, runs=lambda _, runs=runs: runs)
+    trainer, own, found = run.trainer, run.trainer.job.schedule, []
+    layouts, micro_batches = trainer.topology.layouts, own.micro_batches
+    rebuilt = [build_schedule(layouts, micro_batches, settings, edges=own.edges) for settings in others]
+    for schedule in [own, *rebuilt]:
+        runs = {name: schedule.in_one_call(name) for name in run.loader.partitioner.encoders}
+        partitioner = replace(run.loader.partitioner, runs=lambda _, runs=runs: runs)
         batch = replace(run.loader, partitioner=partitioner).load(1, map)
         with mock.patch.object(JobSpec, "schedule_of", lambda *_, schedule=schedule: schedule):
-            summary = run.gradients(batch)
+            summary = trainer.gradients(batch)
         found.append((summary.loss_sum / batch.supervised, summary.norm / batch.supervised))
     return found
 
@@ -74,23 +75,23 @@ def losses_in_buckets(flags: list[str]) -> tuple[float, float]:
     with mock.patch.object(gathering, "BUCKET", 1000):
         run = build(flags)
     _, batch, _ = next(iter(run.batches()))
-    for optimizer in run.optimizer.sharded.values():
+    for optimizer in run.trainer.optimizer.sharded.values():
         optimizer.module.data_parallel.share_weights()
-    summary = run.gradients(batch)
+    summary = run.trainer.gradients(batch)
     return summary.loss_sum / batch.supervised, summary.norm / batch.supervised
 
 
-def build(flags: list[str]) -> Trainer:
-    """Build the trainer of a command line."""
-    run = build_trainer(load_config(flags), platform())
+def build(flags: list[str]) -> Run:
+    """Build the run of a command line."""
+    run = build_run(load_config(flags), platform())
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     return run
 
 
-def _replicas_equal(run: Trainer) -> bool:
+def _replicas_equal(trainer: Trainer) -> bool:
     """Whether the ranks that hold the same parameters hold the same bits."""
     equal = True
-    for module in run.modules:
+    for module in trainer.optimizer.modules:
         if module.data_parallel.reduces_early:
             continue  # Each weight is on one of them.
         flat = torch.cat([p.detach().flatten() for p in module.parameters.values()])

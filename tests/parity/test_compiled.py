@@ -74,7 +74,7 @@ def graphs(flags: list[str]) -> tuple[list[int], int]:
     torch._dynamo.reset()
     counters.clear()
     for step, batch, _ in run.batches():
-        run.train_step(step, batch)
+        run.trainer.train_step(step, batch)
         made.append(counters["stats"]["unique_graphs"])
         lengths |= {len(micro.pack.input_ids) for micro in batch.micro_batches if micro.pack is not None}
     return made, len(lengths)

@@ -134,7 +134,7 @@ def trained(flags: list[str]) -> dict[str, Any]:
     evaluation, losses, held_out = HeldOutEvaluation.build(run), [], []
     with run.writer:
         for step, batch, _ in run.batches():
-            metrics = run.train_step(step, batch)
+            metrics = run.trainer.train_step(step, batch)
             run.writer.write(metrics)
             losses.append(metrics.loss)
             run.saver.after(step, metrics.stopping)

@@ -23,7 +23,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import divisors
 from megatron_hetero.schedule import gathering
-from megatron_hetero.train.start import build_trainer
+from pretrain_vlm import build_run
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers
 from tests.support.pool import Pool, platform
@@ -210,12 +210,12 @@ def first_step(flags: list[str]) -> tuple[float, float]:
     gradients amid backward passes.
     """
     with mock.patch.object(gathering, "BUCKET", 1000):
-        run = build_trainer(load_config(flags), platform())
+        run = build_run(load_config(flags), platform())
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     _, batch, _ = next(iter(run.batches()))
-    for optimizer in run.optimizer.sharded.values():
+    for optimizer in run.trainer.optimizer.sharded.values():
         optimizer.module.data_parallel.share_weights()
-    summary = run.gradients(batch)
+    summary = run.trainer.gradients(batch)
     return summary.loss_sum / batch.supervised, summary.norm / batch.supervised
 
 

@@ -14,8 +14,8 @@ from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.train.hf_export import Value, assemble, gather_parameters
-from megatron_hetero.train.start import build_trainer
-from megatron_hetero.train.trainer import Trainer
+from megatron_hetero.train.run import Run
+from pretrain_vlm import build_run
 from tests.support.pool import platform
 
 Arrays = dict[str, np.ndarray]
@@ -23,7 +23,7 @@ MakeFlags = Callable[..., list[str]]
 """The fixture `make_flags`."""
 
 
-def build(flags: list[str]) -> Trainer:
+def build(flags: list[str]) -> Run:
     """The run that the program would build, without its metrics: workers outlive their runs, and those of another pool
     could not write to the same log.dir.
     """
@@ -32,9 +32,9 @@ def build(flags: list[str]) -> Trainer:
     return run
 
 
-def build_logged(flags: list[str]) -> Trainer:
+def build_logged(flags: list[str]) -> Run:
     """The run that the program would build. Close its writer."""
-    return build_trainer(load_config(flags), platform())
+    return build_run(load_config(flags), platform())
 
 
 def fp32_weight(module: TrainedModule, name: str) -> torch.Tensor:
@@ -42,13 +42,13 @@ def fp32_weight(module: TrainedModule, name: str) -> torch.Tensor:
     return module.whole_weight(name).float()
 
 
-def stored(run: Trainer, value: Value = fp32_weight) -> Arrays:
+def stored(run: Run, value: Value = fp32_weight) -> Arrays:
     """A value of every parameter by stored name, on rank 0."""
-    parts = gather_parameters(run.modules, run.topology, value)
-    return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(run.shapes))}
+    parts = gather_parameters(run.trainer.optimizer.modules, run.trainer.topology, value)
+    return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(run.trainer.job.shapes))}
 
 
-def gradient(run: Trainer) -> Arrays:
+def gradient(run: Run) -> Arrays:
     """The gradients in the buffers, zero where a parameter is frozen."""
     return stored(run, TrainedModule.whole_gradient)
 
@@ -58,7 +58,7 @@ def step(flags: list[str]) -> dict[str, Any]:
     run = build(flags)
     before = stored(run)
     _, batch, _ = next(iter(run.batches()))
-    metrics = run.train_step(1, batch)
+    metrics = run.trainer.train_step(1, batch)
     return {
         "before": before,
         "after": stored(run),
@@ -75,8 +75,8 @@ def gradients_of_steps(flags: list[str]) -> list[dict[str, Any]]:
     """Loss and gradients (scaled by 1/N, not clipped) of each configured step; nothing is updated."""
     run, results = build([*flags, "--optimizer.name", "sgd"]), []
     for _, batch, _ in run.batches():
-        summary = run.gradients(batch)
-        scale_gradients(run.modules, 1.0 / batch.supervised)
+        summary = run.trainer.gradients(batch)
+        scale_gradients(run.trainer.optimizer.modules, 1.0 / batch.supervised)
         results.append(
             {
                 "loss": summary.loss_sum / batch.supervised,
@@ -92,7 +92,7 @@ def gradients_of_steps(flags: list[str]) -> list[dict[str, Any]]:
 def losses(flags: list[str]) -> list[float]:
     """Train all configured steps."""
     run = build(flags)
-    return [run.train_step(number, batch).loss for number, batch, _ in run.batches()]
+    return [run.trainer.train_step(number, batch).loss for number, batch, _ in run.batches()]
 
 
 def error_of(flags: list[str]) -> tuple[int, str]:
@@ -101,7 +101,7 @@ def error_of(flags: list[str]) -> tuple[int, str]:
     try:
         run = build(flags)
         for number, batch, _ in run.batches():
-            run.train_step(number, batch)
+            run.trainer.train_step(number, batch)
             done = number
     except UserError as error:
         return done, str(error)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron_hetero.groups.megatron import AttnMaskType
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, columns, stack, whole
-from megatron_hetero.models.layers.compiled import NormWeights, heads, run
+from megatron_hetero.models.layers.compiled import NormWeights, gated, heads, run
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import (
@@ -77,7 +77,9 @@ class SelfAttention(AttentionPart):
 
     `stored`: names of the stored projections: queries, keys and values, or one tensor of all three in that order; then
     the output. Tokens see their window if `windowed`, what precedes them in their sequence if `causal`, else the whole
-    sequence. `head_norm`: norm of each head of queries and keys, stored as `norm_names`.
+    sequence. `head_norm`: norm of each head of queries and keys, stored as `norm_names`. `gated`: the output is
+    multiplied by the sigmoid of a gate, whose rows follow those of the query head by head (Qiu et al. 2025, arXiv
+    2505.06708).
     """
 
     hidden: int
@@ -91,6 +93,7 @@ class SelfAttention(AttentionPart):
     out_bias: bool = False
     head_norm: Norm | None = None
     norm_names: tuple[str, str] = ("", "")
+    gated: bool = False
 
     def kv_copies(self, tp: int) -> int:
         """Copies of each key/value head under `tp`: the least number with which tp divides the heads."""
@@ -98,9 +101,9 @@ class SelfAttention(AttentionPart):
 
     def tensors(self) -> TensorShapes:
         """Return projections, each with its bias, and norms of heads before the output projection."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         *first, out = self.stored
-        sizes = (queries, keys, keys) if len(first) == 3 else (queries + 2 * keys,)
+        sizes = (self._query_rows, keys, keys) if len(first) == 3 else (self._query_rows + 2 * keys,)
         result: TensorShapes = {}
         for name, rows in zip(first, sizes, strict=True):
             result[f"{name}.weight"] = (rows, self.hidden)
@@ -108,7 +111,7 @@ class SelfAttention(AttentionPart):
                 result[f"{name}.bias"] = (rows,)
         for name, norm in self._head_norms():
             result |= {f"{name}.{kind}": shape for kind, shape in norm.tensors().items()}
-        result[f"{out}.weight"] = (self.hidden, queries)
+        result[f"{out}.weight"] = (self.hidden, self.heads * self.head_dim)
         return result | ({f"{out}.bias": (self.hidden,)} if self.out_bias else {})
 
     def slices(self, stored: str, share: Share) -> WeightMap:
@@ -124,25 +127,34 @@ class SelfAttention(AttentionPart):
             result |= named(parameter, norm.slices(f"{stored}{name}.", share))
         return result
 
+    @property
+    def _query_rows(self) -> int:
+        """Rows of the projection to queries, and to gates."""
+        return self.heads * self.head_dim * (1 + self.gated)
+
     def _head_norms(self) -> Sequence[tuple[str, Norm]]:
         return [] if self.head_norm is None else [(name, self.head_norm) for name in self.norm_names]
 
     def _groups(self, stored: str, kind: str, share: Share) -> list[tuple[str, tuple[int, int]]]:
-        """Return for each key/value head of a rank, or copy of one, its query heads, then k, then v."""
+        """Return for each key/value head of a rank, or copy of one, its query heads, k, v, and the queries' gates."""
         *first, _ = self.stored
         q, k, v = (f"{stored}{name}.{kind}" for name in (first if len(first) == 3 else first * 3))
         # First heads of keys and of values.
-        k_at, v_at = (0, 0) if len(first) == 3 else (self.heads, self.heads + self.kv_heads)
+        k_at = 0 if len(first) == 3 else self._query_rows // self.head_dim
+        v_at = 0 if len(first) == 3 else k_at + self.kv_heads
         copies = self.kv_copies(share.ranks)
         groups = self.kv_heads * copies
         heads, dim = self.heads // groups, self.head_dim
         parts = []
         for group in range(groups * share.rank // share.ranks, groups * (share.rank + 1) // share.ranks):
-            kv = group // copies
+            kv, first, last = group // copies, group * heads, (group + 1) * heads
+            gated = range(2 * first, 2 * last) if self.gated else ()  # Each head's query, then its gate.
+            queries_and_gates = [(q, (at * dim, (at + 1) * dim)) for at in gated]
             parts += [
-                (q, (group * heads * dim, (group + 1) * heads * dim)),
+                *(queries_and_gates[::2] or [(q, (first * dim, last * dim))]),
                 (k, ((k_at + kv) * dim, (k_at + kv + 1) * dim)),
                 (v, ((v_at + kv) * dim, (v_at + kv + 1) * dim)),
+                *queries_and_gates[1::2],
             ]
         return parts
 
@@ -155,7 +167,8 @@ class SelfAttention(AttentionPart):
         else:
             pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in tokens.sequences)
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return Operations(2 * tokens.total * self.hidden * (2 * queries + 2 * keys), 4 * queries * pairs)
+        projected = self._query_rows + 2 * keys + queries
+        return Operations(2 * tokens.total * self.hidden * projected, 4 * queries * pairs)
 
     def build(self, site: Site, number: int) -> PackedSelfAttention:
         """Build the torch module."""
@@ -229,8 +242,11 @@ class PackedSelfAttention(Overlapping):
             pg_collection=_without_context(groups),
         )
         queries, keys = part.heads * part.head_dim, kv_heads * part.head_dim
+        # Elements of a group's gates, the last ones of its projection.
+        self.gates = queries // kv_heads if part.gated else 0
+        rows = queries + 2 * keys + kv_heads * self.gates
         self.linear_proj: Any = site.row_linear(queries, part.hidden, bias=part.out_bias, leaves_bias=True, name="proj")
-        self.linear_qkv: Any = site.column_linear(part.hidden, queries + 2 * keys, bias=part.qkv_bias, name="qkv")
+        self.linear_qkv: Any = site.column_linear(part.hidden, rows, bias=part.qkv_bias, name="qkv")
         # Each tp rank norms its own heads, so that gradients are summed over tp with whole activations too.
         self.q_layernorm, self.k_layernorm = (
             None if part.head_norm is None else site.mark(part.head_norm.build(site, number), split=site.tp > 1)
@@ -254,7 +270,10 @@ class PackedSelfAttention(Overlapping):
                 ahead = Ahead(parts, self.tp_group)
         with not_saving(hidden):
             wide, _ = first_in_parts(self.linear_qkv, hidden, parts, ahead)
-        mixed = wide.view(*wide.shape[:-1], self.groups_on_rank, -1)
+        mixed, gates = wide.view(*wide.shape[:-1], self.groups_on_rank, -1), list[Tensor]()
+        if self.gates:
+            mixed, gate = mixed.split((mixed.shape[-1] - self.gates, self.gates), dim=-1)
+            gates.append(gate.flatten(-2).contiguous())  # A view would save all of the projection.
         out = self._attention(mixed, table_2nD, params, order)
         if ahead is not None:
             with not_saving(hidden):
@@ -262,10 +281,18 @@ class PackedSelfAttention(Overlapping):
         padding = len(mixed) - tokens
         # What the output projection takes is a copy of what attention saves, if it is padded or in another order. Where
         # the order alone differs, computing it again is cheap.
-        again = self.selective and padding > 0 if order is None else self.selective or padding == 0
-        padded = _computed(partial(_padded, padding, order), out, again=again)
+        again = self.selective and (padding > 0 or gates) if order is None else self.selective or padding == 0
+        padded = _computed(partial(self._output, padding, order), out, *gates, again=bool(again))
         with not_saving(padded):
             return second_in_parts(self.linear_proj, padded, parts)
+
+    def _output(self, padding: int, order: Order | None, out: Tensor, *gates: Tensor) -> Tensor:
+        """Return what the output projection takes, [S, 1, H * D], from the result of `_attention`."""
+        out = (F.pad(out, (0, 0, 0, padding)) if padding else out) if order is None else order.placed(out)
+        out = out.unsqueeze(1)
+        for gate in gates:
+            out = run(gated, out, gate) if self.compiled else out * gate.sigmoid()
+        return out
 
     def _attention(
         self, mixed: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None = None
@@ -310,14 +337,8 @@ class PackedSelfAttention(Overlapping):
         ).flatten(1)  # fmt: skip
 
 
-def _padded(padding: int, order: Order | None, out: Tensor) -> Tensor:
-    if order is not None:
-        return order.placed(out).unsqueeze(1)
-    return (F.pad(out, (0, 0, 0, padding)) if padding else out).unsqueeze(1)
-
-
-def _computed(function: Callable[[Tensor], Any], x: Tensor, *, again: bool) -> Any:
-    return recompute(function, x) if again else function(x)
+def _computed(function: Callable[..., Any], *inputs: Tensor, again: bool) -> Any:
+    return recompute(function, *inputs) if again else function(*inputs)
 
 
 def attend_across(

@@ -22,16 +22,22 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class NormWeights(NamedTuple):
-    """Weights of a norm: a layer norm if it has a bias, else a root-mean-square norm."""
+    """Weights of a norm: a layer norm if it has a bias, else a root-mean-square norm. `offset`: added to `weight`."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
+    offset: int = 0
 
     @classmethod
     def of(cls, module: Any) -> NormWeights:
         """Return the weights of one of `megatron_hetero.models.layers.norms`."""
-        return cls(module.weight, getattr(module, "bias", None), module.eps)
+        return cls(module.weight, getattr(module, "bias", None), module.eps, module.offset)
+
+
+def gain_of(weight: Tensor, offset: int) -> Tensor:
+    """Return what a norm multiplies with: `weight`, with an `offset` in fp32."""
+    return weight.float() + offset if offset else weight
 
 
 def run(function: Callable[..., Any], *inputs: Any) -> Any:
@@ -60,22 +66,20 @@ def require_compiler(device: torch.device) -> None:
 # --------------------------------------------------------------- functions for `run`, which compute in fp32
 
 
-def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: int = 0) -> Tensor:
     """Norm `x` [S, 1, hidden] with `NormWeights`."""
-    wide = x.float()
+    wide, gain = x.float(), gain_of(weight, offset)
     if bias is not None:
-        out = F.layer_norm(wide, weight.shape, weight.float(), bias.float(), eps)
+        out = F.layer_norm(wide, weight.shape, gain.float(), bias.float(), eps)
     else:
-        out = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight
+        out = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * gain
     return out.to(x.dtype)
 
 
-def added_and_normed(
-    part: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Add part, bias and `residual` [S, 1, hidden]; return the sum, and the sum normed."""
+def added_and_normed(part: Tensor, bias: Tensor | None, residual: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+    """Add part, bias and `residual` [S, 1, hidden]; return the sum, and the sum normed with `norm`, `NormWeights`."""
     out = residual + (part if bias is None else part + bias)
-    return out, normed(out, weight, norm_bias, eps)
+    return out, normed(out, *norm)
 
 
 def activated(wide: Tensor, activation: Activation, has_gate: bool) -> Tensor:
@@ -84,6 +88,11 @@ def activated(wide: Tensor, activation: Activation, has_gate: bool) -> Tensor:
         return activation(wide)
     gate, up = wide.chunk(2, dim=-1)
     return activation(gate) * up
+
+
+def gated(out: Tensor, gate: Tensor) -> Tensor:
+    """Multiply the output of attention [S, H * D] by the sigmoid of its gate."""
+    return (out.float() * gate.float().sigmoid()).to(out.dtype)
 
 
 def heads(
@@ -99,14 +108,33 @@ def heads(
     q, k, v = mixed[:tokens].view(tokens, groups, width, dim).split((width - 2, 1, 1), dim=2)
     if q_norm is not None and k_norm is not None:
         q, k = normed(q, *q_norm), normed(k, *k_norm)
-    q, k = (_turned(x, cosines_nD, sines_nD) for x in (q, k))
+    q, k = (turned(x, cosines_nD, sines_nD) for x in (q, k))
     # A view would save all of the projection for the backward pass.
     v = v.clone(memory_format=torch.contiguous_format)
     return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
 
 
-def _turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """Turn halves (a, b) of `x` [n, G, H, D] to (a cos - b sin, b cos + a sin)."""
-    a, b = x.float().chunk(2, dim=-1)
-    (cos_a, cos_b), (sin_a, sin_b) = (part[:, None, None].chunk(2, dim=-1) for part in (cosines_nD, sines_nD))
-    return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1).to(x.dtype)
+def turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
+    """Forward pass of `rotary.rotate`."""
+    return _turned_by(x, cosines_nD, _signed(sines_nD))
+
+
+def turned_back(grad: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
+    """Backward pass of `rotary.rotate`, the adjoint of `turned`."""
+    return _turned_by(grad, cosines_nD, _signed(sines_nD).flip(1))
+
+
+def _turned_by(x: Tensor, cosines_nD: Tensor, sines_n2h: Tensor) -> Tensor:
+    """Add each half of `x` [n, ..., D] times the cosines and the other half times the sines."""
+    width = cosines_nD.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((_turned_by(x[..., :width], cosines_nD, sines_n2h), x[..., width:]), dim=-1)
+    halves = x.unflatten(-1, (2, -1)).float()
+    cosines, sines = (part.view(len(x), *[1] * (x.dim() - 2), *halves.shape[-2:]) for part in (cosines_nD, sines_n2h))
+    return (halves * cosines + halves.flip(-2) * sines).flatten(-2).to(x.dtype)
+
+
+def _signed(sines_nD: Tensor) -> Tensor:
+    """Return [n, 2, D / 2], the first half negated."""
+    signs = 2 * torch.arange(2, device=sines_nD.device) - 1
+    return sines_nD.unflatten(-1, (2, -1)) * signs[:, None]

@@ -13,16 +13,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
+from megatron_hetero.models.layers.compiled import NormWeights, gain_of, normed
 from megatron_hetero.models.layers.parts import Part, Site, kinds
 
 
 @dataclass(frozen=True)
 class Norm(Part):
-    """A norm of the last dim of `width` elements: root-mean-square if `rms`, else a layer norm with a bias."""
+    """A norm of the last dim of `width` elements: root-mean-square if `rms`, else a layer norm with a bias. `offset`:
+    added to the stored weight in fp32, 1 if weights are centred at zero.
+    """
 
     width: int
     eps: float
     rms: bool = True
+    offset: int = 0
 
     def tensors(self) -> TensorShapes:
         """Return the weight, and the bias of a layer norm."""
@@ -34,13 +38,17 @@ class Norm(Part):
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """Build the backend's norm."""
-        config = site.config_of(rms_norm=self.rms)
+        config = site.config_of(rms_norm=self.rms, layernorm_zero_centered_gamma=bool(self.offset))
         kind = site.backend.rms_norm if self.rms else site.backend.layer_norm
-        return site.mark(kind(config=config, hidden_size=self.width, eps=self.eps))
+        norm: Any = site.mark(kind(config=config, hidden_size=self.width, eps=self.eps))
+        norm.offset = self.offset
+        return norm
 
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32."""
+
+    offset = 0
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
@@ -51,42 +59,56 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of `x`."""
-        return _RMSNorm.apply(x, self.weight, self.eps)  # pyright: ignore[reportReturnType]
+        return _RMSNorm.apply(x, self.weight, self.eps, self.offset)  # pyright: ignore[reportReturnType]
 
 
 class LayerNorm(torch.nn.LayerNorm):
     """Layer norm with a bias (Ba et al. 2016, arXiv 1607.06450)."""
 
+    offset = 0
+
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps, dtype=config.params_dtype, device=torch.cuda.current_device())
 
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise the last dim of `input`."""
+        return normed(input, *NormWeights.of(self)) if self.offset else super().forward(input)
+
 
 class _RMSNorm(torch.autograd.Function):
-    """Compute y = x * s * weight with s = 1 / sqrt(mean(x^2) + eps), rounded once. PyTorch has kernels for that on CUDA
-    alone; elsewhere it would save most intermediate results.
+    """Compute y = x * s * gain with s = 1 / sqrt(mean(x^2) + eps) and gain = weight + offset, rounded once. PyTorch has
+    kernels for that on CUDA alone, for inputs in the dtype of the gain; elsewhere it would save most intermediate
+    results.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: int) -> Tensor:
+        gain = gain_of(weight, offset)
         if _has_kernels(x):
             # The gradient is below; and a build for CPUs would decompose the operator above this level.
             with torch._C._AutoDispatchBelowAutograd():
-                out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+                out, scale = torch.ops.aten._fused_rms_norm(x.to(gain.dtype), gain.shape, gain, eps)
+            out = out.to(x.dtype)
         else:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-            out = (x * scale).mul_(weight).to(x.dtype)
+            out = (x * scale).mul_(gain).to(x.dtype)
         ctx.save_for_backward(x, weight, scale)
+        ctx.offset = offset
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scale = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[:2])
+        wanted, gain = list(ctx.needs_input_grad[:2]), gain_of(weight, ctx.offset)
         if _has_kernels(x):
-            return *torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, scale, weight, wanted), None
-        return *_gradients(grad, x, weight, scale, wanted), None
+            wide = (each.to(gain.dtype) for each in (grad, x))
+            of_x, of_gain = torch.ops.aten._fused_rms_norm_backward(*wide, gain.shape, scale, gain, wanted)
+            of_x = None if of_x is None else of_x.to(x.dtype)
+        else:
+            of_x, of_gain = _gradients(grad, x, gain, scale, wanted)
+        return of_x, None if of_gain is None else of_gain.to(weight.dtype), None, None
 
 
 def _has_kernels(x: Tensor) -> bool:

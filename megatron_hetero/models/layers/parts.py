@@ -20,6 +20,7 @@ import torch
 
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
+from megatron_hetero.layout.axes import Limit
 from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
 
 # Imported where modules are built, as it takes seconds.
@@ -217,13 +218,18 @@ class Part:
 
 
 class AttentionPart(Part):
-    """Exchanges information between tokens. `heads`: of queries, a multiple of tp·sp. `kv_heads`: of keys and values,
-    repeated if tp·sp is larger. `windowed`: whether tokens see only their window, so that no axis exchanges anything.
+    """Exchanges information between tokens. `heads`: of queries. `kv_heads`: of keys and values, repeated if tp·sp is
+    larger. `windowed`: whether tokens see only their window, so that no axis exchanges anything.
     """
 
     heads: int
     kv_heads: int
     windowed: bool
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """What degrees of layouts have to divide."""
+        return (Limit(("tp", "sp"), self.heads),)
 
 
 class MLPPart(Part):

@@ -2,7 +2,8 @@
 in fp32 and rounded once: in one pass each way on a GPU with a compiler, in a few elsewhere.
 
 Shape suffixes: n tokens without padding, S tokens with padding, G groups of heads of this rank, H heads, D elements per
-head. A table [2, n, D] has the cosines and sines of each token.
+head. A table [2, n, D] has the cosines and sines of each token. With one of fewer elements, the first elements of a
+head are rotated, and the others stay as they are.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_hetero.groups.platform import compiles_for, on_device
-from megatron_hetero.models.layers.compiled import run
+from megatron_hetero.models.layers.compiled import run, turned, turned_back
 
 
 class Rotary(Protocol):
-    """Rotary embedding of queries and keys."""
+    """Rotary embedding of queries and keys, of the first `width` elements of each head."""
+
+    @property
+    def width(self) -> int: ...  # noqa: D102 (above)
 
     def table(self, positions: Tensor) -> Tensor:
-        """Return cosines and sines, fp32 [2, n, head_dim], of `positions` [dims, n]."""
+        """Return cosines and sines, fp32 [2, n, width], of `positions` [dims, n]."""
         ...
 
 
@@ -34,11 +38,11 @@ class AxialRotary:
     """2-D rotary embedding: half of the angles turn with the row, half with the column."""
 
     theta: float
-    head_dim: int
+    width: int
 
     def table(self, positions: Tensor) -> Tensor:
         """Return the table of rows and columns, the first two dims of `positions`."""
-        frequencies = _frequencies(self.theta, self.head_dim // 2, positions.device)
+        frequencies = _frequencies(self.theta, self.width // 2, positions.device)
         return _cosines_and_sines((positions[:2, :, None].float() * frequencies).transpose(0, 1).flatten(1))
 
 
@@ -49,13 +53,13 @@ class MultimodalRotary:
     """
 
     theta: float
-    head_dim: int
+    width: int
     turns: tuple[int, ...]
 
     def table(self, positions: Tensor) -> Tensor:
         """Return the table of `positions` [3, n]."""
         device = positions.device
-        frequencies = _frequencies(self.theta, self.head_dim, device)
+        frequencies = _frequencies(self.theta, self.width, device)
         return _cosines_and_sines(positions[_index(self.turns, device)].transpose(0, 1).float() * frequencies)
 
 
@@ -163,6 +167,10 @@ def _turn(x: Tensor, table_2nD: Tensor, out: Tensor, *, along: Tensor | None = N
     that. `along`: the result of `_along`, if it is known.
     """
     along = _along(x, table_2nD) if along is None else along
+    width = table_2nD.shape[-1]
+    if width < x.shape[-1]:
+        out[..., width:].copy_(x[..., width:])
+        x, out = x[..., :width], out[..., :width]
     sines = _by_heads(table_2nD[1], x).chunk(2, dim=-1)
     parts = zip(along.chunk(2, dim=-1), x.chunk(2, dim=-1)[::-1], sines[:: -1 if back else 1], strict=True)
     for (own, other, sin), to, sign in zip(parts, out.chunk(2, dim=-1), (1, -1) if back else (-1, 1), strict=True):
@@ -170,8 +178,8 @@ def _turn(x: Tensor, table_2nD: Tensor, out: Tensor, *, along: Tensor | None = N
 
 
 def _along(x: Tensor, table_2nD: Tensor) -> Tensor:
-    """Multiply each element by its cosine, in fp32."""
-    return x * _by_heads(table_2nD[0], x)
+    """Multiply each element that is rotated by its cosine, in fp32."""
+    return x[..., : table_2nD.shape[-1]] * _by_heads(table_2nD[0], x)
 
 
 def _in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
@@ -180,7 +188,7 @@ def _in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
 
 
 def _by_heads(part_nD: Tensor, x: Tensor) -> Tensor:
-    return part_nD.view(len(x), *[1] * (x.dim() - 2), x.shape[-1])
+    return part_nD.view(len(x), *[1] * (x.dim() - 2), part_nD.shape[-1])
 
 
 class _Rotate(torch.autograd.Function):
@@ -270,16 +278,6 @@ def _alike(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------- functions that are compiled
 
 
-def turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """Forward pass of `rotate`."""
-    return _turned_by(x, cosines_nD, _signed(sines_nD))
-
-
-def turned_back(grad: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """Backward pass of `rotate`, the adjoint of `turned`."""
-    return _turned_by(grad, cosines_nD, _signed(sines_nD).flip(1))
-
-
 def heads_turned(
     mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -307,16 +305,3 @@ def heads_turned_back(
     if tokens.dim() == 1:
         return out.where((tokens < count)[:, None, None, None], 0)
     return F.pad(out, (0, 0, 0, 0, 0, 0, 0, len(tokens) - count)) if len(tokens) > count else out
-
-
-def _turned_by(x: Tensor, cosines_nD: Tensor, sines_n2h: Tensor) -> Tensor:
-    """Add each half of `x` [n, ..., D] times the cosines and the other half times the sines."""
-    halves = x.unflatten(-1, (2, -1)).float()
-    cosines, sines = (part.view(len(x), *[1] * (x.dim() - 2), *halves.shape[-2:]) for part in (cosines_nD, sines_n2h))
-    return (halves * cosines + halves.flip(-2) * sines).flatten(-2).to(x.dtype)
-
-
-def _signed(sines_nD: Tensor) -> Tensor:
-    """Return [n, 2, D / 2], the first half negated."""
-    signs = 2 * torch.arange(2, device=sines_nD.device) - 1
-    return sines_nD.unflatten(-1, (2, -1)) * signs[:, None]

@@ -24,6 +24,7 @@ from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.storage import read_entries
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.train.held_out import HeldOutEvaluation
+from megatron_hetero.train.run import Run
 from megatron_hetero.train.stopping import StopRequest
 from megatron_hetero.train.trainer import Trainer
 from tests.support.pool import platform
@@ -65,8 +66,8 @@ def train(flags: list[str], copy: Path | None = None, until: int | None = None) 
     loaded = _save_copy(run, copy) if copy is not None else None
     with run.writer:
         for step, batch, _ in run.batches():
-            asked = step == until and run.topology.rank == run.topology.world_size - 1
-            metrics = run.train_step(step, batch, stop=asked)
+            asked = step == until and run.trainer.topology.rank == run.trainer.topology.world_size - 1
+            metrics = run.trainer.train_step(step, batch, stop=asked)
             run.writer.write(metrics)
             losses.append(metrics.loss)
             run.saver.after(step, metrics.stopping)
@@ -93,7 +94,7 @@ def program(flags: list[str], asked: str = "") -> tuple[bool, str]:
     last = dist.get_rank() == dist.get_world_size() - 1
     with calling(Trainer, "_refuse_faults", in_("step")), calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
         try:
-            return pretrain_vlm.train_and_export(load_config(flags), platform(), request), ""
+            return pretrain_vlm.train(load_config(flags), platform(), request), ""
         except UserError as error:
             return False, str(error)
 
@@ -131,9 +132,9 @@ def error_in(work: Callable[[], object]) -> str:
     return "no error"
 
 
-def _save_copy(run: Trainer, target: Path) -> dict[str, Any]:
-    config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=target))
-    if run.topology.rank == 0:
+def _save_copy(run: Run, target: Path) -> dict[str, Any]:
+    config = replace(run.trainer.job.config, checkpoint=replace(run.trainer.job.config.checkpoint, dir=target))
+    if run.trainer.topology.rank == 0:
         target.mkdir(parents=True)
     Saver(config, run.saver.state, run.saver.record).after(run.resumed.step, stopping=True)
     return stored(run)

@@ -41,12 +41,12 @@ def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
     run, step, before = build_logged(flags), 0, signal.getsignal(signal.SIGUSR1)
 
     def signalled(in_step: int, *_: object) -> None:
-        if in_step == at and run.topology.rank == rank:
+        if in_step == at and run.trainer.topology.rank == rank:
             os.kill(os.getpid(), signal.SIGUSR1)
 
     with stop_requests() as request, run.writer, calling(Trainer, "_refuse_faults", signalled):
         for step, batch, _ in run.batches():
-            metrics = run.train_step(step, batch, stop=request)
+            metrics = run.trainer.train_step(step, batch, stop=request)
             run.saver.after(step, metrics.stopping)
             if metrics.stopping:
                 break
@@ -59,11 +59,11 @@ def cannot_save(flags: list[str], folder: Path) -> tuple[str, str]:
     """
     run = build(flags)
     _, batch, _ = next(iter(run.batches()))
-    run.train_step(run.resumed.step + 1, batch)
-    with full_disk(run.topology.rank == 1):
+    run.trainer.train_step(run.resumed.step + 1, batch)
+    with full_disk(run.trainer.topology.rank == 1):
         full = error_in(lambda: run.saver.after(run.resumed.step + 1, stopping=True))
     dist.barrier()
-    if run.topology.rank == 0:
+    if run.trainer.topology.rank == 0:
         folder.rename(folder.with_name("elsewhere"))
     dist.barrier()
     return full, error_in(lambda: run.saver.after(run.resumed.step + 1, stopping=True))
@@ -75,9 +75,9 @@ def cannot_save_beside(flags: list[str]) -> tuple[list[str], str]:
     """
     run, said = build_logged(flags), []
     try:
-        with run.writer, full_disk(run.topology.rank == 1) as disk:
+        with run.writer, full_disk(run.trainer.topology.rank == 1) as disk:
             for step, batch, _ in run.batches():
-                run.writer.write(run.train_step(step, batch))
+                run.writer.write(run.trainer.train_step(step, batch))
                 said.append(" ".join(run.saver.after(step)))
                 if step == 3:
                     # However slow the disk: it fails before the end of this step.
@@ -96,7 +96,7 @@ def ended_by_an_error(flags: list[str], folder: Path) -> tuple[list[int], list[s
     """
     run = build(flags)
     for step, batch, _ in run.batches():
-        run.train_step(step, batch)
+        run.trainer.train_step(step, batch)
         run.saver.after(step)
         if step == 2:
             break

@@ -46,7 +46,7 @@ def program_harmed(flags: list[str], step: int, harm: Harm, folder: Path) -> tup
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with mock.patch.object(Trainer, "_refuse_faults", before_update):
         try:
-            return pretrain_vlm.train_and_export(load_config(flags), platform(), StopRequest()), ""
+            return pretrain_vlm.train(load_config(flags), platform(), StopRequest()), ""
         except UserError as error:
             return False, str(error)
         finally:

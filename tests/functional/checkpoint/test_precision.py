@@ -45,8 +45,8 @@ def copies(flags: list[str]) -> dict[tuple[str, ...], np.ndarray]:
     """Train; of the text module what this rank holds of each stored tensor, by its name and rows and columns."""
     run = build(flags)
     for step, batch, _ in run.batches():
-        run.train_step(step, batch)
-    [module] = [module for module in run.modules if module.name == "text"]
+        run.trainer.train_step(step, batch)
+    [module] = [module for module in run.trainer.optimizer.modules if module.name == "text"]
     return {
         tuple(map(str, tensor_slice.rectangle)): module.whole_weight(name)[tensor_slice.place].float().numpy()
         for name, slices in module.own_map.items()

@@ -57,7 +57,7 @@ def train_and_export(flags: list[str], target: Path) -> list[float]:
     run, losses = build_logged(flags), []
     with run.writer:
         for step, batch, _ in run.batches():
-            losses.append(run.train_step(step, batch).loss)
+            losses.append(run.trainer.train_step(step, batch).loss)
             run.saver.after(step)
     run.export(target)
     return losses

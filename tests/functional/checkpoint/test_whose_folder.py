@@ -49,11 +49,12 @@ def saves_apart(flags: list[str], folder: Path, where: str) -> str:
     """What a save says where the second rank writes elsewhere: it sees another folder, or nobody sees its file."""
     run = build(flags)
     _, batch, _ = next(iter(run.batches()))
-    run.train_step(1, batch)
-    if run.topology.rank == 1 and where == "the folder":
-        config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=folder / "elsewhere"))
+    run.trainer.train_step(1, batch)
+    if run.trainer.topology.rank == 1 and where == "the folder":
+        config = run.trainer.job.config
+        config = replace(config, checkpoint=replace(config.checkpoint, dir=folder / "elsewhere"))
         run.saver.config = config
-    lost = [] if where == "the folder" or run.topology.rank == 0 else ["tensors-1-0.safetensors"]
+    lost = [] if where == "the folder" or run.trainer.topology.rank == 0 else ["tensors-1-0.safetensors"]
     real = storage.write_entries
 
     def write(partial: Path, *args: Any, **options: Any) -> Any:
@@ -80,10 +81,10 @@ def loses_the_last(flags: list[str]) -> tuple[list[str], str]:
     run, said = build_logged(flags), []
     with run.writer, ExitStack() as stack:
         for step, batch, _ in run.batches():
-            run.writer.write(run.train_step(step, batch))
+            run.writer.write(run.trainer.train_step(step, batch))
             said.append(" ".join(run.saver.after(step)))
             if step == 3:
-                stack.enter_context(full_disk(run.topology.rank == 1))
+                stack.enter_context(full_disk(run.trainer.topology.rank == 1))
     return said, str(run.saver.lost)
 
 

@@ -82,7 +82,7 @@ def trained(flags: list[str]) -> None:
     evaluation = HeldOutEvaluation.build(run)
     with run.writer:
         for step, batch, _ in run.batches():
-            run.writer.write(run.train_step(step, batch))
+            run.writer.write(run.trainer.train_step(step, batch))
             list(evaluation.after(step))
 
 
@@ -148,7 +148,7 @@ def moved(flags: list[str]) -> Moved:
 
     with mock.patch.object(Dispatch, "of", note), mock.patch.object(RowExchange, "run", count):
         _, batch, _ = next(iter(run.batches()))
-        run.gradients(batch)
+        run.trainer.gradients(batch)
     return found
 
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.schedule import gathering
 from megatron_hetero.step.buffers import WeightGathers
-from megatron_hetero.train.trainer import Trainer
+from megatron_hetero.train.run import Run
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
@@ -76,18 +76,18 @@ def test_a_trace_ends_when_all_weights_have_arrived(flags: list[str]) -> None:
     """Threads of gloo that record what they do meanwhile may end the process."""
     run, left = built(flags), []
     for step, batch, _ in run.batches():
-        run.train_step(step, batch)
+        run.trainer.train_step(step, batch)
         left.append(sum(len(gathers._works) for gathers in _gathers(run).values()))
     assert left[0] > 0 and left[1] == 0 and left[2] > 0
 
 
-def built(flags: list[str]) -> Trainer:
+def built(flags: list[str]) -> Run:
     """With small buckets."""
     with mock.patch.object(gathering, "BUCKET", 1000):
         return build(flags)
 
 
-class Run(NamedTuple):
+class LayerRun(NamedTuple):
     """The beginning of a run of a layer. `in_flight`: buckets of its module whose weights have not come; `own`: those
     that its own lie in.
     """
@@ -102,14 +102,14 @@ def train(flags: list[str], *, wait: bool = False) -> tuple[set[str], Any]:
     """Train all steps, and check when weights are read. `wait`: whether weights are waited for at the end of each step.
     Returns the modules of which a layer ran while weights of others were on the way, and the weights on rank 0.
     """
-    run, runs, ranges = built(flags), list[Run](), set[str]()
+    run, runs, ranges = built(flags), list[LayerRun](), set[str]()
     now = _note_runs(run, runs)
     for step, batch, _ in run.batches():
         now[0] = step
         with profile(activities=[ProfilerActivity.CPU]) as trace, _behind() as behind:
-            run.train_step(step, batch)
+            run.trainer.train_step(step, batch)
             if wait:
-                run.optimizer.wait_for_weights()
+                run.trainer.optimizer.wait_for_weights()
             # A profiler that ends while gloo's threads record what they do may crash.
             while not all(work.is_completed() for each in _gathers(run).values() for work in each._works.values()):
                 time.sleep(0.001)
@@ -153,16 +153,16 @@ def _behind() -> Iterator[list[str]]:
         yield found
 
 
-def _gathers(run: Trainer) -> dict[str, WeightGathers]:
-    every: dict[str, Any] = {module.name: module.data_parallel for module in run.modules}
+def _gathers(run: Run) -> dict[str, WeightGathers]:
+    every: dict[str, Any] = {module.name: module.data_parallel for module in run.trainer.optimizer.modules}
     return {name: each.gathers for name, each in every.items() if each.gathers.buckets}
 
 
-def _note_runs(run: Trainer, runs: list[Run]) -> list[int]:
+def _note_runs(run: Run, runs: list[LayerRun]) -> list[int]:
     """Note each run of a layer from now on, in the step that the list returned says."""
     now = [0]
     for name, gathers in _gathers(run).items():
-        [chunks] = [module.chunks for module in run.modules if module.name == name]
+        [chunks] = [module.chunks for module in run.trainer.optimizer.modules if module.name == name]
         for layer in (layer for chunk in chunks for layer in chunk.layers):
             read = set(map(id, layer.parameters()))
             own = (place for place, of in enumerate(gathers.buckets) if read & set(map(id, of.parameters)))
@@ -171,6 +171,6 @@ def _note_runs(run: Trainer, runs: list[Run]) -> list[int]:
 
 
 def _note(
-    runs: list[Run], now: list[int], name: str, gathers: WeightGathers, own: frozenset[int], *_: nn.Module
+    runs: list[LayerRun], now: list[int], name: str, gathers: WeightGathers, own: frozenset[int], *_: nn.Module
 ) -> None:
-    runs.append(Run(now[0], name, frozenset(gathers._works), own))
+    runs.append(LayerRun(now[0], name, frozenset(gathers._works), own))

@@ -26,7 +26,7 @@ from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.buffers import BucketSums
 from megatron_hetero.step.gradients import GradientSummary, clip_factor
-from megatron_hetero.train.trainer import Trainer
+from megatron_hetero.train.run import Run
 from tests.support import runs as jobs
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
@@ -106,8 +106,8 @@ def flags(request: pytest.FixtureRequest, make_flags: MakeFlags) -> list[str]:
 def test_faults_name_module_rank_and_step(where: str, rank: int, value: float, flags: list[str]) -> None:
     """`value` is in one gradient of a module, or in the loss, on one rank."""
     run = jobs.build(flags)
-    models: dict[str, Any] = {module.name: module.chunks[0] for module in run.modules}
-    here = run.topology.rank == rank
+    models: dict[str, Any] = {module.name: module.chunks[0] for module in run.trainer.optimizer.modules}
+    here = run.trainer.topology.rank == rank
 
     def edit(module: str) -> None:
         if here and module == where:
@@ -118,31 +118,32 @@ def test_faults_name_module_rank_and_step(where: str, rank: int, value: float, f
     kind = "loss" if where == "loss" else f"gradient of module {where}"
     found = f"step 5: found a {kind} that is NaN or infinite on rank {rank}, expected"
     with _before_last_backward(run, edit, value if here and where == "loss" else 0.0):
-        assert run.gradients(batch).faults == ((where, rank),)
+        assert run.trainer.gradients(batch).faults == ((where, rank),)
         with pytest.raises(UserError, match=f"^{found}"):
-            run.train_step(5, batch)
+            run.trainer.train_step(5, batch)
     after = jobs.stored(run)
     assert all((before[name] == after[name]).all() for name in before), "weights were updated"
 
 
 @contextmanager
-def _before_last_backward(run: Trainer, edit: Callable[[str], None], loss_too: float) -> Iterator[None]:
+def _before_last_backward(run: Run, edit: Callable[[str], None], loss_too: float) -> Iterator[None]:
     """Let `edit(module)` change gradients before the last backward pass, in which sums over ranks begin; add
     `loss_too`.
     """
-    real = run.interpreter.run
+    real_run, real_expect = run.trainer.runner.run, run.trainer.optimizer.expect
 
-    def edited(
-        schedule: Schedule, load: Any, after: Callable[[str], None], before: Callable[[str, int], None]
-    ) -> StepResult:
-        def before_last(module: str, stage: int) -> None:
-            edit(module)
-            before(module, stage)
-
-        result = real(schedule, load, after, before_last)
+    def with_loss(schedule: Schedule, load: Any) -> StepResult:
+        result = real_run(schedule, load)
         return replace(result, loss=result.loss + loss_too)
 
-    with mock.patch.object(run.interpreter, "run", edited):
+    def expect(module: str, stage: int) -> None:
+        edit(module)
+        real_expect(module, stage)
+
+    with (
+        mock.patch.object(run.trainer.runner, "run", with_loss),
+        mock.patch.object(run.trainer.optimizer, "expect", expect),
+    ):
         yield
 
 
@@ -204,12 +205,12 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
     with mock.patch.object(gathering, "BUCKET", 1000):
         run, order = jobs.build(flags), list[str]()
     if not overlaps:
-        run.runner._optimizer = None
-    real_part, real_start = run.interpreter.watch.part, BucketSums._start
+        run.trainer.runner.optimizer = None
+    real_part, real_start = run.trainer.runner.watch.part, BucketSums._start
 
     @contextmanager
     def part(name: str, label: str = "") -> Iterator[None]:
-        backward = Action.parse(label).kind == "B" and name in run.topology.layouts
+        backward = Action.parse(label).kind == "B" and name in run.trainer.topology.layouts
         order.extend([name] * backward)
         with real_part(name, label):
             yield
@@ -220,8 +221,8 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
         real_start(sums, place)
 
     _, batch, _ = next(iter(run.batches()))
-    with mock.patch.object(run.interpreter.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
-        summary = run.gradients(batch)
+    with mock.patch.object(run.trainer.runner.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
+        summary = run.trainer.gradients(batch)
     return order, jobs.gradient(run), summary.norm
 
 
@@ -233,10 +234,10 @@ def test_a_trace_shows_sums_within_the_backward_pass(overlaps: bool, flags: list
     with mock.patch.object(gathering, "BUCKET", 1000):
         run = jobs.build(flags)
     if not overlaps:
-        run.runner._optimizer = None
+        run.trainer.runner.optimizer = None
     _, batch, _ = next(iter(run.batches()))
     with profile(activities=[ProfilerActivity.CPU]) as trace:
-        run.gradients(batch)
+        run.trainer.gradients(batch)
     events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
     found, inside = set[str](), set[str]()
     for event in (event for event in events if event.name.endswith("gradient sums")):
@@ -244,7 +245,7 @@ def test_a_trace_shows_sums_within_the_backward_pass(overlaps: bool, flags: list
         around = [e.name for e in events if e.time_range.start <= event.time_range.start < e.time_range.end]
         if any("AccumulateGrad" in name for name in around):
             inside.add(event.name)
-    if run.topology.rank == 0:
+    if run.trainer.topology.rank == 0:
         assert found == {"text gradient sums", "vision gradient sums"}
         assert inside == (found if overlaps else set())
 

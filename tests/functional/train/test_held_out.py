@@ -122,7 +122,7 @@ def evaluated(flags: list[str]) -> tuple[list[EvaluationMetrics], int]:
     """
     run, live = build(flags), LiveBytes()
     with live.saving():
-        found = list(HeldOutEvaluation.build(run).after(run.config.train.iters))
+        found = list(HeldOutEvaluation.build(run).after(run.trainer.job.config.train.iters))
     return found, live.peak
 
 
@@ -131,7 +131,7 @@ def trained(flags: list[str]) -> dict[str, Any]:
     run = build(flags)
     evaluation, losses, found, idle = HeldOutEvaluation.build(run), [], [], []
     for step, batch, waited in run.batches():
-        metrics = run.train_step(step, batch, waited)
+        metrics = run.trainer.train_step(step, batch, waited)
         losses.append(metrics.loss)
         idle.append(metrics.extra["encoder_idle_share"])
         found += evaluation.after(step)
@@ -148,7 +148,7 @@ def trained_and_exported(flags: list[str], target: Path) -> tuple[float, Arrays]
     """Train one step and export; returns the loss of the first held-out data set then, and the weights."""
     run = build(flags)
     _, batch, _ = next(iter(run.batches()))
-    run.train_step(1, batch)
+    run.trainer.train_step(1, batch)
     [found] = HeldOutEvaluation.build(run).after(1)
     run.export(target)
     return found.loss, stored(run)

@@ -58,11 +58,12 @@ def flags(request: pytest.FixtureRequest, make_flags: MakeFlags) -> list[str]:
 @on_ranks(4)
 def test_schedules_scale_every_group_equally(flags: list[str]) -> None:
     for step, share in ((1, 0.5), (2, 1.0), (5, 0.1)):
-        run = jobs.build(flags)
-        run._update(step)
-        assert run._rate(step, run.config.optimizer.lr) == pytest.approx(1e-3 * share), "the reported rate"
-        last = run.config.train.iters
-        own = {(group["lr"], run._rate(last, group["initial_lr"])) for group in run.optimizer.param_groups}
+        trainer = jobs.build(flags).trainer
+        trainer._update(step)
+        config = trainer.job.config
+        assert trainer._rate(step, config.optimizer.lr) == pytest.approx(1e-3 * share), "the reported rate"
+        last = config.train.iters
+        own = {(group["lr"], trainer._rate(last, group["initial_lr"])) for group in trainer.optimizer.param_groups}
         of_ranks: list[Any] = [None] * 4  # Each has some elements of some parameters.
         dist.all_gather_object(of_ranks, own)
         expected = [(1e-3, 1e-4), (2e-3, 2e-4), (4e-3, 4e-4)]
@@ -90,8 +91,8 @@ FROZEN = {
 @on_ranks(4)
 def test_the_rate_that_is_reported_is_that_of_lr(flags: list[str]) -> None:
     run = jobs.build(flags)
-    run._update(1)
-    assert run._rate(1, run.config.optimizer.lr) == 1e-3
+    run.trainer._update(1)
+    assert run.trainer._rate(1, run.trainer.job.config.optimizer.lr) == 1e-3
 
 
 @pytest.mark.parametrize("vision, text", thinned(LAYOUTS[::-1], 2))
@@ -137,12 +138,12 @@ def test_bf16_has_masters_and_gradients_in_fp32(flags: list[str]) -> None:
     """Parameters are rounded masters."""
     run = jobs.build(flags)
     _, batch, _ = next(iter(run.batches()))
-    run.train_step(1, batch)
-    for optimizer in run.optimizer.sharded.values():
+    run.trainer.train_step(1, batch)
+    for optimizer in run.trainer.optimizer.sharded.values():
         for name, shard in optimizer.shards.items():
             weights = optimizer.module.data_parallel.weights(name)[shard.start : shard.stop]
             master = shard.master.read(0, shard.stop - shard.start)
             assert master.dtype == torch.float32
             assert torch.equal(weights, upper_half(master.view(torch.int32) + (1 << 15)))
-    for parameter in (p for module in run.modules for p in module.parameters.values()):
+    for parameter in (p for module in run.trainer.optimizer.modules for p in module.parameters.values()):
         assert parameter.dtype == torch.bfloat16 and vars(parameter)["main_grad"].dtype == torch.float32

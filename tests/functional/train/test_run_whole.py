@@ -35,7 +35,7 @@ def encoder_activations(flags: list[str]) -> tuple[int, int]:
 
     _, batch, _ = next(iter(run.batches()))
     with mock.patch.object(EncoderModel, "forward", counted):
-        run.gradients(batch)
+        run.trainer.gradients(batch)
     return live.peak, live.now
 
 
@@ -47,11 +47,11 @@ def overlaps(flags: list[str]) -> dict[str, tuple[float, float]]:
     """
     run = build(flags)
     _, batch, _ = next(iter(run.batches()))
-    run.gradients(batch)  # Once before, so that nothing is set up in the step that is watched.
+    run.trainer.gradients(batch)  # Once before, so that nothing is set up in the step that is watched.
     start, embed = BoundaryCommunicator._start, TextModel.embed
 
     def late_start(*args: Any) -> Any:
-        time.sleep(0.0 if run.topology.rank == 0 else 0.4)
+        time.sleep(0.0 if run.trainer.topology.rank == 0 else 0.4)
         return start(*args)
 
     def slow_embed(*args: Any) -> torch.Tensor:
@@ -65,7 +65,7 @@ def overlaps(flags: list[str]) -> dict[str, tuple[float, float]]:
         mock.patch.object(TextModel, "embed", slow_embed),
         profile(activities=[ProfilerActivity.CPU]) as trace,
     ):
-        run.gradients(batch)
+        run.trainer.gradients(batch)
     events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
     forward, backward = [e for e in events if e.name == "gloo:all_to_all"]
     [embedding] = [e for e in events if e.name == "text embedding"]
@@ -78,7 +78,7 @@ def export_of(flags: list[str], target: Path) -> Arrays:
     """Train one step and export; returns the weights as they were."""
     run = build(flags)
     _, batch, _ = next(iter(run.batches()))
-    run.train_step(1, batch)
+    run.trainer.train_step(1, batch)
     run.export(target)
     return stored(run)
 

@@ -34,7 +34,7 @@ def with_skips(flags: list[str]) -> dict[str, Any]:
     with run.writer:
         for number, batch, _ in run.batches():
             before = stored(run)
-            metrics = run.train_step(number, batch)
+            metrics = run.trainer.train_step(number, batch)
             run.writer.write(metrics)
             run.saver.after(number, metrics.stopping)
             after = stored(run)

@@ -32,7 +32,7 @@ from tests.support.stages import Case, Trainee
 def export(case: Case, target: Path) -> list[str]:
     """Write what was read. Returns the modules that this rank holds a part of."""
     trainee = Trainee(case)
-    companions = companions_of({"vision": case.folder})
+    companions = companions_of({"text": case.folder})
     export_model(trainee.modules, trainee.shapes, trainee.topology, target, companions, torch.float32)
     return [module.name for module in trainee.modules]
 

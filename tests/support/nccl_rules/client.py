@@ -40,7 +40,7 @@ class Client:
     def __init__(self, connection: Connection, store: dist.Store, rank: int, ranks: int):
         self.rank, self.ranks = rank, tuple(range(ranks))
         self.actions = threading.local()
-        """`described`: what the thread is doing, as the interpreter tells the watchdog."""
+        """`described`: what the thread is doing, as the runner tells the watchdog."""
         self.in_step = False
         """Whether the ranks must have connected: in a step hosts never wait, and nothing is allocated."""
         self.takes_as_connected = False

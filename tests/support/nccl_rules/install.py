@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.groups.watchdog import Watchdog
-from megatron_hetero.train.step_trainer import StepTrainer
+from megatron_hetero.train.trainer import Trainer
 from tests.support.nccl_rules.client import DEVICE, HOST, Client
 from tests.support.nccl_rules.group import CPU, WORLD, RulesGroup
 
@@ -74,7 +74,7 @@ def _batch(operations: list[dist.P2POp]) -> list[Any]:
 
 
 def _follow_actions(client: Client) -> None:
-    """Know what the interpreter does, which it tells its watchdog."""
+    """Know what the runner does, which it tells its watchdog."""
     real = Watchdog.doing
 
     @contextlib.contextmanager
@@ -102,5 +102,5 @@ def _follow_steps(client: Client) -> None:
 
         return step
 
-    StepTrainer.train_step = within(StepTrainer.train_step)
-    StepTrainer.gradients = within(StepTrainer.gradients)
+    Trainer.train_step = within(Trainer.train_step)
+    Trainer.gradients = within(Trainer.gradients)

@@ -18,7 +18,6 @@ from megatron_hetero.layout.graph import Edge, as_edge
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import ModuleOnRank
-from megatron_hetero.step.interpreter import Interpreter
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 
@@ -128,12 +127,9 @@ def test_ranks_that_opened_a_boundary_differently_learn_it_when_they_plan(term: 
         boundary.plan(held=[topology.rank], needed=[topology.rank])
 
 
-@pytest.mark.parametrize("term, other", [("check", False), ("transport", torch.bfloat16)])
 @on_ranks(4)
-def test_ranks_that_build_an_interpreter_differently_learn_it(term: str, other: Any) -> None:
-    topology = Topology.build(LAYOUTS, platform(), edges=EDGES)
+def test_ranks_that_build_a_runner_differently_learn_it() -> None:
+    topology = mh.build(mh.Graph(EDGES, width=4, dtype=torch.float32), LAYOUTS, platform=platform(), planned=False)
     held = {name: ModuleOnRank({0: nn.Linear(1, 1)}) for name in LAYOUTS if topology.has(name)}
-    options: dict[str, Any] = {term: other} if topology.rank == 0 else {}
-    graph = mh.Graph(EDGES, width=4, dtype=torch.float32, transport=options.pop("transport", None))
-    with pytest.raises(mh.UserError, match=f"interpreter: {term}: found {other} on rank 0 and .*on rank 1"):
-        Interpreter.build(topology, held, graph, **options)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(mh.UserError, match="Runner: check: found False on rank 0 and .*on rank 1"):
+        mh.Runner(topology, held, check=topology.rank > 0)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_hetero import Graph as RowGraph
-from megatron_hetero import Layout
+from megatron_hetero import Layout, Runner, build
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import BoundaryPlan, plan_boundary
@@ -27,13 +27,11 @@ from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
-from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.names import ROWS
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.step.interpreter import Interpreter
 from tests.support.matrix import thinned
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
@@ -166,10 +164,10 @@ def crossed(graph: Graph) -> tuple[float, Arrays, dict[str, int]]:
     """A step: this rank's loss, the gradients of the rows that it gave, and what the exchanges moved."""
     rank, layouts, edges = dist.get_rank(), graph.layouts, list(graph.edges)
     interleaved = ["decoder"] if graph.settings.virtual_stages > 1 else []
-    topology = Topology.build(layouts, platform(), edges=edges, interleaved=interleaved)
     held = dict(_modules(graph, rank, {"encoder": Encoder, "decoder": Decoder}))
     rows = RowGraph(edges, width=WIDTH, dtype=torch.float64, outputs=graph.edges)
-    interpreter = Interpreter.build(topology, held, rows, timeout_s=0)
+    topology = build(rows, layouts, platform=platform(), interleaved=interleaved, planned=False)
+    runner = Runner(topology, held, timeout_s=0)
     schedule = build_schedule(layouts, graph.micro_batches, graph.settings, text="decoder", edges=edges)
 
     def load(m: int) -> DeviceMicroBatch:
@@ -179,7 +177,7 @@ def crossed(graph: Graph) -> tuple[float, Arrays, dict[str, int]]:
 
     spy = Spy()
     with spy.watching():
-        loss = interpreter.run(schedule, load).loss
+        loss = runner.run(schedule, load).loss
     stages: list[Any] = list(held["encoder"].stages.values()) if "encoder" in held else []
     gradients = {name: gradient for stage in stages for name, gradient in stage.gradients().items()}
     moved = {"sent": spy.sent, "received": spy.received, "exchanges": spy.all_to_alls + spy.batches}

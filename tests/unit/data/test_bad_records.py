@@ -26,7 +26,6 @@ from megatron_hetero.data.sources import json_files
 from megatron_hetero.models.items import video_files
 from megatron_hetero.models.items.image_files import load_picture
 from megatron_hetero.models.items.types import Item
-from megatron_hetero.train import trainer
 from megatron_hetero.train.held_out import HeldOutEvaluation
 from tests.functional.train.test_gradients import write_long
 from tests.support.folders import write_data
@@ -57,7 +56,7 @@ def spoil(data: Path) -> None:
 def trained(flags: list[str]) -> dict[str, Any]:
     """What was trained and evaluated, and which samples were left out."""
     run = build(flags)
-    steps = [(batch, run.train_step(step, batch)) for step, batch, _ in run.batches()]
+    steps = [(batch, run.trainer.train_step(step, batch)) for step, batch, _ in run.batches()]
     evaluated = list(HeldOutEvaluation.build(run).after(len(steps)))
     return {
         "losses": [metrics.loss for _, metrics in steps],
@@ -122,7 +121,7 @@ def spoilt(make_flags: MakeFlags, tmp_path: Path) -> list[str]:
 
 @on_ranks(2)
 def test_too_many_stop_all_ranks_with_one_message(spoilt: list[str], tmp_path: Path) -> None:
-    with mock.patch.object(trainer, "ALLOWED_BAD", 2):
+    with mock.patch("megatron_hetero.train.run.ALLOWED_BAD", 2):
         [(steps, message)] = set(by_rank(error_of(spoilt)))
     assert steps == 1 and message.startswith("data.max_bad_share (--data.max_bad_share): found 6 bad samples of 8")
     assert f"bad_records.jsonl of log.dir, such as `{tmp_path}/data.jsonl:8: field" in message

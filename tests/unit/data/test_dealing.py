@@ -107,7 +107,7 @@ def test_ranks_agree_and_losses_are_those_of_single_samples(case: Case) -> None:
     """Steps of as many micro-batches as they need, with training in between."""
     run, losses, extras, lengths = build(case.by_budget), [], [], []
     for step, batch, _ in run.batches():
-        metrics = run.train_step(step, batch)
+        metrics = run.trainer.train_step(step, batch)
         losses.append(metrics.loss)
         extra: dict[str, Any] = dict(metrics.extra)
         extras.append(extra["micro_batches"])
@@ -123,7 +123,7 @@ def test_ranks_agree_and_losses_are_those_of_single_samples(case: Case) -> None:
     assert len(set(extras)) > 1, "all steps are alike"
     run = build(case.alone)
     for (step, batch, _), loss in zip(run.batches(), losses, strict=True):
-        metrics = run.train_step(step, batch)
+        metrics = run.trainer.train_step(step, batch)
         assert metrics.loss == pytest.approx(loss, rel=1e-5)
         # tp:2 adds a token to odd lengths.
         alone = np.array(batch.sample_lengths)
@@ -144,7 +144,7 @@ def test_skipped_samples_are_not_dealt(with_long: list[str]) -> None:
     run = build(with_long)
     skipped, numbers = [], []
     for step, batch, _ in run.batches():
-        skipped.append(run.train_step(step, batch).skipped_samples)
+        skipped.append(run.trainer.train_step(step, batch).skipped_samples)
         numbers = sorted(n for of_rank in by_rank([m.samples for m in batch.micro_batches]) for m in of_rank for n in m)
     assert skipped == [4, 2] and numbers == [5, 7]
 
@@ -172,7 +172,7 @@ def test_a_change_of_a_sample_is_noticed(flags: list[str]) -> None:
             position_ids=np.pad(sample.position_ids, ((0, 0), (0, 1))),
         )
 
-    changed = mock.patch.object(Processor, "tokenize", longer) if run.topology.rank else nullcontext()
+    changed = mock.patch.object(Processor, "tokenize", longer) if run.trainer.topology.rank else nullcontext()
     with changed, pytest.raises(UserError, match="as another rank has read it") as raised:
         next(iter(run.batches()))
     assert len(set(by_rank(str(raised.value)))) == 1

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from megatron_hetero.config.sections import EncoderConfig, VideoConfig
+from megatron_hetero.config.modules import ModuleConfig
+from megatron_hetero.config.sections import VideoConfig
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.tokenizer import export_changes
 from megatron_hetero.hf.model_files import Changes
@@ -133,7 +134,7 @@ def test_pictures_have_the_size_that_they_had_in_training(
 ) -> None:
     folder = in_form(model, tmp_path / "model", form)
     (trained, videos), changes = readers(folder, Section(**limits)), changes_of(folder, limits)
-    export = with_changes(folder, tmp_path / "export", changes["vision"])
+    export = with_changes(folder, tmp_path / "export", changes["text"])
     wanted = [list(trained.size(item)) for item in pictures]
     for version in (4, 5):
         assert grids_of_transformers(export, version) == wanted
@@ -145,14 +146,14 @@ def test_pictures_have_the_size_that_they_had_in_training(
 
 
 def test_without_settings_no_file_differs(model: Path) -> None:
-    assert changes_of(model, {"min_pixels": None, "video": {"fps": None}}) == {"vision": {}}
+    assert changes_of(model, {"min_pixels": None, "video": {"fps": None}}) == {"text": {}}
 
 
 @pytest.mark.parametrize("form", ["one file", "nested, and older files"])
 def test_pictures_and_videos_at_once(model: Path, tmp_path: Path, form: str) -> None:
     folder = in_form(model, tmp_path / "model", form)
     data = {"max_pixels": 50_000, "video": {"fps": 1.5, "frame_pixels": 110_000, "total_pixels": 150_000}}
-    export = with_changes(folder, tmp_path / "export", changes_of(folder, data)["vision"])
+    export = with_changes(folder, tmp_path / "export", changes_of(folder, data)["text"])
     pictures, videos = readers(export)
     assert pictures.image_processor.size["longest_edge"] == 50_000
     assert videos.sampling.fps == 1.5 and videos.sampling.high in (110_000, 150_000)
@@ -161,15 +162,15 @@ def test_pictures_and_videos_at_once(model: Path, tmp_path: Path, form: str) -> 
 
 def test_a_further_encoder_has_its_own_limits(model: Path, tmp_path: Path, pictures: list[Any]) -> None:
     detail = in_form(model, tmp_path / "detail", "one file")
-    limits = {"min_pixels": 20_000, "max_pixels": 70_000}
-    config = {"model": {"encoders": {"detail": {"hf_path": str(detail), **limits}}}, "data": {}}
+    limits: dict[str, Any] = {"min_pixels": 20_000, "max_pixels": 70_000}
+    config = {"modules": {"detail": {"hf_path": str(detail), **limits}}, "data": {}}
     changes = export_changes(ModelFolders.read(model), config, {"detail": detail})
     export = with_changes(detail, tmp_path / "export", changes["detail"])
-    source = EncoderConfig(hf_path=detail, token="<|video_pad|>", **limits)
+    source = ModuleConfig(hf_path=detail, token="<|video_pad|>", **limits)
     [trained] = (
         reader
         for field, reader in Processor.from_folder(model, encoders={"detail": source}).readers.items()
         if field.encoder == "detail"
     )
-    assert changes["vision"] == {} and readers(export)[1].sampling == readers(detail)[1].sampling
+    assert changes["text"] == {} and readers(export)[1].sampling == readers(detail)[1].sampling
     assert grids_of_transformers(export, 5) == [list(trained.size(item)) for item in pictures]  # type: ignore[call-overload]

@@ -90,7 +90,7 @@ class Clips(ItemType):
 @contextmanager
 def taken() -> Iterator[None]:
     """The encoder takes pictures and clips."""
-    with mock.patch.object(type(QWEN2_5_VL), "items", (PICTURES, Clips())):
+    with mock.patch.object(type(QWEN2_5_VL), "encoders", {"vision": (PICTURES, Clips())}):
         yield
 
 
@@ -177,6 +177,6 @@ def test_without_such_a_type_its_records_are_refused(data: tuple[Path, Path]) ->
 
 
 def test_fields_of_several_encoders_and_types() -> None:
-    fields = item_fields({"vision": ("image", "video"), "aerial": ("image", "video"), "sound": ("audio",)})
+    fields = item_fields({"vision": ("image", "video")}, {"aerial": ("image", "video"), "sound": ("audio",)})
     assert [field.name for field in fields] == ["image", "video", "aerial", "aerial_video", "sound"]
     assert [field.key for field in fields] == ["vision", "vision:video", "aerial", "aerial:video", "sound"]

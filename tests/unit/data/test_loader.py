@@ -174,7 +174,7 @@ def test_a_process_that_dies_stops_all_ranks_with_one_message(flags: list[str]) 
     run, message = build(flags), ""
     try:
         for number, _, _ in run.batches():
-            if number == 1 and run.topology.rank == 1:
+            if number == 1 and run.trainer.topology.rank == 1:
                 _kill_worker_processes()
     except UserError as error:
         message = str(error)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.sections import EncoderConfig
+from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.data.dealing import PackMetadata, PieceSource
 from megatron_hetero.data.packing import pack
 from megatron_hetero.data.processor import Processor
@@ -34,12 +34,12 @@ MIXED = {
 def load(folder: Path, pictures: Path, record: object, encoders: tuple[str, ...] = ENCODERS) -> Dataset:
     path = folder / "train.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    return annotated("d", path, pictures, item_fields(dict.fromkeys(encoders, ("image",))))
+    return annotated("d", path, pictures, item_fields({"vision": ("image",)}, dict.fromkeys(encoders[1:], ("image",))))
 
 
 @pytest.fixture(scope="module")
 def two(model_folder: Path) -> Processor:
-    source = EncoderConfig(hf_path=model_folder, token="<|video_pad|>", min_pixels=28 * 28 * 9, max_pixels=28 * 28 * 30)
+    source = ModuleConfig(hf_path=model_folder, token="<|video_pad|>", min_pixels=28 * 28 * 9, max_pixels=28 * 28 * 30)
     return Processor.from_folder(model_folder, encoders={"detail": source})
 
 
@@ -114,5 +114,5 @@ def test_without_such_an_encoder_the_mark_is_text(tmp_path: Path, pictures: Path
                      ("a", "is not an added token"), ("<|im_end|>", "structure"), ("<|vision_start|>", "structure")],
 )  # fmt: skip
 def test_tokens_that_do_not_serve_are_refused(token: str, found: str, model_folder: Path) -> None:
-    with pytest.raises(UserError, match=f"modules.detail.token: .*{re.escape(found)}"):
-        Processor.from_folder(model_folder, encoders={"detail": EncoderConfig(hf_path=model_folder, token=token)})
+    with pytest.raises(UserError, match=f"modules.detail.token .*: .*{re.escape(found)}"):
+        Processor.from_folder(model_folder, encoders={"detail": ModuleConfig(hf_path=model_folder, token=token)})

@@ -348,9 +348,9 @@ def test_links_and_stored_records(tmp_path: Path) -> None:
 
 def test_a_token_of_videos_may_mark_another_encoder(folder: Path) -> None:
     """Then there are no videos in the run."""
-    from megatron_hetero.config.sections import EncoderConfig
+    from megatron_hetero.config.modules import ModuleConfig
 
-    encoder = EncoderConfig(hf_path=folder / "model", token="<|video_pad|>")
+    encoder = ModuleConfig(hf_path=folder / "model", token="<|video_pad|>")
     found = Processor.from_folder(folder / "model", None, {"detail": encoder})
     assert [field.name for field in found.fields] == ["image", "detail"]
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.experts import experts_of_ranks
-from megatron_hetero.estimate.measured import MeasuredModule, ModulePart, PartBytes, measure
+from megatron_hetero.estimate.measured import Measured, ModulePart, PartBytes, measure
 from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.estimate.report import print_estimate
 from megatron_hetero.estimate.search import experts_over_more_ranks, find_fitting, planned
 from megatron_hetero.estimate.shards import SequenceShard
-from megatron_hetero.models.layers.recompute import Recompute
 
 MakeMoe = Callable[..., Estimate]
 DENSE, SPARSE = ModulePart("layer", 0), ModulePart("layer", 1)
@@ -40,12 +40,15 @@ def make_moe(moe_folder: Path) -> MakeMoe:
     return make
 
 
-def measured(plan: Estimate, part: ModulePart = SPARSE, **changed: object) -> PartBytes:
-    """Memory of a layer of the text module, for a pack of 4,096 tokens."""
-    module = replace(MeasuredModule.of(plan.job, "text", gpu=True), **changed)
-    tokens = 4096 // (module.sp * module.cp)
-    local = tokens // module.tp if module.sequence_parallel else tokens
-    return measure(module, part, SequenceShard(tokens, tokens, local, tokens * module.sp, ((4096 // module.cp, 4096),)))
+def measured(
+    plan: Estimate, part: ModulePart = SPARSE, imbalance: float = 1.5, compiled: bool = False, **settings: Any
+) -> PartBytes:
+    """Memory of a layer of the text module with other settings, for a pack of 4,096 tokens."""
+    module = replace(plan.job.text, settings=replace(plan.job.text.settings, **settings), compiled=compiled)
+    layout, tokens = module.layout, 4096 // (module.layout.sp * module.layout.cp)
+    local = tokens // layout.tp if module.sequence_parallel else tokens
+    shard = SequenceShard(tokens, tokens, local, tokens * layout.sp, ((4096 // layout.cp, 4096),))
+    return measure(Measured.of(module, gpu=True, imbalance=imbalance), part, shard)
 
 
 # -------------------------------------------------------------------------------------------------- memory
@@ -77,8 +80,8 @@ def test_layers_with_experts_are_measured_in_every_way(text: str, compiled: bool
     plan = make_moe(8, text)
     ways = {
         "plain": measured(plan, compiled=compiled),
-        "selective": measured(plan, compiled=compiled, recompute=Recompute("selective")),
-        "chunks": measured(plan, compiled=compiled, recompute=Recompute("none", 512)),
+        "selective": measured(plan, compiled=compiled, recompute="selective"),
+        "chunks": measured(plan, compiled=compiled, chunk=512),
         "copies": measured(plan, compiled=compiled, sequence_parallel=False),
     }
     dense = measured(plan, DENSE, compiled=compiled)
@@ -194,20 +197,8 @@ def _of_experts(plan: Estimate) -> list[str]:
     [
         (96, "dp:96,ep:96", "", "1 to 2 for a rank, 1.50 times the mean", "--text-parallel dp:96,ep:48"),
         (16, "dp:16,ep:16", "", "ep:16 ranks of 2 nodes", "--text-parallel dp:16,ep:8"),
-        (
-            8,
-            "dp:8",
-            "--text-zero 3",
-            "gathers 128 experts of a layer (modules.text.zero 3)",
-            "--text-parallel dp:8,ep:8",
-        ),
-        (
-            8,
-            "dp:8,ep:2",
-            "--text-zero 3",
-            "gathers 64 experts of a layer (modules.text.zero 3)",
-            "--text-parallel dp:8,ep:8",
-        ),
+        (8, "dp:8", "--text-zero 3", "gathers 128 experts of a layer (--text-zero 3)", "--text-parallel dp:8,ep:8"),
+        (8, "dp:8,ep:2", "--text-zero 3", "gathers 64 experts of a layer (--text-zero 3)", "--text-parallel dp:8,ep:8"),
     ],
 )
 def test_problems_of_experts_are_found_and_their_fixes_planned(

@@ -221,13 +221,10 @@ def test_ranks_of_a_text_replica_stay_in_a_node(make_plan: MakePlan) -> None:
     found = [change.settings["modules.text.parallel"] for change in changes.text_over_more_ranks(plan)]
     assert found == ["tp:8,dp:2", "tp:4,dp:2,pp:2", "tp:4,pp:4", "tp:4,cp:2,dp:2", "tp:4,cp:4"]
     # Experts are divided over the ranks of a stage at most.
-    layouts = {**plan.job.layouts, "text": Layout.parse("tp:4,ep:16", 16, views=[EXPERTS])}
-    folded = replace(plan, job=replace(plan.job, layouts=layouts))
-    found = [
-        str(change.settings["modules.text.parallel"]).partition(",ep:")
-        for change in changes.text_over_more_ranks(folded)
-    ]
-    assert [ep for *_, ep in found] == ["16", "8", "4", "16", "16"]
+    folds = replace(plan.job.text, layout=Layout.parse("tp:4,ep:16", 16, views=[EXPERTS]))
+    folded = replace(plan, job=replace(plan.job, modules={**plan.job.modules, "text": folds}))
+    found = [str(change.settings["modules.text.parallel"]) for change in changes.text_over_more_ranks(folded)]
+    assert [layout.partition(",ep:")[2] for layout in found] == ["16", "8", "4", "16", "16"]
 
 
 def test_large_images_are_split_over_ranks(make_plan: MakePlan) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from math import isqrt
 from pathlib import Path
 
 import pytest
 
 from examples.make_demo import DemoOptions, make_demo
-from megatron_hetero.config.schema import load_config, require_modules
+from megatron_hetero.config.schema import Config, load_config
 from megatron_hetero.config.sections import EstimateConfig
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.job.job import JobSpec
-from megatron_hetero.layout.layout import ModuleShape
+from megatron_hetero.layout.layout import Layout, ModuleShape
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.registry import FAMILIES
 from megatron_hetero.models.shapes import ModelShapes, item_types
@@ -63,8 +64,8 @@ def test_example_loads_and_its_layouts_fit(model: str) -> None:
     shapes = published.module_shapes()
     nodes = re.search(r" on (\w+) nodes? of eight GPUs", file.read_text(encoding="utf-8"))
     assert nodes and 8 * NUMBERS[nodes[1]] == ranks
-    require_modules(config, shapes)
-    layouts = resolve(config.parallel, shapes, ranks)
+    assert config.modules.keys() == shapes.keys()
+    layouts = _layouts(config, shapes, ranks)
     assert config.train.global_batch_size % (layouts["text"].dp * config.train.micro_batch_size) == 0
     # The largest image leaves room for text.
     assert config.data.max_pixels is not None
@@ -110,6 +111,10 @@ def test_72b_says_what_it_keeps_on_the_host() -> None:
     assert f"in host memory, {host} GB of a node's" in _comment("qwen2_5_vl_72b")
 
 
+def _layouts(config: Config, shapes: Mapping[str, ModuleShape], ranks: int) -> dict[str, Layout]:
+    return resolve({name: row.parallel for name, row in config.modules.items()}, shapes, ranks)
+
+
 def _comment(model: str) -> str:
     """What stands above the settings of an example, in one line."""
     lines = (EXAMPLES / f"{model}.yaml").read_text(encoding="utf-8").split("model:\n")[0].splitlines()
@@ -124,12 +129,8 @@ def _plan(model: str, ranks: int, *flags: str) -> Estimate:
 def test_the_readmes_eight_gpu_command() -> None:
     flags = "--vision-parallel sp:8 --text-parallel tp:4,dp:2".split()
     config = load_config(["--config", str(EXAMPLES / "qwen2_5_vl_7b.yaml"), *flags])
-    assert {
-        name: layout.degrees_text for name, layout in resolve(config.parallel, _shapes("qwen2_5_vl_7b"), 8).items()
-    } == {
-        "vision": "sp:8",
-        "text": "tp:4,dp:2",
-    }
+    layouts = _layouts(config, _shapes("qwen2_5_vl_7b"), 8)
+    assert {name: layout.degrees_text for name, layout in layouts.items()} == {"vision": "sp:8", "text": "tp:4,dp:2"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

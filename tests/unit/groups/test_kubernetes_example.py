@@ -77,6 +77,7 @@ def test_the_check_is_of_what_is_trained(jobset: dict[str, Any]) -> None:
     argv = [re.sub("^--config=", f"--config={EXAMPLES.parent}/", word) for word in check["command"][2:] + check["args"]]
     config, plan = load_command(argv)
     assert plan is not None and plan.world_size == 16
-    resolve(config.parallel, shapes_of_folder(EXAMPLES / "models/qwen2_5_vl_32b").module_shapes(), 16)
+    layouts = {name: row.parallel for name, row in config.modules.items()}
+    resolve(layouts, shapes_of_folder(EXAMPLES / "models/qwen2_5_vl_32b").module_shapes(), 16)
     (rule,) = _job(jobset)["template"]["spec"]["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["containerName"] == check["name"]

@@ -148,7 +148,7 @@ def test_the_disjoint_job_gives_modules_nodes_of_their_own(cluster: Cluster) -> 
     words = cluster.started("disjoint.sbatch", *flags, SLURM_JOB_NUM_NODES="6", VISION_NODES="2", TEXT="tp:8,pp:2")
     config = load_config(own_flags(words))
     shapes = shapes_of_folder(EXAMPLES / "models/qwen2_5_vl_32b").module_shapes()
-    layouts = resolve(config.parallel, shapes, 48)
+    layouts = resolve({name: row.parallel for name, row in config.modules.items()}, shapes, 48)
     assert str(layouts["vision"]) == "sp:8,dp:2@0-15"
     assert str(layouts["text"]) == "tp:8,dp:2,pp:2@16-47"
 

@@ -308,7 +308,7 @@ def test_who_waits_for_a_rank_that_works_is_patient(scene: str, scenes: dict[str
 
 
 def test_nothing_is_watched_once_nobody_refers_to_it() -> None:
-    """An interpreter that is let go takes its threads with it."""
+    """A runner that is let go takes its threads with it."""
 
     def threads() -> list[str]:
         return sorted(each.name for each in set(threading.enumerate()) - before)

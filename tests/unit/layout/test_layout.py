@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.layout.axes import problem_of
+from megatron_hetero.layout.axes import Limit, problem_of
 from megatron_hetero.layout.layout import AXES, Coordinate, Layout, ModuleShape
 from megatron_hetero.layout.modules import resolve, validate
 
@@ -40,7 +40,10 @@ def layouts(draw: st.DrawFn) -> Layout:
 def shapes(draw: st.DrawFn, name: str = "text") -> ModuleShape:
     kv = draw(st.integers(1, 8))
     heads = kv * draw(st.integers(1, 6))
-    return ModuleShape(name, heads, kv, 8 * heads, draw(st.integers(1, 8)), "text" if name == "text" else "encoder")
+    of_kinds = st.builds(Limit, st.sampled_from([("tp", "sp"), ("tp",), ("tp", "sp", "cp")]), st.integers(1, 24))
+    limits = draw(st.none() | st.lists(of_kinds, max_size=3).map(tuple))
+    kind = "text" if name == "text" else "encoder"
+    return ModuleShape(name, heads, kv, 8 * heads, draw(st.integers(1, 8)), kind, limits=limits)
 
 
 def suggestion(error: pytest.ExceptionInfo[UserError]) -> tuple[str, str]:
@@ -277,6 +280,32 @@ def test_unfit_layouts_are_errors(texts: dict[str, str], parts: list[str]) -> No
         resolve(texts, SHAPES, 8, flags=True)
     for part in parts:
         assert part in str(error.value)
+
+
+BY_LAYER = (
+    Limit(("tp", "sp"), 16, layers=(3, 7, 11, 15, 19)),
+    Limit(("tp",), 24, "delta net", "value heads", tuple(layer for layer in range(20) if layer % 4 < 3)),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("tp:2,sp:12", "axis sp): found attention of layers 3, 7, 11, 15, … has 16 heads, tp:2 and sp:12, "
+         "expected tp·sp to divide 16, because sequence-parallel attention exchanges tokens for whole heads. "
+         "Try `--text-parallel tp:2,sp:8,dp:3`"),
+        ("tp:16", "axis tp): found delta net of layers 0, 1, 2, 4, … has 24 value heads and tp:16, expected tp to "
+         "divide 24, because each tensor-parallel rank computes whole value heads. Try `--text-parallel tp:8,dp:6`"),
+    ],
+)  # fmt: skip
+def test_the_kind_of_layer_that_a_layout_does_not_suit_is_named(text: str, found: str) -> None:
+    shape = ModuleShape("text", 16, 4, 2048, 20, "text", limits=BY_LAYER)
+    with pytest.raises(UserError) as error:
+        resolve({"text": text}, {"text": shape}, 48, flags=True)
+    assert found in str(error.value)
+    assert resolve({"text": suggestion(error)[1]}, {"text": shape}, 48)
+    only = ModuleShape("text", 16, 4, 2048, 20, "text", limits=BY_LAYER[1:])
+    assert resolve({"text": "sp:48"}, {"text": only}, 48)["text"].sp == 48, "a kind without a limit on sp"
 
 
 def test_more_stages_than_layers_is_an_error() -> None:

@@ -15,7 +15,7 @@ def train(flags: list[str], steps: int) -> tuple[list[tuple[float, float]], dict
     metrics = [trainer.train_step(step, assumed_step(trainer)) for step in range(1, steps + 1)]
     weights = {
         f"{module.name} {name}": module.data_parallel.weights(name).float()
-        for module in trainer.modules
+        for module in trainer.optimizer.modules
         for name in module.parameters
     }
     return [(found.loss, found.grad_norm) for found in metrics], weights

@@ -28,9 +28,9 @@ def alike(function: Callable[..., Tensor], other: Callable[..., Tensor], *inputs
     torch.testing.assert_close(with_gradients(function, *inputs), with_gradients(other, *inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-def test_norms_and_residuals(kind: Any) -> None:
-    norm, inputs = norm_of(kind, 24, torch.float32), [torch.randn(7, 1, 24) for _ in range(2)]
+@pytest.mark.parametrize("kind, offset", [(RMSNorm, 0), (RMSNorm, 1), (LayerNorm, 0), (LayerNorm, 1)])
+def test_norms_and_residuals(kind: Any, offset: int) -> None:
+    norm, inputs = norm_of(kind, 24, torch.float32, offset), [torch.randn(7, 1, 24) for _ in range(2)]
     alike(lambda x: compiled.normed(x, *NormWeights.of(norm)), norm, inputs[0])
 
     def added_and_normed(part: Tensor, residual: Tensor) -> Tensor:
@@ -43,10 +43,10 @@ def test_norms_and_residuals(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 7, 9])
-@pytest.mark.parametrize("normed", [False, True])
-def test_heads(tokens: int, normed: bool) -> None:
-    dim, norms = 8, [norm_of(RMSNorm, 8, torch.float32) for _ in range(2)]
-    mixed, table = torch.randn(9, 1, 2, 5 * dim), torch.randn(2, tokens, dim)
+@pytest.mark.parametrize("normed, width", [(False, 8), (True, 8), (False, 4), (True, 4)])
+def test_heads(tokens: int, normed: bool, width: int) -> None:
+    dim, norms = 8, [norm_of(RMSNorm, 8, torch.float32, offset) for offset in (0, 1)]
+    mixed, table = torch.randn(9, 1, 2, 5 * dim), torch.randn(2, tokens, width)
 
     def heads(mixed: Tensor) -> Tensor:
         q_norm, k_norm = (NormWeights.of(norm) if normed else None for norm in norms)
@@ -59,6 +59,11 @@ def test_heads(tokens: int, normed: bool) -> None:
         return torch.cat([*(rotate(norm(x), table) for norm, x in zip(norms, (q, k), strict=True)), v], dim=1)
 
     alike(heads, one_by_one, mixed)
+
+
+def test_gates() -> None:
+    out, gate = torch.randn(7, 24), torch.randn(7, 24)
+    alike(compiled.gated, lambda out, gate: out * gate.sigmoid(), out, gate)
 
 
 def test_activations() -> None:

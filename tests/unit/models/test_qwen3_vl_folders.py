@@ -181,7 +181,7 @@ def test_what_is_written_loads_strictly(which: str, limit: int, folders: Path, t
     source, target = folders / which, tmp_path / "export"
     shapes = shapes_of_folder(source)
     opened, kind = open_modules(ModelFolders.read(source), shapes, 0)["text"], Qwen3VLForConditionalGeneration
-    with model_writer(target, shapes, torch.float32, companions_of({"vision": source}), limit) as put:
+    with model_writer(target, shapes, torch.float32, companions_of({"text": source}), limit) as put:
         for name in stored_shapes(shapes):
             put(name, opened.whole(name))
     nested = "model.visual.", "model.language_model."
@@ -199,13 +199,13 @@ def test_encoders_are_written_as_their_families_name_them(folders: Path, tmp_pat
     further, target = {"detail": folders / "own", "far": folders / "older"}, tmp_path / "export"
     sources = ModelFolders.read(folders / "own")
     shapes = ModelShapes.of(sources, further)
-    opened = open_modules(sources, shapes, 0) | open_encoders(further, shapes)
+    opened = open_modules(sources, shapes, 0) | open_encoders(further, shapes, 0)
     dtypes = {name: torch.bfloat16 if name.startswith("far.") else torch.float32 for name in stored_shapes(shapes)}
-    with model_writer(target, shapes, dtypes, companions_of({"vision": folders / "own"} | further)) as put:
+    with model_writer(target, shapes, dtypes, companions_of({"text": folders / "own"} | further)) as put:
         for name in stored_shapes(shapes):
             beginning = name.partition(".")[0]
             put(name, opened[beginning if beginning in further else "text"].whole(name))
-    again = open_encoders({name: target / "encoders" / name for name in further}, shapes)
+    again = open_encoders({name: target / "encoders" / name for name in further}, shapes, 0)
     for encoder, weights in again.items():
         for name in weights.shapes:
             want = opened[encoder].whole(name).to(dtypes[name]).float()

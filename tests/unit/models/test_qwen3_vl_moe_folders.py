@@ -257,7 +257,7 @@ def test_square_tensors_are_taken_as_transformers_takes_them(ffn: int, square: s
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_written_has_the_form_of_its_source(form: str, limit: int, folders: Path, tmp_path: Path) -> None:
     target, (shapes, modules) = tmp_path / "export", opened(folders, form)
-    companions = companions_of({"vision": folders / ("fused" if form == "alone" else form)})
+    companions = companions_of({"text": folders / ("fused" if form == "alone" else form)})
     weights, transposed = modules["text"], modules["text"].transposed
     with model_writer(target, shapes, torch.float32, companions, limit, transposed) as put:
         for name in stored_shapes(shapes):
@@ -277,7 +277,7 @@ def test_a_fused_tensor_has_a_dtype_that_loses_nothing(folders: Path, tmp_path: 
     target, (shapes, modules) = tmp_path / "export", opened(folders, "fused")
     dtypes = dict.fromkeys(stored_shapes(shapes), torch.bfloat16)
     dtypes["model.layers.0.mlp.experts.3.up_proj.weight"] = torch.float32
-    with model_writer(target, shapes, dtypes, companions_of({"vision": folders / "fused"})) as put:
+    with model_writer(target, shapes, dtypes, companions_of({"text": folders / "fused"})) as put:
         for name in reversed(stored_shapes(shapes)):
             put(name, modules["text"].whole(name))
     written = names_in(target)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from itertools import combinations, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +81,38 @@ def test_a_wrong_split_is_refused(split: tuple[int, ...], found: str) -> None:
     assert str(error.value).startswith(f"audio split `{written}` (--audio-layers): {found}")
     assert "Try `--audio-layers 4 4`" in str(error.value)
     assert len(cut_stages(8, 2, split=(4, 4))) == 2, "what is suggested works"
+
+
+@given(st.data())
+def test_stages_of_equal_cost(data: st.DataObject) -> None:
+    """Against all splits: the largest cost of a stage is least, then the second largest, and so on."""
+    kinds = data.draw(st.sampled_from([st.integers(0, 5), st.sampled_from([0.1, 0.3, 1e9]), st.floats(0, 10)]))
+    costs = data.draw(st.lists(kinds, min_size=2, max_size=9))
+    count = data.draw(st.integers(2, min(5, len(costs))))
+    stages = cut_stages(len(costs), count, costs=costs)
+    assert_covers(stages, len(costs))
+
+    def of_stages(ends: tuple[int, ...]) -> list[Fraction]:
+        return sorted((sum(map(Fraction, costs[a:b])) for a, b in pairwise(ends)), reverse=True)  # pyright: ignore[reportReturnType]
+
+    every = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), count - 1)]
+    assert of_stages((0, *(stage.last for stage in stages))) == min(map(of_stages, every))
+
+
+@given(st.integers(2, 6), st.integers(0, 30), st.floats(0, 1e6))
+def test_equal_costs_leave_the_equal_split(pp: int, more: int, cost: float) -> None:
+    layers = pp + more
+    assert cut_stages(layers, pp, costs=[cost] * layers) == cut_stages(layers, pp)
+    split = (1,) * (pp - 1) + (layers - pp + 1,)
+    assert cut_stages(layers, pp, costs=range(layers), split=split) == cut_stages(layers, pp, split=split)
+
+
+def test_stages_of_layers_of_several_kinds() -> None:
+    """Three cheap layers and a dear one in turns, as delta nets and attention are, over virtual stages too."""
+    costs = [1, 1, 1, 3] * 4
+    for pp, per_rank, expected in ((2, 1, (8, 8)), (3, 1, (5, 6, 5)), (4, 2, (3, 1, 3, 1, 3, 1, 3, 1))):
+        stages = cut_stages(16, pp, per_rank=per_rank, costs=costs)
+        assert tuple(len(stage.layers) for stage in stages) == expected
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -16,6 +16,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.layers.attention import AttentionParams, SelfAttention
 from megatron_hetero.models.layers.backend import TORCH, te_backend
+from megatron_hetero.models.layers.compiled import NormWeights, normed
 from megatron_hetero.models.layers.kernels import TRANSFORMER_ENGINE, find, unusable
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import Backend, Site
@@ -67,14 +68,18 @@ def test_before_hopper_attention_is_ours() -> None:
 def test_norms_compute_what_those_on_pytorch_do() -> None:
     groups = prepared("tp:2")
     x = torch.randn(9, 1, HEADS * DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for rms in (True, False):
+    for rms, offset in ((True, 0), (False, 0), (True, 1), (False, 1)):
         theirs, ours = (
-            Norm(HEADS * DIM, 1e-5, rms).build(
+            Norm(HEADS * DIM, 1e-5, rms, offset).build(
                 Site(groups, PLATFORM, backend, torch.bfloat16, sequence_parallel=True), 0
             )
             for backend in (te_backend(HOPPER), TORCH)
         )
         assert type(theirs).__module__.startswith("transformer_engine")
+        for norm in (theirs, ours) if offset else ():
+            norm.weight.data = torch.linspace(-0.01, 0.01, HEADS * DIM).bfloat16()
+            of_compiler = normed(x, *NormWeights.of(norm))
+            torch.testing.assert_close(of_compiler, norm(x))
         torch.testing.assert_close(theirs(x), ours(x))
         for parameter, expected in zip(theirs.parameters(), ours.parameters(), strict=True):
             assert (parameter.dtype, parameter.shape) == (expected.dtype, expected.shape)

@@ -13,17 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_hetero.base.errors import UserError
+import megatron_hetero as mh
+from megatron_hetero import Runner, UserError
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.graph import Edge, Graph, as_edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
-from megatron_hetero.step.interpreter import Interpreter
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 
@@ -150,21 +149,18 @@ def reference(edges: Sequence[Edge], layouts: Mapping[str, Layout]) -> tuple[Ten
 def run_case(edges: Sequence[Edge], texts: Mapping[str, str], frozen: Sequence[str] = ()) -> None:
     layouts = {name: Layout.parse(text, 4) for name, text in texts.items()}
     edges = [as_edge(edge, layouts) for edge in edges]
-    topology, rank = Topology.build(layouts, platform(), edges=edges), dist.get_rank()
+    graph = Graph(
+        edges,
+        width={edge: WIDTHS[edge.source] for edge in edges},
+        dtype=torch.float64,
+        outputs={edge: [f"{edge.source}_{stages_of(edge, layouts)[0]}"] for edge in edges},
+    )
+    topology, rank = mh.build(graph, layouts, platform=platform(), planned=False), dist.get_rank()
     schedule = build_schedule(layouts, MICRO_BATCHES, edges=edges, forward_only=frozen)
     check_schedule(schedule)
     modules = build(edges, layouts)
     held = {name: layouts[name].coordinate(rank).pp for name in layouts if rank in layouts[name]}
-    interpreter = Interpreter.build(
-        topology,
-        {name: ModuleOnRank({stage: modules[name][stage]}) for name, stage in held.items()},
-        Graph(
-            edges,
-            width={edge: WIDTHS[edge.source] for edge in edges},
-            dtype=torch.float64,
-            outputs={edge: [f"{edge.source}_{stages_of(edge, layouts)[0]}"] for edge in edges},
-        ),
-    )
+    runner = Runner(topology, {name: ModuleOnRank({stage: modules[name][stage]}) for name, stage in held.items()})
 
     def load(m: int) -> DeviceMicroBatch:
         batch = {name: inputs(name, m)[samples_of(layouts[name], rank, m)] for name in held}
@@ -176,7 +172,7 @@ def run_case(edges: Sequence[Edge], texts: Mapping[str, str], frozen: Sequence[s
                 plans[edge] = load_plan(plan.rank(rank), topology.platform.device)
         return DeviceMicroBatch(batch, plans)
 
-    loss = interpreter.run(schedule, load).loss
+    loss = runner.run(schedule, load).loss
     expected, alone = reference(edges, layouts)
     check_loss(loss, expected, layouts)
     for name, stage in held.items():
@@ -222,15 +218,14 @@ def test_modules_at_the_beginning_may_be_frozen(case: str) -> None:
 def test_a_plan_whose_sides_share_ranks_is_refused_between_disjoint_modules() -> None:
     """It would cross by a collective, which the two sides of a schedule start in other orders: a hang."""
     layouts, edge, rank = {"a": Layout.parse("dp:1@0"), "b": Layout.parse("dp:1@1")}, Edge("a", "b"), dist.get_rank()
-    topology = Topology.build(layouts, platform(), edges=[edge])
+    topology = mh.build(Graph([edge], width=2, dtype=torch.float32), layouts, platform=platform(), planned=False)
     name, model = ("a", nn.Linear(2, 2)) if rank == 0 else ("b", lambda _, rows: rows.sum())
-    graph = Graph([edge], width=2, dtype=torch.float32)
-    interpreter = Interpreter.build(topology, {name: ModuleOnRank({0: model})}, graph)
+    runner = Runner(topology, {name: ModuleOnRank({0: model})})
     source, target = Ownership.of({(0,): [0], (1,): []}), Ownership.of({(0,): [], (1,): [0]})
     part = load_plan(plan_boundary(source, target, 8).rank(rank), topology.platform.device)
     with pytest.raises(
         UserError, match="micro-batch 0, boundary a>b: found a plan between ranks of which some hold and"
     ):
-        interpreter.run(
+        runner.run(
             build_schedule(layouts, 2, edges=[edge]), lambda _: DeviceMicroBatch({name: torch.ones(1, 2)}, {edge: part})
         )

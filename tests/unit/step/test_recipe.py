@@ -212,7 +212,7 @@ def test_a_tower_whose_weights_replicas_share(vision: str, text: str, data: Path
 @pytest.mark.parametrize("tower, model, vision, text", [*thinned(WRAPPED, 2), *long(MORE_WRAPPED)])
 @on_ranks(4)
 def test_either_side_in_a_wrapper_of_pytorch(tower: str, model: str, vision: str, text: str, data: Path) -> None:
-    """In a plain loop: the interpreter refuses DDP, which reduces in each backward pass."""
+    """In a plain loop: a `Runner` refuses DDP, which reduces in each backward pass."""
     from examples import megatron_recipe as recipe
 
     topology = topology_of(recipe, vision, text)

@@ -30,6 +30,7 @@ from megatron_hetero import (
 from megatron_hetero import micro_batch as block
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.graph import Edge
+from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.ranks import on_ranks
 
@@ -349,7 +350,7 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
             {"text": "dp:4", "text.experts": "dp:4"},
         )
     topology = build(GRAPH, PLACEMENTS["colocated"])
-    with pytest.raises(UserError, match="interpreter on rank 1: found no stage of `text`"):
+    with pytest.raises(UserError, match="Runner on rank 1: found no stage of `text`"):
         Runner(topology, {n: m for n, m in models().items() if n != "text" or rank != 1})
     with pytest.raises(UserError, match="settings: found .*waves=3"):
         Runner(topology, models(), settings=ScheduleSettings(waves=3))
@@ -583,3 +584,14 @@ def test_a_graph_is_checked() -> None:
         Graph({"a": ["b"]}, width={("a", "b"): 2, ("a", "c"): 3}, dtype=float32)
     with pytest.raises(UserError, match="width: found 0, expected 1 or more"):
         Graph({"a": ["b"]}, width=0, dtype=float32)
+
+
+@on_ranks(2)
+def test_stages_that_gather_weights_are_those_of_the_optimizer() -> None:
+    """However they are given: they learn how long gathered weights stay."""
+    topology = build(Graph({"text": []}, width=WIDTH, dtype=torch.float32), text="dp:2")
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    optimizer = build_optimizers(topology, {"text": model}, AdamW(zero=3))
+    for given in (model, {0: model}, ModuleOnRank({0: model})):
+        [(place, [stage])] = Runner(topology, {"text": given}, optimizer=optimizer).gathered.items()
+        assert (place, stage.zero) == (("text", 0), 3)

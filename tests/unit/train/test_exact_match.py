@@ -12,7 +12,7 @@ from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.job.job import BatchShape
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.train.held_out import answer_counts, evaluates, exact_match, supervised_samples
-from megatron_hetero.train.trainer import stretches
+from megatron_hetero.train.run import stretches
 
 LAYOUTS = ["dp:1@0", "cp:2@0-1", "cp:3@0-2", "sp:2@0-1", "tp:2,sp:2,cp:2@0-7", "cp:2,pp:2@0-3"]
 
@@ -61,7 +61,7 @@ def test_counts_of_all_ranks_together(
 
 
 def test_when_data_sets_are_evaluated() -> None:
-    assert [step for step in range(1, 9) if evaluates(step, 3, 8)] == [3, 6, 8]
+    assert [step for step in range(9) if evaluates(step, 3, 8)] == [3, 6, 8]
     assert not any(evaluates(step, 0, 8) for step in range(1, 9))
     assert list(stretches(1, 8, 3)) == [(1, 3), (4, 6), (7, 8)]
     assert list(stretches(5, 8, 3)) == [(5, 6), (7, 8)]

@@ -75,14 +75,18 @@ def test_after_the_last_step_signals_do_what_they_did(monkeypatch: pytest.Monkey
 def test_the_program_can_be_asked_before_it_imports_what_takes_long(tmp_path: Path) -> None:
     """Only then does a signal that comes early ask it to stop."""
     code = """
-import os, signal, sys
+import contextlib, os, signal, sys
 import pretrain_vlm
-def train(config, request):
+@contextlib.contextmanager
+def process_group(timeout_s):
     assert "torch" not in sys.modules
     os.kill(os.getpid(), signal.SIGUSR1)
+    yield
+def train(config, platform, request):
     assert request, "noted"
     print("lives")
-pretrain_vlm.train = train
+    return True
+pretrain_vlm.process_group, pretrain_vlm.train = process_group, train
 pretrain_vlm.main(sys.argv[1:])
 """
     flags = f"--model.hf_path m --data.registry.d.annotations d --data.datasets d --checkpoint.dir {tmp_path}".split()

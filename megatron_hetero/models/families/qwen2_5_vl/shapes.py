@@ -65,6 +65,7 @@ def _encoder(v: VisionShape) -> Architecture:
         ends=(End("merger", merger, "merger.", "last", output=ROWS, projector=True),),
         stored="blocks.",
         namespace=ENCODER,
+        added=v.added,
     )
 
 

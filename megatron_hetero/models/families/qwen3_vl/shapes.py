@@ -145,6 +145,7 @@ def _encoder(v: VisionShape) -> Architecture:
         ),
         stored="blocks.",
         namespace=ENCODER,
+        added=v.added,
     )
 
 

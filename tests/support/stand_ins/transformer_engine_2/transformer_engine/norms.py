@@ -21,6 +21,7 @@ class RMSNorm(torch.nn.Module):
         eps: float,
         sequence_parallel: bool | None,
         params_dtype: torch.dtype | None,
+        zero_centered_gamma: bool,
         hidden_size: int | None,
         kwargs: dict[str, Any],
     ):
@@ -29,19 +30,26 @@ class RMSNorm(torch.nn.Module):
             raise RuntimeError("Neither or both of `normalized_shape` and `hidden_size` (deprecated) are provided")
         assert params_dtype is None or "dtype" not in kwargs, "Both `dtype` and `params_dtype` kwargs are provided"
         dtype = {} if params_dtype is None else {"dtype": params_dtype}
-        self._initialize(hidden_size if normalized_shape is None else normalized_shape, eps=eps, **kwargs, **dtype)
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        self._initialize(shape, eps=eps, zero_centered_gamma=zero_centered_gamma, **kwargs, **dtype)
         for parameter in self.parameters() if sequence_parallel is not None else ():
             parameter.sequence_parallel = sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     @signed("ops.basic.rmsnorm:RMSNorm.__init__")
-    def _initialize(self, normalized_shape: int, eps: float, device: Any, dtype: torch.dtype | None) -> None:
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(normalized_shape, device=device, dtype=dtype))
+    def _initialize(
+        self, normalized_shape: int, eps: float, device: Any, dtype: torch.dtype | None, zero_centered_gamma: bool
+    ) -> None:
+        self.eps, self.zero_centered_gamma = eps, int(zero_centered_gamma)
+        weight = torch.ones(normalized_shape, device=device, dtype=dtype)
+        self.weight = torch.nn.Parameter(weight - self.zero_centered_gamma)
 
     def forward(self, inp: Tensor) -> Tensor:
         """Of the last dim."""
         wide = inp.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(inp.dtype)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered_gamma:
+            return (normed * (1 + self.weight.float())).to(inp.dtype)
+        return self.weight * normed.to(inp.dtype)
 
 
 class LayerNorm(RMSNorm):
@@ -53,4 +61,5 @@ class LayerNorm(RMSNorm):
 
     def forward(self, inp: Tensor) -> Tensor:
         """Of the last dim."""
-        return F.layer_norm(inp, self.weight.shape, self.weight, self.bias, self.eps)
+        gain = self.weight.float() + self.zero_centered_gamma
+        return F.layer_norm(inp.float(), gain.shape, gain, self.bias.float(), self.eps).to(inp.dtype)

@@ -1,4 +1,4 @@
-"""The interpreter with small modules: what models return, what enters stages, and what the watchdog names."""
+"""Steps of small modules by a schedule: what models return, what enters stages, and what the watchdog names."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_hetero import Graph, Layout, UserError
+from megatron_hetero import Graph, Layout, Runner, UserError, build
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.groups.platform import CPU
-from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.step.interpreter import Interpreter
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 
@@ -60,21 +58,20 @@ class Last(nn.Module):
         return hidden.sum()
 
 
-def interpreter_of(
+def runner_of(
     layouts: dict[str, Layout], models: dict[str, Any], width: int = 1, stage: int = 0, graph: Graph | None = None
-) -> Interpreter:
-    """An interpreter of `models`, each at `stage`, for one edge."""
-    topology = Topology.build(layouts, platform(), edges=[EDGE] if graph is None else list(graph.edges))
-    own = {name: ModuleOnRank({stage: model}) for name, model in models.items()}
+) -> Runner:
+    """A runner of `models`, each at `stage`, for one edge."""
     graph = graph or Graph([EDGE], width=width, dtype=torch.float32)
-    return Interpreter.build(topology, own, graph, timeout_s=0)
+    topology = build(graph, layouts, platform=platform(), planned=False)
+    return Runner(topology, {name: ModuleOnRank({stage: model}) for name, model in models.items()}, timeout_s=0)
 
 
-def staged(encoder: Any, first: Any, last: Any) -> Interpreter:
-    """An interpreter of an encoder on ranks 0 and 1, and of a decoder with a stage on each of ranks 2 and 3."""
+def staged(encoder: Any, first: Any, last: Any) -> Runner:
+    """A runner of an encoder on ranks 0 and 1, and of a decoder with a stage on each of ranks 2 and 3."""
     rank = dist.get_rank()
     models = {"encoder": encoder} if rank < 2 else {"decoder": first if rank == 2 else last}
-    return interpreter_of(STAGED, models, stage=max(0, rank - 2))
+    return runner_of(STAGED, models, stage=max(0, rank - 2))
 
 
 def local_rows(width: int) -> Any:
@@ -99,40 +96,40 @@ def test_a_decoder_may_ignore_its_rows() -> None:
         (lambda batch, _: batch.sum().requires_grad_(), (4.0, 0.0)),
     ):
         encoder = Weight()
-        interpreter = interpreter_of(LAYOUTS, {"encoder": encoder, "decoder": decoder})
-        loss = interpreter.run(build_schedule(LAYOUTS, 2, text="decoder"), local_rows(1)).loss
+        runner = runner_of(LAYOUTS, {"encoder": encoder, "decoder": decoder})
+        loss = runner.run(build_schedule(LAYOUTS, 2, text="decoder"), local_rows(1)).loss
         assert encoder.weight.grad is not None
         assert (loss.item(), encoder.weight.grad.item()) == expected
 
 
 @on_ranks(4)
 def test_a_loss_is_a_scalar() -> None:
-    interpreter = interpreter_of(LAYOUTS, {"encoder": Weight(), "decoder": lambda _, rows: rows.sum(1)})
+    runner = runner_of(LAYOUTS, {"encoder": Weight(), "decoder": lambda _, rows: rows.sum(1)})
     found = r"micro-batch 0 of `decoder`, stage 0: found a loss of shape \(2,\), expected a scalar"
     with pytest.raises(UserError, match=found):
-        interpreter.run(build_schedule(LAYOUTS, 2, text="decoder"), local_rows(1))
+        runner.run(build_schedule(LAYOUTS, 2, text="decoder"), local_rows(1))
 
 
 @on_ranks(4)
 def test_hidden_states_have_the_dtype_of_the_graph() -> None:
-    interpreter = staged(Weight(), lambda batch, _: batch.double(), Weight())
+    runner = staged(Weight(), lambda batch, _: batch.double(), Weight())
     schedule = build_schedule(STAGED, 1, text="decoder", forward_only=("encoder", "decoder"))
     batch = DeviceMicroBatch({"decoder": torch.ones(2, 1)}, {})
     if (rank := dist.get_rank()) < 2:
-        interpreter.run(schedule, lambda _: batch)
+        runner.run(schedule, lambda _: batch)
     elif rank == 2:  # The last stage would wait for what the first refuses to send.
         with pytest.raises(UserError, match="found hidden states of torch.float64, expected torch.float32"):
-            interpreter.run(schedule, lambda _: batch)
+            runner.run(schedule, lambda _: batch)
 
 
 @on_ranks(4)
 def test_modules_are_those_of_the_rank() -> None:
     rank = dist.get_rank()
     with pytest.raises(UserError, match="on rank 3: found stages .0. of `decoder`, expected stage 1 of `decoder`"):
-        interpreter_of(STAGED, {"encoder" if rank < 2 else "decoder": Weight()})
+        runner_of(STAGED, {"encoder" if rank < 2 else "decoder": Weight()})
     models = {"encoder": Weight()} if rank < 2 else {"decoder": Weight()}
     with pytest.raises(UserError, match="on rank 0: found `audio`, expected some of encoder, decoder"):
-        interpreter_of(STAGED, models | ({} if rank else {"audio": Weight()}), stage=max(0, rank - 2))
+        runner_of(STAGED, models | ({} if rank else {"audio": Weight()}), stage=max(0, rank - 2))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
@@ -140,13 +137,13 @@ def test_modules_are_those_of_the_rank() -> None:
 def test_an_encoder_returns_the_rows_of_the_plan(rows: int) -> None:
     weight = torch.ones((), requires_grad=True)
     models = {"encoder": lambda _: weight * torch.ones(rows, 1), "decoder": lambda _, arrived: arrived.sum()}
-    interpreter, schedule = interpreter_of(LAYOUTS, models), build_schedule(LAYOUTS, 2, text="decoder")
+    runner, schedule = runner_of(LAYOUTS, models), build_schedule(LAYOUTS, 2, text="decoder")
     if rows == 2:
-        interpreter.run(schedule, local_rows(1))
+        runner.run(schedule, local_rows(1))
         return
     found = f"found rows of shape ({rows}, 1), expected (2, 1), what this rank holds in the plan"
     with pytest.raises(UserError, match=re.escape(f"micro-batch 0 of `encoder`, stage 0: {found}")):
-        interpreter.run(schedule, local_rows(1))
+        runner.run(schedule, local_rows(1))
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (6, 1), (4, 3), (1, 2), (3, 2)])
@@ -154,14 +151,14 @@ def test_an_encoder_returns_the_rows_of_the_plan(rows: int) -> None:
 def test_hidden_states_have_the_shape_of_the_next_stage(shape: tuple[int, int]) -> None:
     """As many bytes or not: both ranks learn it before any are sent."""
     weight = torch.ones((), requires_grad=True)
-    interpreter = staged(Weight(), lambda _, rows: weight * rows.sum() * torch.ones(shape), Last(3, 2))
+    runner = staged(Weight(), lambda _, rows: weight * rows.sum() * torch.ones(shape), Last(3, 2))
     schedule = build_schedule(STAGED, 2, text="decoder", forward_only=("encoder", "decoder"))
     if (rank := dist.get_rank()) < 2 or shape == (3, 2):
-        interpreter.run(schedule, crossing_rows)
+        runner.run(schedule, crossing_rows)
         return
     found = f"found hidden states of shape {shape} from rank 2, expected (3, 2), the `hidden_shape` of the next stage."
     with pytest.raises(UserError, match=re.escape(f"micro-batch 0 of `decoder`, stage {rank - 2}: {found}")):
-        interpreter.run(schedule, crossing_rows)
+        runner.run(schedule, crossing_rows)
 
 
 # ------------------------------------------------------------------------------------------- several outputs
@@ -230,17 +227,17 @@ def test_a_stage_returns_the_outputs_of_its_edges_by_name(kind: str, found: str)
     encoder = [lambda batch: RETURNED[kind](weight * batch), Second(2, 1)]
     models = {"encoder": encoder[rank]} if rank < 2 else {"decoder": decoder}
     graph = Graph(list(TWO_OUTPUTS), width=1, dtype=torch.float32, outputs=TWO_OUTPUTS)
-    interpreter = interpreter_of(layouts, models, stage=rank if rank < 2 else 0, graph=graph)
+    runner = runner_of(layouts, models, stage=rank if rank < 2 else 0, graph=graph)
     schedule = build_schedule(layouts, 2, text="decoder", edges=list(TWO_OUTPUTS))
     if found:
         if rank == 0:  # The others would wait for it in vain.
             with pytest.raises(UserError) as refused:
-                interpreter.run(schedule, rows_of_two_stages)
+                runner.run(schedule, rows_of_two_stages)
             message = str(refused.value)
             assert message.startswith(f"micro-batch 0 of `encoder`, stage 0: found {found}"), message
             assert message.count("found") == message.count("expected") == 1
         return
-    loss = interpreter.run(schedule, rows_of_two_stages).loss.item()
+    loss = runner.run(schedule, rows_of_two_stages).loss.item()
     # In each of two micro-batches, of each row: 1 * 2 of `near`, 2 * 3 of `far`, 3 * 5 of `rows`.
     assert loss == (0.0 if rank < 2 else 2 * (2 + 6 + 15))
     assert rank > 0 or (weight.grad is not None and weight.grad.item() == 2 * 2 * (2 + 6 + 15))
@@ -252,21 +249,15 @@ def test_a_stage_returns_the_outputs_of_its_edges_by_name(kind: str, found: str)
 @on_ranks(4)
 def test_edges_are_those_of_the_topology() -> None:
     rank, deeper = dist.get_rank(), Edge("encoder", "decoder", 0, 1)
-    topology = Topology.build(STAGED, platform(), edges=[EDGE])
-    own = {"encoder": ModuleOnRank({0: Weight()})} if rank < 2 else {"decoder": ModuleOnRank({rank - 2: Weight()})}
-    found = "found a graph with the edges `encoder.0>decoder.1`, `encoder>decoder`, expected `encoder>decoder`, because"
-    unknown = "edge audio>decoder: found no module `audio`, expected modules among encoder, decoder"
-    for edge, message in ((deeper, f"interpreter on rank 0: {found}"), (Edge("audio", "decoder"), unknown)):
-        with pytest.raises(UserError, match=message):
-            Interpreter.build(topology, own, Graph([EDGE, edge], width=1, dtype=torch.float32), timeout_s=0)
-    interpreter = Interpreter.build(topology, own, Graph([EDGE], width=1, dtype=torch.float32), timeout_s=0)
+    models = {"encoder": Weight()} if rank < 2 else {"decoder": Weight()}
+    runner = runner_of(STAGED, models, stage=max(0, rank - 2))
     if rank == 2:  # The other edge does not enter it: it would wait for the others.
         return
     edges = "`encoder.0>decoder.1`, expected none" if rank == 3 else (
         "`encoder.0>decoder.1`, `encoder>decoder`, expected `encoder>decoder`"
     )  # fmt: skip
     with pytest.raises(UserError, match=f"found a schedule with the edges {edges}"):
-        interpreter.run(build_schedule(STAGED, 1, text="decoder", edges=[EDGE, deeper]), crossing_rows)
+        runner.run(build_schedule(STAGED, 1, text="decoder", edges=[EDGE, deeper]), crossing_rows)
 
 
 class Dropping(Weight):
@@ -289,8 +280,8 @@ def test_a_recomputed_forward_pass_drops_the_same() -> None:
         torch.manual_seed(dist.get_rank())
         encoder = Dropping()
         models = {"encoder": encoder, "decoder": lambda _, rows: nn.functional.dropout(rows, 0.5).sum()}
-        interpreter = interpreter_of(LAYOUTS, models, width=16)
-        loss = interpreter.run(build_schedule(LAYOUTS, 3, settings, text="decoder"), local_rows(16)).loss
+        runner = runner_of(LAYOUTS, models, width=16)
+        loss = runner.run(build_schedule(LAYOUTS, 3, settings, text="decoder"), local_rows(16)).loss
         assert encoder.weight.grad is not None
         results.append(((loss.item(), encoder.weight.grad.item(), torch.rand(4).tolist()), encoder.returned))
     (once, first), (twice, both) = results
@@ -318,9 +309,9 @@ def test_an_input_in_parts_runs_again_and_drops_the_same(settings: ScheduleSetti
         seen.extend(rows.detach().flatten().tolist())
         return nn.functional.dropout(rows, 0.5).sum()
 
-    interpreter = interpreter_of(LAYOUTS, {"encoder": encoder, "decoder": decoder}, width=16)
+    runner = runner_of(LAYOUTS, {"encoder": encoder, "decoder": decoder}, width=16)
     schedule, load = build_schedule(LAYOUTS, 3, settings, text="decoder"), in_parts(local_rows(16))
-    loss = interpreter.run(schedule, load).loss
+    loss = runner.run(schedule, load).loss
     first, again = encoder.returned[:6], encoder.returned[6:]
     assert first == again and len({tuple(rows) for rows in first}) == 6
     assert seen == [element for rows in first for element in rows]
@@ -330,9 +321,9 @@ def test_an_input_in_parts_runs_again_and_drops_the_same(settings: ScheduleSetti
 @on_ranks(4)
 def test_an_input_in_parts_is_evaluated_once() -> None:
     encoder = Weight()
-    interpreter = interpreter_of(LAYOUTS, {"encoder": encoder, "decoder": lambda _, rows: rows.sum()})
+    runner = runner_of(LAYOUTS, {"encoder": encoder, "decoder": lambda _, rows: rows.sum()})
     schedule = build_schedule(LAYOUTS, 2, text="decoder", forward_only=("encoder", "decoder"))
-    assert interpreter.run(schedule, in_parts(local_rows(1))).loss.item() == 4
+    assert runner.run(schedule, in_parts(local_rows(1))).loss.item() == 4
     assert encoder.weight.grad is None
 
 
@@ -359,17 +350,17 @@ class Device:
 @on_ranks(4)
 def test_the_first_action_that_the_device_has_not_ended_is_named() -> None:
     """After the host has issued all of them."""
-    interpreter, device = staged(Weight(), lambda _, rows: 3 * rows, Last(4, 1)), Device()
+    runner, device = staged(Weight(), lambda _, rows: 3 * rows, Last(4, 1)), Device()
     rank = dist.get_rank()
-    interpreter.watchdog = Watchdog(600.0, rank, device.mark)
-    interpreter.run(build_schedule(STAGED, 1, text="decoder"), crossing_rows)
+    runner.watchdog = Watchdog(600.0, rank, device.mark)
+    runner.run(build_schedule(STAGED, 1, text="decoder"), crossing_rows)
     named = []
     for mark in device.marks:
-        oldest = interpreter.watchdog.oldest()
+        oldest = runner.watchdog.oldest()
         assert oldest is not None
         named.append(oldest[0]())
         mark.ended = True
-        while (now := interpreter.watchdog.oldest()) is not None and now[0] is oldest[0]:
+        while (now := runner.watchdog.oldest()) is not None and now[0] is oldest[0]:
             time.sleep(0.01)
     if rank == 0:
         assert named[0] == "action encoder.0.F0 of micro-batch 0, with the other ranks of its stage,"

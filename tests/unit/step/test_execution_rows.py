@@ -1,33 +1,38 @@
-"""Rows and their gradients in the interpreter: what does not fit the plan, or would be left out without a word."""
+"""Rows and their gradients in a step: what does not fit the plan, or would be left out without a word."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.base.errors import UserError
+from megatron_hetero import Runner, UserError, build
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Gradient, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.groups.platform import CPU
-from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.execution import StepExecution
-from megatron_hetero.step.interpreter import Interpreter
+from megatron_hetero.step.resources import Activation, LiveMicroBatch
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 
 WIDTH, EDGE = 8, Edge("encoder", "decoder")
 COLOCATED, DISJOINT = ("dp:4", "tp:2,dp:2"), ("dp:2@0-1", "tp:2@2-3")
 MICRO_BATCHES = 3
+
+
+def runner_of(layouts: dict[str, Layout], models: dict[str, ModuleOnRank]) -> Runner:
+    topology = build(Graph([EDGE], width=WIDTH, dtype=torch.float32), layouts, platform=platform(), planned=False)
+    return Runner(topology, models, timeout_s=0)
 
 
 def run(
@@ -39,7 +44,7 @@ def run(
     `padding`: rows of each encoder rank before those that are needed.
     """
     layouts = {name: Layout.parse(text, 4) for name, text in zip(("encoder", "decoder"), places, strict=True)}
-    topology, rank, weight = Topology.build(layouts, platform(), edges=[EDGE]), dist.get_rank(), torch.ones(())
+    rank, weight = dist.get_rank(), torch.ones(())
     weight.requires_grad_()
 
     def decoder(micro_batch: Tensor, rows: Tensor) -> Tensor:
@@ -60,8 +65,7 @@ def run(
 
     models: dict[str, Any] = {"encoder": lambda _: weight * torch.ones(padding + 2, WIDTH), "decoder": decoder}
     held = {name: ModuleOnRank({0: models[name]}) for name, layout in layouts.items() if rank in layout}
-    interpreter = Interpreter.build(topology, held, Graph([EDGE], width=WIDTH, dtype=torch.float32), timeout_s=0)
-    interpreter.run(build_schedule(layouts, MICRO_BATCHES, settings, text="decoder"), load)
+    runner_of(layouts, held).run(build_schedule(layouts, MICRO_BATCHES, settings, text="decoder"), load)
     total = torch.zeros(()) if weight.grad is None else weight.grad
     dist.all_reduce(total)
     return total.item()
@@ -109,9 +113,7 @@ class Called:
         target = Ownership.of({(0, 1): range(4), (2, 3): range(4, 8)})
         self.plan = load_plan(plan_boundary(source, target, 4 * WIDTH).rank(rank), CPU)
         self.encoded: list[list[int]] = []
-        topology = Topology.build(self.layouts, platform(), edges=[EDGE])
         models = {"encoder": ModuleOnRank({0: self._encode}), "decoder": ModuleOnRank({0: self._decode})}
-        interpreter = Interpreter.build(topology, models, Graph([EDGE], width=WIDTH, dtype=torch.float32), timeout_s=0)
         schedule = build_schedule(
             self.layouts,
             MICRO_BATCHES,
@@ -119,7 +121,7 @@ class Called:
             text="decoder",
             forward_only=list(self.layouts) if forward_only else (),
         )
-        self.execution = StepExecution(interpreter, schedule, self._load, lambda _: None, lambda *_: None)
+        self.execution = StepExecution(runner_of(self.layouts, models), schedule, self._load)
 
     def _load(self, m: int) -> DeviceMicroBatch:
         inputs: dict[str, Any] = {"decoder": m}
@@ -137,20 +139,58 @@ class Called:
         return rows.sum()
 
 
+class Dropped(dict[int, LiveMicroBatch]):
+    """Micro-batches of a step, and what their stages have `left` when they are dropped."""
+
+    def __init__(self) -> None:
+        self.left: list[dict[str, Any]] = []
+
+    def pop(self, number: int, *default: Any) -> Any:
+        dropped = super().pop(number, *default)
+        assert not dropped.crossings and not dropped.rows
+        self.left += map(vars, dropped.stages.values())
+        return dropped
+
+
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("forward_only", [False, True])
 @on_ranks(4)
 def test_a_call_of_several_micro_batches(forward_only: bool, in_parts: bool) -> None:
     called = Called(range(3), 3, forward_only, in_parts)
+    called.execution.live = dropped = Dropped()
     loss = called.execution.run().loss
     passes = 1 if forward_only or not in_parts else 2
     assert called.encoded == ([[0], [2]] * passes if in_parts else [[0, 2]])
     assert loss.item() == 4 * WIDTH * (1 + 3)
-    assert not (called.execution.outputs or called.execution.called or called.execution.row_grads)
-    assert not called.execution.in_parts
+    assert dropped.left == [vars(Activation())] * len(dropped.left) and len(dropped.left) >= MICRO_BATCHES
     if not forward_only:
         assert called.weight.grad is not None
         assert called.weight.grad.item() == 2 * WIDTH * (1 + 3)
+
+
+@pytest.mark.parametrize(
+    "places, settings",
+    [
+        (DISJOINT, ScheduleSettings()),
+        (COLOCATED, ScheduleSettings(waves=2)),
+        (COLOCATED, ScheduleSettings("recompute")),
+    ],
+)
+@on_ranks(4)
+def test_nothing_is_left_of_a_micro_batch_after_its_last_action(
+    places: tuple[str, str], settings: ScheduleSettings
+) -> None:
+    dropped = Dropped()
+
+    def execution(*args: Any) -> StepExecution:
+        built = StepExecution(*args)
+        built.live = dropped
+        return built
+
+    with patch("megatron_hetero.step.runner.StepExecution", execution):
+        run(places, "invariant", False, settings)
+    assert not dropped and len(dropped.left) >= MICRO_BATCHES
+    assert dropped.left == [vars(Activation())] * len(dropped.left)
 
 
 @on_ranks(4)

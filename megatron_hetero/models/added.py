@@ -1,0 +1,40 @@
+"""Tensors beside those that folders of a model have, such as adapters."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_hetero.hf.weight_map import TensorShapes, WeightMap
+from megatron_hetero.models.layers.parts import Site
+
+
+class Added(Protocol):
+    """Tensors beside those that a module's folder has, and their parameters. A hashable value."""
+
+    def tensors(self, stored: TensorShapes) -> TensorShapes:
+        """Return the tensors beside `stored` ones. Names are those of the module's architecture."""
+        ...
+
+    def weight_map(self, weights: WeightMap, prefix: str) -> WeightMap:
+        """Return the parameters of a stage in a view with those beside them, in the order of the torch module, given
+        the former. `prefix`: of all tensors.
+        """
+        ...
+
+    def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return the first values of a whole added tensor, fp32."""
+        ...
+
+    def attach(self, model: Any, site: Site) -> None:
+        """Add the parameters to the `ModuleStage` `model`."""
+        ...
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return the generator of a tensor of this name, the same on every rank and in every layout."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

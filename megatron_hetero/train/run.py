@@ -1,0 +1,119 @@
+"""A run: its batches from the first step to the last, its export, and the table that it prints at its start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from rich.table import Table
+
+from megatron_hetero.base.errors import SharedError
+from megatron_hetero.base.outputs import BAD_RECORDS
+from megatron_hetero.checkpoint.resume import Resumed
+from megatron_hetero.checkpoint.saver import Saver
+from megatron_hetero.data.loader import StepBatch, StepLoader
+from megatron_hetero.train.hf_export import export_model
+from megatron_hetero.train.inputs import Inputs
+from megatron_hetero.train.log import Writer
+from megatron_hetero.train.trainer import Trainer
+
+ALLOWED_BAD = 10
+"""Bad samples that no share forbids."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Run:
+    """A run on one rank: what it trains, from which data, and where results go."""
+
+    trainer: Trainer
+    inputs: Inputs
+    loader: StepLoader
+    writer: Writer
+    resumed: Resumed
+    saver: Saver
+
+    def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
+        """Yield (step, batch, seconds waited) of all remaining steps. Nothing is prefetched across an evaluation.
+        Raises `UserError`, on every rank, for unusable data, and if all samples are skipped.
+        """
+        config, first, in_a_row = self.trainer.job.config, self.resumed.step + 1, 0
+        data, last = config.data, config.train.iters
+        ends, everything = stretches(first, last, config.eval.interval), last * self.loader.dealing.step_samples
+        loaded = chain.from_iterable(self.loader.steps(*each, data.workers) for each in ends)
+        batches = self.checked(loaded, "since the start")
+        for step in range(first, last + 1):
+            start = time.perf_counter()
+            with self.trainer.watched(f"the data of step {step}"):
+                batch = next(batches)
+            in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped + len(batch.bad)
+            if in_a_row >= min(len(self.loader.mixture), everything):  # The whole mixture, or the whole run.
+                what = f"longer than {data.max_seq_length} tokens" + (" or bad" if batch.bad else "")
+                problem = f"all of {in_a_row} samples in a row are {what} and were skipped"
+                where, fix = "data.max_seq_length (--data.max_seq_length)", "raise it, or lower data.max_pixels"
+                fix = f"mend the records in {BAD_RECORDS} of log.dir, or {fix}" if batch.bad else fix
+                raise SharedError.at(f"{where}, step {step}", problem=problem, fix=fix)
+            yield step, batch, time.perf_counter() - start
+
+    def checked(self, batches: Iterable[StepBatch], when: str) -> Iterator[StepBatch]:
+        """Yield the batches, their bad records named in the log folder. Raises `SharedError`, on every rank, once too
+        many of the samples are bad. `when` they were drawn, for the message.
+        """
+        bad, drawn, share = 0, 0, self.trainer.job.config.data.max_bad_share
+        for batch in batches:
+            bad, drawn = bad + len(batch.bad), drawn + len(batch.sample_lengths) + batch.skipped + len(batch.bad)
+            if batch.bad:
+                self.writer.write_bad(batch.bad)
+            if batch.bad and bad > max(ALLOWED_BAD, share * drawn):
+                where, found = "data.max_bad_share (--data.max_bad_share)", f"{bad} bad samples of {drawn} {when}"
+                fix = f"mend the records in {BAD_RECORDS} of log.dir, such as `{batch.bad[-1].message}`, or raise it"
+                raise SharedError.at(where, found=found, expected=f"at most {share} of them, or {ALLOWED_BAD}", fix=fix)
+            yield batch
+
+    def export(self, target: Path) -> None:
+        """Write the model to `target` in `transformers` format. Raises `SharedError`, as `export_model` does."""
+        trainer, inputs = self.trainer, self.inputs
+        with trainer.topology.watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
+            export_model(
+                trainer.optimizer.modules,
+                trainer.job.shapes,
+                trainer.topology,
+                target,
+                inputs.companions,
+                trainer.job.dtype,
+                transposed=inputs.transposed,
+                source=inputs.source,
+            )
+
+
+def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:
+    """Yield the steps from `first` to `last` in stretches that end at multiples of `interval`; one if that is 0.
+
+    An evaluation after a stretch reads through the same process groups as the steps, none of which may be loading
+    meanwhile.
+    """
+    while first <= last:
+        end = last if interval == 0 else min(last, -(-first // interval) * interval)
+        yield first, end
+        first = end + 1
+
+
+def describe(trainer: Trainer) -> Table:
+    """Return a table of modules, layouts, ranks, and the most parameters on a rank. Collective."""
+    model = trainer.job.config.model
+    table = Table(title=f"{model.hf_path} in {model.dtype} on {trainer.topology.platform.device.type}")
+    for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
+        table.add_column(column, justify="right" if "per rank" in column else "left")
+    for name, layout in trainer.topology.layouts.items():
+        held, trained = trainer.all_gather(_parameters(trainer, name)).max(dim=0).values.long().tolist()
+        over_tp = "-" if layout.tp == 1 else "sharded" if trainer.job.sequence_parallel[name] else "whole"
+        table.add_row(name, layout.degrees_text, layout.ranks_text, f"{held:,}", f"{trained:,}", over_tp)
+    return table
+
+
+def _parameters(trainer: Trainer, name: str) -> tuple[int, int]:
+    """Return the number of elements of this rank's parameters of a module, and of its trained parameters."""
+    own = [p for module in trainer.optimizer.modules if module.name == name for p in module.parameters.values()]
+    return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
