@@ -148,7 +148,7 @@ def _pack(images: list[tuple[int, int]]) -> PackShape:
     places = [np.arange(start, start + h * w) for start, (h, w) in zip(starts.tolist(), images, strict=False)]
     grids = tuple((1, SHAPE.merge * height, SHAPE.merge * width) for height, width in images)
     joined = np.concatenate([np.zeros(0, np.int64), *places])
-    return PackShape(tuple(lengths), (Pieces((1,) * len(images), grids, joined.tobytes()),))
+    return PackShape(tuple(lengths), (Pieces(grids, joined.tobytes()),))
 
 
 def _ownerships(pair: Pair, ranks: int, rows: int) -> Callable[[], tuple[Ownership, Ownership]]:

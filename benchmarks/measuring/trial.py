@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.config.schema import Config
-from megatron_hetero.data.dealing import PackShape, Pieces
 from megatron_hetero.data.loader import MicroBatch, StepBatch
 from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
@@ -52,8 +51,8 @@ def assumed_step(trainer: Trainer) -> StepBatch:
     """A step of `trainer`, on the host."""
     partitioner, layouts = StepPartitioner.of(trainer.job, trainer.topology.rank), trainer.topology.layouts
     assumed = AssumedBatch.of(trainer.job)
-    shape, batch = _pack_shape(assumed), assumed.job.batch
-    shares = partitioner.step_shares([[shape] * batch.replicas] * batch.micro_batches)
+    batch = assumed.job.batch
+    shares = partitioner.step_shares([assumed.packs] * batch.micro_batches)
     pack = _pack(assumed) if partitioner.rank in layouts[TEXT] else None
     samples = batch.step_samples
     return StepBatch(
@@ -63,17 +62,6 @@ def assumed_step(trainer: Trainer) -> StepBatch:
         sizes={encoder: sizes * samples for encoder, sizes in assumed.sample.sizes.items()},
         sample_lengths=(assumed.sample.tokens,) * samples,
         encoder_loads=tuple(loads for share in shares for loads in share.loads.values()),
-    )
-
-
-def _pack_shape(assumed: AssumedBatch) -> PackShape:
-    samples = assumed.job.batch.samples
-    return PackShape(
-        assumed.lengths,
-        tuple(
-            Pieces((len(sizes),) * samples, sizes * samples, assumed.places(encoder).astype(np.int64).tobytes())
-            for encoder, sizes in assumed.sample.sizes.items()
-        ),
     )
 
 

@@ -59,11 +59,6 @@ def assign_in_order(count: int, replicas: int) -> list[list[int]]:
     return [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
 
 
-def loads_of(costs: Sequence[float], assigned: Sequence[Sequence[int]]) -> list[float]:
-    """The summed cost of each replica's items."""
-    return [sum(costs[item] for item in items) for items in assigned]
-
-
 def idle_share(*rounds: Sequence[float]) -> float:
     """The share, 0 to 1, of the replicas' time that they wait for the most loaded one: 1 - mean / max; 0 without work.
 

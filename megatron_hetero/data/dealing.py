@@ -30,12 +30,8 @@ class PieceSource(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of a pack for one encoder. Hashable.
+    """The pieces of a pack for one encoder: the size of each, and the bytes of `positions`. Hashable."""
 
-    `counts`: number of pieces of each sample. `sizes`: size of each piece. `places`: bytes of `positions`.
-    """
-
-    counts: tuple[int, ...]
     sizes: tuple[Size, ...]
     places: bytes
 
@@ -43,6 +39,11 @@ class Pieces:
     def positions(self) -> np.ndarray:
         """Positions of the rows among the tokens of the pack, int64 [rows]."""
         return np.frombuffer(self.places, np.int64)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.positions)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class PackMetadata:
             ]
             sizes = tuple(sample.pieces[source.item][source.piece] for source in of_encoder)
             places = sample.row_positions[np.repeat(mine, sample.rows)].astype(np.int64).tobytes()
-            pieces.append(Pieces((len(of_encoder),), sizes, places))
+            pieces.append(Pieces(sizes, places))
             sources.append(tuple(of_encoder))
         # A label is the token that follows.
         supervised = int(sample.supervised[1:].sum())
@@ -93,8 +94,7 @@ class PackMetadata:
         for i in range(encoders):
             of_encoder = [pack.shape.pieces[i] for pack in packs]
             places = [(each.positions + start).tobytes() for each, start in zip(of_encoder, starts, strict=False)]
-            counts = tuple(count for each in of_encoder for count in each.counts)
-            pieces.append(Pieces(counts, tuple(size for each in of_encoder for size in each.sizes), b"".join(places)))
+            pieces.append(Pieces(tuple(size for each in of_encoder for size in each.sizes), b"".join(places)))
             sources.append(tuple(source for pack in packs for source in pack.sources[i]))
         lengths = tuple(length for pack in packs for length in pack.shape.lengths)
         return cls(PackShape(lengths, tuple(pieces)), tuple(sources), sum(pack.supervised for pack in packs))
@@ -107,7 +107,7 @@ class PackMetadata:
     def patches(self, encoders: Mapping[str, ItemShape]) -> list[int]:
         """Number of patches for each of the encoders."""
         shapes = zip(encoders.values(), self.shape.pieces, strict=True)
-        return [sum(map(shape.rows, pieces.sizes)) * shape.unit for shape, pieces in shapes]
+        return [pieces.rows * shape.unit for shape, pieces in shapes]
 
     def cost(self, encoders: Mapping[str, ItemShape]) -> float:
         """Predicted forward flops of all encoders."""

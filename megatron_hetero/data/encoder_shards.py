@@ -14,12 +14,9 @@ its own.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
@@ -53,7 +50,7 @@ class EncoderShare:
 
 @dataclass(frozen=True, eq=False)
 class EncoderShards:
-    """The pieces of a micro-batch, of `sizes`, on the ranks of an encoder's `layout`.
+    """The pieces of a call, of `sizes`, on the ranks of an encoder's `layout`, in each of its pipeline stages.
 
     `assigned`: numbers of the pieces of each replica. `sharded`: whether activations are sharded over tp. `limit`: the
     most patches in a part for each of a replica's cp * sp shards, on average; None: any. A larger piece is a part of
@@ -92,17 +89,23 @@ class EncoderShards:
 
     def replica(self, number: int) -> ReplicaShards:
         """The shards of the members of one replica."""
-        pieces = {i: self.sizes[i] for i in self.assigned[number]}
-        return ReplicaShards(self.shape, pieces, self.layout.sp, self.layout.cp)
+        sizes = [self.sizes[i] for i in self.assigned[number]]
+        return ReplicaShards(self.shape, sizes, self.layout.sp, self.layout.cp)
+
+    @cached_property
+    def loads(self) -> tuple[float, ...]:
+        """Predicted forward flops of each replica."""
+        return tuple(sum(self.shape.cost(self.sizes[i]) for i in pieces) for pieces in self.assigned)
 
     @cached_property
     def _first_row(self) -> np.ndarray:
         """The first row of each piece, and the number of all rows, int64 [pieces + 1]."""
         return np.cumsum([0, *map(self.shape.rows, self.sizes)])
 
-    def ownership(self) -> Ownership:
-        """The units that each rank embeds, in this order, whose rows it holds once it has encoded."""
-        return self._ownership
+    def ownership(self, stage: int = 0) -> Ownership:
+        """The units of the shard of each rank of a stage, in this order, whose rows it holds once it has encoded."""
+        first = self._ownership
+        return first if stage == 0 else replace(first, groups=holding_groups(self.layout, self.sharded, stage))
 
     @cached_property
     def _ownership(self) -> Ownership:
@@ -166,18 +169,10 @@ class EncoderShards:
         )
 
 
-class PieceSlice(NamedTuple):
-    """The units [start, stop) of one piece, in its own order."""
-
-    piece: int
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, eq=False)
 class ReplicaShards:
-    """The pieces of one encoder replica, sizes by number, in cp * sp contiguous shards of whole windows. Member number
-    is cp_rank * sp + sp_rank. Lengths in patches.
+    """Pieces of one encoder replica, of these sizes, in cp * sp contiguous shards of whole windows. Member number is
+    cp_rank * sp + sp_rank. Lengths in patches.
 
     The runs of the `cp` members are as even in predicted flops as whole windows allow: each computes the attention of
     its queries to all keys of a sequence. Each run is cut over its `sp` members evenly in patches: in full attention
@@ -185,13 +180,13 @@ class ReplicaShards:
     """
 
     shape: ItemShape
-    pieces: Mapping[int, Size]
+    pieces: Sequence[Size]
     sp: int
     cp: int
 
     @cached_property
     def _orders(self) -> list[ItemOrder]:
-        return [self.shape.order(size) for size in self.pieces.values()]
+        return [self.shape.order(size) for size in self.pieces]
 
     @cached_property
     def _window_units(self) -> np.ndarray:
@@ -202,7 +197,7 @@ class ReplicaShards:
     def _first_windows(self) -> np.ndarray:
         """The first window of each shard, and the number of windows, int64 [members + 1]."""
         units, counts = self._window_units, [len(order.windows) for order in self._orders]
-        costs = np.repeat([self.shape.cost_per_patch(size) for size in self.pieces.values()], counts)
+        costs = np.repeat([self.shape.cost_per_patch(size) for size in self.pieces], counts)
         by_work = _even_cuts(_totals(units * costs), np.array([0, len(units)]), self.cp)
         return _even_cuts(_totals(units), by_work, self.sp)
 
@@ -210,7 +205,7 @@ class ReplicaShards:
     def units(self) -> np.ndarray:
         """Units of each shard, int64 [members]."""
         if self.sp * self.cp == 1:
-            return np.array([sum(map(self.shape.rows, self.pieces.values()))], np.int64)
+            return np.array([sum(map(self.shape.rows, self.pieces))], np.int64)
         return np.diff(_totals(self._window_units)[self._first_windows])
 
     def windows(self, member: int) -> tuple[int, ...]:
@@ -221,25 +216,18 @@ class ReplicaShards:
     @property
     def sequences(self) -> tuple[int, ...]:
         """The lengths of the segments of full attention over all members."""
-        return tuple(length for size in self.pieces.values() for length in self.shape.sequences(size))
-
-    def slices(self, member: int) -> Iterator[PieceSlice]:
-        """The parts of pieces in a shard."""
-        numbers, first_units = list(self.pieces), [0, *accumulate(len(order.units) for order in self._orders)]
-        first, last = _totals(self.units)[member : member + 2].tolist()
-        place = bisect_right(first_units, first) - 1
-        while first < last:
-            start, stop = first_units[place], min(last, first_units[place + 1])
-            yield PieceSlice(numbers[place], first - start, stop - start)
-            first, place = stop, place + 1
+        return tuple(length for size in self.pieces for length in self.shape.sequences(size))
 
     def positions(self, member: int) -> np.ndarray:
         """The coordinates of a shard's patches, int64 [dims, patches]."""
-        parts = [np.zeros((self.shape.position_dims, 0), np.int64)]
-        for piece, start, stop in self.slices(member):
-            size = self.pieces[piece]
-            parts.append(self.shape.positions(size, self.shape.order(size).units[start:stop]))
-        return np.concatenate(parts, axis=1)
+        first, last = _totals(self.units)[member : member + 2].tolist()
+        found, before = [np.zeros((self.shape.position_dims, 0), np.int64)], 0
+        for size, (units, _) in zip(self.pieces, self._orders, strict=True):
+            start, stop = max(0, first - before), min(len(units), last - before)
+            if start < stop:
+                found.append(self.shape.positions(size, units[start:stop]))
+            before += len(units)
+        return np.concatenate(found, axis=1)
 
 
 def _totals(values: np.ndarray) -> np.ndarray:

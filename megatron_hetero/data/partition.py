@@ -11,7 +11,7 @@ Shares depend on the shapes of packs only, so that those of micro-batches and ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, Self
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import RankPlan, plan_boundary
-from megatron_hetero.data.balance import assign, assign_in_order, cut_calls, loads_of
+from megatron_hetero.data.balance import assign, assign_in_order, cut_calls
 from megatron_hetero.data.dealing import PackShape
 from megatron_hetero.data.encoder_shards import EncoderShards, EncoderShare
 from megatron_hetero.data.token_shards import TokenShards, TokenShare
@@ -28,9 +28,6 @@ from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.items.types import ItemShape, Size
-
-Balance = Literal["off", "replica"]
-"""Assignment of pieces to the encoder's replicas: in order, or so that predicted work is even."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,42 +59,27 @@ class MicroBatchShare:
     """
 
     text: TokenShare | None
-    patches: Mapping[str, PatchShare] = field(default_factory=dict)
-    encoders: Mapping[str, tuple[EncoderShare, ...]] = field(default_factory=dict)
-    boundaries: Mapping[Edge, RankPlan] = field(default_factory=dict)
-    loads: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    calls: Mapping[str, range] = field(default_factory=dict)
+    patches: dict[str, PatchShare] = field(default_factory=dict)
+    encoders: dict[str, tuple[EncoderShare, ...]] = field(default_factory=dict)
+    boundaries: dict[Edge, RankPlan] = field(default_factory=dict)
+    loads: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    calls: dict[str, range] = field(default_factory=dict)
 
 
 Packs = tuple[PackShape, ...]
 """The packs of a micro-batch, one for each replica of the text module."""
+_Call = tuple[EncoderShards, tuple[EncoderShare, ...] | None, Sequence[Mapping[Edge, RankPlan]]]
+"""One call of an encoder: everybody's shards, this rank's share of each part, and how the rows of each micro-batch
+cross.
+"""
 CallRuns = Callable[[int], Mapping[str, Sequence[range]]]
 """Returns, for a number of micro-batches, by encoder, all of them in runs that one call may encode."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Reading:
-    """What the text module reads in a micro-batch: this rank's share, and everybody's by pipeline coordinate."""
-
-    share: TokenShare | None
-    wanted: Mapping[int, TokenShards]
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """One call of an encoder: the shards of its first stage, this rank's share of each part, the predicted forward
-    flops of each replica, and for each micro-batch by edge how its rows cross.
-    """
-
-    shards: EncoderShards
-    share: tuple[EncoderShare, ...] | None
-    loads: tuple[float, ...]
-    boundaries: tuple[Mapping[Edge, RankPlan], ...]
-
-
 @dataclass(eq=False)
 class StepPartitioner:
-    """Computes the share of `rank`, a rank of any module, in micro-batches.
+    """Computes the share of `rank`, a rank of any module, in micro-batches. `calls`, `token_shards` and
+    `encoder_shards` are the same on all ranks; estimates are made of them too.
 
     Attributes:
         encoders: shapes by name.
@@ -105,7 +87,7 @@ class StepPartitioner:
         sharded: for each module, whether activations are sharded over tp.
         row_bytes: bytes of a row of one output on the wire.
         edges: edges along which the rows of encoders reach the text module, with the outputs that cross there.
-        balance: how pieces are assigned to an encoder's replicas.
+        balance: assignment of pieces to an encoder's replicas, in order (off), or so that predicted work is even.
         runs: which micro-batches of a step one call of an encoder may encode; None: each by itself.
         limits: by encoder, the limit of `EncoderShards`.
     """
@@ -116,7 +98,7 @@ class StepPartitioner:
     rank: int
     row_bytes: int
     edges: Mapping[Edge, Sequence[str]]
-    balance: Balance = "replica"
+    balance: Literal["off", "replica"] = "replica"
     runs: CallRuns | None = None
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -146,85 +128,95 @@ class StepPartitioner:
         """The shares in all micro-batches of a step. `packs`: for each micro-batch, one for each replica of the text
         module.
         """
-        runs, of_step = {} if self.runs is None else self.runs(len(packs)), [tuple(of_one) for of_one in packs]
-        shares = [MicroBatchShare(self._read(of_one).share) for of_one in of_step]
-        for name in self.encoders:
-            for call in self._calls(name, of_step, runs.get(name)):
-                if any(self._sizes(name, of_one) for of_one in of_step[call.start : call.stop]):
-                    self._add_call(shares, name, call, of_step)
+        of_step = [tuple(of_one) for of_one in packs]
+        shares = [MicroBatchShare(self._read(of_one)[1]) for of_one in of_step]
+        for name, calls in self.calls(of_step).items():
+            for call in calls:
+                of_call = tuple(of_step[call.start : call.stop])
+                if any(self._sizes(name, of_one) for of_one in of_call):
+                    self._add_call(shares[call.start : call.stop], name, call, of_call)
         return shares
 
-    def _calls(self, name: str, packs: Sequence[Packs], runs: Sequence[range] | None) -> tuple[range, ...]:
-        if runs is None:
-            return tuple(range(m, m + 1) for m in range(len(packs)))
+    def calls(self, packs: Sequence[Packs]) -> dict[str, tuple[range, ...]]:
+        """All micro-batches of a step, by encoder in calls of one or more."""
+        runs = {} if self.runs is None else self.runs(len(packs))
+        alone = tuple(range(m, m + 1) for m in range(len(packs)))
+        found = {}
+        for i, (name, shape) in enumerate(self.encoders.items()):
+            patches = [shape.unit * sum(pack.pieces[i].rows for pack in of_one) for of_one in packs]
+            found[name] = cut_calls(patches, runs.get(name, alone), self.layouts[name], self.limits.get(name))
+        return found
+
+    def token_shards(self, packs: Packs) -> TokenShards:
+        """The packs of a micro-batch, cut over the ranks of the text module."""
+        for pack in packs:
+            for shape, pieces in zip(self.encoders.values(), pack.pieces, strict=True):
+                rows = sum(map(shape.rows, pieces.sizes))
+                assert rows == pieces.rows, f"{rows} rows of items for {pieces.rows} tokens that stand for them"
+        places = {name: tuple(p.pieces[i].positions for p in packs) for name, i in self._numbers.items()}
+        return TokenShards(self.text, self.sharded[TEXT], tuple(p.lengths for p in packs), places)
+
+    def encoder_shards(self, name: str, packs: Sequence[Packs]) -> EncoderShards:
+        """The pieces in a call of an encoder, assigned to its replicas and cut over their ranks. `packs`: of the call's
+        micro-batches.
+        """
         shape, layout = self.encoders[name], self.layouts[name]
-        patches = [shape.unit * sum(map(shape.rows, self._sizes(name, of_one))) for of_one in packs]
-        return cut_calls(patches, runs, layout, self.limits.get(name))
+        sizes = tuple(size for of_one in packs for size in self._sizes(name, of_one))
+        costs = {size: shape.cost(size) for size in set(sizes)}
+        if self.balance == "replica":
+            assigned = assign([costs[size] for size in sizes], layout.dp)
+        else:
+            assigned = assign_in_order(len(sizes), layout.dp)
+        of_replicas = tuple(map(tuple, assigned))
+        return EncoderShards(shape, layout, self.sharded[name], sizes, of_replicas, self.limits.get(name))
 
     def _sizes(self, name: str, packs: Packs) -> tuple[Size, ...]:
         """The sizes of all pieces of a micro-batch for an encoder."""
         return tuple(size for pack in packs for size in pack.pieces[self._numbers[name]].sizes)
 
-    def _add_call(self, shares: list[MicroBatchShare], name: str, call: range, packs: Sequence[Packs]) -> None:
+    def _add_call(self, shares: list[MicroBatchShare], name: str, call: range, packs: tuple[Packs, ...]) -> None:
         """Add what one call encodes to the share in its first micro-batch, and what crosses to the share in each."""
-        encoded, first = self._encode(name, tuple(packs[call.start : call.stop])), shares[call.start]
-        shards, patches = encoded.shards, first.patches
-        if self.rank in shards.layout:
-            decoders = shards.layout.size // shards.layout.dp
-            patches = {**patches, name: self._decode(name, shards, call.start % decoders)}
-        shares[call.start] = replace(
-            first,
-            patches=patches,
-            encoders=first.encoders if encoded.share is None else {**first.encoders, name: encoded.share},
-            loads={**first.loads, name: encoded.loads},
-            calls={**first.calls, name: call} if len(call) > 1 else first.calls,
-        )
-        for m, boundaries in zip(call, encoded.boundaries, strict=True):
-            if boundaries:
-                shares[m] = replace(shares[m], boundaries={**shares[m].boundaries, **boundaries})
+        (shards, share, crossings), first, layout = self._encode(name, packs), shares[0], self.layouts[name]
+        first.loads[name] = shards.loads
+        if share is not None:
+            first.encoders[name] = share
+        if self.rank in layout.stage(0):
+            first.patches[name] = self._decode(name, shards, call.start % (layout.stage_size // layout.dp))
+        if len(call) > 1:
+            first.calls[name] = call
+        for of_one, boundaries in zip(shares, crossings, strict=True):
+            of_one.boundaries.update(boundaries)
 
-    def _reading(self, packs: Packs) -> _Reading:
-        for pack in packs:
-            for shape, pieces in zip(self.encoders.values(), pack.pieces, strict=True):
-                rows, places = sum(map(shape.rows, pieces.sizes)), len(pieces.positions)
-                assert rows == places, f"{rows} rows of items for {places} tokens that stand for them"
-        places = {name: tuple(p.pieces[i].positions for p in packs) for name, i in self._numbers.items()}
-        lengths = tuple(p.lengths for p in packs)
-        tokens = TokenShards(self.text.stage(0), self.sharded[TEXT], lengths, places)
-        share = tokens.share(self.text.peer_at_stage(self.rank, 0)) if self.rank in self.text else None
-        entered = {edge.target_coordinate(self.text) for edge in self.edges}
-        wanted = {at: tokens if at == 0 else replace(tokens, layout=self.text.stage(at)) for at in entered}
-        return _Reading(share, wanted)
+    def _reading(self, packs: Packs) -> tuple[TokenShards, TokenShare | None]:
+        """What the text module reads in a micro-batch: everybody's, and this rank's share."""
+        shards = self.token_shards(packs)
+        return shards, shards.share(self.rank) if self.rank in self.text else None
 
     def _call(self, name: str, packs: tuple[Packs, ...]) -> _Call:
-        shape, layout = self.encoders[name], self.layouts[name]
-        each = [self._sizes(name, of_one) for of_one in packs]
-        sizes = tuple(size for of_one in each for size in of_one)
-        costs = [shape.cost(size) for size in sizes]
-        assigned = assign(costs, layout.dp) if self.balance == "replica" else assign_in_order(len(costs), layout.dp)
-        of_replicas = tuple(map(tuple, assigned))
-        first = EncoderShards(
-            shape, layout.stage(0), self.sharded[name], sizes, of_replicas, limit=self.limits.get(name)
-        )
-        ends = np.cumsum([0, *(sum(map(shape.rows, of_one)) for of_one in each)]).tolist()
-        leaving = [edge for edge in self.edges if edge.source == name]
-        edges = [edge for edge in leaving if self.rank in edge.source_ranks(layout) + edge.target_ranks(self.text)]
-        stages = {at: replace(first, layout=layout.stage(at)) for at in {e.source_coordinate(layout) for e in edges}}
-        owned = {at: shards.ownership().cut(ends) for at, shards in stages.items()}
-        boundaries = []
-        for number, of_one in enumerate(packs):
-            sources = {edge: owned[edge.source_coordinate(layout)][number] for edge in edges if each[number]}
-            boundaries.append({edge: self._boundary(edge, rows, of_one) for edge, rows in sources.items()})
-        share = first.shares(layout.peer_at_stage(self.rank, 0)) if self.rank in layout else None
-        return _Call(first, share, tuple(loads_of(costs, assigned)), tuple(boundaries))
-
-    def _boundary(self, edge: Edge, held: Ownership, packs: Packs) -> RankPlan:
-        """This rank's plan for the rows of a micro-batch, which cross from the encoder's ownership `held`."""
-        needed = self._read(packs).wanted[edge.target_coordinate(self.text)].ownership(edge.source)
-        return plan_boundary(held, needed, self.row_bytes * len(self.edges[edge])).rank(self.rank)
+        layout, shards = self.layouts[name], self.encoder_shards(name, packs)
+        read = [self._read(of_one)[0] for of_one in packs]
+        boundaries: list[dict[Edge, RankPlan]] = [{} for _ in packs]
+        for edge in self.edges:
+            if edge.source == name and self.rank in edge.source_ranks(layout) + edge.target_ranks(self.text):
+                row_bytes = self.row_bytes * len(self.edges[edge])
+                for of_one, (held, needed) in zip(boundaries, sides(edge, shards, read), strict=True):
+                    if len(needed.ids):
+                        of_one[edge] = plan_boundary(held, needed, row_bytes).rank(self.rank)
+        return shards, shards.shares(self.rank) if self.rank in layout else None, boundaries
 
     def _patch_share(self, name: str, shards: EncoderShards, turn: int) -> PatchShare:
         replica = shards.layout.replica_of(self.rank)
         unit_bytes = 4 * self.encoders[name].unit_width
         patches = plan_boundary(shards.decoded(replica, turn), shards.replica_ownership(replica), unit_bytes)
         return PatchShare(shards.decoders(replica, turn)[self.rank], patches.rank(self.rank, backward=False))
+
+
+def sides(edge: Edge, call: EncoderShards, reading: Sequence[TokenShards]) -> list[tuple[Ownership, Ownership]]:
+    """Which ranks hold the rows of an edge before and after they cross, for each micro-batch of a call. `reading`: what
+    the text module reads in each.
+    """
+    stage = edge.target_coordinate(reading[0].layout)
+    needed = {shards: shards.ownership(edge.source, stage) for shards in set(reading)}
+    ends = np.cumsum([0, *(len(needed[shards].ids) for shards in reading)]).tolist()
+    held = call.ownership(edge.source_coordinate(call.layout)).cut(ends)
+    return [(rows, needed[shards]) for rows, shards in zip(held, reading, strict=True)]

@@ -58,7 +58,7 @@ class TokenShare:
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:
-    """The packs of all replicas, cut over the ranks of a stage of the text module.
+    """The packs of all replicas, cut over the ranks of the text module, in each of its pipeline stages.
 
     `sharded`: whether activations are sharded over tp. `lengths`: for each pack the tokens of its samples. `places`: by
     encoder, for each pack the positions of its rows, int64. The rows of an encoder are numbered over the packs in turn.
@@ -69,10 +69,10 @@ class TokenShards:
     lengths: tuple[tuple[int, ...], ...]
     places: Mapping[str, tuple[np.ndarray, ...]]
 
-    def ownership(self, encoder: str) -> Ownership:
-        """The rows of an encoder that each rank needs, for the tokens that it embeds, ascending."""
+    def ownership(self, encoder: str, stage: int = 0) -> Ownership:
+        """The rows of an encoder that each rank of a stage needs, for the tokens of its shard, ascending."""
         group, _ = self._cut_places[encoder]
-        return Ownership.from_assignment(holding_groups(self.layout, self.sharded), group)
+        return Ownership.from_assignment(holding_groups(self.layout, self.sharded, stage), group)
 
     def share(self, rank: int) -> TokenShare:
         """The share of `rank`."""
@@ -83,8 +83,7 @@ class TokenShards:
         cuts = even_cuts(len(mine), layout.sp)
         tokens = mine[cuts[at.sp] : cuts[at.sp + 1]]
         tp = layout.tp if self.sharded else 1
-        # Groups are in the order of the layout's ranks, all of one size.
-        number = layout.ranks.index(rank) // len(holding_groups(layout, self.sharded)[0])
+        number = ((at.dp * layout.cp + at.cp) * layout.sp + at.sp) * tp + (at.tp if self.sharded else 0)
         return TokenShare(
             tokens=tokens,
             padded=int(tp_share(np.array(len(tokens)), tp)) * tp,
@@ -129,9 +128,9 @@ class TokenShards:
 
 
 @lru_cache(maxsize=64)
-def holding_groups(layout: Layout, sharded: bool) -> Groups:
-    """Groups of ranks that hold the same rows: tp groups, or single ranks with sequence-parallel activations."""
-    return layout.groups(*(() if sharded else ("tp",)))
+def holding_groups(layout: Layout, sharded: bool, stage: int = 0) -> Groups:
+    """Ranks of a stage that hold the same rows: tp groups, or single ranks with sequence-parallel activations."""
+    return layout.stage(stage).groups(*(() if sharded else ("tp",)))
 
 
 def even_cuts(total: int, parts: int) -> np.ndarray:
@@ -250,13 +249,12 @@ def tokens_of(layout: Layout, rank: int, lengths: Sequence[int], *, sequence_par
         lengths: tokens of each of the replica's consecutive samples.
         sequence_parallel: as for `own_tokens`.
     """
-    there = _stage(layout, layout.coordinate(rank).pp)
-    at = there.coordinate(rank)
-    packs = tuple(tuple(lengths) if replica == at.dp else () for replica in range(there.dp))
-    tokens = TokenShards(there, sequence_parallel, packs, {}).share(rank).tokens
+    at = layout.coordinate(rank)
+    packs = tuple(tuple(lengths) if replica == at.dp else () for replica in range(layout.dp))
+    tokens = TokenShards(layout, sequence_parallel, packs, {}).share(rank).tokens
     if not sequence_parallel:
         return tokens
-    share = int(tp_share(np.array(len(tokens)), there.tp))
+    share = int(tp_share(np.array(len(tokens)), layout.tp))
     return tokens[at.tp * share : (at.tp + 1) * share]
 
 

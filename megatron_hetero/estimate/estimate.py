@@ -29,7 +29,7 @@ from megatron_hetero.estimate.parameters import (
     parameter_bytes,
     parameters_of,
 )
-from megatron_hetero.estimate.shards import AssumedBatch, ModuleShards, SequenceShard, encoder_shards, text_shards
+from megatron_hetero.estimate.shards import AssumedBatch, ModuleShards, Work, encoder_shards, text_shards
 from megatron_hetero.estimate.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.job.module import ModuleJob
@@ -140,9 +140,9 @@ class Estimate:
             if self.job.modules[name].settings.offload.activations:
                 size = self.assumed.sizes_of_calls(name)[0]
                 for number in range(len(stages)):
-                    on_host = (self._stage(name, number, shard).host for shard in self.shards[name].shards)
+                    on_host = (self._stage(name, number, work).host for work in self.shards[name].shards)
                     copied[name, number] = max(on_host, default=0) // size
-        in_parts = {name for name, shards in self.shards.items() if any(shard.parts for shard in shards.shards)}
+        in_parts = {name for name, shards in self.shards.items() if any(len(work) > 1 for work in shards.shards)}
         return _durations(self.assumed, copied, in_parts)
 
     @cached_property
@@ -273,10 +273,10 @@ class Estimate:
         outputs = {boundary.edge: boundary.outputs for boundary in self.boundaries}
         return RankBytes(stages, held, needed, outputs, self.assumed.calls)
 
-    def _stage(self, name: str, number: int, shard: SequenceShard) -> StageBytes:
+    def _stage(self, name: str, number: int, work: Work) -> StageBytes:
         module = self.job.modules[name]
         offload = module.settings.offload.activations
-        return stage_bytes(self._measured[name], module.stages[number], shard, offload=offload)
+        return stage_bytes(self._measured[name], module.stages[number], work, offload=offload)
 
     @cached_property
     def _measured(self) -> dict[str, Measured]:
@@ -383,6 +383,6 @@ def _of_replica(assumed: AssumedBatch, module: str) -> tuple[Tokens, float]:
     if module == TEXT:
         return Tokens(assumed.lengths, supervised=assumed.sample.supervised * len(assumed.lengths)), 1
     calls = assumed.calls[module]
-    most = {n: max(map(len, assumed.assigned(module, n))) for n in assumed.sizes_of_calls(module)}
+    most = {n: max(map(len, assumed.encoder_shards(module, n).assigned)) for n in assumed.sizes_of_calls(module)}
     images = sum(most[len(call)] for call in calls) / sum(map(len, calls))
     return assumed.job.shapes.encoders[module].tokens(assumed.sample.sizes[module][:1]), images

@@ -39,7 +39,7 @@ from megatron_hetero.estimate.measured import (
     is_merged,
     measure,
 )
-from megatron_hetero.estimate.shards import SequenceShard
+from megatron_hetero.estimate.shards import SequenceShard, Work
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.offload import OffloadSizes, offloaded_layers
@@ -101,18 +101,15 @@ def combined(
 
 
 @lru_cache(maxsize=4096)
-def stage_bytes(measured: Measured, stage: PipelineStage, shard: SequenceShard, *, offload: bool = False) -> StageBytes:
-    """Memory of a stage on a rank that works on `shard`, without the rows that enter it. `offload`: whether its
-    activations are offloaded.
+def stage_bytes(measured: Measured, stage: PipelineStage, work: Work, *, offload: bool = False) -> StageBytes:
+    """Memory of a stage on a rank with this work, without the rows that enter it. `offload`: whether its activations
+    are offloaded.
     """
-    if shard.parts:
-        return _in_parts(measured, stage, shard, offload=offload)
+    if len(work) != 1:
+        return _in_parts(measured, stage, work, offload=offload)
+    [shard] = work
     module, shape, itemsize = measured.module, measured.shape, measured.module.dtype.itemsize
-    message, sizes, trains = (
-        itemsize * shard.local * shape.hidden,
-        OffloadSizes.of(measured.gpu),
-        module.passes_gradients,
-    )
+    message, trains = itemsize * shard.local * shape.hidden, module.passes_gradients
     whole = stage.first + module.recompute.whole_layers(len(stage.layers)) * trains
     layers = [_layer(measured, number, shard, whole=number < whole) for number in stage.layers]
     for one, following in pairwise(layers):
@@ -125,7 +122,7 @@ def stage_bytes(measured: Measured, stage: PipelineStage, shard: SequenceShard, 
         layers[-1][-1] = replace(last, forward=last.forward - message, backward=last.backward - message)
     if not stage.is_first and trains:
         layers[0][0] = replace(layers[0][0], stays=min(layers[0][0].saved, layers[0][0].stays + message))
-    found = combined(layers, before, after, sizes if offload else None)
+    found = combined(layers, before, after, OffloadSizes.of(measured.gpu) if offload else None)
     # Also the rotary tables, which all layers share, and the input of a stage whose layers need not save it.
     table = 2 * FP32 * shard.tokens * shape.rotary.width * trains
     held = message * (not stage.is_first and not trains)
@@ -134,16 +131,14 @@ def stage_bytes(measured: Measured, stage: PipelineStage, shard: SequenceShard, 
     return replace(found, saved=found.saved + table + held, left=left, rows=rows, message=message)
 
 
-def _in_parts(measured: Measured, stage: PipelineStage, shard: SequenceShard, *, offload: bool) -> StageBytes:
+def _in_parts(measured: Measured, stage: PipelineStage, work: Work, *, offload: bool) -> StageBytes:
     """Memory of a stage that takes several calls: its whole input, and on top of it one call after the other."""
-    each = [stage_bytes(measured, stage, part, offload=offload) for part in shard.parts]
+    each = [stage_bytes(measured, stage, (shard,), offload=offload) for shard in work]
     if stage.is_first:
         size = measured.module.dtype.itemsize * measured.shape.patch_elements
-        given = [size * part.local for part in shard.parts]
+        given = [size * shard.local for shard in work]
         # Frozen embeddings do not save them.
-        shared = [
-            n if measure(measured, FIRST, part).saved >= n else 0 for n, part in zip(given, shard.parts, strict=True)
-        ]
+        shared = [n * (measure(measured, FIRST, shard).saved >= n) for n, shard in zip(given, work, strict=True)]
     else:
         given = shared = [of.message for of in each]
     own = [of.saved - n for of, n in zip(each, shared, strict=True)]

@@ -124,7 +124,7 @@ def _assumption(estimate: Estimate) -> Iterator[Problem]:
 def _idle_replicas(estimate: Estimate) -> Iterator[Problem]:
     for name in estimate.job.shapes.encoders:
         size = estimate.assumed.sizes_of_calls(name)[0]
-        assigned, layout = estimate.assumed.assigned(name, size), estimate.job.layouts[name]
+        assigned, layout = estimate.assumed.encoder_shards(name, size).assigned, estimate.job.layouts[name]
         images, idle = sum(map(len, assigned)), sum(not mine for mine in assigned)
         setting = micro_batch_setting(estimate.job.config)
         if images and idle:
@@ -140,7 +140,11 @@ def _idle_replicas(estimate: Estimate) -> Iterator[Problem]:
 def _empty_shards(estimate: Estimate) -> Iterator[Problem]:
     for name in estimate.job.shapes.encoders:
         layout, shards = estimate.job.layouts[name], estimate.shards[name]
-        idle = [number for number, shard in enumerate(shards.shards) if shard.segments and not shard.tokens]
+        idle = [
+            number
+            for number, work in enumerate(shards.shards)
+            if any(shard.segments for shard in work) and not any(shard.tokens for shard in work)
+        ]
         if empty := int(np.isin(shards.of_rank, idle).sum()):
             yield Problem(
                 f"no window of their replica's images falls to {_counted(empty, 'rank')} of {name} under "
@@ -156,7 +160,7 @@ def _exchanges(estimate: Estimate) -> Iterator[Problem]:
         split = [f"{axis}:{layout.degrees[axis]}" for axis in axes_of("tokens") if layout.degrees[axis] > 1]
         if windowed or not split or not estimate.shards[name].used:
             continue
-        replicas, images = layout.ways("tokens", "samples"), sum(map(len, estimate.assumed.assigned(name)))
+        replicas, images = layout.ways("tokens", "samples"), len(estimate.assumed.encoder_shards(name, 1).sizes)
         whole = replace(layout, **dict.fromkeys(axes_of("tokens"), 1), dp=replicas)
         flag = f"--{name}-parallel {whole.short(estimate.world_size)}"
         fix = f"assign whole images to ranks, of which a micro-batch has {images:,}: try {flag}"
@@ -207,7 +211,7 @@ def _against_waiting(estimate: Estimate, names: tuple[str, ...]) -> str:
             busy[runs_text] = max(busy[runs_text], estimate.simulation.busy(role.ranks[0]))
         if busy[False] > busy[True]:
             slow = " and ".join(ahead)
-            if all(all(estimate.assumed.assigned(name)) for name in ahead):
+            if all(all(estimate.assumed.encoder_shards(name, 1).assigned) for name in ahead):
                 return f"give {slow} more of the ranks: it is slower than {TEXT}"
             return f"split images over more ranks: {slow} is slower than {TEXT}, while some of its replicas have none"
     return _against_bubble(estimate)

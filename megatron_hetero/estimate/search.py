@@ -211,7 +211,7 @@ def chunked_mlps(estimate: Estimate) -> Iterator[Change]:
 def several_calls(estimate: Estimate) -> Iterator[Change]:
     """Encode a micro-batch in several calls, and repeat each in the backward pass."""
     for name in estimate.job.shapes.encoders:
-        most = max((shard.tokens for shard in estimate.shards[name].shards), default=0)
+        most = max((sum(shard.tokens for shard in work) for work in estimate.shards[name].shards), default=0)
         if most > CALL and name not in estimate.job.patch_limits:
             yield Change({f"modules.{name}.patches_per_call": CALL}, SMALLER)
 

@@ -7,24 +7,25 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import lru_cache
 
 import numpy as np
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.config.sections import EstimateConfig
-from megatron_hetero.data.balance import assign, assign_in_order, cut_calls
-from megatron_hetero.data.encoder_shards import EncoderShards
+from megatron_hetero.data.dealing import PackShape, Pieces
+from megatron_hetero.data.encoder_shards import EncoderShards, EncoderShare
+from megatron_hetero.data.partition import Packs, StepPartitioner, sides
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.job.job import BatchShape, Budget, JobSpec, micro_batch_setting
+from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.models.items.types import Size, padded_patches
 from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sample
 
 MOST_ROWS = 1 << 22
@@ -36,12 +37,16 @@ _ASSUMED = "plan.images, plan.image_side, plan.videos, plan.frames, plan.tokens"
 
 @dataclass(frozen=True, eq=False)
 class AssumedBatch:
-    """The micro-batch that all micro-batches of a step of `job` are assumed to equal. `calls`: by module, the
-    micro-batches of each call.
+    """The micro-batch that all micro-batches of a step of `job` are assumed to equal.
+
+    `partitioner`: a run's, of which only what is the same on all ranks is used. `packs`: of the replicas of the text
+    module. `calls`: by module, the micro-batches of each call.
     """
 
     job: JobSpec
     sample: AssumedSample
+    partitioner: StepPartitioner
+    packs: Packs
     calls: Mapping[str, tuple[range, ...]]
 
     @classmethod
@@ -59,64 +64,42 @@ class AssumedBatch:
                 because="the estimate counts each of them",
                 fix=f"lower {_ASSUMED} or {micro_batch_setting(job.config)}",
             )
-        return cls(job, sample, _calls(job, sample))
+        partitioner, packs = StepPartitioner.of(job, rank=0), (_pack(sample, batch.samples),) * batch.replicas
+        text = tuple(range(m, m + 1) for m in range(batch.micro_batches))
+        return cls(job, sample, partitioner, packs, {TEXT: text, **partitioner.calls([packs] * batch.micro_batches)})
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sample of a pack."""
-        return (self.sample.tokens,) * self.job.batch.samples
+        return self.packs[0].lengths
 
     def sizes_of_calls(self, module: str) -> tuple[int, ...]:
         """The distinct numbers of micro-batches per call, largest first."""
         return tuple(sorted({len(call) for call in self.calls[module]}, reverse=True))
 
-    def assigned(self, encoder: str, micro_batches: int = 1) -> list[list[int]]:
-        """Image indices of each encoder replica in a call of `micro_batches`."""
-        sizes, dp = self.pieces(encoder, micro_batches), self.job.layouts[encoder].dp
-        if self.job.config.data.balance != "replica":
-            return assign_in_order(len(sizes), dp)
-        costs = {size: self.job.shapes.encoders[encoder].cost(size) for size in self.sample.sizes[encoder]}
-        return assign([costs[size] for size in sizes], dp)
+    # Shards have an entry for each row. Those of the last batch alone are stored, as a search holds many batches.
+    @lru_cache(maxsize=1)  # noqa: B019
+    def token_shards(self) -> TokenShards:
+        """What the text module reads in a micro-batch."""
+        return self.partitioner.token_shards(self.packs)
 
-    def pieces(self, encoder: str, micro_batches: int = 1) -> tuple[Size, ...]:
-        """The sizes of all pieces in a call of `micro_batches`."""
-        return self.sample.sizes[encoder] * (self.job.batch.samples * self.job.batch.replicas * micro_batches)
+    @lru_cache(maxsize=4)  # noqa: B019
+    def encoder_shards(self, encoder: str, micro_batches: int) -> EncoderShards:
+        """What an encoder encodes in a call of `micro_batches`."""
+        return self.partitioner.encoder_shards(encoder, [self.packs] * micro_batches)
 
-    def token_shards(self, layout: Layout) -> TokenShards:
-        """The packs of the replicas of `layout`, a stage of the text module."""
-        places = {name: (self.places(name),) * layout.dp for name in self.job.shapes.encoders}
-        return TokenShards(layout, self.job.sequence_parallel[TEXT], (self.lengths,) * layout.dp, places)
-
-    def places(self, encoder: str) -> np.ndarray:
-        """Positions of the encoder's rows in a pack, int64."""
-        starts = np.arange(self.job.batch.samples)[:, None] * self.sample.tokens
-        return (starts + self.sample.positions(encoder)).ravel()
-
-    def sides(self, edge: Edge, micro_batches: int = 1) -> list[tuple[Ownership, Ownership]]:
+    def sides(self, edge: Edge, micro_batches: int) -> list[tuple[Ownership, Ownership]]:
         """Source and destination ownership of the rows of an edge, for each micro-batch of a call."""
-        encoder, layout, text = edge.source, self.job.layouts[edge.source], self.job.layouts[TEXT]
-        needed = self.token_shards(text.stage(edge.target_coordinate(text))).ownership(encoder)
-        assigned = tuple(map(tuple, self.assigned(encoder, micro_batches)))
-        held = EncoderShards(
-            self.job.shapes.encoders[encoder],
-            layout.stage(edge.source_coordinate(layout)),
-            self.job.sequence_parallel[encoder],
-            self.pieces(encoder, micro_batches),
-            assigned,
-            self.job.patch_limits.get(encoder),
-        )
-        ends = [len(needed.ids) * m for m in range(micro_batches + 1)]
-        return [(of_micro_batch, needed) for of_micro_batch in held.ownership().cut(ends)]
+        return sides(edge, self.encoder_shards(edge.source, micro_batches), [self.token_shards()] * micro_batches)
 
 
-def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
-    batch, together = job.batch, job.encoder_calls(job.batch.micro_batches)
-    found = {TEXT: tuple(range(m, m + 1) for m in range(batch.micro_batches))}
-    for name, shape in job.shapes.encoders.items():
-        patches = shape.unit * sample.rows[name] * batch.samples * batch.replicas
-        limit = job.patch_limits.get(name)
-        found[name] = cut_calls([patches] * batch.micro_batches, together[name], job.layouts[name], limit)
-    return found
+def _pack(sample: AssumedSample, samples: int) -> PackShape:
+    """A pack of so many equal samples."""
+    starts = sample.tokens * np.arange(samples)[:, None]
+    pieces = (
+        Pieces(sizes * samples, (starts + sample.positions(name)).tobytes()) for name, sizes in sample.sizes.items()
+    )
+    return PackShape((sample.tokens,) * samples, tuple(pieces))
 
 
 def _filling(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> EstimateConfig:
@@ -136,24 +119,17 @@ def _filling(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, budge
     return replace(plan, tokens=plan.tokens + max(0, budget.tokens // batch.samples - sample.tokens))
 
 
-def one_replica(layout: Layout) -> Layout:
-    """The layout of one replica and one stage, on ranks from 0."""
-    size = layout.ways("weights", "tokens")
-    return Layout(tp=layout.tp, sp=layout.sp, cp=layout.cp, dp=1, pp=1, ranks=tuple(range(size)))
-
-
 Spans = tuple[tuple[int, int], ...]
 """Query and key lengths of attention segments."""
 
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """What one rank of a module works on in one micro-batch or call; lengths in tokens (patches for an encoder).
+    """What one rank of a module works on in one call of its layers; lengths in tokens (patches for an encoder).
 
     `tokens`: length of the shard, shared by the tp group; `padded`: with padding; `local`: length between layers, a
     part of `padded` with sequence-parallel activations. `member`: tokens of the cp member, over its sp ranks.
-    `segments`, `windows`: of full and of local attention. `supervised`: tokens with a loss. `parts`: the shards of the
-    calls that it takes, where an encoder takes several.
+    `segments`, `windows`: of full and of local attention. `supervised`: tokens with a loss.
     """
 
     tokens: int
@@ -163,29 +139,19 @@ class SequenceShard:
     segments: Spans
     windows: Spans = ()
     supervised: int = 0
-    parts: tuple[SequenceShard, ...] = ()
 
-    @classmethod
-    def in_parts(cls, parts: Sequence[SequenceShard]) -> SequenceShard:
-        """The shard of one call or several."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls(
-            tokens=sum(part.tokens for part in parts),
-            padded=sum(part.padded for part in parts),
-            local=sum(part.local for part in parts),
-            member=sum(part.member for part in parts),
-            segments=tuple(chain.from_iterable(part.segments for part in parts)),
-            windows=tuple(chain.from_iterable(part.windows for part in parts)),
-            parts=tuple(parts),
-        )
+
+Work = tuple[SequenceShard, ...]
+"""What one rank of a module works on in a micro-batch or call of several: the shard of each call of its layers, more
+than one for an encoder with a limit of patches.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleShards:
-    """The distinct shards of a module, and the index of each rank's, in layout order. Empty for an idle module."""
+    """The distinct work of a module's ranks, and the index of each rank's, in layout order. Empty for idle modules."""
 
-    shards: tuple[SequenceShard, ...]
+    shards: tuple[Work, ...]
     of_rank: np.ndarray
 
     @property
@@ -196,70 +162,46 @@ class ModuleShards:
 
 def text_shards(assumed: AssumedBatch) -> ModuleShards:
     """The shards of the text module."""
-    layout, ends = assumed.job.layouts[TEXT], np.cumsum(assumed.lengths)
-    labels = np.zeros(ends[-1], bool)
-    for end in ends:
-        labels[end - 1 - assumed.sample.supervised : end - 1] = True
-    one = one_replica(layout)
-    shards = assumed.token_shards(one)
-    shares = [shards.share(rank) for rank in range(0, one.size, layout.tp)]
-    split = layout.tp if assumed.job.sequence_parallel[TEXT] else 1
-    found = [
-        SequenceShard(
-            len(share.tokens),
-            share.padded,
-            share.padded // split,
-            sum(share.sp_lengths),
-            _spans(share.segments),
-            supervised=int(labels[share.tokens].sum()),
-        )
-        for share in shares
-    ]
-    return _numbered([found], layout, np.zeros(layout.dp, np.int64))
+    sample, shards = assumed.sample, assumed.token_shards()
+    labels = np.zeros((len(assumed.lengths), sample.tokens), bool)
+    labels[:, sample.tokens - 1 - sample.supervised : -1] = True
+    split = shards.layout.tp if shards.sharded else 1
+
+    def work_of(rank: int) -> Work:
+        share = shards.share(rank)
+        tokens, spans, supervised = len(share.tokens), _spans(share.segments), int(labels.ravel()[share.tokens].sum())
+        local, member = share.padded // split, sum(share.sp_lengths)
+        return (SequenceShard(tokens, share.padded, local, member, spans, supervised=supervised),)
+
+    return _distinct(shards.layout, [0] * shards.layout.dp, work_of)
 
 
 def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> ModuleShards:
     """The shards of an encoder in a call of `micro_batches`."""
-    layout, sizes = assumed.job.layouts[encoder], assumed.pieces(encoder, micro_batches)
-    if not sizes:
-        return ModuleShards((), np.full(layout.size, -1))
-    of_replicas = [tuple(sizes[i] for i in mine) for mine in assumed.assigned(encoder, micro_batches)]
-    kinds = {kind: number for number, kind in enumerate(sorted(set(of_replicas), key=len))}
-    found = [_of_replica(assumed.job, encoder, kind) for kind in kinds]
-    # Replicas with fewer calls make empty ones.
-    number, empty = max(map(len, found)), _of_replica(assumed.job, encoder, ())
-    calls = [[*of_kind, *empty * (number - len(of_kind))] for of_kind in found]
-    each = [[SequenceShard.in_parts(parts) for parts in zip(*of_kind, strict=True)] for of_kind in calls]
-    return _numbered(each, layout, np.array([kinds[kind] for kind in of_replicas]))
+    shards = assumed.encoder_shards(encoder, micro_batches)
+    if not shards.sizes:
+        return ModuleShards((), np.full(shards.layout.size, -1))
+    split = shards.layout.tp if shards.sharded else 1
 
+    def shard_of(share: EncoderShare) -> SequenceShard:
+        local, windows = share.embedded + share.padding, tuple((n, n) for n in share.windows)
+        tokens, spans = share.positions.shape[1], _spans(share.segments)
+        return SequenceShard(tokens, local * split, local, sum(share.sp_lengths), spans, windows)
 
-def _of_replica(job: JobSpec, encoder: str, sizes: tuple[Size, ...]) -> list[list[SequenceShard]]:
-    """Shards of the tp groups of a replica whose pieces have these sizes, for each call."""
-    shape, layout, sharded = job.shapes.encoders[encoder], job.layouts[encoder], job.sequence_parallel[encoder]
-    assigned, limit = (tuple(range(len(sizes))),), job.patch_limits.get(encoder)
-    shards = EncoderShards(shape, one_replica(layout), sharded, sizes, assigned, limit)
-    return [_of_part(part, layout.tp if sharded else 1) for part in shards.parts]
-
-
-def _of_part(shards: EncoderShards, split: int) -> list[SequenceShard]:
-    found = list[SequenceShard]()
-    for rank in range(0, shards.layout.size, shards.layout.tp):
-        share = shards.share(rank)
-        patches = share.positions.shape[1]
-        padded = padded_patches(patches, shards.shape.unit, split)
-        windows = tuple((n, n) for n in share.windows)
-        member = sum(share.sp_lengths)
-        found.append(SequenceShard(patches, padded, padded // split, member, _spans(share.segments), windows))
-    return found
+    sizes = [tuple(shards.sizes[piece] for piece in pieces) for pieces in shards.assigned]
+    return _distinct(shards.layout, sizes, lambda rank: tuple(map(shard_of, shards.shares(rank))))
 
 
 def _spans(segments: AttentionSegments) -> Spans:
     return tuple(zip(segments.queries, segments.keys, strict=True))
 
 
-def _numbered(kinds: list[list[SequenceShard]], layout: Layout, kind_of_replica: np.ndarray) -> ModuleShards:
-    """Number the distinct shards. `kinds`: the shards of one replica's tp groups, for each kind of replica."""
-    number: dict[SequenceShard, int] = {}
-    table = np.array([[number.setdefault(shard, len(number)) for shard in kind] for kind in kinds])
-    of_stage = np.repeat(table[kind_of_replica], layout.tp)  # tp, sp and cp vary fastest, then dp, then pp
-    return ModuleShards(tuple(number), np.tile(of_stage, layout.pp))
+def _distinct(layout: Layout, replicas: Sequence[Hashable], work_of: Callable[[int], Work]) -> ModuleShards:
+    """Compute the work of the ranks of one of each kind of `replicas`. `work_of`: returns a rank's."""
+    numbers, by_kind = dict[Work, int](), dict[Hashable, list[int]]()
+    for replica, kind in enumerate(replicas):
+        if kind not in by_kind:
+            ranks = layout.group_of(layout.rank_at(dp=replica), *axes_of("tokens"))
+            by_kind[kind] = [numbers.setdefault(work_of(rank), len(numbers)) for rank in ranks]
+    of_stage = np.repeat([by_kind[kind] for kind in replicas], layout.tp)  # tp, sp, cp vary fastest, then dp, then pp
+    return ModuleShards(tuple(numbers), np.tile(of_stage, layout.pp))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
 
 from megatron_hetero.data.dealing import PackShape, Pieces
-from megatron_hetero.data.partition import Balance, CallRuns, MicroBatchShare, StepPartitioner
+from megatron_hetero.data.partition import CallRuns, MicroBatchShare, StepPartitioner
 from megatron_hetero.data.token_shards import TokenShare
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
@@ -64,14 +64,14 @@ def _pack(samples: list[list[ImageSize]], rng: np.random.Generator, batch: str) 
         lengths.append(at - start)
     joined = np.concatenate(positions).astype(np.int64)
     grids = tuple(grid for grids in samples for grid in grids)
-    return PackShape(tuple(lengths), (Pieces(tuple(map(len, samples)), grids, joined.tobytes()),))
+    return PackShape(tuple(lengths), (Pieces(grids, joined.tobytes()),))
 
 
 def partitioner(
     layouts: Mapping[str, Layout],
     sharded: Sharded,
     rank: int,
-    balance: Balance = "replica",
+    balance: Literal["off", "replica"] = "replica",
     runs: CallRuns | None = None,
 ) -> StepPartitioner:
     """The partitioner of `rank` for rows of 24 bytes."""

@@ -37,7 +37,7 @@ ENCODERS = {"vision": SHAPE}
 def sample(text: int, units: int) -> PackMetadata:
     """A sample of so many tokens of text after the rows of a picture, if it has any."""
     sizes = (ImageSize(1, 2, 2 * units),) if units else ()
-    images = Pieces((len(sizes),), sizes, np.arange(units).tobytes())
+    images = Pieces(sizes, np.arange(units).tobytes())
     sources = tuple(PieceSource(0, k, 0) for k in range(len(sizes)))
     return PackMetadata(PackShape((units + text,), (images,)), (sources,), text // 2)
 

@@ -214,7 +214,7 @@ def test_micro_batches_of_one_shape_are_planned_once() -> None:
     layouts = {"vision": Layout.parse("sp:4,dp:2", 8), "text": Layout.parse("tp:2,dp:4", 8)}
     packs = random_packs("ragged", layouts["text"], 3)
     ours = partitioner(layouts, {"vision": True, "text": True}, 5)
-    copies = [PackShape(p.lengths, tuple(Pieces(i.counts, i.sizes, i.places) for i in p.pieces)) for p in packs]
+    copies = [PackShape(p.lengths, tuple(Pieces(i.sizes, i.places) for i in p.pieces)) for p in packs]
     first, again, other = (
         share_of(ours, packs),
         share_of(ours, copies, turn=1),

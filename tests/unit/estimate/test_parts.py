@@ -68,7 +68,7 @@ def test_sgd_keeps_master_weights_of_bfloat16_alone() -> None:
 )
 def test_traffic_is_that_of_each_ranks_plan(world: int, vision: str, text: str, more: str, make_plan: MakePlan) -> None:
     assumed = make_plan(world, vision, text, more).assumed
-    boundary = plan_boundary(*assumed.sides(Edge("vision", "text"))[0], 8)
+    boundary = plan_boundary(*assumed.sides(Edge("vision", "text"), 1)[0], 8)
     for name, traffic in traffic_of(boundary).items():
         for i, rank in enumerate(traffic.ranks.tolist()):
             direction = getattr(boundary.rank(rank), name)

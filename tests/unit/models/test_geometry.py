@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from megatron_hetero.data.encoder_shards import PieceSlice, ReplicaShards
+from megatron_hetero.data.encoder_shards import ReplicaShards
 from megatron_hetero.models.items.pictures import ImageSize, patch_positions, picture_order
 from megatron_hetero.models.items.types import ItemOrder
 
@@ -83,14 +84,31 @@ def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, l
     np.testing.assert_array_equal(np.concatenate(found, axis=1), positions.T.numpy())
 
 
-def plan(grids: list[ImageSize], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> ReplicaShards:
-    ids = list(range(first, first + len(grids)))
+def plan(grids: list[ImageSize], sp: int = 1, cp: int = 1, window: int = 4, **options) -> ReplicaShards:
     shape = Encoder(options.pop("merge", 2), window, options.pop("cost", COST))
-    return ReplicaShards(shape, dict(zip(ids, grids, strict=True)), sp, cp)
+    return ReplicaShards(shape, grids, sp, cp)
 
 
-def slices(shards: ReplicaShards) -> list[list[PieceSlice]]:
-    return [list(shards.slices(member)) for member in range(shards.sp * shards.cp)]
+class Slice(NamedTuple):
+    """The units [start, stop) of one image, in its own order."""
+
+    image: int
+    start: int
+    stop: int
+
+
+def slices(shards: ReplicaShards) -> list[list[Slice]]:
+    """What each shard has of the images."""
+    ends = np.cumsum([0, *shards.units]).tolist()
+    firsts = np.cumsum([0, *map(shards.shape.rows, shards.pieces)]).tolist()
+    return [
+        [
+            Slice(image, max(low - first, 0), min(high, last) - first)
+            for image, (first, last) in enumerate(pairwise(firsts))
+            if max(low, first) < min(high, last)
+        ]
+        for low, high in pairwise(ends)
+    ]
 
 
 def windows_of(shards: ReplicaShards) -> list[tuple[int, ...]]:
@@ -105,7 +123,7 @@ def lengths(shards: ReplicaShards) -> tuple[int, ...]:
 def flops(grids: list[ImageSize], shards: ReplicaShards) -> list[float]:
     """Work of each member by `COST`, patch by patch. Images are numbered from 0."""
     frame = [rows * columns for _, rows, columns in grids]
-    of_part = [[4 * (s.stop - s.start) * (COST[0] + COST[1] * frame[s.piece]) for s in part] for part in slices(shards)]
+    of_part = [[4 * (s.stop - s.start) * (COST[0] + COST[1] * frame[s.image]) for s in part] for part in slices(shards)]
     return [sum(parts) for parts in of_part]
 
 
@@ -122,17 +140,16 @@ def furthest_cut(shares: np.ndarray) -> float:
 @some
 @given(st.lists(grids(), max_size=5), degrees, degrees, st.integers(1, 4))
 def test_shards_partition_the_windows(images: list[ImageSize], sp: int, cp: int, window: int) -> None:
-    made = plan(images, sp, cp, window, first=10)
-    ids = list(range(10, 10 + len(images)))
-    geometries = {i: picture_order(grid, 2, window) for i, grid in zip(ids, images, strict=True)}
+    made = plan(images, sp, cp, window)
+    geometries = [picture_order(grid, 2, window) for grid in images]
     assert len(slices(made)) == len(windows_of(made)) == sp * cp
-    encoded = [(s.piece, u) for part in slices(made) for s in part for u in range(s.start, s.stop)]
-    assert encoded == [(i, u) for i in ids for u in range(len(geometries[i].units))]
-    assert [n for part in windows_of(made) for n in part] == [4 * n for g in geometries.values() for n in g.windows]
+    encoded = [(s.image, u) for part in slices(made) for s in part for u in range(s.start, s.stop)]
+    assert encoded == [(i, u) for i, order in enumerate(geometries) for u in range(len(order.units))]
+    assert [n for part in windows_of(made) for n in part] == [4 * n for g in geometries for n in g.windows]
     for part, windows in zip(slices(made), windows_of(made), strict=True):
         assert 4 * sum(s.stop - s.start for s in part) == sum(windows)
         for piece in part:
-            edges = {0, *np.cumsum(geometries[piece.piece].windows).tolist()}
+            edges = {0, *np.cumsum(geometries[piece.image].windows).tolist()}
             assert piece.start in edges and piece.stop in edges and piece.start < piece.stop
     if images:
         assert [0, *np.cumsum(made.sequences)] == get_vision_cu_seqlens(torch.tensor(images)).tolist()
@@ -192,10 +209,10 @@ def test_equal_windows_are_split_evenly() -> None:
         assert lengths(plan([ImageSize(1, 32, 32)], sp, cp)) == (128,) * 8
 
 
-def test_members_are_numbered_with_sp_fastest_and_parts_name_their_images() -> None:
+def test_members_are_numbered_with_sp_fastest() -> None:
     # Quadratic work only, of 64 x 64 for each small image and 64 x 256 for each window of the large one: halves are
     # the small images with one window, and three windows.
-    made = plan([ImageSize(1, 8, 8)] * 8 + [ImageSize(1, 16, 16)], sp=2, cp=2, first=7, cost=(0.0, 1.0))
+    made = plan([ImageSize(1, 8, 8)] * 8 + [ImageSize(1, 16, 16)], sp=2, cp=2, cost=(0.0, 1.0))
     parts = [[tuple(part) for part in member] for member in slices(made)]
-    small = [(image, 0, 16) for image in range(7, 15)]
-    assert parts == [small[:5], [*small[5:], (15, 0, 16)], [(15, 16, 48)], [(15, 48, 64)]]
+    small = [(image, 0, 16) for image in range(8)]
+    assert parts == [small[:5], [*small[5:], (8, 0, 16)], [(8, 16, 48)], [(8, 48, 64)]]

@@ -70,7 +70,7 @@ def test_padding_takes_some_position() -> None:
 
 
 def test_an_image_is_cut_between_any_units() -> None:
-    plan = ReplicaShards(SHAPE, {0: (1, 6, 2), 1: (1, 2, 4)}, sp=5, cp=1)
+    plan = ReplicaShards(SHAPE, [ImageSize(1, 6, 2), ImageSize(1, 2, 4)], sp=5, cp=1)
     assert plan.units.tolist() == [1] * 5 and plan.sequences == (12, 8)
 
 
