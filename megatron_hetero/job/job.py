@@ -13,6 +13,7 @@ import torch
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import unused, wrong
+from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config
 from megatron_hetero.job.module import DTYPES, ModuleJob
@@ -292,13 +293,12 @@ def _require_modules(config: Config, shapes: ModelShapes) -> None:
     """Check that the model has all modules with settings. Raises `UserError`."""
     for name, row in config.modules.items():
         if name not in shapes.modules:
-            given = next((f"-{f.name}" for f in fields(row) if getattr(row, f.name) != f.default), "")
+            default = ModuleConfig()
+            given = next((f"-{f.name}" for f in fields(row) if getattr(row, f.name) != getattr(default, f.name)), "")
+            where, expected = f"modules.{name} (--{name}{given})", f"one of {', '.join(shapes.modules)}"
             found = f"module `{name}`{did_you_mean(name, shapes.modules)}"
             because, fix = "the model has no other modules", "rename or remove it, or set hf_path of a further encoder"
-            expected = f"one of {', '.join(shapes.modules)}"
-            raise UserError.at(
-                f"modules.{name} (--{name}{given})", found=found, expected=expected, because=because, fix=fix
-            )
+            raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
 
 
 def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Frozen) -> None:

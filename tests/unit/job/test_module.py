@@ -32,6 +32,7 @@ def test_encoders_of_the_model_come_first() -> None:
     [
         ("--visoin-parallel sp:4", ["modules.visoin (--visoin-parallel)", "did you mean `vision`"]),
         ("--visoin-recompute full", ["modules.visoin (--visoin-recompute)", "did you mean `vision`"]),
+        ("--audio-lr 1e-4", ["modules.audio (--audio-lr)"]),
         ("--audio-zero 2", ["module `audio`", "one of vision, text", "hf_path"]),
         (f"--vision-hf_path {MODEL} --vision-token <|x|>", ["modules.vision.hf_path", "model.hf_path_vision"]),
         ("--model.freeze head", ["model.freeze", "vision, projector, text"]),
