@@ -293,6 +293,8 @@ def _is_uneven(experts: int, ranks: int) -> bool:
 
 def _heads(estimate: Estimate) -> Iterator[Problem]:
     layout, kv_heads = estimate.job.layouts[TEXT], estimate.job.shapes.text.architecture.kv_heads
+    if not kv_heads:  # No layer has any.
+        return
     held = lcm(kv_heads, layout.tp) // kv_heads
     on_rank = kv_heads * held // layout.tp
     copies = held * lcm(on_rank, layout.sp) // on_rank

@@ -19,7 +19,7 @@ from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.layers.recompute import Recompute
-from megatron_hetero.models.shapes import ModelShapes, assumed_sample
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import prefix_of
 
 # Megatron-Core, which these import, is not needed for a plan's layouts and schedule.
@@ -69,7 +69,7 @@ class ModuleJob:
         """Bind the record of a module. Raises `UserError` where a setting does not fit, or would have no effect."""
         role, settings, shape, prefix = shapes.role(name), config.row(name), shapes[name], prefix_of(name, shapes)
         per_rank = config.schedule.virtual_stages if role == TEXT else 1
-        costs, split = shape.layer_costs(assumed_sample(config.plan, shapes).tokens), settings.layers or None
+        costs, split = shape.layer_costs(config.data.max_seq_length), settings.layers or None
         module = cls(
             name=name,
             role=role,

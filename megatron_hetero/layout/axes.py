@@ -143,7 +143,8 @@ class Limit(NamedTuple):
             if self.size % prod(degrees[each] for each in over):
                 *others, last = [subject, *(f"{each}:{degrees[each]}" for each in over)]
                 found, expected = f"{', '.join(others)} and {last}", f"{'·'.join(over)} to divide {self.size}"
-                does = f"sequence-parallel {self.kind} exchanges tokens for"
+                split = "context" if axis == "cp" else "sequence"
+                does = f"{split}-parallel {self.kind} exchanges tokens for"
                 does = "each tensor-parallel rank computes" if axis == "tp" else does
                 return LayoutProblem(found, expected, f"{does} whole {self.parts}", axis)
         return None

@@ -98,7 +98,7 @@ class Architecture:
 
     @property
     def kv_heads(self) -> int:
-        """Greatest common divisor of the layers' key/value heads."""
+        """Greatest common divisor of the layers' key/value heads; 0 if no layer has any."""
         return math.gcd(*(layer.attention.kv_heads for layer in self.layers))
 
     @cached_property

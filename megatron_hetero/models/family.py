@@ -162,7 +162,7 @@ class Family:
             of_the_folder = ("architectures", "model_type", "transformers_version")
             text = {name: value for name, value in own.to_dict().items() if name not in of_the_folder}
             head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-            text["rope_parameters"] = dict(text["rope_parameters"]) | self.rope_settings(head_dim)
+            text["rope_parameters"] = self.rope_settings(head_dim) | dict(text["rope_parameters"])
         else:
             text = own.text_config.to_dict()
         return self.config_class(self.model_type)(

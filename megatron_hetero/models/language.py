@@ -52,6 +52,7 @@ class LanguageModelShape(TextShape):
     kv_heads: int
     head_dim: int
     ffn: int
+    """Width of an MLP; 0 if all layers have experts."""
     vocab: int
     tied: bool
     rope_theta: float
@@ -72,7 +73,7 @@ class LanguageModelShape(TextShape):
             heads=text.num_attention_heads,
             kv_heads=text.num_key_value_heads,
             head_dim=head_dim,
-            ffn=text.intermediate_size,
+            ffn=getattr(text, "intermediate_size", 0),
             vocab=text.vocab_size,
             tied=bool(config.tie_word_embeddings),
             rope_theta=float(rope["rope_theta"]),

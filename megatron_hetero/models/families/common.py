@@ -68,8 +68,10 @@ def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
     )
 
 
-def of_text(text: Any, size_of_heads: int, sections: Sequence[int]) -> tuple[Expectation, ...]:
-    """Expectations of any family's language model. `sections`: the default of `mrope_section`."""
+def of_text(
+    text: Any, rotary_width: int, sections: Sequence[int], kinds: Sequence[str] = ("full_attention",)
+) -> tuple[Expectation, ...]:
+    """Expectations of any family's language model. `sections`: the default of `mrope_section`. `kinds` of layers."""
     rope = text.rope_parameters or {}
     layer_types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
@@ -84,11 +86,11 @@ def of_text(text: Any, size_of_heads: int, sections: Sequence[int]) -> tuple[Exp
         ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
         ("text_config.rope_parameters with rope_theta", "rope_theta" in rope, True),
         ("text_config.sliding_window in use", bool(windows), False),
-        ("the kinds in text_config.layer_types", sorted(set(layer_types)), ["full_attention"]),
+        ("the kinds in text_config.layer_types", sorted({*layer_types, *kinds}), sorted(kinds)),
         ("the length of text_config.layer_types", len(layer_types), text.num_hidden_layers),
         ("text_config.num_attention_heads % num_key_value_heads",
          text.num_attention_heads % text.num_key_value_heads, 0),
-        ("2 * sum of mrope_section", 2 * sum(given), size_of_heads),
+        ("2 * sum of mrope_section", 2 * sum(given), rotary_width),
         ("text_config.pad_token_id below vocab_size", (text.pad_token_id or 0) < text.vocab_size, True),
     )  # fmt: skip
 

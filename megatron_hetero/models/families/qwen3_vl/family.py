@@ -21,7 +21,8 @@ from megatron_hetero.models.items.videos import ProcessorDefaults, Videos
 
 # Shapes import torch, which takes a second.
 if TYPE_CHECKING:
-    from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape
+    from megatron_hetero.models.families.qwen3_vl.shapes import VisionShape
+    from megatron_hetero.models.language import LanguageModelShape
 
 DEFAULT_SECTIONS = (24, 20, 20)
 """Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
@@ -51,7 +52,7 @@ class Qwen3VL(PictureFamily):
 
     def check_encoder(self, folder: Path, config: Any) -> None:
         vision = config.vision_config
-        layers, places = list(vision.deepstack_visual_indexes), vision.num_position_embeddings
+        layers, places = list(_deepstack(vision)), vision.num_position_embeddings
         require(folder, self.title, (
             ("vision_config.hidden_act", vision.hidden_act, "gelu_pytorch_tanh"),
             *of_vision(vision, config.text_config),
@@ -78,16 +79,21 @@ class Qwen3VL(PictureFamily):
         from megatron_hetero.models.families.qwen3_vl.shapes import VisionShape
 
         vision = config.vision_config
-        side, deepstack = math.isqrt(vision.num_position_embeddings), tuple(vision.deepstack_visual_indexes)
-        return VisionShape.of(vision, table_side=side, deepstack=deepstack)
+        side = math.isqrt(vision.num_position_embeddings)
+        return VisionShape.of(vision, table_side=side, deepstack=_deepstack(vision))
 
-    def text_shape(self, config: Any) -> TextShape:
+    def text_shape(self, config: Any) -> LanguageModelShape:
         from megatron_hetero.models.families.qwen3_vl.shapes import TextShape
 
         return TextShape.of(config, config.text_config.head_dim, DEFAULT_SECTIONS)
 
     def published_name(self, name: str, /) -> str:
         return nested_name(name)
+
+
+def _deepstack(vision: Any) -> tuple[int, ...]:
+    """Earlier layers with an output; families without such outputs lack the key."""
+    return tuple(getattr(vision, "deepstack_visual_indexes", ()))
 
 
 QWEN3_VL = Qwen3VL()
