@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -206,12 +205,6 @@ class TrainedModule:
     def whole_weight(self, name: str) -> Tensor:
         """A parameter, shaped as in `parameters`. Collective if data-parallel ranks share it."""
         return self.data_parallel.whole(name, self.data_parallel.weights(name))
-
-    def whole_gradient(self, name: str) -> Tensor:
-        """The accumulated gradient of a parameter, likewise; zero if it is frozen."""
-        if name not in self.trained:
-            return torch.zeros(self.parameters[name].shape)
-        return self.data_parallel.whole(name, self.data_parallel.accumulated(name)[0])
 
     def expect(self, stage: int) -> None:
         """Note that the next backward pass of that pipeline stage is its last in the step: sums of gradients may begin
