@@ -381,11 +381,6 @@ class Replicated(DataParallel):
 
     @property
     @override
-    def marked(self) -> Any:
-        return next(iter(self.memory), None)
-
-    @property
-    @override
     def summed(self) -> Sequence[Tensor]:
         return [bucket.summed for bucket in self.sums.buckets]
 

@@ -10,7 +10,7 @@ flat range, as with the distributed optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,8 +29,9 @@ from megatron_hetero.groups.fsdp import forget_order, fsdp_groups, fsdp_paramete
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.schedule.contract import Gathered
 from megatron_hetero.schedule.gathering import rows_of_share
+from megatron_hetero.schedule.program import StageId
 from megatron_hetero.step.buffers import units_of
-from megatron_hetero.step.module import DataParallel, Range
+from megatron_hetero.step.module import DataParallel, Range, TrainedModule
 
 Load = Callable[[str, Tensor], None]
 """Fills a parameter, by its name."""
@@ -96,16 +97,6 @@ class FullySharded(DataParallel):
 
     @property
     @override
-    def gathered(self) -> Sequence[ShardedStage]:
-        return self.stages
-
-    @property
-    @override
-    def marked(self) -> Any:
-        return next(iter(self.summed), None)
-
-    @property
-    @override
     def summed(self) -> Sequence[Tensor]:
         return [stage.gradients for stage in self.stages if len(stage.gradients)]
 
@@ -157,6 +148,16 @@ class FullySharded(DataParallel):
         gathered = mine.new_empty(len(mine) * group.size())
         dist.all_gather_into_tensor(gathered, mine, group=group)
         return gathered[: shape.numel()].view(shape)
+
+
+def gathered_stages(modules: Iterable[TrainedModule]) -> dict[StageId, list[ShardedStage]]:
+    """The sharded stages of the views of modules, by module and stage number."""
+    found = dict[StageId, list[ShardedStage]]()
+    for module in modules:
+        if isinstance(module.data_parallel, FullySharded):
+            for number, stage in zip(module.stages, module.data_parallel.stages, strict=True):
+                found.setdefault((module.name, number), []).append(stage)
+    return found
 
 
 def _range_of(shape: torch.Size, group: dist.ProcessGroup) -> Range:

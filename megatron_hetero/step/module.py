@@ -28,8 +28,6 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Held, WeightMap, held
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.communicators import ENDS
-from megatron_hetero.schedule.contract import GatheredStage
-from megatron_hetero.schedule.program import StageId
 
 Range = tuple[int, int]
 """Elements [start, stop)."""
@@ -62,19 +60,14 @@ class DataParallel(ABC):
         return 1 if self.sharded else self.group.size()
 
     @property
-    def gathered(self) -> Sequence[GatheredStage]:
-        """The stages whose weights are gathered when they run."""
-        return ()
-
-    @property
     def lives_on(self) -> bool:
         """Whether gradients are in the same memory in each step."""
         return True
 
     @property
-    @abstractmethod
     def marked(self) -> Any:
         """The tensor of gradients whose attributes say how far they are; None if there are none."""
+        return next(iter(self.summed), None)
 
     @property
     @abstractmethod
@@ -231,15 +224,6 @@ class TrainedModule:
     def own_held(self) -> Mapping[str, Held]:
         """The copies of each parameter of this rank in the group `holders`."""
         return self.held[self.holders.rank()]
-
-
-def gathered_stages(modules: Iterable[TrainedModule]) -> dict[StageId, list[GatheredStage]]:
-    """The gathered stages of the views of modules, by module and stage number."""
-    found = dict[StageId, list[GatheredStage]]()
-    for module in modules:
-        for number, stage in zip(module.stages, module.data_parallel.gathered, strict=False):
-            found.setdefault((module.name, number), []).append(stage)
-    return found
 
 
 class ModuleOptimizer(ABC):
