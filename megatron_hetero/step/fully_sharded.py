@@ -53,11 +53,10 @@ class Unit:
 @dataclass(frozen=True, eq=False)
 class ShardedStage:
     """The weights of a stage in one view, which are gathered when it runs. `units` are in the order in which they run;
-    in the main view the last is the `model` itself, with what is left of the stage. `gradients`: those of all units,
+    in the main view the last is the model itself, with what is left of the stage. `gradients`: those of all units,
     concatenated. `zero`: 2 or 3.
     """
 
-    model: nn.Module
     units: tuple[Unit, ...]
     gradients: Tensor
     zero: int
@@ -68,9 +67,7 @@ class ShardedStage:
             forget_order([unit.module for unit in self.units])
         for unit in self.units:
             unit.module.set_reshard_after_backward(not stays, recurse=False)
-            # The rest of a stage runs last, and first in the backward pass.
-            again = unit.read_again or unit.module is self.model
-            unit.module.set_reshard_after_forward(not (stays or again), recurse=False)
+            unit.module.set_reshard_after_forward(not (stays or unit.read_again), recurse=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +223,8 @@ def shard_stage(
     views = {parameter: view_of.get(name, 0) for parameter, name in names.items()}
     policy = MixedPrecisionPolicy(reduce_dtype=gradients, cast_forward_inputs=False)
     runs = list[list[_Part]]()
-    for part in (*units_of(model), Gathered(model)):
+    # The rest of a stage runs last, and first in the backward pass.
+    for part in (*units_of(model), Gathered(model, read_again=True)):
         found = list[_Part]()
         # FSDP2 requires that inner modules come first.
         for view, each in (*_of_further_views(part.module, views), (0, part)):
@@ -242,7 +240,7 @@ def shard_stage(
         sizes = [each.size for each in own]
         flat = torch.zeros(sum(sizes), dtype=gradients, device=device)
         units = [_unit(p.part, p.starts, of, adds_up=adds_up) for p, of in zip(own, flat.split(sizes), strict=True)]
-        stages.append(ShardedStage(model, tuple(units), flat, zero))
+        stages.append(ShardedStage(tuple(units), flat, zero))
     _order(model, [[each.part.module for each in run] for run in runs])
     return tuple(stages)
 
