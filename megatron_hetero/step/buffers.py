@@ -385,10 +385,6 @@ class Replicated(DataParallel):
         return [bucket.summed for bucket in self.sums.buckets]
 
     @override
-    def stored(self, name: str) -> Range:
-        return 0, self.parameters[name].numel()
-
-    @override
     def weights(self, name: str) -> Tensor:
         self.wait_for_weights()
         return self.parameters[name].detach().view(-1)

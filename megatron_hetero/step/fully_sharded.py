@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -103,12 +103,8 @@ class FullySharded(DataParallel):
 
     @override
     def weights(self, name: str) -> Tensor:
-        return self._weights[name]
-
-    @cached_property
-    def _weights(self) -> dict[str, Tensor]:
-        tensors: dict[str, Any] = dict(self.parameters)
-        return {name: parameter.detach().to_local().view(-1) for name, parameter in tensors.items()}
+        parameter: Any = self.parameters[name]
+        return parameter.detach().to_local().view(-1)
 
     @override
     def accumulated(self, name: str) -> tuple[Tensor, Range]:
@@ -125,10 +121,6 @@ class FullySharded(DataParallel):
         """Check the sums that backward passes have formed."""
         extremes = [end for gradients in self.summed for end in torch.aminmax(gradients)]
         return torch.stack(extremes).isfinite().all().double()
-
-    @override
-    def reduce(self) -> None:
-        """Do nothing: backward passes have reduced."""
 
     @override
     def share_weights(self) -> None:
