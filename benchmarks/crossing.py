@@ -112,12 +112,12 @@ class Ours:
         """See `System`."""
         sides = self._case.edge.ownerships(self._case.rows)
         self._plan = load_plan(plan_boundary(*sides, self._case.row_bytes).rank(self._case.rank), self._device)
-        _put(embedding, self._case.places, self._communicator.forward(self._plan, rows))
+        _put(embedding, self._case.places, self._communicator.start_forward(self._plan, rows).wait())
 
     def backward(self, gradient: Tensor) -> Tensor:
         """See `System`."""
         assert self._plan is not None
-        return self._communicator.backward(self._plan, _take(gradient, self._case.places))
+        return self._communicator.start_backward(self._plan, _take(gradient, self._case.places)).wait()
 
 
 # ---------------------------------------------------------------------------- communicators of Megatron-Core

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.measuring.gradients import whole_gradient
 from benchmarks.measuring.material import ModelSize, write_samples
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.groups.platform import Platform
@@ -73,7 +74,7 @@ def gradients(run: Run, step: int = 1) -> tuple[float, dict[str, Tensor]]:
     batch = run.loader.load(step, map)
     summary = run.trainer.gradients(batch)
     scale_gradients(run.trainer.optimizer.modules, 1.0 / batch.supervised)
-    return summary.loss_sum / batch.supervised, stored(run, TrainedModule.whole_gradient)
+    return summary.loss_sum / batch.supervised, stored(run, whole_gradient)
 
 
 def stored(run: Run, value: Value = TrainedModule.whole_weight) -> dict[str, Tensor]:

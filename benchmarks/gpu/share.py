@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu import cases, groups, trace
 from benchmarks.gpu.record import Record
+from benchmarks.measuring.actions import parsed
 from benchmarks.measuring.material import write_samples
 from benchmarks.measuring.trial import assumed_step, drawn_trainer
 from megatron_hetero.config.schema import Config, load_config
@@ -27,7 +28,6 @@ from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch
-from megatron_hetero.schedule.actions import Action
 from megatron_hetero.train.measures import peak_flops, step_flops
 from megatron_hetero.train.trainer import Trainer
 
@@ -133,7 +133,7 @@ class _Phases(Stopwatch):
 
 
 def _phase(name: str, label: str) -> str:
-    action = Action.parse(label) if label else None
+    action = parsed(label) if label else None
     if action is None or action.op != "run":
         return name
     return f"{name} {'backward' if action.kind == 'B' else 'forward'}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.measuring.actions import parsed
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.schedule.actions import Action, irecv, run, send, start
@@ -41,7 +42,7 @@ class ActionWatch(Stopwatch):
         self.spans.append((label, start, time.perf_counter()))
 
     def _followed(self, label: str) -> contextlib.AbstractContextManager[Any]:
-        action = Action.parse(label)
+        action = parsed(label)
         encodes = action.op == "run" and action.kind != "B" and action.module in self._encoders
         return self.live if self.live is not None and encodes else contextlib.nullcontext()
 
@@ -103,7 +104,7 @@ def on_one_clock(by_rank: Sequence[Sequence[tuple[str, float, float]]]) -> dict[
     """What all ranks' `ActionWatch.spans` say, from the first start on."""
     origin = min(start for spans in by_rank for _, start, _ in spans)
     return {
-        rank: [Span(Action.parse(text), begin - origin, end - origin) for text, begin, end in spans]
+        rank: [Span(parsed(text), begin - origin, end - origin) for text, begin, end in spans]
         for rank, spans in enumerate(by_rank)
     }
 

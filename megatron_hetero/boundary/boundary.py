@@ -392,7 +392,7 @@ class Boundary:
             where, problem = f"boundary {self.edge}", "rows that require gradients cross outside of a `micro_batch`"
             because = "a rank without a loss, or whose loss uses no row, would leave the others waiting"
             raise UserError.at(where, problem=problem, because=because, fix="enter `micro_batch(boundary)`")
-        return self.communicator.forward(plan, widened(rows, self.communicator.dtype))
+        return self.communicator.start_forward(plan, widened(rows, self.communicator.dtype)).wait()
 
     def _doing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Watch what waits for the other ranks of the boundary."""

@@ -100,36 +100,23 @@ class BoundaryCommunicator:
         """Return the input of a rank without rows: [0, width]."""
         return torch.empty(0, self.width, dtype=self.dtype, device=self.device)
 
-    def forward(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
-        """Turn this rank's source rows, [held, width], into the rows it needs, [needed, width]. Not differentiable;
-        see `Boundary`.
+    def start_forward(self, plan: LoadedPlan, rows: Tensor) -> Crossing:
+        """Start to turn this rank's source rows, [held, width], into the rows it needs. Not differentiable; see
+        `Boundary`. `rows` must not change before the crossing has been waited for.
 
         Raises:
             UserError: rows do not fit the plan, or plans differ; on every rank with `check`.
         """
-        return self.start_forward(plan, rows).wait()
-
-    def backward(self, plan: LoadedPlan, grads: Tensor, *, problem: str | None = None) -> Tensor:
-        """Turn gradients of needed rows, [needed, width], into those of held rows, [held, width]: the adjoint of
-        `forward`.
-
-        `problem`: an error of the caller on this rank.
-
-        Raises:
-            UserError: see `forward`; also if the plan has no backward direction, or for a `problem`.
-        """
-        return self._start("backward", plan, grads, problem).wait()
-
-    def start_forward(self, plan: LoadedPlan, rows: Tensor) -> Crossing:
-        """Start `forward`; raises what it raises. `rows` must not change before the crossing has been waited for."""
         return self._start("forward", plan, rows)
 
-    def start_backward(self, plan: LoadedPlan, grads: Tensor) -> Crossing:
-        """Start `backward`; raises what it raises. `grads` must not change before the crossing has been waited for.
+    def start_backward(self, plan: LoadedPlan, grads: Tensor, *, problem: str | None = None) -> Crossing:
+        """Start to turn gradients of needed rows, [needed, width], into those of held rows: the adjoint. If they are
+        partial and the two sides share no rank, this waits for the other ranks of this side.
 
-        If `grads` are partial and the two sides share no rank, this waits for the other ranks of this side.
+        Raises:
+            UserError: as above; also if the plan has no backward direction, or for a `problem` of the caller.
         """
-        return self._start("backward", plan, grads)
+        return self._start("backward", plan, grads, problem)
 
     @torch.no_grad()
     def _start(self, name: str, plan: LoadedPlan, rows: Tensor, problem: str | None = None) -> Crossing:

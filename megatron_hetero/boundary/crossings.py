@@ -90,7 +90,7 @@ class _Crossing:
             problem = problem or (_NOT_ACCUMULATED if self.computed else None)
         grad, self.grad = self.grad, None  # The rows that arrived keep this object alive.
         with self.doing("the return of gradients"):
-            return self.communicator.backward(self.plan, grad, problem=problem)
+            return self.communicator.start_backward(self.plan, grad, problem=problem).wait()
 
 
 class _Arrival(torch.autograd.Function):
@@ -128,7 +128,7 @@ class MicroBatchCrossings:
     ) -> Tensor:
         """Cross, see `Boundary.__call__`. `doing` watches what waits for other ranks when the gradients return."""
         returns = returns_gradients(communicator, plan, rows)
-        arrived = communicator.forward(plan, widened(rows, communicator.dtype))
+        arrived = communicator.start_forward(plan, widened(rows, communicator.dtype)).wait()
         if not returns:
             return arrived
         self.crossings.append(_Crossing(edge, communicator, plan, rows, doing))

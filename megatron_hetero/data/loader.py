@@ -330,7 +330,7 @@ class StepLoader:
         own = [torch.from_numpy(patches).view(-1, width) for patches in decoded]
         units = own[0] if len(own) == 1 else torch.cat([torch.zeros(0, width), *own])
         if direction.exchanges:
-            units = self._communicators[encoder].forward(load_plan(exchange, CPU), units)
+            units = self._communicators[encoder].start_forward(load_plan(exchange, CPU), units).wait()
         elif not is_identity(direction):
             kept = units[torch.from_numpy(direction.local_from)]
             units = kept.new_zeros(direction.needed, width).index_copy_(0, torch.from_numpy(direction.local_to), kept)

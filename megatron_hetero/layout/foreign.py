@@ -30,20 +30,6 @@ _Dims = tuple[Sequence[str], Sequence[int], Sequence[int]]
 """Names and sizes of dimensions, the last fastest, and the ranks along them."""
 
 
-def of_mesh(mesh: Any, axes: Mapping[str, str], experts: Any = None) -> Arranged:
-    """Degrees and ranks of a `DeviceMesh`, and of another one for `experts`. Raises `UserError` if one has no names,
-    other names, or is a slice.
-    """
-    return _of_pair(FROM_MESH, _mesh_dims, mesh, experts, axes)
-
-
-def of_hyper_grid(grid: Any, axes: Mapping[str, str], experts: Any = None) -> Arranged:
-    """Degrees and ranks of a `HyperCommGrid`, and of another one for `experts`. Raises `UserError` if one has other
-    names.
-    """
-    return _of_pair("Layout.from_grid", _grid_dims, grid, experts, axes)
-
-
 def of_mpu(state: Any, dist: Any) -> Arranged:
     """Degrees and ranks of `megatron.core.parallel_state`, from the groups of this rank. `dist`: `torch.distributed`.
     Raises `UserError`.
@@ -86,7 +72,8 @@ def _strided(where: str, groups: Mapping[str, Any], dist: Any) -> dict[str, int]
     return degrees
 
 
-def _mesh_dims(mesh: Any) -> _Dims:
+def mesh_dims(mesh: Any) -> _Dims:
+    """Dimensions of a `DeviceMesh`. Raises `UserError` if it has no names, or is a slice."""
     names, ranks, root = mesh.mesh_dim_names, mesh.mesh, getattr(mesh, "_root_mesh", None)
     if names is None:
         fix = "give it `mesh_dim_names`"
@@ -97,12 +84,13 @@ def _mesh_dims(mesh: Any) -> _Dims:
     return names, list(ranks.shape), ranks.flatten().tolist()
 
 
-def _grid_dims(grid: Any) -> _Dims:
+def grid_dims(grid: Any) -> _Dims:
+    """Dimensions of a `HyperCommGrid`."""
     first, sizes = int(grid.rank_offset), [int(size) for size in grid.shape]
     return list(grid.dim_names)[::-1], sizes[::-1], range(first, first + prod(sizes))
 
 
-def _of_pair(what: str, dims_of: Callable[[Any], _Dims], main: Any, experts: Any, axes: Mapping[str, str]) -> Arranged:
+def of_pair(what: str, dims_of: Callable[[Any], _Dims], main: Any, experts: Any, axes: Mapping[str, str]) -> Arranged:
     """Degrees and ranks of a mesh or grid, and of another one for `experts`. Raises `UserError`."""
     degrees, ranks = _arranged(what, MAIN, dims_of(main), axes)
     if experts is None:

@@ -36,7 +36,7 @@ from megatron_hetero.layout.axes import (
     divisors,
     problem_of,
 )
-from megatron_hetero.layout.foreign import of_hyper_grid, of_mesh, of_mpu
+from megatron_hetero.layout.foreign import FROM_MESH, grid_dims, mesh_dims, of_mpu, of_pair
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean, format_ranks, read, unknown_axis
 
 __all__ = ["AXES", "Coordinate", "Layout", "ModuleShape"]
@@ -240,14 +240,14 @@ class Layout:
         Raises:
             UserError: a dimension is no axis, or a layout cannot express the order of the ranks.
         """
-        return cls.of(*of_mesh(mesh, axes or {}, experts))
+        return cls.of(*of_pair(FROM_MESH, mesh_dims, mesh, experts, axes or {}))
 
     @classmethod
     def from_grid(cls, grid: Any, *, axes: Mapping[str, str] | None = None, experts: Any = None) -> Layout:
         """The layout of a `HyperCommGrid` of Megatron-Core, and another one for `experts`. `axes` and `UserError` as
         for `from_mesh`.
         """
-        return cls.of(*of_hyper_grid(grid, axes or {}, experts))
+        return cls.of(*of_pair("Layout.from_grid", grid_dims, grid, experts, axes or {}))
 
     @classmethod
     def from_mpu(cls) -> Layout:

@@ -1,4 +1,4 @@
-"""The actions of a rank in a step: small frozen values with a short text, ``Action.parse(str(action)) == action``.
+"""The actions of a rank in a step: small frozen values with a short text.
 
 This comment is the specification. A model is a graph of modules: encoders, each with one or more edges to the one text
 module: rows leave a stage of the encoder and enter a stage of the text module.
@@ -70,19 +70,16 @@ line (``-`` is no action; each is below the actions of other ranks that it waits
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from megatron_hetero.layout.graph import Edge
 
 Op = Literal["run", "send", "irecv", "wait", "start", "finish"]
 WorkKind = Literal["F", "R", "B"]
-NAME = r"[A-Za-z_][\w-]*"
-"""A module's name, as a regular expression."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One action of one rank, of one micro-batch. See the module docstring.
 
@@ -115,9 +112,6 @@ class Action:
                 ends = ends if self.kind == "F" else ends[::-1]
                 return f"{'>'.join(ends)}.{work}{'!' if self.op == 'finish' else ''}"
 
-    def __repr__(self) -> str:
-        return f"Action.parse({str(self)!r})"
-
     @property
     def edge(self) -> Edge:
         """The edge of a `start` or `finish`."""
@@ -146,38 +140,6 @@ class Action:
         """The `irecv` of a `wait`, or the `start` of a `finish`."""
         op: Op = "irecv" if self.op == "wait" else "start"
         return Action(op, self.kind, self.module, self.micro_batch, self.stage, self.peer)
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Read the text of an action. Raises `ValueError`."""
-        if found := _RUN.fullmatch(text):
-            module, stage, kind, batch = found.groups()
-            return run(cast(WorkKind, kind), module, int(stage), int(batch))
-        if found := _TRANSFER.fullmatch(text):
-            module, stage, arrow, peer, kind, batch = found.groups()
-            op = _TRANSFER_OPS[arrow + text[len(text.rstrip("!")) :]]
-            return cls(op, cast(WorkKind, kind), module, int(batch), int(stage), int(peer))
-        if (found := _CROSSING.fullmatch(text)) and (found[2] is None) == (found[4] is None):
-            left, left_stage, right, right_stage, kind, batch, finishes = found.groups()
-            edge = _edge_between((left, left_stage), (right, right_stage), kind)
-            return (finish if finishes else start)(cast(WorkKind, kind), edge, int(batch))
-        raise ValueError(
-            f"found {text!r}, expected an action such as 'text.1.F3', 'text.1>2.F3', 'text.2<1.F3', 'text.2<1.F3!', "
-            "'vision>text.F3', 'vision.0>text.1.F3' or 'vision>text.F3!'"
-        )
-
-
-_RUN = re.compile(rf"({NAME})\.(\d+)\.([FRB])(\d+)")
-_TRANSFER = re.compile(rf"({NAME})\.(\d+)(>(?=[^!]*$)|<)(\d+)\.([FRB])(\d+)!?")
-_TRANSFER_OPS: dict[str, Op] = {">": "send", "<": "irecv", "<!": "wait"}
-_END = rf"({NAME})(?:\.(\d+))?"
-_CROSSING = re.compile(rf"{_END}>{_END}\.([FB])(\d+)(!?)")
-
-
-def _edge_between(left: tuple[str, str | None], right: tuple[str, str | None], kind: str) -> Edge:
-    """Return the edge of a crossing that is written from left to right; each end is a module and maybe a stage."""
-    source, target = (left, right) if kind == "F" else (right, left)
-    return Edge(source[0], target[0], *(None if end[1] is None else int(end[1]) for end in (source, target)))
 
 
 def run(kind: WorkKind, module: str, stage: int, micro_batch: int) -> Action:

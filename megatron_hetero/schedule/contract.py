@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -47,19 +47,6 @@ class Gathered:
     module: Any
     read_again: bool = False
     in_backward: bool = True
-
-
-class GatheredStage(Protocol):
-    """A stage whose weights several ranks share, and gather when they run it."""
-
-    @property
-    def zero(self) -> int:
-        """ZeRO stage: 2 or 3."""
-        ...
-
-    def before_run(self, stays: bool) -> None:
-        """Notify, before each run of the stage, whether the weights that it gathers stay for the next run."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

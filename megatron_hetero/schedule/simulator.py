@@ -1,4 +1,4 @@
-"""Simulates the times of a schedule's actions from the durations of work and transfers: bubbles, peak activations."""
+"""Simulates the times of a schedule's actions from the durations of work and transfers, and bubbles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.schedule.actions import Action, send
-from megatron_hetero.schedule.check import check_schedule, live_activations
+from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 
 DurationKey = tuple[str, str, int]
@@ -53,12 +53,6 @@ class Simulation:
         """Mean of `bubble` over all ranks."""
         weighted = [(len(role.ranks), self.bubble(role.ranks[0])) for role in self.schedule.roles]
         return sum(n * bubble for n, bubble in weighted) / sum(n for n, _ in weighted)
-
-    def peak_activations(self, rank: int) -> dict[str, int]:
-        """Return the most micro-batches (with virtual stages: stages) whose activations live at once, by module."""
-        role = self.schedule.roles[self.schedule.role_index[rank]]
-        names = dict.fromkeys(name for name, _ in role.held_stages)
-        return {name: max(live_activations(self.schedule, role, name), default=0) for name in names}
 
 
 def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.0) -> Simulation:

@@ -381,17 +381,8 @@ class Replicated(DataParallel):
 
     @property
     @override
-    def marked(self) -> Any:
-        return next(iter(self.memory), None)
-
-    @property
-    @override
     def summed(self) -> Sequence[Tensor]:
         return [bucket.summed for bucket in self.sums.buckets]
-
-    @override
-    def stored(self, name: str) -> Range:
-        return 0, self.parameters[name].numel()
 
     @override
     def weights(self, name: str) -> Tensor:

@@ -10,10 +10,10 @@ flat range, as with the distributed optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -29,8 +29,9 @@ from megatron_hetero.groups.fsdp import forget_order, fsdp_groups, fsdp_paramete
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.schedule.contract import Gathered
 from megatron_hetero.schedule.gathering import rows_of_share
+from megatron_hetero.schedule.program import StageId
 from megatron_hetero.step.buffers import units_of
-from megatron_hetero.step.module import DataParallel, Range
+from megatron_hetero.step.module import DataParallel, Range, TrainedModule
 
 Load = Callable[[str, Tensor], None]
 """Fills a parameter, by its name."""
@@ -52,11 +53,10 @@ class Unit:
 @dataclass(frozen=True, eq=False)
 class ShardedStage:
     """The weights of a stage in one view, which are gathered when it runs. `units` are in the order in which they run;
-    in the main view the last is the `model` itself, with what is left of the stage. `gradients`: those of all units,
+    in the main view the last is the model itself, with what is left of the stage. `gradients`: those of all units,
     concatenated. `zero`: 2 or 3.
     """
 
-    model: nn.Module
     units: tuple[Unit, ...]
     gradients: Tensor
     zero: int
@@ -67,9 +67,7 @@ class ShardedStage:
             forget_order([unit.module for unit in self.units])
         for unit in self.units:
             unit.module.set_reshard_after_backward(not stays, recurse=False)
-            # The rest of a stage runs last, and first in the backward pass.
-            again = unit.read_again or unit.module is self.model
-            unit.module.set_reshard_after_forward(not (stays or again), recurse=False)
+            unit.module.set_reshard_after_forward(not (stays or unit.read_again), recurse=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,16 +94,6 @@ class FullySharded(DataParallel):
 
     @property
     @override
-    def gathered(self) -> Sequence[ShardedStage]:
-        return self.stages
-
-    @property
-    @override
-    def marked(self) -> Any:
-        return next(iter(self.summed), None)
-
-    @property
-    @override
     def summed(self) -> Sequence[Tensor]:
         return [stage.gradients for stage in self.stages if len(stage.gradients)]
 
@@ -115,12 +103,8 @@ class FullySharded(DataParallel):
 
     @override
     def weights(self, name: str) -> Tensor:
-        return self._weights[name]
-
-    @cached_property
-    def _weights(self) -> dict[str, Tensor]:
-        tensors: dict[str, Any] = dict(self.parameters)
-        return {name: parameter.detach().to_local().view(-1) for name, parameter in tensors.items()}
+        parameter: Any = self.parameters[name]
+        return parameter.detach().to_local().view(-1)
 
     @override
     def accumulated(self, name: str) -> tuple[Tensor, Range]:
@@ -139,10 +123,6 @@ class FullySharded(DataParallel):
         return torch.stack(extremes).isfinite().all().double()
 
     @override
-    def reduce(self) -> None:
-        """Do nothing: backward passes have reduced."""
-
-    @override
     def share_weights(self) -> None:
         """Drop weights that are still gathered."""
         for stage in self.stages:
@@ -157,6 +137,16 @@ class FullySharded(DataParallel):
         gathered = mine.new_empty(len(mine) * group.size())
         dist.all_gather_into_tensor(gathered, mine, group=group)
         return gathered[: shape.numel()].view(shape)
+
+
+def gathered_stages(modules: Iterable[TrainedModule]) -> dict[StageId, list[ShardedStage]]:
+    """The sharded stages of the views of modules, by module and stage number."""
+    found = dict[StageId, list[ShardedStage]]()
+    for module in modules:
+        if isinstance(module.data_parallel, FullySharded):
+            for number, stage in zip(module.stages, module.data_parallel.stages, strict=True):
+                found.setdefault((module.name, number), []).append(stage)
+    return found
 
 
 def _range_of(shape: torch.Size, group: dist.ProcessGroup) -> Range:
@@ -225,7 +215,8 @@ def shard_stage(
     views = {parameter: view_of.get(name, 0) for parameter, name in names.items()}
     policy = MixedPrecisionPolicy(reduce_dtype=gradients, cast_forward_inputs=False)
     runs = list[list[_Part]]()
-    for part in (*units_of(model), Gathered(model)):
+    # The rest of a stage runs last, and first in the backward pass.
+    for part in (*units_of(model), Gathered(model, read_again=True)):
         found = list[_Part]()
         # FSDP2 requires that inner modules come first.
         for view, each in (*_of_further_views(part.module, views), (0, part)):
@@ -241,7 +232,7 @@ def shard_stage(
         sizes = [each.size for each in own]
         flat = torch.zeros(sum(sizes), dtype=gradients, device=device)
         units = [_unit(p.part, p.starts, of, adds_up=adds_up) for p, of in zip(own, flat.split(sizes), strict=True)]
-        stages.append(ShardedStage(model, tuple(units), flat, zero))
+        stages.append(ShardedStage(tuple(units), flat, zero))
     _order(model, [[each.part.module for each in run] for run in runs])
     return tuple(stages)
 

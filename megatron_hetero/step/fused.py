@@ -212,7 +212,7 @@ def tensors_of(
     weights, gradients = state.master.weights.read(start, stop), state.gradients.read(start, stop)
     beside = state.master.beside
     stored = [] if beside is None else [beside[start:stop]]
-    stored += [moment.tensors[0][start:stop] for moment in state.moments.values()]
+    stored += [moment.values[start:stop] for moment in state.moments.values() if moment.values is not None]
     found = [tensor.to(weights.device, non_blocking=True) for tensor in stored]
     moments = [_bits(tensor) for tensor in (found if beside is None else found[1:])]
     yield (

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -29,8 +28,6 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Held, WeightMap, held
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.communicators import ENDS
-from megatron_hetero.schedule.contract import GatheredStage
-from megatron_hetero.schedule.program import StageId
 
 Range = tuple[int, int]
 """Elements [start, stop)."""
@@ -63,28 +60,23 @@ class DataParallel(ABC):
         return 1 if self.sharded else self.group.size()
 
     @property
-    def gathered(self) -> Sequence[GatheredStage]:
-        """The stages whose weights are gathered when they run."""
-        return ()
-
-    @property
     def lives_on(self) -> bool:
         """Whether gradients are in the same memory in each step."""
         return True
 
     @property
-    @abstractmethod
     def marked(self) -> Any:
         """The tensor of gradients whose attributes say how far they are; None if there are none."""
+        return next(iter(self.summed), None)
 
     @property
     @abstractmethod
     def summed(self) -> Sequence[Tensor]:
         """Gradients of this rank that are sums over the group, once they are reduced."""
 
-    @abstractmethod
     def stored(self, name: str) -> Range:
         """The elements of a parameter that this rank stores from step to step."""
+        return 0, self.parameters[name].numel()
 
     @abstractmethod
     def weights(self, name: str) -> Tensor:
@@ -112,8 +104,7 @@ class DataParallel(ABC):
         Returns whether this rank's gradients were finite before, fp64 scalar.
         """
 
-    @abstractmethod
-    def reduce(self) -> None:
+    def reduce(self) -> None:  # noqa: B027
         """Make the sums visible to what is computed next."""
 
     def share_weights(self) -> None:  # noqa: B027
@@ -207,12 +198,6 @@ class TrainedModule:
         """A parameter, shaped as in `parameters`. Collective if data-parallel ranks share it."""
         return self.data_parallel.whole(name, self.data_parallel.weights(name))
 
-    def whole_gradient(self, name: str) -> Tensor:
-        """The accumulated gradient of a parameter, likewise; zero if it is frozen."""
-        if name not in self.trained:
-            return torch.zeros(self.parameters[name].shape)
-        return self.data_parallel.whole(name, self.data_parallel.accumulated(name)[0])
-
     def expect(self, stage: int) -> None:
         """Note that the next backward pass of that pipeline stage is its last in the step: sums of gradients may begin
         within it, except of parameters that other stages of this rank have, too.
@@ -238,15 +223,6 @@ class TrainedModule:
     def own_held(self) -> Mapping[str, Held]:
         """The copies of each parameter of this rank in the group `holders`."""
         return self.held[self.holders.rank()]
-
-
-def gathered_stages(modules: Iterable[TrainedModule]) -> dict[StageId, list[GatheredStage]]:
-    """The gathered stages of the views of modules, by module and stage number."""
-    found = dict[StageId, list[GatheredStage]]()
-    for module in modules:
-        for number, stage in zip(module.stages, module.data_parallel.gathered, strict=False):
-            found.setdefault((module.name, number), []).append(stage)
-    return found
 
 
 class ModuleOptimizer(ABC):

@@ -144,35 +144,27 @@ class FlatTensors:
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """Fp32 numbers in a `tensor`, fp32 or bfloat16, that are computed with on `device`."""
+    """Fp32 numbers that are computed with on `device`, in one tensor of fp32 or bfloat16, their `values`: None in
+    formats that have no tensor whose elements are the numbers.
+    """
 
-    tensor: Tensor
+    values: Tensor
     device: torch.device
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors with the numbers, other than the weights."""
-        return (self.tensor,)
-
-    @property
-    def values(self) -> Tensor | None:
-        """The tensor whose elements are the numbers, None if there is no single one."""
-        return self.tensor
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return numbers [start, stop), fp32 on the device: a view if they are stored so, in one tensor."""
-        return self.tensor[start:stop].to(self.device, non_blocking=True).float()
+        return self.values[start:stop].to(self.device, non_blocking=True).float()
 
     def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:
         """Store `values`, fp32, from `start` on. Rounding is stochastic with `noise`, and to the nearest without."""
-        target = self.tensor[start : start + len(values)]
+        target = self.values[start : start + len(values)]
         if noise is not None and target.dtype == torch.bfloat16:
             values = upper_half(rounded_stochastically(values, noise))
         _copy_unless_same(target, values)
 
     def part(self, start: int, stop: int) -> Plain:
         """Numbers [start, stop), as views."""
-        return Plain(self.tensor[start:stop], self.device)
+        return Plain(self.values[start:stop], self.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,10 +176,6 @@ class Master:
 
     weights: FlatTensors
     beside: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:  # noqa: D102
-        return () if self.beside is None else (self.beside,)
 
     @property
     def values(self) -> Tensor | None:  # noqa: D102
@@ -246,10 +234,6 @@ class Blocks8:
     sizes: tuple[int, ...]
 
     values = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:  # noqa: D102
-        return self.codes, self.scales
 
     def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
         skipped, lengths, (first, last) = self._cut(start, stop)

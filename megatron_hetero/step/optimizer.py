@@ -242,7 +242,7 @@ class ShardOptimizer(ModuleOptimizer):
 
     def _is_plain(self, state: OptimizerState) -> bool:
         """Whether all numbers are stored in the format, and where, they are computed with."""
-        of_moments = {tensor.dtype for moment in state.moments.values() for tensor in moment.tensors}
+        of_moments = {None if moment.values is None else moment.values.dtype for moment in state.moments.values()}
         dtypes = {state.gradients.dtype, state.master.dtype} | of_moments
         return dtypes == {torch.float32} and not self.algorithm.offload
 

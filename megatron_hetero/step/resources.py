@@ -33,8 +33,9 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.schedule.actions import WorkKind
-from megatron_hetero.schedule.contract import LOSS, DeviceMicroBatch, GatheredStage, InParts, ModuleOnRank
+from megatron_hetero.schedule.contract import LOSS, DeviceMicroBatch, InParts, ModuleOnRank
 from megatron_hetero.schedule.program import StageId
+from megatron_hetero.step.fully_sharded import ShardedStage
 from megatron_hetero.step.joint import JointOptimizer
 
 _POLL_S = 0.005
@@ -54,7 +55,7 @@ class RankResources:
     graph: Graph
     modules: Mapping[str, ModuleOnRank]
     communicators: Mapping[Edge, BoundaryCommunicator]
-    gathered: Mapping[StageId, Sequence[GatheredStage]]
+    gathered: Mapping[StageId, Sequence[ShardedStage]]
     optimizer: JointOptimizer | None
     watch: Stopwatch
     watchdog: Watchdog

@@ -25,8 +25,8 @@ from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleO
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.execution import StepExecution
+from megatron_hetero.step.fully_sharded import gathered_stages
 from megatron_hetero.step.joint import JointOptimizer
-from megatron_hetero.step.module import gathered_stages
 from megatron_hetero.step.resources import RankResources, RunChecks
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.measuring.actions import parsed
 from benchmarks.measuring.trial import FAKE, assumed_step, drawn_trainer
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import KINDS, Estimate
@@ -39,7 +40,7 @@ class _Phases(Stopwatch):
 
     @contextlib.contextmanager
     def part(self, name: str, label: str = "") -> Iterator[None]:
-        with self.gpu.during(_phase(Action.parse(label))), super().part(name, label):
+        with self.gpu.during(_phase(parsed(label))), super().part(name, label):
             yield
 
     @contextlib.contextmanager

@@ -303,7 +303,8 @@ def _optimizer_bytes(optimizer: Any, *, on_host: bool) -> int:
     states = [s for shard in optimizer.shards.values() for s in (shard.master, *shard.moments.values())]
     kept = optimizer.module.data_parallel.weights
     weights = {kept(name).untyped_storage().data_ptr() for name in optimizer.module.parameters}
-    tensors = [t for stored in states for t in stored.tensors if t.untyped_storage().data_ptr() not in weights]
+    tensors = [t for stored in states for t in vars(stored).values() if isinstance(t, Tensor)]
+    tensors = [t for t in tensors if t.untyped_storage().data_ptr() not in weights]
     return _bytes(tensors) if optimizer.algorithm.offload == on_host else 0
 
 

@@ -9,13 +9,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.measuring.gradients import whole_gradient
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.gradients import scale_gradients
-from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.train.run import Run
 from megatron_hetero.train.trainer import Trainer
 from pretrain_vlm import build_run
@@ -48,7 +48,7 @@ def gradients(flags: list[str]) -> dict[str, Any]:
     return {
         "loss": summary.loss_sum / batch.supervised,
         "norm": summary.norm / batch.supervised,
-        "gradients": stored(run, TrainedModule.whole_gradient),
+        "gradients": stored(run, whole_gradient),
     }
 
 

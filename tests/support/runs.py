@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.measuring.gradients import whole_gradient
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.models.weights import stored_shapes
@@ -50,7 +51,7 @@ def stored(run: Run, value: Value = fp32_weight) -> Arrays:
 
 def gradient(run: Run) -> Arrays:
     """The gradients in the buffers, zero where a parameter is frozen."""
-    return stored(run, TrainedModule.whole_gradient)
+    return stored(run, whole_gradient)
 
 
 def step(flags: list[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.measuring.gradients import whole_gradient
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.data.encoder_shards import EncoderShards
@@ -125,7 +126,7 @@ class Trainee:
 
     def gradients(self) -> Arrays:
         """The gradients in the buffers, zero where a parameter is frozen."""
-        return self.stored(TrainedModule.whole_gradient)
+        return self.stored(whole_gradient)
 
     def reduce(self, loss: Tensor, counts: bool) -> dict[str, Any]:
         """The one rule for gradients."""

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.measuring.actions import parsed
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.schedule import gathering
-from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.buffers import BucketSums
@@ -210,7 +210,7 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
 
     @contextmanager
     def part(name: str, label: str = "") -> Iterator[None]:
-        backward = Action.parse(label).kind == "B" and name in run.trainer.topology.layouts
+        backward = parsed(label).kind == "B" and name in run.trainer.topology.layouts
         order.extend([name] * backward)
         with real_part(name, label):
             yield

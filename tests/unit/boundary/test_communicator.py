@@ -74,9 +74,9 @@ def counted(communicator: BoundaryCommunicator, boundary: Boundary) -> tuple[Ten
     loaded, part, spies = boundary.loaded, boundary.part, [Spy(), Spy()]
     assert part.backward is not None
     with spies[0].watching():
-        rows = communicator.forward(loaded, boundary.x[boundary.held])
+        rows = communicator.start_forward(loaded, boundary.x[boundary.held]).wait()
     with spies[1].watching():
-        gradient = communicator.backward(loaded, boundary.gradient(dist.get_rank()))
+        gradient = communicator.start_backward(loaded, boundary.gradient(dist.get_rank())).wait()
     for spy, direction in zip(spies, (part.forward, part.backward), strict=True):
         check_counts(spy, direction, loaded.point_to_point, communicator)
     boundary.check_gradient(gradient, communicator.group)
@@ -105,12 +105,12 @@ def test_bf16_on_the_way_rounds_all_rows_equally(placement: Placement) -> None:
         part, communicator = boundary.part, communicator_of(torch.float32, transport=torch.bfloat16)
         x = torch.randn(boundary.x.shape, generator=torch.Generator().manual_seed(seed))
         with spies[0].watching():
-            rows = communicator.forward(boundary.loaded, x[boundary.held])
+            rows = communicator.start_forward(boundary.loaded, x[boundary.held]).wait()
         assert rows.dtype == torch.float32 and torch.equal(rows, x.bfloat16().float()[boundary.needed])
         # A gradient that needs rounding: another one on each rank where it is a part of a sum.
         scale = 1 + dist.get_rank() if boundary.plan.destination.gradient == "partial" else 1
         with spies[1].watching():
-            gradient = communicator.backward(boundary.loaded, x[boundary.needed] * scale)
+            gradient = communicator.start_backward(boundary.loaded, x[boundary.needed] * scale).wait()
         check_rounded(boundary, gradient, x)
         assert communicator.row_bytes == WIDTH * 2
         assert spies[0].sent == sent_rows(part.forward) * WIDTH * 2 and part.backward is not None
@@ -197,7 +197,7 @@ def allocated(communicator: BoundaryCommunicator, boundaries: Sequence[Boundary]
     arrived: list[Tensor] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for plan, x, c in given:
-            arrived += [communicator.forward(plan, x), communicator.backward(plan, c)]
+            arrived += [communicator.start_forward(plan, x).wait(), communicator.start_backward(plan, c).wait()]
     for boundary, rows in zip(boundaries, arrived[::2], strict=True):
         assert torch.equal(rows, boundary.x[boundary.needed].float())
     events: Any = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
@@ -235,16 +235,16 @@ def said_of(kind: str, placement: Placement, wrong_ranks: tuple[int, ...], check
     if dist.get_rank() in wrong_ranks:
         loaded, rows, gradient = spoilt(kind, boundary, rows, gradient)
     with spy.watching():
-        said = error(communicator.forward, loaded, rows), error(communicator.backward, loaded, gradient)
+        said = error(communicator.start_forward, loaded, rows), error(communicator.start_backward, loaded, gradient)
     assert spy.sent == 0
     cross_well(communicator, boundary)
     return said
 
 
 def cross_well(communicator: BoundaryCommunicator, boundary: Boundary) -> None:
-    rows = communicator.forward(boundary.loaded, boundary.x[boundary.held])
+    rows = communicator.start_forward(boundary.loaded, boundary.x[boundary.held]).wait()
     assert torch.equal(rows, boundary.x[boundary.needed])
-    gradient = communicator.backward(boundary.loaded, boundary.gradient(dist.get_rank()))
+    gradient = communicator.start_backward(boundary.loaded, boundary.gradient(dist.get_rank())).wait()
     boundary.check_gradient(gradient, communicator.group)
 
 
@@ -307,8 +307,8 @@ def test_plans_of_different_batches_are_refused_on_all_ranks(of_ranks: tuple[int
     communicator, own, spy = communicator_of(), boundaries[of_ranks[dist.get_rank()]], Spy()
     with spy.watching():
         said = [
-            error(communicator.forward, own.loaded, own.x[own.held]),
-            error(communicator.backward, own.loaded, own.gradient(dist.get_rank())),
+            error(communicator.start_forward, own.loaded, own.x[own.held]),
+            error(communicator.start_backward, own.loaded, own.gradient(dist.get_rank())),
         ]
     for boundary in boundaries:
         cross_well(communicator, boundary)
@@ -329,7 +329,9 @@ def test_a_plan_without_a_way_back_is_crossed_forward_only(check: bool) -> None:
     boundary = Boundary.between(Ownership.parse(SHARDS), Ownership.parse(BATCHES[0]))
     communicator, rank = communicator_of(check=check), dist.get_rank()
     loaded = load_plan(boundary.plan.rank(rank, backward=False), CPU)
-    assert torch.equal(communicator.forward(loaded, boundary.x[boundary.held]), boundary.x[boundary.needed])
+    assert torch.equal(
+        communicator.start_forward(loaded, boundary.x[boundary.held]).wait(), boundary.x[boundary.needed]
+    )
     message = error(communicator.start_backward, loaded, boundary.gradient(rank))
     said = r"a plan of the forward direction only, expected one of both, .*"
     assert_says(message, "backward", 0 if check else rank, said)
@@ -347,7 +349,7 @@ def test_tokens_are_embedded_while_rows_are_on_their_way() -> None:
     boundary = Boundary.between(Ownership.parse("0: 0-4; 1: 5-9"), Ownership.parse("0: 5-9; 1: 0-4"))
     communicator = communicator_of(check=False)  # which would wait for rank 1
     rows = boundary.x[boundary.held]
-    communicator.forward(boundary.loaded, rows)  # connections are made on first use
+    communicator.start_forward(boundary.loaded, rows).wait()  # connections are made on first use
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         dist.barrier()
         if dist.get_rank() == 1:

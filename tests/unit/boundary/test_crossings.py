@@ -145,7 +145,7 @@ def test_what_could_not_come_back_is_refused_on_all_ranks(kind: str, found: str)
     messages: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(messages, str(error.value))
     assert len(set(messages)) == 1
-    assert torch.equal(communicator().forward(boundary.loaded, rows), boundary.x[boundary.needed])
+    assert torch.equal(communicator().start_forward(boundary.loaded, rows).wait(), boundary.x[boundary.needed])
 
 
 @pytest.mark.parametrize("kind", ["invariant", "partial"])
@@ -205,7 +205,10 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
     with crossings() as cross:
         loss_of(cross(link, boundary.loaded, rows), boundary.gradient(own)).backward()
     ends = [
-        loss_of(link.forward(boundary.loaded, (boundary.x + side * direction)[boundary.held]), boundary.gradient(own))
+        loss_of(
+            link.start_forward(boundary.loaded, (boundary.x + side * direction)[boundary.held]).wait(),
+            boundary.gradient(own),
+        )
         for side in (1, -1)
     ]
     assert rows.grad is not None

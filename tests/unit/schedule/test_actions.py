@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.measuring.actions import parsed
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.actions import Action, finish, irecv, run, send, start, wait
 
@@ -26,7 +27,7 @@ _ACTIONS = st.builds(run, _KINDS, _NAMES, _NUMBERS, _NUMBERS) | _TRANSFERS | _CR
 @given(_ACTIONS)
 @settings(max_examples=200)
 def test_text_round_trip(action: Action) -> None:
-    assert Action.parse(str(action)) == action
+    assert parsed(str(action)) == action
 
 
 def test_texts() -> None:
@@ -60,4 +61,4 @@ def test_texts() -> None:
 )
 def test_what_is_no_action(text: str) -> None:
     with pytest.raises(ValueError, match="expected an action such as"):
-        Action.parse(text)
+        parsed(text)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.measuring.actions import parsed
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import ScheduleError, check_schedule
@@ -104,7 +105,7 @@ def test_what_cannot_be_executed_does_not_pass(schedule: Schedule, seed: int) ->
 def swapped(schedule: Schedule, role: int, one: str, other: str) -> Schedule:
     """The schedule with two of a role's actions, given by their texts, in each other's place."""
     actions = list(schedule.roles[role].actions)
-    a, b = (actions.index(Action.parse(text)) for text in (one, other))
+    a, b = (actions.index(parsed(text)) for text in (one, other))
     actions[a], actions[b] = actions[b], actions[a]
     return with_actions(schedule, role, actions)
 
@@ -156,7 +157,7 @@ def moved(schedule: Schedule, role: int, texts: list[str], before: str) -> Sched
     """The schedule with some of a role's actions in front of another one."""
     rest = [str(a) for a in schedule.roles[role].actions if str(a) not in texts]
     at = rest.index(before)
-    return with_actions(schedule, role, [Action.parse(text) for text in [*rest[:at], *texts, *rest[at:]]])
+    return with_actions(schedule, role, [parsed(text) for text in [*rest[:at], *texts, *rest[at:]]])
 
 
 def test_a_deadlock_names_who_waits_for_whom() -> None:
@@ -193,7 +194,7 @@ def test_crossings_that_share_ranks_in_different_orders() -> None:
 def test_messages_in_another_order_than_they_are_sent() -> None:
     irecvs = [str(a) for a in PIPELINE.roles[1].actions if str(a).startswith("text.0<1") and not str(a).endswith("!")]
     actions = [str(a) for a in PIPELINE.roles[1].actions if str(a) not in irecvs]
-    said = message(with_actions(PIPELINE, 1, list(map(Action.parse, [*reversed(irecvs), *actions]))))
+    said = message(with_actions(PIPELINE, 1, list(map(parsed, [*reversed(irecvs), *actions]))))
     assert "on communicator `text backward from stage 1` is queued behind `text.1>0.B0`" in said
 
 
@@ -211,7 +212,7 @@ def test_too_many_activations() -> None:
 def test_an_excerpt_shows_what_is_near() -> None:
     schedule = build_schedule(layouts(text="pp:16@0-15"), 32)
     actions = [a for a in schedule.roles[9].actions if str(a) != "text.9<8.F20"]
-    said, at = message(with_actions(schedule, 9, actions)).splitlines(), actions.index(Action.parse("text.9<8.F20!"))
+    said, at = message(with_actions(schedule, 9, actions)).splitlines(), actions.index(parsed("text.9<8.F20!"))
     near = [f"{n:6}  {actions[n]}" for n in range(at - 4, at + 5)]
     near[4] += " <-- ERROR HERE"
     assert said[1:] == ["rank 9 (text.9):", *near]

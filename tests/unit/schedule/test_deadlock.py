@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.measuring.actions import parsed
 from megatron_hetero.layout.communicators import (
     CTAS,
     DIRECTIONS,
@@ -330,7 +331,7 @@ def test_replicas_of_a_stage_run_in_one_order() -> None:
     schedule = build_schedule(layouts(vision="dp:1@0", text="dp:2@0-1"), 2, ScheduleSettings(waves=2))
     come, go = ([a for a in schedule.actions_of(1) if a.op != "run" and a.kind == kind] for kind in "FB")
     for order, ends in (("F0 B0 F1 B1", True), ("F1 F0 B0 B1", False)):
-        runs = [Action.parse(f"text.0.{work}") for work in order.split()]
+        runs = [parsed(f"text.0.{work}") for work in order.split()]
         cycle = find_cycle(with_actions(schedule, 1, [*come, *runs, *go]), single_queue=False)
         assert (cycle is None) == ends
         assert all(each.role.actions[each.at].module == "text" for each in cycle or ())
@@ -343,13 +344,13 @@ def test_ranks_of_one_stage_with_different_peers() -> None:
     schedule = build_schedule(layouts(a="dp:1@2", text="tp:2,pp:2@0-3"), 3)
     assert [str(role) for role in schedule.roles] == ["ranks 0-1 (text.0)", "rank 2 (a.0+text.1)", "rank 3 (text.1)"]
     assert [role.ranks for role in schedule.parted().roles] == [(0,), (1,), (2,), (3,)]
-    early = [Action.parse(text) for text in ("text.1<0.F1", "text.1<0.F1!")]
+    early = [parsed(text) for text in ("text.1<0.F1", "text.1<0.F1!")]
     actions = [action for action in schedule.actions_of(2) if action not in early]
-    at = actions.index(Action.parse("text.1.F0"))
+    at = actions.index(parsed("text.1.F0"))
     schedule = with_actions(schedule, 2, [*actions[:at], *early, *actions[at:]])
     check_schedule(schedule)
     assert assert_same_verdict(schedule, Wiring(), one_queue=True)
-    late = [Action.parse(text) for text in ("text.1.F0", "text.1>0.B0")]
+    late = [parsed(text) for text in ("text.1.F0", "text.1>0.B0")]
     assert [a for a in schedule.actions_of(3) if a in (*late, early[0])] == [late[0], early[0], late[1]]
 
 

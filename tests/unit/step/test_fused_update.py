@@ -50,7 +50,7 @@ class Kept:
 
     def at_once(self, gradients: Tensor, call: CallRates, ends: tuple[int, ...], function: Any = update_) -> None:
         weights = self.master
-        bits = [moment.tensor.view(torch.int16) if moment.tensor.dtype == torch.bfloat16 else moment.tensor
+        bits = [moment.values.view(torch.int16) if moment.values.dtype == torch.bfloat16 else moment.values
                 for moment in self.moments]  # fmt: skip
         [flat] = weights.weights.tensors
         flat = flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat
@@ -58,7 +58,7 @@ class Kept:
         function(flat, self.master.beside, gradients, tuple(bits), numbers, ends_on(CPU, ends))
 
     def read(self) -> list[Tensor]:
-        return [each.read(0, self.moments[0].tensor.numel()) for each in (self.master, *self.moments)]
+        return [each.read(0, self.moments[0].values.numel()) for each in (self.master, *self.moments)]
 
 
 def drawn(size: int, steps: int) -> tuple[Tensor, list[Tensor]]:

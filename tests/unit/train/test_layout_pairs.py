@@ -151,7 +151,7 @@ def _embedded_units(decoded: np.ndarray, plan: RankPlan, replica: Any) -> np.nda
     """The units whose patches this rank embeds, once the patches, which say where they come from, have been shared."""
     patches = torch.from_numpy(decoded * SHAPE.unit)[:, None] + torch.arange(SHAPE.unit)
     communicator = BoundaryCommunicator(replica, CPU, SHAPE.unit, torch.float64, check=False)
-    embedded = communicator.forward(load_plan(plan, CPU), patches.double()).numpy().astype(np.int64)
+    embedded = communicator.start_forward(load_plan(plan, CPU), patches.double()).wait().numpy().astype(np.int64)
     assert (embedded == embedded[:, :1] + np.arange(SHAPE.unit)).all(), "a unit was torn apart"
     return embedded[:, 0] // SHAPE.unit
 
