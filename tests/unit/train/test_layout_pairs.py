@@ -130,8 +130,8 @@ def _cross(
     returning = boundary.backward
     assert returning is not None
     communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64, check=False)
-    crossed, forward = _counted(communicator, "forward", boundary, x[held], boundary.forward)
-    returned, backward = _counted(communicator, "backward", boundary, c[needed], returning)
+    crossed, forward = _counted(communicator, "start_forward", boundary, x[held], boundary.forward)
+    returned, backward = _counted(communicator, "start_backward", boundary, c[needed], returning)
     assert torch.equal(crossed, x[needed]), "rows changed on the way"
     assert torch.equal(returned, c[held]), "gradients changed on the way"
     assert received_rows(boundary.forward) == len(set(needed.tolist()) - set(held.tolist()))
@@ -166,7 +166,7 @@ def _counted(
     """The rows that arrive, and the number of all-to-alls, which with their bytes must be the plan's."""
     spy = Spy()
     with mock.patch.object(dist, "all_to_all_single", spy):
-        result = getattr(communicator, name)(load_plan(plan, CPU), rows)
+        result = getattr(communicator, name)(load_plan(plan, CPU), rows).wait()
     assert spy.calls == len(direction.exchanges)
     assert spy.sent == sent_rows(direction) * communicator.row_bytes
     assert spy.received == received_rows(direction) * communicator.row_bytes
