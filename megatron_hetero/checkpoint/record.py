@@ -44,7 +44,7 @@ OF_FURTHER = ("hf_path", "token", "min_pixels", "max_pixels")
 """Settings that only further encoders have."""
 
 
-def further_rows(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def further_encoders(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return these settings of each further encoder in a configuration, where they have a value."""
     rows = {n: {s: row[s] for s in OF_FURTHER if row.get(s) is not None} for n, row in config["modules"].items()}
     return {name: row for name, row in rows.items() if row}
@@ -70,7 +70,7 @@ class ModelSources:
         """Return the settings of a configuration in `run.json`."""
         model = config["model"]
         vision = None if model.get("hf_path_vision") is None else Path(model["hf_path_vision"])
-        encoders = {name: Path(row["hf_path"]) for name, row in further_rows(config).items()}
+        encoders = {name: Path(row["hf_path"]) for name, row in further_encoders(config).items()}
         return cls(Path(model["hf_path"]), vision, model.get("fresh_projector", False), encoders)
 
     def as_config(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class RunRecord:
         if name == "data.datasets":
             return ", ".join(map(str, self.datasets))
         if name == "modules":  # Folders of further encoders are compared by content.
-            further = further_rows(self.config).items()
+            further = sorted(further_encoders(self.config).items())
             return str({name: {k: v for k, v in row.items() if k != "hf_path"} for name, row in further})
         *sections, field = name.split(".")
         values, kind = self.config, Config

@@ -157,7 +157,9 @@ def _no_such_flag(flag: str, root: type) -> UserError:
     path, dashed = _path_of(flag), _path_of(flag.replace("_", "-", 1))
     if f"{_MODULE_FLAG}{'.'.join(dashed[2:])}" in rows and not any(row.endswith(f".{flag[2:]}") for row in rows):
         path = dashed  # `--vision_parallel`
-    module = path[1] if path[0] == MODULES and len(path) > 2 else TEXT
+    first, dot, _ = flag.removeprefix("--").partition(".")
+    module = first if dot and first not in (children(root) or {}) else TEXT  # `--vision.parallel`
+    module = path[1] if path[0] == MODULES and len(path) > 2 else module
     known = [row.replace(_MODULE_FLAG, f"--{module}-") for row in rows]
     below = [row for row in known if row.startswith(f"{flag}.")]
     guess = f" (a section with {', '.join(below)})" if below else did_you_mean(flag, known)

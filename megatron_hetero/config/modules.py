@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.fields import Section, check_pixels, option, unused, wrong
+from megatron_hetero.config.fields import MODULES, Section, check_pixels, option, unused, wrong
 from megatron_hetero.config.optimizers import OffloadConfig, PrecisionConfig
 from megatron_hetero.layout.names import TEXT
 
 MODULE_NAME = re.compile(r"[a-z][a-z0-9_]*")
-NO_MODULES = frozenset({"plan", "world", "config", "help"})
-"""Names that begin other flags."""
+NO_MODULES = frozenset(
+    {"world", "config", "help", "model", "modules", "data", "boundary", "schedule", "train", "optimizer", "log"}
+    | {"checkpoint", "export", "eval", "plan"}
+)
+"""Names that begin other flags: sections of the configuration, and what is no setting."""
 _RESERVED = NO_MODULES | {
-    *(TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "boundary", "pipeline"),
-    *("model", "visual", "lm_head"),
+    *(TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "pipeline", "visual", "lm_head"),
 }
 """Names that mean something else in flags, records, metrics or tensors' names."""
 
@@ -91,19 +93,13 @@ class ModuleConfig(Section):
     )  # fmt: skip
 
     def _check(self, section: str) -> None:
-        name = section.rpartition(".")[2]
+        name = section.removeprefix(f"{MODULES}.")
         if self.hf_path is not None:
             require_encoder_name(name, f"{section}.hf_path (--{name}-hf_path)")
             if self.token is None:
                 why, fix = "its rows take the place of a token of their own", "set it to a token of the tokenizer"
                 raise wrong(f"{section}.token", "no value", "a placeholder token with hf_path", why, fix)
             check_pixels(section, self.min_pixels, self.max_pixels)
-            return
-        for setting in ("token", "min_pixels", "max_pixels"):
-            if (value := getattr(self, setting)) is not None:
-                why = "only a further encoder has it, which has an hf_path"
-                other = "" if setting == "token" else f", or use data.{setting}"
-                raise unused(f"{section}.{setting}", value, why, f"set {section}.hf_path{other}, or remove it")
         if name == TEXT and self.patches_per_call:
             why, fix = f"{TEXT} is no encoder", f"set {section}.chunk to bound its memory, and remove it"
             raise unused(f"{section}.patches_per_call", self.patches_per_call, why, fix)

@@ -25,6 +25,8 @@ MOVED: Mapping[Names, Names] = {tuple(old.split(".")): tuple(new.split(".")) for
 """New names of settings by their old names. Words in capitals stand for any name."""
 _RATE = ("optimizer", "lr_vision")
 """The learning rate of all encoders, each of which has its own now."""
+_EMPTY = ({}, "", "null", "~")
+"""Values of settings in files that say nothing."""
 _ALLOWED = ("checkpoint", "allow_changes")
 """The setting whose value `model.encoders` is now `modules`."""
 
@@ -58,11 +60,14 @@ def settings_of(content: object, names: Names = ()) -> Iterator[tuple[Names, obj
 
 def refuse_moved(where: str, settings: Iterable[tuple[Names, object]]) -> None:
     """Check that no setting has its old name. Raises one `UserError` with all old and new names."""
-    renamed = [text for names, value in settings if (text := _renamed(names, value))]
-    if renamed:
-        problem = f"{len(renamed)} old {'names' if len(renamed) > 1 else 'name'}"
-        why = "all settings of a module are in its row of `modules`"
-        raise UserError.at(where, problem=problem, because=why, fix=f"rename {', '.join(renamed)}")
+    settings = list(settings)
+    empty = [".".join(names) for names, value in settings if value in _EMPTY and _renamed(names, value)]
+    renamed = [text for names, value in settings if value not in _EMPTY and (text := _renamed(names, value))]
+    if number := len(renamed) + len(empty):
+        problem = f"{number} old name{'s' * (number > 1)}"
+        why = "all settings of a module are in its record in `modules`"
+        fixes = [f"rename {', '.join(renamed)}"] * bool(renamed) + [f"remove {', '.join(empty)} (empty)"] * bool(empty)
+        raise UserError.at(where, problem=problem, because=why, fix="; ".join(fixes))
 
 
 def _renamed(names: Names, value: object) -> str:

@@ -50,7 +50,7 @@ class OptimizerConfig(Section):
     """Section `optimizer`."""
 
     name: Literal["adamw", "sgd"] = option("adamw", "AdamW, or plain SGD without momentum and weight decay.")
-    lr: float = option(1e-5, "Peak learning rate.", above=0)
+    lr: float = option(1e-5, "Peak learning rate of modules without an `lr` of their own.", above=0)
     min_lr: float = option(0.0, "Final learning rate of the linear and cosine schedules.", at_least=0)
     lr_projector: float | None = option(
         None, "Peak learning rate of the projectors; min_lr scales with it.", "lr", above=0

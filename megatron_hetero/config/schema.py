@@ -56,9 +56,9 @@ class Config(Section):
     eval: EvalConfig = field(default_factory=EvalConfig)
     plan: EstimateConfig = field(default_factory=EstimateConfig)
 
-    def row(self, module: str) -> ModuleConfig:
+    def module(self, name: str) -> ModuleConfig:
         """The settings of a module."""
-        return self.modules.get(module, _DEFAULT)
+        return self.modules.get(name, _DEFAULT)
 
     @property
     def further(self) -> dict[str, ModuleConfig]:

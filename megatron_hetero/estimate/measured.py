@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_hetero.config.modules import ModuleConfig
-from megatron_hetero.config.optimizers import NONE
+from megatron_hetero.config.optimizers import NONE, OffloadConfig, PrecisionConfig
 from megatron_hetero.estimate.shards import SequenceShard, Spans
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.megatron import module_groups, without_processes
@@ -80,9 +79,9 @@ class Measured:
         dp = math.lcm(tokens, *(math.prod(stated) for _, stated in layout.folds)) // tokens
         ranks = tuple(range(tokens * dp))
         layout = Layout(layout.tp, layout.sp, layout.cp, dp=dp, pp=1, ranks=ranks, folds=layout.folds)
-        settings = ModuleConfig(
-            **{name: getattr(settings, name) for name in ("sequence_parallel", "recompute", "chunk", "tp_overlap")}
-        )
+        settings = replace(settings, parallel="", layers=(), zero=1, patches_per_call=0, lr=None, hf_path=None)
+        settings = replace(settings, token=None, min_pixels=None, max_pixels=None, offload=OffloadConfig())
+        settings = replace(settings, precision=PrecisionConfig())
         small = replace(module, name="", prefix="", layout=layout, stages=(), settings=settings, optimizer=NONE)
         return cls(small, gpu, imbalance)
 

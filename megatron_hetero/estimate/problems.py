@@ -130,7 +130,8 @@ def _idle_replicas(estimate: Estimate) -> Iterator[Problem]:
         if images and idle:
             what = "a micro-batch" if size == 1 else f"{size} micro-batches"
             heads = estimate.job.shapes.encoders[name].architecture.heads
-            axis = "sp" if heads // layout.tp > layout.sp else "cp"  # over which tokens can be split further
+            # Over which tokens can be split further; without heads, no layer limits sp.
+            axis = "sp" if not heads or heads // layout.tp > layout.sp else "cp"
             yield Problem(
                 f"{idle:,} of the {layout.dp:,} replicas of {name} have no image in {what} of {images:,}",
                 f"raise {setting}, or give {name} less dp and more {axis}",

@@ -67,7 +67,7 @@ class ModuleJob:
     @classmethod
     def of(cls, name: str, config: Config, shapes: ModelShapes, layout: Layout, frozen: Frozen) -> Self:
         """Bind the record of a module. Raises `UserError` where a setting does not fit, or would have no effect."""
-        role, settings, shape, prefix = shapes.role(name), config.row(name), shapes[name], prefix_of(name, shapes)
+        role, settings, shape, prefix = shapes.role(name), config.module(name), shapes[name], prefix_of(name, shapes)
         per_rank = config.schedule.virtual_stages if role == TEXT else 1
         costs, split = shape.layer_costs(config.data.max_seq_length), settings.layers or None
         module = cls(
@@ -84,6 +84,7 @@ class ModuleJob:
             compiled=config.model.compile == "layers",
             optimizer=OPTIMIZERS[config.optimizer.name],
         )
+        module._check_encoder()
         module._check_frozen()
         module._check_states()
         module._check_layers()
@@ -142,6 +143,13 @@ class ModuleJob:
         for name in field.split("."):
             value = getattr(value, name)
         return unused(f"modules.{self.name}.{field}", value, because, fix)
+
+    def _check_encoder(self) -> None:
+        """Check that a module of the model itself has no setting of further encoders. Raises `UserError`."""
+        for field in ("token", "min_pixels", "max_pixels"):
+            if self.settings.hf_path is None and getattr(self.settings, field) is not None:
+                other = "" if field == "token" or self.role == TEXT else f", or use data.{field}"
+                raise self._unused(field, "only a further encoder has it", f"remove it{other}")
 
     def _check_frozen(self) -> None:
         """Check that no setting is for gradients, states or updates that do not exist. Raises `UserError`."""

@@ -69,6 +69,7 @@ def cut_stages(
     even in the `costs` of layers, which are equal by default. Raises `UserError`, which names the module and the flag.
     """
     assert pp > 1 or per_rank == 1, "virtual stages need pipeline ranks"
+    assert costs is None or len(costs) == layers, "each layer has a cost"
     count = pp * per_rank
     if layers < count:
         where, because = f"{module} stages (--{module}-parallel, axis pp)", "each pipeline stage has a layer or more"

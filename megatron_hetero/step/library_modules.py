@@ -237,7 +237,14 @@ def _trained_module(
     tied = _tied(topology, name, parameters)
     counts_elsewhere = tied is not None and getattr(parameters[tied], "shared", False)
     return TrainedModule(
-        *(name, topology, stages, chunks, maps, sharing, over_tp, tied),
+        name=name,
+        topology=topology,
+        stages=stages,
+        chunks=chunks,
+        maps=maps,
+        data_parallel=sharing,
+        over_tp=over_tp,
+        tied=tied,
         tied_copy=tied if counts_elsewhere else None,
         view=view,
     )

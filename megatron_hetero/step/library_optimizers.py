@@ -179,7 +179,10 @@ def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModul
     common: dict[str, Any] = {"gradients": getattr(torch, algorithm.gradients), "adds_up": False}
     if not shares_weights(algorithm.zero, group.size(), bool(module.trained)):
         sharing = Replicated.of(
-            *(module.key, module.parameters, module.chunks, group),
+            module.key,
+            module.parameters,
+            module.chunks,
+            group,
             in_one_bucket=False,
             prefers_all_reduce=platform.prefers_all_reduce,
             sharded=algorithm.kind.sharded,
@@ -195,9 +198,8 @@ def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModul
     stages, parameters = list[ShardedStage](), dict[str, nn.Parameter]()
     for chunk in module.chunks:
         place = {path: names[id(p)] for path, p in chunk.named_parameters()}
-        stages += shard_stage(
-            *(chunk, place.__getitem__, group, platform.device, _filled, trained), zero=algorithm.zero, **common
-        )
+        name_of, device = place.__getitem__, platform.device
+        stages += shard_stage(chunk, name_of, group, device, _filled, trained, zero=algorithm.zero, **common)
         parameters |= {place[path]: p for path, p in chunk.named_parameters()}
     for stage in stages:
         stage.before_run(algorithm.zero == 2)  # For loops without a `Runner`.

@@ -22,7 +22,7 @@ from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.layers.backend import backend_notices
 from megatron_hetero.models.layers.compiled import require_compiler
-from megatron_hetero.models.weights import own_projectors
+from megatron_hetero.models.weights import own_projectors, tensors_of_parts
 from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.family_module import build_module
@@ -148,7 +148,7 @@ def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
     """Check that all of a fresh projector is trained, in this run or before. Raises `UserError`."""
     frozen = [name for name in own_projectors(job.shapes) if name in job.frozen.tensors]
     if resumed.step == 0 and job.folders.fresh_projector and frozen:
-        part = job.shapes.parts_of(job.shapes.own[0])[-1]
+        part = next(part for part, names in tensors_of_parts(job.shapes).items() if frozen[0] in names)
         which = part if not job.frozen.trains(part) else f"{part} ({listed(frozen)})"
         where = "model.train" if job.config.model.train else "model.freeze"
         problem = f"{which} is frozen, but starts with random weights"

@@ -152,7 +152,7 @@ class Trainer:
             step=step,
             loss=loss,
             grad_norm=norm,
-            lr=self._rate(step, self.job.config.optimizer.lr),
+            lr=self._rate(step, self.job.text.settings.lr or self.job.config.optimizer.lr),
             tokens=batch.tokens,
             images=len(pieces),
             step_time_s=0.0,

@@ -79,20 +79,25 @@ FROZEN = {
 """What is frozen, and the rates of the other parts."""
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("sp:4", "tp:4", f"--optimizer.name adamw --optimizer.lr 1e-3 {rates} --model.freeze {frozen}")
-        for frozen, rates in FROZEN.items()
-    ],
-    ids=FROZEN,
-    indirect=True,
-)
-@on_ranks(4)
-def test_the_rate_that_is_reported_is_that_of_lr(flags: list[str]) -> None:
+REPORTED = {
+    "the optimizer's": ("--vision-lr 1e-4", 1e-3),
+    "its own": ("--text-lr 2e-3 --vision-lr 1e-4", 2e-3),
+    "frozen": ("--model.freeze text", 1e-3),
+}
+
+
+@pytest.mark.parametrize("more, rate", REPORTED.values(), ids=REPORTED)
+def test_the_rate_that_is_reported_is_that_of_the_text_module(
+    more: str, rate: float, make_flags: MakeFlags, pools: Pools
+) -> None:
+    flags = make_flags("sp:4", "tp:4", f"--optimizer.name adamw --optimizer.lr 1e-3 {more}")
+    assert pools(4).run(_reported_rate, flags) == [rate] * 4
+
+
+def _reported_rate(flags: list[str]) -> float:
     run = jobs.build(flags)
-    run.trainer._update(1)
-    assert run.trainer._rate(1, run.trainer.job.config.optimizer.lr) == 1e-3
+    step, batch, _ = next(iter(run.batches()))
+    return run.trainer.train_step(step, batch).lr
 
 
 @pytest.mark.parametrize("vision, text", thinned(LAYOUTS[::-1], 2))

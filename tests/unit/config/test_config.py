@@ -56,7 +56,7 @@ def test_defaults_and_the_minimal_file(write, tmp_path: Path, monkeypatch: pytes
         "demo": DatasetConfig(annotations=tmp_path / "train.json", images=Path("/pictures"))
     }
     assert config.data.datasets == ("demo",)
-    assert config.modules == {} and config.row("text") == ModuleConfig()
+    assert config.modules == {} and config.module("text") == ModuleConfig()
     assert (config.model.dtype, config.optimizer.clip_grad, config.data.shuffle) == ("bfloat16", 1.0, True)
     assert config.export.hf_dir is None
     assert config.log.dir == Path("/runs")
@@ -291,8 +291,6 @@ IN_FLAGS = [
     ("--modules.A.hf_path x --modules.A.token y", ["the name `A`"]),
     ("--config-hf_path x", ["--config-hf_path: unknown flag"]),
     ("--modules.config.hf_path x", ["the name `config`"]),
-    ("--vision-token y", ["modules.vision.token", "only a further encoder"]),
-    ("--text-min_pixels 9", ["modules.text.min_pixels", "data.min_pixels"]),
     ("--vision-lr 0", ["modules.vision.lr (--vision-lr)", "> 0"]),
     (f"{DETAIL} --detail-min_pixels 9 --detail-max_pixels 8", ["max_pixels = 8"]),
     (f"{DETAIL} --detail-min_pixels 0", ["modules.detail.min_pixels", "≥ 1"]),

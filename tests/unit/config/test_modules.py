@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.config.modules import ModuleConfig
+from megatron_hetero.config.modules import NO_MODULES, ModuleConfig
 from megatron_hetero.config.optimizers import OffloadConfig, PrecisionConfig
 from megatron_hetero.config.schema import Config, flat_settings, load_config, to_yaml
 
@@ -32,7 +33,7 @@ def test_a_flag_is_a_module_and_a_field(spelling: str) -> None:
         f"{text}offload.states true {text}sequence_parallel false {detail}hf_path /d {detail}token <|d|> "
         f"{second}hf_path /s {second}token <|s|> {second}max_pixels 9"
     )
-    assert config.row("text") == ModuleConfig(
+    assert config.module("text") == ModuleConfig(
         parallel="tp:4,dp:2",
         layers=(10, 18),
         zero=3,
@@ -41,16 +42,16 @@ def test_a_flag_is_a_module_and_a_field(spelling: str) -> None:
         lr=2e-6,
         sequence_parallel=False,
     )
-    assert config.row("vision") == ModuleConfig() and "vision" not in config.modules
-    assert list(config.further) == ["detail", "aerial_2"] and config.row("aerial_2").max_pixels == 9
+    assert config.module("vision") == ModuleConfig() and "vision" not in config.modules
+    assert list(config.further) == ["detail", "aerial_2"] and config.module("aerial_2").max_pixels == 9
     assert config.further_folders == {"detail": Path("/d"), "aerial_2": Path("/s")}
 
 
 def test_a_file_has_a_mapping_of_modules_and_is_read_back(tmp_path: Path) -> None:
     config = from_yaml(tmp_path, '  vision: {parallel: sp:8, recompute: full}\n  text: {parallel: "tp:2,dp:4"}\n  x:')
-    assert config.row("vision") == ModuleConfig(parallel="sp:8", recompute="full")
-    assert config.row("text").parallel == "tp:2,dp:4" and config.modules["x"] == ModuleConfig()
-    assert loaded("--vision-recompute 2 --vision-parallel sp:8").row("vision").recompute == 2
+    assert config.module("vision") == ModuleConfig(parallel="sp:8", recompute="full")
+    assert config.module("text").parallel == "tp:2,dp:4" and config.modules["x"] == ModuleConfig()
+    assert loaded("--vision-recompute 2 --vision-parallel sp:8").module("vision").recompute == 2
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load_config(["--config", str(tmp_path / "again.yaml")]) == config
     flat = {name: value for name, value in flat_settings(config).items() if name.startswith("modules.")}
@@ -88,8 +89,9 @@ def test_a_file_has_a_mapping_of_modules_and_is_read_back(tmp_path: Path) -> Non
         ("--text-patches_per_call 9", ["modules.text.patches_per_call", "text is no encoder", "modules.text.chunk"]),
         ("--text-precision.moments fp8", ["modules.text.precision.moments (--text-precision.moments)", "8bit"]),
         ("--detail-hf_path d", ["modules.detail.token (--detail-token)", "placeholder token"]),
-        ("--detail-token x", ["modules.detail.token", "has an hf_path"]),
-        ("--vision-min_pixels 9", ["modules.vision.min_pixels", "data.min_pixels"]),
+        ("--optimizer-lr 3", ["did you mean `--optimizer.lr`"]),
+        ("--train-iters 3", ["did you mean `--train.iters`"]),
+        ("--vision.parallel sp:2", ["did you mean `--vision-parallel`"]),
         ("--detail-hf_path d --detail-token x --detail-min_pixels 9 --detail-max_pixels 4", ["no image could fit"]),
         ("--modules.plan.hf_path d --modules.plan.token x", ["the name `plan`", "unreserved"]),
         ("--text-hf_path d --text-token x", ["the name `text`", "unreserved"]),
@@ -101,6 +103,10 @@ def test_what_flags_refuse(flags: str, said: list[str]) -> None:
     with pytest.raises(UserError) as error:
         loaded(flags)
     assert all(word in str(error.value) for word in said), error.value
+
+
+def test_sections_are_no_modules() -> None:
+    assert {*(f.name for f in fields(Config)), "world", "config", "help"} == NO_MODULES
 
 
 def test_a_layout_is_not_empty(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ def error_of(content: object) -> str:
 @pytest.mark.parametrize("value", [{}, "", "5", ["5"], None])
 def test_each_old_name_has_a_new_one(old: str, new: str, value: object) -> None:
     assert error_of(nested({old: value})) == (
-        "a.yaml: 1 old name, because all settings of a module are in its row of `modules`. "
-        f"Rename {old} -> {new}."
+        "a.yaml: 1 old name, because all settings of a module are in its record in `modules`. "
+        + (f"Remove {old} (empty)." if value in ({}, "") else f"Rename {old} -> {new}.")
     )  # fmt: skip
 
 
@@ -153,8 +153,8 @@ def test_an_old_file_is_one_error_and_runs_with_the_new_names(tmp_path: Path) ->
     settings = translated(yaml.safe_load(OLD_RUN.read_text()))
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(settings))
     config = load_config(["--config", str(tmp_path / "new.yaml")])
-    assert [config.row(name).parallel for name in ("vision", "detail", "text")] == ["dp:2", "sp:2", "dp:2,ep:2"]
-    assert [config.row(name).lr for name in ("vision", "detail", "text")] == [2e-3, 2e-3, None]
+    assert [config.module(name).parallel for name in ("vision", "detail", "text")] == ["dp:2", "sp:2", "dp:2,ep:2"]
+    assert [config.module(name).lr for name in ("vision", "detail", "text")] == [2e-3, 2e-3, None]
 
 
 def test_a_command_line_lists_its_old_flags_and_takes_the_short_form_of_layouts(tmp_path: Path) -> None:
@@ -162,14 +162,14 @@ def test_a_command_line_lists_its_old_flags_and_takes_the_short_form_of_layouts(
     with pytest.raises(UserError) as error:
         load_config([*flags({}), "--vision-parallel", "sp:2", *old.split(), "--unknown", "5"])
     assert str(error.value) == (
-        "command line: 4 old names, because all settings of a module are in its row of `modules`. "
+        "command line: 4 old names, because all settings of a module are in its record in `modules`. "
         "Rename parallel.text -> modules.text.parallel (--text-parallel), "
         "model.recompute.text -> modules.text.recompute (--text-recompute), "
         "zero.text -> modules.text.zero (--text-zero), "
         "model.encoders.detail.hf_path -> modules.detail.hf_path (--detail-hf_path)."
     )
     config = load_config([*flags({}), *"--vision-parallel sp:2 --text-parallel tp:2".split()])
-    assert (config.row("vision").parallel, config.row("text").parallel) == ("sp:2", "tp:2")
+    assert (config.module("vision").parallel, config.module("text").parallel) == ("sp:2", "tp:2")
 
 
 # ------------------------------------------------------------------------------------------------- records

@@ -253,8 +253,8 @@ def test_settings_are_changed_together(plan_flags: PlanFlags) -> None:
     }  # fmt: skip
     changed = with_settings(config, edits)
     assert (changed.schedule.kind, changed.schedule.waves) == ("recompute", None)
-    assert changed.row("vision") == config.row("vision") and changed.row("text").recompute == "full"
-    assert changed.row("text").parallel == "tp:4"
+    assert changed.module("vision") == config.module("vision") and changed.module("text").recompute == "full"
+    assert changed.module("text").parallel == "tp:4"
     assert flags_of(edits) == (
         "--schedule.kind recompute --schedule.waves none --text-recompute full --text-parallel tp:4 "
         "--text-sequence_parallel true"
