@@ -64,10 +64,9 @@ def refuse_moved(where: str, settings: Iterable[tuple[Names, object]]) -> None:
     empty = [".".join(names) for names, value in settings if value in _EMPTY and _renamed(names, value)]
     renamed = [text for names, value in settings if value not in _EMPTY and (text := _renamed(names, value))]
     if number := len(renamed) + len(empty):
-        problem = f"{number} old name{'s' * (number > 1)}"
         why = "all settings of a module are in its record in `modules`"
         fixes = [f"rename {', '.join(renamed)}"] * bool(renamed) + [f"remove {', '.join(empty)} (empty)"] * bool(empty)
-        raise UserError.at(where, problem=problem, because=why, fix="; ".join(fixes))
+        raise UserError.at(where, problem=f"{number} old name{'s' * (number > 1)}", because=why, fix="; ".join(fixes))
 
 
 def _renamed(names: Names, value: object) -> str:

@@ -130,8 +130,7 @@ def _idle_replicas(estimate: Estimate) -> Iterator[Problem]:
         if images and idle:
             what = "a micro-batch" if size == 1 else f"{size} micro-batches"
             heads = estimate.job.shapes.encoders[name].architecture.heads
-            # Over which tokens can be split further; without heads, no layer limits sp.
-            axis = "sp" if not heads or heads // layout.tp > layout.sp else "cp"
+            axis = "sp" if not heads or heads // layout.tp > layout.sp else "cp"  # which may split tokens further
             yield Problem(
                 f"{idle:,} of the {layout.dp:,} replicas of {name} have no image in {what} of {images:,}",
                 f"raise {setting}, or give {name} less dp and more {axis}",
