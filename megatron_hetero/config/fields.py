@@ -44,6 +44,13 @@ def required(text: str) -> Any:
 class Section:
     """Base class of dataclasses of settings."""
 
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the settings that differ from their defaults, in a section without required ones."""
+        assert is_dataclass(self), "sections are dataclasses"
+        default = type(self)()
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name))
+
     def _check(self, section: str) -> None:
         """Check the values against each other. Raises `UserError`, which names the `section`."""
 

@@ -32,8 +32,6 @@ from megatron_hetero.config.sections import (
     TrainConfig,
 )
 
-_DEFAULT = ModuleConfig()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Section):
@@ -58,7 +56,7 @@ class Config(Section):
 
     def module(self, name: str) -> ModuleConfig:
         """The settings of a module."""
-        return self.modules.get(name, _DEFAULT)
+        return self.modules.get(name) or ModuleConfig()
 
     @property
     def further(self) -> dict[str, ModuleConfig]:
@@ -209,8 +207,7 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
 def _plain(value: object) -> object:
     """Values as YAML types: lists for tuples, text for paths. Of modules, those that differ from the default."""
     if isinstance(value, ModuleConfig):
-        given = (f for f in fields(value) if getattr(value, f.name) != getattr(_DEFAULT, f.name))
-        return {f.name: _plain(getattr(value, f.name)) for f in given}
+        return {name: _plain(getattr(value, name)) for name in value.given}
     if is_dataclass(value):
         return {shown_name(f): _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, dict):

@@ -84,12 +84,12 @@ class Processor:
         source, setting = (path, "model.hf_path") if hf_path_vision is None else (hf_path_vision, VISION_FOLDER)
         # An encoder whose placeholder is the token of a further type takes that type's place.
         claimed = {further.token for further in (encoders or {}).values()}
-        readers = dict[ItemField, ItemReader]()
+        readers, of_source = dict[ItemField, ItemReader](), read_config(source, setting)
         for name, types in own.encoders.items():
             kept = [each for each in types if each is types[0] or own.tokens[each.tokens.row] not in claimed]
             fields = item_fields({name: [each.modality for each in kept]})
             tokens = [getattr(config, each.tokens.row) for each in kept]
-            readers |= _open_readers(fields, kept, source, tokens, section, setting)
+            readers |= _open_readers(fields, kept, source, of_source, tokens, section, setting)
         parts = {each.modality: each.chat_part(section, own.tokens[each.tokens.row]) for each in own.items}
         shown = {field: parts[field.modality] for field in readers}
         start, end = _around(own)
@@ -98,9 +98,10 @@ class Processor:
             assert further.hf_path is not None and further.token is not None, "a further encoder has both"
             number = _token_of(name, further.token, tokenizer, taken, config)
             setting = f"modules.{name}.hf_path"
-            types = family_of(read_config(further.hf_path, setting).model_type).items[:1]
+            of_further = read_config(further.hf_path, setting)
+            types = family_of(of_further.model_type).items[:1]
             fields = item_fields({}, {name: [types[0].modality]})
-            opened = _open_readers(fields, types, further.hf_path, [number], further, setting)
+            opened = _open_readers(fields, types, further.hf_path, of_further, [number], further, setting)
             readers |= opened
             # Chat templates do not know it.
             shown |= {field: {"type": "text", "text": f"{start}{further.token}{end}"} for field in opened}
@@ -269,14 +270,14 @@ def _open_readers(
     fields: Sequence[ItemField],
     types: Sequence[ItemType],
     folder: Path,
+    config: Any,
     tokens: Sequence[int],
     section: Any,
     setting: str,
 ) -> dict[ItemField, ItemReader]:
-    """The readers of an encoder's item types, from the folder that `setting` names, by field. `tokens`: for each type,
-    the token that stands for a row. Raises `UserError`.
+    """The readers of an encoder's item types, by field, from the folder that `setting` names, with its `config`.
+    `tokens`: for each type, the token that stands for a row. Raises `UserError`.
     """
-    config = read_config(folder, setting)
     check_files(folder, IMAGE_FILES)
     readers = []
     for each, token_id in zip(types, tokens, strict=True):

@@ -254,7 +254,7 @@ def measure(measured: Measured, part: ModulePart, shard: SequenceShard) -> PartB
 
 @lru_cache(maxsize=256)
 def _inside(measured: Measured) -> Measured:
-    """Without the recomputation of whole layers."""
+    """Return what is measured inside of layers that are recomputed as a whole."""
     if measured.module.recompute.selective:
         return measured
     settings = replace(measured.module.settings, recompute="none")

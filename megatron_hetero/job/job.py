@@ -5,7 +5,7 @@ Megatron-Core nor a process group is needed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Self
 
@@ -13,7 +13,6 @@ import torch
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import unused, wrong
-from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config
 from megatron_hetero.job.module import DTYPES, ModuleJob
@@ -293,9 +292,8 @@ def _require_modules(config: Config, shapes: ModelShapes) -> None:
     """Check that the model has all modules with settings. Raises `UserError`."""
     for name, row in config.modules.items():
         if name not in shapes.modules:
-            default = ModuleConfig()
-            given = next((f"-{f.name}" for f in fields(row) if getattr(row, f.name) != getattr(default, f.name)), "")
-            where, expected = f"modules.{name} (--{name}{given})", f"one of {', '.join(shapes.modules)}"
+            flag = "".join(f"-{setting}" for setting in row.given[:1])
+            where, expected = f"modules.{name} (--{name}{flag})", f"one of {', '.join(shapes.modules)}"
             found = f"module `{name}`{did_you_mean(name, shapes.modules)}"
             because, fix = "the model has no other modules", "rename or remove it, or set hf_path of a further encoder"
             raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -123,7 +123,7 @@ class ModuleJob:
     # ---------------------------------------------------------------------------------------------- torch modules
 
     def site(self, groups: ModuleGroups, platform: Platform, backend: Backend) -> Site:
-        """Where a rank with these groups builds it."""
+        """Return the `Site` on which a rank with these groups builds the module."""
         return Site(groups, platform, backend, self.dtype, self.sequence_parallel, self.recompute, self.compiled)
 
     def model(self, site: Site, stage: PipelineStage, offload: ActivationOffload | None = None) -> Any:
@@ -162,8 +162,8 @@ class ModuleJob:
             raise self._unused("offload.activations", why, fix)
         if self.trains:
             return
-        for field in (f"precision.{f.name}" for f in fields(settings.precision) if self._is_changed(f)):
-            raise self._unused(field, f"{name} is frozen and not updated")
+        for field in settings.precision.given:
+            raise self._unused(f"precision.{field}", f"{name} is frozen and not updated")
         if settings.offload.states:
             raise self._unused("offload.states", f"{name} is frozen and not updated")
         if settings.zero == 2:
@@ -171,13 +171,10 @@ class ModuleJob:
         if settings.recompute != "none" and self.role != TEXT:
             raise self._unused("recompute", f"{name} is frozen and has no backward pass")
 
-    def _is_changed(self, precision: Field[Any]) -> bool:
-        return getattr(self.settings.precision, precision.name) != precision.default
-
     def _check_states(self) -> None:
         """Check that optimizer states can be as the record has them. Raises `UserError`."""
         precision, kind, fp32 = self.settings.precision, self.optimizer, self.dtype == torch.float32
-        for field in (f.name for f in fields(precision) if self._is_changed(f)):
+        for field in precision.given:
             if fp32 and field in ("master", "gradients"):
                 why, fix = "weights in float32 are their own masters", "remove it, or set model.dtype to bfloat16"
                 raise self._unused(f"precision.{field}", why, fix)
