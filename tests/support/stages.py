@@ -19,7 +19,8 @@ from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
-from megatron_hetero.groups.megatron import prepare, prepare_globals
+from megatron_hetero.groups.local_group import LocalGroup
+from megatron_hetero.groups.megatron import module_groups, prepare, prepare_globals
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.stored_weights import StoredWeights
@@ -31,6 +32,7 @@ from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.backend import TORCH, te_backend
+from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.layers.recompute import How
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
@@ -50,6 +52,13 @@ PLATFORM = Platform(CPU, "gloo")
 IGNORED = -100
 HOPPER = (9, 0)
 OPTIMIZERS: dict[str, Algorithm] = {"adamw": AdamW(lr=1e-2, eps=1e-4, weight_decay=0.1), "sgd": SGD(lr=0.1)}
+
+
+def lone_site() -> Site:
+    """Where a process without groups builds layers on the CPU, in fp32."""
+    prepare(PLATFORM)
+    groups = module_groups(lambda *_: LocalGroup((0,), 0, "test"), None)
+    return Site(groups, PLATFORM, TORCH, torch.float32, sequence_parallel=True)
 
 
 @dataclass(frozen=True)

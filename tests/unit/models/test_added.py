@@ -14,13 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.local_group import LocalGroup
-from megatron_hetero.groups.megatron import module_groups, prepare
-from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.hf.weight_map import Share, TensorShapes, TensorSlice, WeightMap, held, load_slices
 from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
 from megatron_hetero.models.folders import ModelFolders
-from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import ModuleStage
@@ -35,6 +31,7 @@ from megatron_hetero.models.weights import (
 )
 from megatron_hetero.step.family_module import load_parameters
 from tests.support.folders import ModelChoice, write_model
+from tests.support.stages import lone_site
 
 
 @dataclass(frozen=True)
@@ -172,10 +169,7 @@ def test_shares_follow_the_base(folder: Path, tp: int, split: tuple[int, ...]) -
 
 @pytest.fixture(scope="module")
 def site() -> Site:
-    platform = Platform(CPU, "gloo")
-    prepare(platform)
-    groups = module_groups(lambda *_: LocalGroup((0,), 0, "test"), None)
-    return Site(groups, platform, TORCH, torch.float32, sequence_parallel=True)
+    return lone_site()
 
 
 def modules(folder: Path, site: Site, seed: int, **options: Any) -> Iterator[tuple[str, Any]]:

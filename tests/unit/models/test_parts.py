@@ -9,20 +9,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_hetero.groups.local_group import LocalGroup
-from megatron_hetero.groups.megatron import module_groups, prepare
-from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, held, split_rows
 from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.layers.attention import SelfAttention
-from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.ends import Head, Merger, PatchEmbedding, TokenEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import FORWARD, LayerCall, Operations, Passes, Site, Tokens
 from megatron_hetero.models.stages import ModuleStage
+from tests.support.stages import lone_site
 
 NORM = Norm(8, 1e-6)
 GATED = MLP(8, 16, ("gate", "up", "down"))
@@ -199,10 +196,7 @@ def test_each_parameter_is_in_the_map_of_its_view() -> None:
 
 @pytest.fixture(scope="module")
 def site() -> Site:
-    platform = Platform(CPU, "gloo")
-    prepare(platform)
-    groups = module_groups(lambda *_: LocalGroup((0,), 0, "test"), None)
-    return Site(groups, platform, TORCH, torch.float32, sequence_parallel=True)
+    return lone_site()
 
 
 @pytest.mark.parametrize("architecture", [decoder(), decoder(tied=True), encoder(deeper=(0, 2))])

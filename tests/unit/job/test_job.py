@@ -11,7 +11,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.job.job import JobSpec
 
-MODEL = Path(__file__).parents[2] / "examples" / "models" / "qwen3_vl_8b"
+MODEL = Path(__file__).parents[3] / "examples" / "models" / "qwen3_vl_8b"
 """Rows of layers 8, 16 and 24 of its encoder enter after layers 0, 1 and 2 of its language model."""
 
 
