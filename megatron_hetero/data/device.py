@@ -71,6 +71,7 @@ def _text_input(
             full=PackedSegments.of_segments(share.segments, platform.device, share.cp_lengths),
             sp_lengths=share.sp_lengths,
             cp_lengths=share.cp_lengths,
+            lengths=tuple(np.diff(pack.cu_seqlens).tolist()),
         ),
     )
 

@@ -22,7 +22,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ from megatron_hetero.models.layers.segments import (
     ulysses_gather_heads,
     ulysses_scatter_heads,
 )
+from megatron_hetero.models.layers.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,21 @@ class AttentionParams:
         sp_lengths: tokens without padding of each `sp` member of that `cp` member.
         cp_lengths: tokens of each `cp` member.
         windows: sequences of this rank's own shard, for layers with window attention.
+        lengths: tokens of each whole sequence, by default those of `full`, which has chunks of sequences under `cp`.
     """
 
     full: PackedSegments
     sp_lengths: tuple[int, ...]
     cp_lengths: tuple[int, ...]
     windows: PackedSegments | None = None
+    lengths: tuple[int, ...] = ()
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """Whole sequences of the pack, for layers that run along each of them."""
+        members, segments = max(1, len(self.cp_lengths)), self.full.segments
+        assert self.lengths or members == 1 or not sum(self.cp_lengths), "chunks of sequences of unknown lengths"
+        return Sequences(self.lengths or segments.queries, self.full.cu_seqlens_q.device, members)
 
 
 @dataclass(frozen=True)

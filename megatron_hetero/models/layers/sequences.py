@@ -1,0 +1,63 @@
+"""Whole sequences of a pack, for layers that run along each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hetero.groups.platform import on_device
+from megatron_hetero.layout.context import zigzag_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Sequences of a pack, one after the other. What layers need of them is computed once for all layers.
+
+    Attributes:
+        lengths: tokens of each sequence; some may be empty.
+        device: device of the tensors.
+        members: ranks along `cp`, each of which has its zigzag chunks of every sequence.
+    """
+
+    lengths: tuple[int, ...]
+    device: torch.device
+    members: int = 1
+
+    @property
+    def total(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.lengths)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Place of each token in its own sequence, int64 [tokens]."""
+        lengths = np.asarray(self.lengths, np.int64)
+        starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return self._moved(np.arange(self.total) - starts)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """Number of the sequence of each token, int32 [tokens]."""
+        return self._moved(np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths))
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Bounds of the sequences, int64 [sequences + 1]."""
+        return self._moved(np.cumsum([0, *self.lengths], dtype=np.int64))
+
+    @cached_property
+    def by_member(self) -> Tensor:
+        """Place in the pack of each token of the first member, then of the second, and so on: int64 [tokens]."""
+        return self._moved(np.concatenate(zigzag_tokens(self.lengths, self.members)))
+
+    @cached_property
+    def in_order(self) -> Tensor:
+        """Place of each token of the pack among the tokens `by_member`, int64 [tokens]."""
+        return self._moved(np.argsort(np.concatenate(zigzag_tokens(self.lengths, self.members))))
+
+    def _moved(self, values: np.ndarray) -> Tensor:
+        return on_device(torch.from_numpy(values), self.device)
