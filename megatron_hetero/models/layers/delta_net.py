@@ -344,8 +344,8 @@ class DeltaNetModule(Overlapping):
             index = _index(of_keys, mixed.device)
             q, k = q.index_select(1, index), k.index_select(1, index)
         b, a = mixed[:, channels:].split(share.sizes[3:], dim=1)
-        heads = slice(share.values[0], share.values[1])
-        decay = -self.A_log[heads].float().exp() * F.softplus(a.float() + self.dt_bias[heads])
+        of_decay = a, self.A_log, self.dt_bias, *share.values
+        decay = run(log_decay, *of_decay) if self.compiled else log_decay(*of_decay)
         return q, k, v.view(len(v), share.value_count, share.value_dim), decay, b.sigmoid()
 
 
@@ -356,6 +356,13 @@ def _widths(shares: tuple[Heads, ...]) -> list[int]:
 @lru_cache(maxsize=16)
 def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
     return on_device(torch.tensor(heads), device)
+
+
+def log_decay(a: Tensor, log_rate: Tensor, bias: Tensor, start: int, stop: int) -> Tensor:
+    """Return the logarithm of what a state keeps at each token, fp32 [N, H], from `a` [N, H] of the heads from `start`
+    to `stop`, of which `log_rate` and `bias` have more.
+    """
+    return -log_rate[start:stop].float().exp() * F.softplus(a.float() + bias[start:stop])
 
 
 def gated_by_silu(out: Tensor, gate: Tensor) -> Tensor:
