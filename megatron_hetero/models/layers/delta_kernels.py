@@ -1,37 +1,20 @@
-"""throwaway"""
+"""Choice between optional packages and PyTorch for gated delta nets."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as chunked
+
+from megatron_hetero.models.layers.delta_rule import delta_rule
+from megatron_hetero.models.layers.short_convolution import convolved
 
 
-def rule(q, k, v, g, b, seq):
-    outs = []
-    ends = [0]
-    for n in seq.lengths:
-        ends.append(ends[-1] + n)
-    for s, e in zip(ends, ends[1:]):
-        if e > s:
-            outs.append(
-                chunked(
-                    *(x[None, s:e] for x in (q, k, v)), g=g[None, s:e], beta=b[None, s:e], use_qk_l2norm_in_kernel=True
-                )[0][0]
-            )
-    return torch.cat(outs)
+def rule_for(device: torch.device, dtype: torch.dtype) -> Any:  # noqa: ARG001
+    """Return the rule."""
+    return delta_rule
 
 
-def conv(x, w, seq):
-    out = x * w[:, -1]
-    for d in range(1, w.shape[1]):
-        out = out + F.pad(x, (0, 0, d, 0))[: len(x)] * (seq.offsets >= d)[:, None] * w[:, -1 - d]
-    return F.silu(out)
-
-
-def rule_for(device, dtype):
-    return rule
-
-
-def convolution_for(device, dtype):
-    return conv
+def convolution_for(device: torch.device, dtype: torch.dtype) -> Any:  # noqa: ARG001
+    """Return the convolution."""
+    return convolved
