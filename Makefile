@@ -1,4 +1,4 @@
-# make train         the demo: a small model learns to answer questions about pictures, on any machine; MODEL=qwen3_vl or qwen3_vl_moe, DATA=video
+# make train         the demo: a small model learns to answer questions about pictures, on any machine; MODEL=qwen3_vl, qwen3_5 or one with _moe, DATA=video
 # make test          lint, types, unit tests, functional tests
 # make matrix        the rows of long matrices that `make test` leaves out
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it

@@ -28,7 +28,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.demo.films import RATE, FilmSample, film_samples
-from examples.demo.model import SYSTEM_PROMPTS, DemoSizes, write_model
+from examples.demo.model import EXPERTS, SYSTEM_PROMPTS, DemoSizes, write_model
 from examples.demo.records import Sample, held_out_samples, training_samples
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.terminal import Parser
@@ -151,7 +151,7 @@ def _write_parts(folder: Path, options: DemoOptions) -> None:
     corpus = [text for sample in train for text in (sample.question, sample.answer)]
     write_model(folder / "model", options.model, corpus, options.shape, options.seed)
     video = VIDEO_CONFIG if options.data == "video" else ""
-    settings = EXPERT_SETTINGS if options.model == "qwen3_vl_moe" else SETTINGS
+    settings = EXPERT_SETTINGS if options.model in EXPERTS else SETTINGS
     config = CONFIG.format(seed=options.seed, video=video, **settings)
     (folder / "config.yaml").write_text(config, encoding="utf-8")
     marker = {"format": FORMAT} | asdict(options)

@@ -16,10 +16,14 @@ from megatron_hetero.models.registry import FAMILIES
 if TYPE_CHECKING:
     from transformers import Qwen2Tokenizer
 
-SYSTEM_PROMPTS = {"qwen2_5_vl": "You are a helpful assistant.", "qwen3_vl": "", "qwen3_vl_moe": ""}
+DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")
+DELTA = ("qwen3_5", "qwen3_5_moe")
+QWEN3 = DEEPSTACK + DELTA
+"""Families with the encoder and the processors of Qwen3-VL: with DeepStack, and with delta nets."""
+EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe")
+"""Families with experts."""
+SYSTEM_PROMPTS = {"qwen2_5_vl": "You are a helpful assistant.", **dict.fromkeys(QWEN3, "")}
 """System prompt of conversations without one, for each family that has a demo; may be empty."""
-QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
-"""Families with the encoder and the processors of Qwen3-VL."""
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _SYSTEM_TURN = """\
 {%- if loop.first and message['role'] != 'system' -%}
@@ -151,13 +155,21 @@ def model_config(model_type: str, sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -
         "pad_token_id": ids[END_OF_TEXT],
     }
     if model_type in QWEN3:
-        # One for each layer of the language model, three at most, as in published models.
-        deeper = list(range(min(3, sizes.vision_layers - 1, sizes.text_layers)))
-        vision |= {"patch_size": 16, "num_position_embeddings": 16**2, "deepstack_visual_indexes": deeper}
+        vision |= {"patch_size": 16, "num_position_embeddings": 16**2}
         text["head_dim"] = head
-        if model_type == "qwen3_vl_moe":
+        if model_type in DEEPSTACK:
+            # One for each layer of the language model, three at most, as in published models.
+            vision["deepstack_visual_indexes"] = list(range(min(3, sizes.vision_layers - 1, sizes.text_layers)))
+        else:
+            # Attention in the last of three layers, or of those that there are.
+            text |= {"full_attention_interval": min(3, sizes.text_layers)}
+            text |= {"linear_num_key_heads": sizes.text_kv_heads, "linear_num_value_heads": sizes.text_heads}
+            text |= {"linear_key_head_dim": head, "linear_value_head_dim": head}
+        if model_type in EXPERTS:
             # As many parameters per token as without experts.
             text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 4 * sizes.text_hidden // 3}
+            if model_type in DELTA:
+                text["shared_expert_intermediate_size"] = 4 * sizes.text_hidden // 3
     else:
         # Full attention in every second layer, the last one included.
         full = list(range(sizes.vision_layers - 1, -1, -2))[::-1]

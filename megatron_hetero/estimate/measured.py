@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_hetero.config.optimizers import NONE, OffloadConfig, PrecisionConfig
+from megatron_hetero.data.token_shards import even_cuts
 from megatron_hetero.estimate.shards import SequenceShard, Spans
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.megatron import module_groups, without_processes
@@ -38,6 +39,7 @@ from megatron_hetero.layout.names import ROWS, TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.attention import AttentionParams, PackedSelfAttention
 from megatron_hetero.models.layers.backend import TORCH
+from megatron_hetero.models.layers.delta_net import DeltaNet
 from megatron_hetero.models.layers.experts import ExpertMLPModule
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
 from megatron_hetero.models.layers.offload import OffloadSizes
@@ -212,8 +214,12 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_caus
 def _attention(layout: Layout, shard: SequenceShard) -> AttentionParams:
     """Attention inputs of a rank that is the first of its groups; the second one has all other tokens."""
     sp_lengths = (shard.tokens, shard.member - shard.tokens, *(0,) * layout.sp)[: layout.sp]
-    cp_lengths = (shard.member,) * layout.cp
-    return AttentionParams(_segments(shard.segments, cp_lengths), sp_lengths, cp_lengths, _segments(shard.windows))
+    cp_lengths, windows = (shard.member,) * layout.cp, _segments(shard.windows)
+    if shard.lengths and layout.cp > 1:
+        others = np.diff(even_cuts(sum(shard.lengths) - shard.member, layout.cp - 1))
+        cp_lengths = shard.member, *others.tolist()
+    segments = _segments(shard.segments, cp_lengths)
+    return AttentionParams(segments, sp_lengths, cp_lengths, windows, lengths=shard.lengths)
 
 
 def _segments(spans: Spans, cp_lengths: tuple[int, ...] = ()) -> PackedSegments:
@@ -244,10 +250,12 @@ class PartBytes:
 
 def measure(measured: Measured, part: ModulePart, shard: SequenceShard) -> PartBytes:
     """Measure a part of a module on a rank that works on `shard`, without full recomputation."""
-    part, unused = part._replace(layer=_first_alike(measured)[part.layer]), {"segments": (), "windows": ()}
+    part = part._replace(layer=_first_alike(measured)[part.layer])
+    unused: dict[str, Any] = dict.fromkeys(("segments", "windows", "lengths"), ())
     if part.kind == "layer":
-        windowed = measured.shape.architecture.layers[part.layer].attention.windowed
-        unused.pop("windows" if windowed else "segments")
+        attention = measured.shape.architecture.layers[part.layer].attention
+        along = isinstance(attention, DeltaNet)
+        unused.pop("lengths" if along else "windows" if attention.windowed else "segments")
     supervised = shard.supervised * (part == LAST)
     return _measured(_inside(measured), part, replace(shard, supervised=supervised, **unused))
 

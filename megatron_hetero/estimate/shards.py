@@ -129,7 +129,8 @@ class SequenceShard:
 
     `tokens`: length of the shard, shared by the tp group; `padded`: with padding; `local`: length between layers, a
     part of `padded` with sequence-parallel activations. `member`: tokens of the cp member, over its sp ranks.
-    `segments`, `windows`: of full and of local attention. `supervised`: tokens with a loss.
+    `segments`, `windows`: of full and of local attention. `supervised`: tokens with a loss. `lengths`: tokens of each
+    whole sequence, for layers that run along them.
     """
 
     tokens: int
@@ -139,6 +140,7 @@ class SequenceShard:
     segments: Spans
     windows: Spans = ()
     supervised: int = 0
+    lengths: tuple[int, ...] = ()
 
 
 Work = tuple[SequenceShard, ...]
@@ -171,7 +173,8 @@ def text_shards(assumed: AssumedBatch) -> ModuleShards:
         share = shards.share(rank)
         tokens, spans, supervised = len(share.tokens), _spans(share.segments), int(labels.ravel()[share.tokens].sum())
         local, member = share.padded // split, sum(share.sp_lengths)
-        return (SequenceShard(tokens, share.padded, local, member, spans, supervised=supervised),)
+        whole = assumed.lengths
+        return (SequenceShard(tokens, share.padded, local, member, spans, supervised=supervised, lengths=whole),)
 
     return _distinct(shards.layout, [0] * shards.layout.dp, work_of)
 

@@ -124,6 +124,8 @@ class Family:
     """Its own encoders in order, each with the types of items that it takes, one per modality. Section `plan` describes
     the first.
     """
+    encoders_of: Collection[str] = ()
+    """`model_type`s of families whose encoders its language models take too."""
 
     @property
     def items(self) -> tuple[ItemType, ...]:
@@ -152,6 +154,12 @@ class Family:
         """
         return {}
 
+    def encoder_settings(self, vision: Any) -> dict[str, Any]:
+        """Return `vision_config` of a model of the family with the encoder of `vision`, a whole model's configuration
+        of this family or of one of `encoders_of`.
+        """
+        return {name: value for name, value in vision.vision_config.to_dict().items() if name != "model_type"}
+
     def joined(self, own: Any, vision: Any, text_alone: bool) -> Any:
         """Return the configuration of a model with the language model of `own` and the encoder of `vision`.
         `text_alone`: `own` describes a language model alone.
@@ -167,7 +175,7 @@ class Family:
             text = own.text_config.to_dict()
         return self.config_class(self.model_type)(
             text_config=text,
-            vision_config=vision.vision_config.to_dict() | {"out_hidden_size": text["hidden_size"]},
+            vision_config=self.encoder_settings(vision) | {"out_hidden_size": text["hidden_size"]},
             tie_word_embeddings=own.tie_word_embeddings,
             architectures=[MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]],
             **{name: getattr(own, name) for name in (() if text_alone else self.tokens)},

@@ -4,13 +4,13 @@ vision encoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.base.errors import UserError, in_short
+from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.base.files import read_object, shown
 from megatron_hetero.base.outputs import advice_to_export
 from megatron_hetero.hf.model_files import require_own_files
@@ -25,7 +25,8 @@ class ModelFolders:
     """Folders of a model, and its joint configuration.
 
     `fresh_projector`: the projector is initialised. `text_alone`: the folder of the text module has no encoder, and its
-    tokenizer's chat template no images.
+    tokenizer's chat template no images. `unused`: names in the encoder of tensors of the vision folder's projector that
+    the model does not have.
     """
 
     text: Path
@@ -33,11 +34,18 @@ class ModelFolders:
     config: Any
     fresh_projector: bool = False
     text_alone: bool = False
+    unused: frozenset[str] = frozenset()
 
     @property
     def family(self) -> Family:
         """Family of the model."""
         return family_of(self.config.model_type)
+
+    @property
+    def notice(self) -> str:
+        """A line about tensors that are not used, if there are any."""
+        what = f"the fresh projector is {self.family.title}'s: {listed(self.unused)} of {self.vision} are not used"
+        return what if self.unused else ""
 
     @classmethod
     def read(cls, hf_path: Path, hf_path_vision: Path | None = None, fresh_projector: bool = False) -> ModelFolders:
@@ -59,23 +67,45 @@ class ModelFolders:
                 family.check_text(hf_path, config)
             return cls(hf_path, hf_path, config, fresh_projector)
         vision = read_config(hf_path_vision, VISION_FOLDER)
-        family = family_of(vision.model_type)
+        of_encoder = family_of(vision.model_type)
         with sound(hf_path_vision / "config.json"):
-            family.check_encoder(hf_path_vision, vision)
-        own = read_config(hf_path, "model.hf_path", (family.model_type, *family.language_models), of_encoder=family)
+            of_encoder.check_encoder(hf_path_vision, vision)
+        own = read_config(hf_path, "model.hf_path", of_encoder)
+        family = family_of(own.model_type)
         text_alone = own.model_type != family.model_type
         with sound(hf_path / "config.json"):
             config = family.joined(own, vision, text_alone)
             family.check_text(hf_path, config)
         fits = vision.vision_config.out_hidden_size == config.text_config.hidden_size
-        return cls(hf_path, hf_path_vision, config, fresh_projector or not fits, text_alone)
+        fresh = fresh_projector or not fits
+        with sound(hf_path_vision / "config.json"):
+            unused = _projector(of_encoder, vision) - _projector(family, config)
+        if unused and not fresh:
+            raise UserError.at(
+                hf_path_vision / "config.json",
+                found=f"an encoder of {of_encoder.title} whose projector has {listed(unused)}",
+                expected=f"a projector of {family.title}",
+                because="the language model takes no more outputs of an encoder",
+                fix="initialize the projector with --model.fresh_projector true, or use an encoder of that family",
+            )
+        return cls(hf_path, hf_path_vision, config, fresh, text_alone, unused)
 
 
-def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_encoder: Family | None = None) -> Any:
-    """Read the configuration of the folder that `setting` names, which has to be of one of these types, by default of
-    any family. `of_encoder`: the family of the encoder that it has to fit, for messages. Raises `UserError`.
+def _projector(family: Family, config: Any) -> frozenset[str]:
+    """Return the names in its encoder of the tensors of the projector of a whole model's first encoder."""
+    return frozenset(family.encoder_shape(config, next(iter(family.encoders))).architecture.projector)
+
+
+def read_config(folder: Path, setting: str, of_encoder: Family | None = None) -> Any:
+    """Read the configuration of the folder that `setting` names, of a whole model of any family. `of_encoder`: the
+    family of an encoder that is not the folder's; a language model that takes it may be alone in the folder. Raises
+    `UserError`.
     """
-    path, model_types = folder / "config.json", model_types or tuple(FAMILIES)
+    path, model_types = folder / "config.json", tuple(FAMILIES)
+    if of_encoder is not None:
+        name = of_encoder.model_type
+        taking = [family for family in FAMILIES.values() if name in (family.model_type, *family.encoders_of)]
+        model_types = tuple(each for family in taking for each in (family.model_type, *family.language_models))
     if not folder.is_dir() or not path.is_file():
         found = f"the file {folder}" if folder.is_file() else f"no {path if folder.is_dir() else folder}"
         raise UserError.at(
@@ -91,7 +121,7 @@ def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_
         because, fix = "this program builds no other family", f"give a {titles()} folder"
         if of_encoder is not None:
             because = f"the encoder of {VISION_FOLDER} is {of_encoder.title}'s"
-            fix = f"give a language model of that family, or leave out --{VISION_FOLDER}"
+            fix = f"give a language model that takes it, or leave out --{VISION_FOLDER}"
         elif any(found in family.language_models for family in FAMILIES.values()):
             fix += f", or the folder of a vision encoder too, with --{VISION_FOLDER}"
         expected = " or ".join(map(repr, model_types))

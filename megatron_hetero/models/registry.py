@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 
 from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
+from megatron_hetero.models.families.qwen3_5.family import QWEN3_5
+from megatron_hetero.models.families.qwen3_5_moe.family import QWEN3_5_MOE
 from megatron_hetero.models.families.qwen3_vl.family import QWEN3_VL
 from megatron_hetero.models.families.qwen3_vl_moe.family import QWEN3_VL_MOE
 from megatron_hetero.models.family import Family
@@ -13,7 +15,7 @@ from megatron_hetero.models.family import Family
 ENTRY_POINTS = "megatron_hetero.families"
 """Group of entry points with which installed packages add families."""
 _FURTHER: tuple[Family, ...] = tuple(each.load() for each in entry_points(group=ENTRY_POINTS))
-_OWN = QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
+_OWN = QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (*_OWN, *_FURTHER)}
 """Families by the `model_type` of a whole model."""
 

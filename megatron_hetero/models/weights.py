@@ -154,7 +154,8 @@ def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[
         text.require(_without(anew, reduce(or_, of_encoders, own)), copies | anew)
     else:  # The folder may hold a whole model, of which the encoders are ignored.
         text.require(own, copies.union(*(_beginning(text, prefix_of(name, shapes)) for name in shapes.own)))
-        encoders = {name: _open_encoder(name, folders.vision, shapes, anew) for name in shapes.own}
+        unused = frozenset(prefix_of(name, shapes) + tensor for name in shapes.own for tensor in folders.unused)
+        encoders = {name: _open_encoder(name, folders.vision, shapes, anew | unused) for name in shapes.own}
     # Last, since the stored tensors have shown by now that the sizes are those of a model.
     fresh = fresh_projector(shapes, seed) if anew else {}
     opened = {name: replace(weights, fresh=fresh) for name, weights in encoders.items()} | {TEXT: text}

@@ -123,7 +123,7 @@ def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver
     config, topology, watchdog = trainer.job.config, trainer.topology, trainer.topology.watchdog
     if topology.rank == FIRST:
         notices = backend_notices(config.layer_backend, topology.platform)
-        notices += [inputs.source.notice] if inputs.source else []
+        notices += [trainer.job.folders.notice, inputs.source.notice if inputs.source else ""]
         for notice in filter(None, [*notices, *_unread(inputs), inputs.processor.advice]):
             print(notice, flush=True)
     state = TrainState(trainer.optimizer, topology, trainer.job.shapes, working=watchdog.working)

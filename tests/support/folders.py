@@ -16,15 +16,27 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from examples.demo.model import QWEN3, SYSTEM_PROMPTS, chat_template, train_tokenizer, write_processor
-from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
-from megatron_hetero.models.families.qwen3_vl.family import QWEN3_VL
+from examples.demo.model import (
+    DEEPSTACK,
+    DELTA,
+    EXPERTS,
+    QWEN3,
+    SYSTEM_PROMPTS,
+    chat_template,
+    train_tokenizer,
+    write_processor,
+)
+from megatron_hetero.models.registry import FAMILIES
 from tests.support.oracle import one_by_one
 
 CORPUS = [
@@ -38,6 +50,8 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
 }
 """Classes of configurations and models, by family."""
 
@@ -45,8 +59,9 @@ KINDS: dict[str, tuple[Any, Any]] = {
 @dataclass(frozen=True)
 class ModelChoice:
     """What differs between the random models of the tests. `window` and `full_layers` mean something to `qwen2_5_vl`
-    alone; `text_hidden` (0: what the heads are together), `deepstack` and `table_side` to `qwen3_vl` and
-    `qwen3_vl_moe`; `experts` and what follows to the latter.
+    alone; `text_hidden` (0: what the heads are together) and `table_side` to all others; `deepstack` to those that have
+    it; `experts`, `top_k` and `expert_ffn` to those with experts; `sparse_step` and `mlp_only_layers` to
+    `qwen3_vl_moe`; what follows to those with delta nets, whose `head_dim` is a multiple of 8.
     """
 
     heads: int = 4
@@ -71,6 +86,13 @@ class ModelChoice:
     expert_ffn: int = 20
     sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
+    attention_every: int = 2
+    """Layers of which the last has softmax attention, the others delta nets."""
+    delta_heads: tuple[int, int] = (2, 4)
+    """Of keys and of values."""
+    delta_dims: tuple[int, int] = (8, 12)
+    taps: int = 4
+    shared_ffn: int = 28
 
     @property
     def hidden(self) -> int:
@@ -120,27 +142,37 @@ def model_config(choice: ModelChoice, tokenizer: Any) -> Any:
     }
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if choice.family in QWEN3:
-        vision |= {
-            "patch_size": 16,
-            "num_position_embeddings": choice.table_side**2,
-            "deepstack_visual_indexes": list(choice.deepstack),
-        }
-        text |= {"head_dim": choice.head_dim, "rope_parameters": rope | QWEN3_VL.rope_settings(choice.head_dim)}
-        if choice.family == "qwen3_vl_moe":
+        vision |= {"patch_size": 16, "num_position_embeddings": choice.table_side**2}
+        text["head_dim"] = choice.head_dim
+        if choice.family in DEEPSTACK:
+            vision["deepstack_visual_indexes"] = list(choice.deepstack)
+        if choice.family in DELTA:
+            text |= {
+                "full_attention_interval": choice.attention_every,
+                "linear_num_key_heads": choice.delta_heads[0],
+                "linear_num_value_heads": choice.delta_heads[1],
+                "linear_key_head_dim": choice.delta_dims[0],
+                "linear_value_head_dim": choice.delta_dims[1],
+                "linear_conv_kernel_dim": choice.taps,
+            }
+        if choice.family in EXPERTS:
             text |= {
                 "num_experts": choice.experts,
                 "num_experts_per_tok": choice.top_k,
                 "moe_intermediate_size": choice.expert_ffn,
-                "decoder_sparse_step": choice.sparse_step,
-                "mlp_only_layers": list(choice.mlp_only_layers),
             }
+        if choice.family == "qwen3_vl_moe":
+            text |= {"decoder_sparse_step": choice.sparse_step, "mlp_only_layers": list(choice.mlp_only_layers)}
+        if choice.family == "qwen3_5_moe":
+            del text["intermediate_size"]  # All layers have experts.
+            text["shared_expert_intermediate_size"] = choice.shared_ffn
     else:
         vision |= {
             "patch_size": 14,
             "window_size": choice.window,
             "fullatt_block_indexes": [layer for layer in choice.full_layers if layer < choice.vision_layers],
         }
-        text["rope_parameters"] = rope | QWEN2_5_VL.rope_settings(choice.head_dim)
+    text["rope_parameters"] = rope | FAMILIES[choice.family].rope_settings(choice.head_dim)
     return KINDS[choice.family][0](
         vision_config=vision,
         text_config=text,
@@ -170,6 +202,43 @@ def write_transposed(source: Path, folder: Path) -> Path:
     return rewrite(folder, lambda name, t: {name: t.mT if ".experts." in name else t})
 
 
+def write_published(source: Path, folder: Path) -> Path:
+    """Copy a `qwen3_5` or `qwen3_5_moe` as it is published: with keys that its code does not read, one tensor for all
+    experts of a layer, and tensors of a layer that predicts a further token.
+    """
+    shutil.copytree(source, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text, experts = config["text_config"], dict[str, dict[int, dict[str, torch.Tensor]]]()
+    text |= {"attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32"}
+    text |= {"mlp_only_layers": [], "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    config["vision_config"] |= {"deepstack_visual_indexes": [], "model_type": config["model_type"]}
+    path.write_text(json.dumps(config))
+
+    def without_experts(name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        before, found, after = name.partition(".experts.")
+        if not found:
+            return {name: tensor}
+        number, kind, _ = after.split(".")
+        experts.setdefault(before, {}).setdefault(int(number), {})[kind] = tensor
+        return {}
+
+    rewrite(folder, without_experts)
+    hidden, generator = text["hidden_size"], torch.Generator().manual_seed(7)
+    new = {
+        "mtp.fc.weight": torch.randn(hidden, 2 * hidden, generator=generator),
+        "mtp.norm.weight": torch.randn(hidden, generator=generator),
+        "mtp.layers.0.mlp.experts.gate_up_proj": torch.randn(2, 6, hidden, generator=generator).bfloat16(),
+    }
+    for before, found in experts.items():
+        every = [found[number] for number in sorted(found)]
+        wide = [torch.cat([each["gate_proj"], each["up_proj"]]) for each in every]
+        new[f"{before}.experts.gate_up_proj"] = torch.stack(wide)
+        new[f"{before}.experts.down_proj"] = torch.stack([each["down_proj"] for each in every])
+    save_file(load_file(folder / "model.safetensors") | new, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def write_language_model(source: Path, folder: Path) -> Path:
     """Copy the language model of a `qwen3_vl_moe` as the `qwen3_moe` that it is alone, with tensors for each expert."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*preprocessor_config.json"))
@@ -194,15 +263,19 @@ def randomise(model: torch.nn.Module) -> None:
     more than rounding.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if name.endswith(".A_log"):
+            parameter.uniform_(0.01, 1).log_()  # States last for some tokens to many.
+        elif parameter.dim() == 1:
             parameter.normal_(std=0.2)
         elif name.endswith(".mlp.gate.weight"):
             parameter.normal_(std=0.5)
         else:  # Of three dims: all experts of a layer.
             inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
             parameter.normal_(std=(1.0 / inputs) ** 0.5)
+    centred: Any = model.config
     for name, parameter in model.named_parameters():
-        if "norm" in name or "ln_q" in name:
+        at_zero = "qwen3_5" in centred.model_type and "visual." not in name and ".linear_attn." not in name
+        if ("norm" in name or "ln_q" in name) and not at_zero:
             parameter.add_(1.0)
 
 

@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 
 from examples import make_demo as command
-from examples.demo.model import DemoSizes, model_config, train_tokenizer
+from examples.demo.model import EXPERTS, DemoSizes, model_config, train_tokenizer
 from examples.make_demo import FAMILIES, PARTS, DemoOptions, main, make_demo
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
@@ -98,7 +98,7 @@ def test_a_demo_of_each_family_can_be_trained(family: str, tmp_path: Path):
     assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == family
     config = load_config(["--config", str(tmp_path / "config.yaml")])
     job = JobSpec.of(config, 2)
-    experts = family == "qwen3_vl_moe"
+    experts = family in EXPERTS
     assert str(job.layouts["text"]) == ("dp:2,ep:2@0-1" if experts else "tp:2@0-1")
     assert (job.balance > 0) == experts
     more = ["--config", str(tmp_path / "config.yaml"), "--vision-parallel", "sp:4", "--text-parallel", "tp:4"]

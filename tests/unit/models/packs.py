@@ -47,9 +47,8 @@ def assign(lengths: tuple[int, ...], groups: ModuleGroups, causal: bool, how: st
     cp_lengths = tuple(len(part) for part in tokens)
     sp_lengths = split(cp_lengths[member], sp, how)
     mine = np.split(tokens[member], np.cumsum(sp_lengths)[:-1])[groups.sp.rank()]
-    return Assigned(
-        mine, AttentionParams(PackedSegments.of_segments(segments, CPU, cp_lengths), sp_lengths, cp_lengths)
-    )
+    packed = PackedSegments.of_segments(segments, CPU, cp_lengths)
+    return Assigned(mine, AttentionParams(packed, sp_lengths, cp_lengths, lengths=lengths))
 
 
 def split(total: int, members: int, how: str) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ class Qwen3VL(PictureFamily):
     model_type, title = "qwen3_vl", "Qwen3-VL"
     language_models = ("qwen3",)
     encoders = MappingProxyType({"vision": (PICTURES, Videos(_VIDEOS, "video", timestamps=True))})
+    encoders_of = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     built = SUPPORTED | {
         "mrope_interleaved": Only(
             (True,),
@@ -74,6 +75,10 @@ class Qwen3VL(PictureFamily):
         frequencies = head_dim // 2
         space = 5 * frequencies // 16
         return {"mrope_section": [frequencies - 2 * space, space, space], "mrope_interleaved": True}
+
+    def encoder_settings(self, vision: Any) -> dict[str, Any]:
+        # Families without DeepStack lack the key.
+        return super().encoder_settings(vision) | {"deepstack_visual_indexes": list(_deepstack(vision.vision_config))}
 
     def encoder_shape(self, config: Any, encoder: str, /) -> VisionShape:
         from megatron_hetero.models.families.qwen3_vl.shapes import VisionShape
