@@ -30,7 +30,7 @@ QWEN3 = replace(
 )
 MOE = replace(QWEN3, family="qwen3_vl_moe", seed=31)
 DELTA = replace(QWEN3, family="qwen3_5", head_dim=32, delta_dims=(32, 24), attention_every=4, seed=41)
-DELTA_MOE = replace(DELTA, family="qwen3_5_moe", attention_every=2, seed=42)
+DELTA_MOE = replace(DELTA, family="qwen3_5_moe", attention_every=2, seed=70)
 MODELS = {
     "untied": BASE,
     "tied": replace(BASE, tied=True, seed=1),
