@@ -461,5 +461,5 @@ def test_parameters_of_published_sizes(name: str) -> None:
 def test_the_demo_is_read(family: str, tmp_path: Path) -> None:
     write_demo(tmp_path / "demo", family, CORPUS, DemoSizes(), seed=3)
     shapes, _ = opened(ModelFolders.read(tmp_path / "demo"))
-    assert isinstance(shapes.text, TextShape) and shapes.text.tied and shapes.text.full == (False, False, True)
+    assert isinstance(shapes.text, TextShape) and shapes.text.tied and shapes.text.full == (False, True, False)
     assert Processor.from_folder(tmp_path / "demo").model_type == family
