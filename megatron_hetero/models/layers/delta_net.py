@@ -82,6 +82,7 @@ class DeltaNet(AttentionPart):
     norm: Norm
     stored: str = "linear_attn."
     windowed: ClassVar[bool] = False
+    exchanges_over_cp: ClassVar[bool] = True
 
     @property
     def heads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
