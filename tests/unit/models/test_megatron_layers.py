@@ -1,0 +1,196 @@
+"""Gated delta nets in a recipe of one's own, as docs/library.md has them, against `transformers` and one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+from megatron_hetero import (
+    SGD,
+    AdamW,
+    Graph,
+    UserError,
+    build,
+    build_optimizers,
+    finish_gradients,
+    load_checkpoint,
+    prepare_megatron,
+    save_checkpoint,
+)
+from megatron_hetero.data.token_shards import tokens_of
+from megatron_hetero.groups.local_group import LocalGroup
+from megatron_hetero.groups.megatron import module_groups
+from megatron_hetero.groups.topology import Topology
+from megatron_hetero.models.megatron_layers import GatedDeltaNet, packed_samples
+from tests.support.ranks import on_ranks
+from tests.unit.step import gpt, running
+
+GUIDE = (Path(__file__).parents[3] / "docs/library.md").read_text(encoding="utf-8")
+HIDDEN, KEY_DIM, VALUE_DIM, TAPS = 32, 8, 12, 4
+LENGTHS = ((16, 7, 1, 3), (5, 9, 2))
+"""Samples of each replica."""
+
+
+def config_of(layout: Any, heads: tuple[int, int], *, sequence_parallel: bool = True, **options: Any) -> Any:
+    """A configuration of Megatron, as a recipe gives it."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    own: dict[str, Any] = {"num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return TransformerConfig(
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        linear_num_key_heads=heads[0],
+        linear_num_value_heads=heads[1],
+        linear_key_head_dim=KEY_DIM,
+        linear_value_head_dim=VALUE_DIM,
+        linear_conv_kernel_dim=TAPS,
+        layernorm_epsilon=1e-6,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=sequence_parallel and layout.tp > 1,
+        calculate_per_token_loss=True,
+        **own | options,
+    )
+
+
+def theirs(heads: tuple[int, int]) -> Qwen3_5GatedDeltaNet:
+    config = Qwen3_5TextConfig(
+        hidden_size=HIDDEN,
+        linear_num_key_heads=heads[0],
+        linear_num_value_heads=heads[1],
+        linear_key_head_dim=KEY_DIM,
+        linear_value_head_dim=VALUE_DIM,
+        linear_conv_kernel_dim=TAPS,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+    )
+    module, generator = Qwen3_5GatedDeltaNet(config, 0), torch.Generator().manual_seed(0)  # pyright: ignore[reportArgumentType]
+    for parameter in module.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    return module
+
+
+def topology_of(text: str) -> Topology:
+    topology = build(Graph({"text": []}, width=HIDDEN, dtype=torch.float32), text=text)
+    prepare_megatron(topology, seed=1)
+    return topology
+
+
+def matrix(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()
+
+
+def apart(layer: Any, whole: dict[str, Tensor], values: str = "data") -> float:
+    """The largest relative distance of parts of whole tensors, over the parameters of this rank."""
+    found, rank = [0.0], layer.groups.tp.rank()
+    for parameter in layer.parameters():
+        _, slices = parameter.stored_as
+        of_parameter = getattr(parameter, values)
+        for each in slices[rank]:
+            expected = matrix(whole[each.name])[each.source]
+            found.append(gpt.apart(of_parameter[each.place], expected))
+    return max(found)
+
+
+class Replicas:
+    """Samples of all replicas, their outputs and gradients by `transformers`, sample by sample."""
+
+    def __init__(self, module: nn.Module, topology: Topology):
+        self.module, self.topology = module, topology
+        generator = torch.Generator().manual_seed(1)
+        dp = topology.layouts["text"].dp
+        self.x, self.c = ([torch.randn(sum(n), 1, HIDDEN, generator=generator) for n in LENGTHS[:dp]] for _ in "xc")
+        self.tokens = sum(map(sum, LENGTHS[:dp]))
+
+    def expected(self) -> list[Tensor]:
+        """Outputs, after a backward pass."""
+        found = []
+        for x, c, lengths in zip(self.x, self.c, LENGTHS, strict=False):
+            x.grad = None
+            samples = x.requires_grad_().transpose(0, 1).split(lengths, dim=1)
+            out = torch.cat([self.module(each) for each in samples], dim=1).transpose(0, 1)
+            out.backward(c)
+            found.append(out.detach())
+        return found
+
+    def output(self, layer: Any) -> tuple[Tensor, Tensor, Any, int]:
+        """Input and output of this rank's tokens, their places, and its replica."""
+        layout, rank = self.topology.layouts["text"], self.topology.rank
+        replica = layout.replica_of(rank)
+        assert replica is not None
+        own = tokens_of(layout, rank, LENGTHS[replica], sequence_parallel=layer.config.sequence_parallel)
+        x = self.x[replica].detach()[own].requires_grad_()
+        out, bias = layer(x, lengths=LENGTHS[replica])
+        assert bias is None and out.shape == x.shape
+        return x, out, own, replica
+
+
+def compare(text: str, heads: tuple[int, int], algorithm: Any = None, **options: Any) -> None:
+    """Outputs, gradients, their norm, and the weights after a step are those of one process."""
+    topology = topology_of(text)
+    module, layout = theirs(heads), topology.layouts["text"]
+    layer = GatedDeltaNet(config_of(layout, heads, **options), pg_collection=topology.collection("text"))
+    tensors = {f"model.layers.0.linear_attn.{name}": value for name, value in module.state_dict().items()}
+    layer.load(tensors, "model.layers.0.linear_attn.")
+    replicas = Replicas(module, topology)
+    optimizer = build_optimizers(topology, {"text": layer}, algorithm, clip_grad=0.5) if algorithm else None
+    module.zero_grad()
+    expected = replicas.expected()
+    x, out, own, replica = replicas.output(layer)
+    out.backward(replicas.c[replica][own])
+    of_x = replicas.x[replica].grad
+    assert gpt.apart(out.detach(), expected[replica][own]) < 1e-5
+    assert x.grad is not None and of_x is not None and gpt.apart(x.grad, of_x[own]) < 1e-5
+    whole: dict[str, Any] = dict(module.named_parameters())
+    for parameter in whole.values():
+        parameter.grad /= replicas.tokens
+    if optimizer is None:
+        finish_gradients(topology, {"text": layer}, replicas.tokens)
+        assert apart(layer, {name: p.grad for name, p in whole.items()}, "grad") < 3e-5
+        return
+    norm = optimizer.step(tokens=replicas.tokens)
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(module.parameters(), 0.5).item(), rel=1e-5)
+    torch.optim.SGD(module.parameters(), lr=10.0).step()
+    optimizer.zero_grad()
+    with torch.no_grad():  # Weights may be in shards.
+        _, out, own, replica = replicas.output(layer)
+    assert gpt.apart(out, replicas.expected()[replica][own]) < 3e-5
+
+
+ROWS = [
+    ("tp:2,cp:2", (2, 4)),
+    ("tp:2,cp:2", (2, 6)),
+    ("tp:2,sp:2", (1, 6)),
+    ("sp:2,cp:2", (1, 3)),
+    ("tp:4", (2, 4)),
+    ("cp:2,dp:2", (1, 3)),
+    ("tp:2,dp:2", (1, 2)),
+]
+SGDS = [None, SGD(lr=10.0), SGD(lr=10.0, zero=3), partial(torch.optim.SGD, lr=10.0)]
+
+
+@pytest.mark.parametrize("text", ["tp:2", "cp:2", "sp:2"])
+@on_ranks(2)
+def test_two_ranks(text: str) -> None:
+    for algorithm in SGDS:
+        compare(text, (2, 4), algorithm)
+    compare(text, (1, 2), sequence_parallel=False)
+    compare(text, (1, 2), recompute_granularity="selective")
+
+
+@pytest.mark.parametrize("text, heads", ROWS)
+@on_ranks(4)
+def test_four_ranks(text: str, heads: tuple[int, int]) -> None:
+    for algorithm in SGDS:
+        compare(text, heads, algorithm)
