@@ -48,7 +48,7 @@ class GatedDeltaNet(nn.Module):
     def __init__(
         self,
         config: Any,
-        submodules: None = None,  # noqa: ARG002 (the place that Megatron's layers have it in)
+        submodules: None = None,
         layer_number: int = 1,
         *,
         pg_collection: Any,
@@ -139,7 +139,7 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,  # noqa: ARG002 (causal in each sample)
+        attention_mask: Tensor | None = None,
         *,
         lengths: Sequence[int] | None = None,
         packed_seq_params: Any = None,
@@ -255,8 +255,10 @@ def _require(part: Any, groups: Any) -> None:
         raise UserError.at("GatedDeltaNet: config", found=found, expected=expected, fix=fix)
     for limit in part.limits:
         if problem := limit.problem({"tp": groups.tp.size()}):
-            found, expected, because, fix = problem.found, problem.expected, problem.why, "use another `tp`, or sp or cp"
-            raise UserError.at("GatedDeltaNet", found=found, expected=expected, because=because, fix=fix)
+            fix = "use another `tp`, or `sp` or `cp`"
+            raise UserError.at(
+                "GatedDeltaNet", found=problem.found, expected=problem.expected, because=problem.why, fix=fix
+            )
 
 
 def _device() -> torch.device:

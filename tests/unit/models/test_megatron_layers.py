@@ -194,3 +194,131 @@ def test_two_ranks(text: str) -> None:
 def test_four_ranks(text: str, heads: tuple[int, int]) -> None:
     for algorithm in SGDS:
         compare(text, heads, algorithm)
+
+
+# ------------------------------------------------------------------------------------------------- the guide
+
+
+def examples() -> tuple[str, str]:
+    """The code of the guide, with a layout and lengths to replace."""
+    section = GUIDE.partition("### Gated delta nets\n")[2].partition("\n### ")[0]
+    alone, in_a_spec = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert alone.count('"tp:2,cp:2"') == alone.count("[16, 7, 1, 4]") == 1
+    return alone, in_a_spec
+
+
+def names_of_the_guide(heads: tuple[int, int]) -> dict[str, Any]:
+    """What its code imports, and what it takes for given but for `config`."""
+    module, total = theirs(heads), 28
+    generator = torch.Generator().manual_seed(1)
+    embedded, c = (torch.randn(total, 1, HIDDEN, generator=generator) for _ in "xc")
+    tensors = {
+        f"model.language_model.layers.0.linear_attn.{name}": value for name, value in module.state_dict().items()
+    }
+    ours = AdamW, Graph, GatedDeltaNet, build, build_optimizers, packed_samples, prepare_megatron, tokens_of
+    return {
+        **{each.__name__: each for each in ours},
+        "torch": torch,
+        "hidden": HIDDEN,
+        "module": module,
+        "embedded": embedded,
+        "tensors": tensors,
+        "c": c,
+        "loss_of": lambda out, own: (out * c[own]).sum(),
+    }
+
+
+LAYOUTS = ["tp:2,cp:2", "sp:2,cp:2", "cp:4", "tp:4", "tp:2,sp:2"]
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+@on_ranks(4)
+def test_the_guide(text: str) -> None:
+    names = names_of_the_guide((2, 4))
+    alone, _ = examples()
+    names["config"] = config_of(SimpleNamespace(tp=int("tp:" in text and text[3]) or 1), (2, 4))
+    exec(alone.replace("tp:2,cp:2", text), names)
+    module, lengths, x = names["module"], names["lengths"], names["embedded"]
+    expected = torch.cat([module(each) for each in x.transpose(0, 1).split(lengths, dim=1)], dim=1).transpose(0, 1)
+    assert gpt.apart(names["out"].detach(), expected.detach()[names["own"]]) < 1e-5
+    names["loss_of"](expected, range(len(x))).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in module.parameters()]).item() / len(x)
+    assert names["norm"].item() == pytest.approx(norm, rel=1e-5)
+
+
+def whole_tensors(layer: Any, values: str = "data") -> dict[str, Tensor]:
+    """The stored tensors, or their gradients, of a layer that is in one process."""
+    found = {
+        name: torch.zeros(shape).flatten(1) if len(shape) > 1 else torch.zeros(shape)
+        for name, shape in layer.part.tensors().items()
+    }
+    for parameter in layer.parameters():
+        for each in parameter.stored_as[1][0]:
+            found[each.name][each.source] = getattr(parameter, values)[each.place]
+    return found
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+@on_ranks(4, timeout_s=60)
+def test_the_guide_in_a_spec(text: str) -> None:
+    # Here, since they warn of what they import, and in the tests' own process warnings are errors.
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    topology, (_, example), heads, lengths = topology_of(text), examples(), (2, 4), [16, 7, 1, 4]
+    generator = torch.Generator().manual_seed(5)
+    tokens, labels = torch.randint(gpt.VOCABULARY, (2, 1, sum(lengths)), generator=generator)
+
+    def model_of(config: Any, spec: Any, *args: Any, pg_collection: Any, **options: Any) -> Any:
+        nonlocal reference
+        alone = module_groups(lambda *_: LocalGroup((topology.rank,), topology.rank, "this rank"), None)
+        reference = GPTModel(config_of(SimpleNamespace(tp=1), heads), spec, *args, pg_collection=alone, **options)
+        with torch.no_grad():
+            for parameter in others(reference).values():
+                parameter.normal_(std=0.2, generator=generator)
+        built = GPTModel(config, spec, *args, pg_collection=pg_collection, **options)
+        with torch.no_grad():
+            for name, own in others(built).items():
+                own.copy_(gpt.shard(others(reference)[name], own, pg_collection))
+        return built
+
+    reference: Any = None
+    names: dict[str, Any] = {
+        **{
+            each.__name__: each
+            for each in (GatedDeltaNet, ModuleSpec, get_gpt_layer_local_spec, packed_samples, tokens_of)
+        },
+        "GPTModel": model_of,
+        "config": config_of(topology.layouts["text"], heads),
+        "groups": topology.collection("text"),
+        "topology": topology,
+        "vocabulary": gpt.VOCABULARY,
+        "length": sum(lengths),
+        "lengths": lengths,
+        "tokens": tokens,
+        "labels": labels,
+    }
+    exec(example, names)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    samples = zip([0, *ends], ends, strict=False)
+    expected = torch.cat([reference(tokens[:, a:b], None, None, labels=labels[:, a:b]) for a, b in samples], dim=1)
+    assert gpt.apart(names["losses"].detach(), expected.detach()[:, names["own"]]) < 1e-5
+    expected.sum().backward()
+    names["losses"].sum().backward()
+    finish_gradients(topology, {"text": names["model"]}, 1)
+    for name, own in others(names["model"]).items():
+        assert gpt.apart(own.grad, gpt.shard(others(reference)[name].grad, own, names["groups"])) < 3e-5, name
+    of_delta = zip(
+        *(filter(lambda part: isinstance(part, GatedDeltaNet), m.modules()) for m in (names["model"], reference)),
+        strict=True,
+    )
+    for number, (own, whole) in enumerate(of_delta):
+        assert apart(own, whole_tensors(whole)) == 0
+        assert apart(own, whole_tensors(whole, "grad"), "grad") < 3e-5
+    assert number == 1
+
+
+def others(model: nn.Module) -> dict[str, Any]:
+    """Parameters of Megatron's own layers."""
+    return {name: p for name, p in model.named_parameters() if not hasattr(p, "stored_as")}
