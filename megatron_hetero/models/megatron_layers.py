@@ -179,7 +179,9 @@ class GatedDeltaNet(nn.Module):
 
     def _run(self, hidden: Tensor, lengths: tuple[int, ...]) -> Tensor:
         sp, context, tp = self.groups.sp, self.groups.context, self.groups.tp
-        params: Any = _params(lengths, sp.size(), context.size(), context.rank(), hidden.device)
+        # Tensors of inference mode cannot be saved for a backward pass.
+        mode = torch.is_inference_mode_enabled()
+        params: Any = _params(lengths, sp.size(), context.size(), context.rank(), hidden.device, mode)
         tokens = own = params.sp_lengths[sp.rank()]
         rows = max(1, tokens)
         if self.config.sequence_parallel:
@@ -233,8 +235,8 @@ def _lengths_of(params: Any) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16)
-def _params(lengths: tuple[int, ...], sp: int, cp: int, member: int, device: torch.device) -> Any:
-    """Return what a delta net needs of a pack, once for all layers."""
+def _params(lengths: tuple[int, ...], sp: int, cp: int, member: int, device: torch.device, inference: bool) -> Any:
+    """Return what a delta net needs of a pack, once for all layers. `inference`: whether it is for inference mode."""
     from megatron_hetero.models.layers.attention import AttentionParams
     from megatron_hetero.models.layers.segments import PackedSegments
 

@@ -355,7 +355,8 @@ def _widths(shares: tuple[Heads, ...]) -> list[int]:
 
 @lru_cache(maxsize=16)
 def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    return on_device(torch.tensor(heads), device)
+    with torch.inference_mode(False):  # Later calls save it for the backward pass.
+        return on_device(torch.tensor(heads), device)
 
 
 def gated_by_silu(out: Tensor, gate: Tensor) -> Tensor:

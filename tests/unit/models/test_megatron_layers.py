@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
@@ -21,6 +19,7 @@ from megatron_hetero import (
     SGD,
     AdamW,
     Graph,
+    Layout,
     UserError,
     build,
     build_optimizers,
@@ -236,7 +235,7 @@ LAYOUTS = ["tp:2,cp:2", "sp:2,cp:2", "cp:4", "tp:4", "tp:2,sp:2"]
 def test_the_guide(text: str) -> None:
     names = names_of_the_guide((2, 4))
     alone, _ = examples()
-    names["config"] = config_of(SimpleNamespace(tp=int("tp:" in text and text[3]) or 1), (2, 4))
+    names["config"] = config_of(Layout.parse(text, 4), (2, 4))
     exec(alone.replace("tp:2,cp:2", text), names)
     module, lengths, x = names["module"], names["lengths"], names["embedded"]
     expected = torch.cat([module(each) for each in x.transpose(0, 1).split(lengths, dim=1)], dim=1).transpose(0, 1)
@@ -309,16 +308,176 @@ def test_the_guide_in_a_spec(text: str) -> None:
     finish_gradients(topology, {"text": names["model"]}, 1)
     for name, own in others(names["model"]).items():
         assert gpt.apart(own.grad, gpt.shard(others(reference)[name].grad, own, names["groups"])) < 3e-5, name
-    of_delta = zip(
-        *(filter(lambda part: isinstance(part, GatedDeltaNet), m.modules()) for m in (names["model"], reference)),
-        strict=True,
-    )
-    for number, (own, whole) in enumerate(of_delta):
+    of_delta = [[p for p in m.modules() if isinstance(p, GatedDeltaNet)] for m in (names["model"], reference)]
+    assert len(of_delta[0]) == 2
+    for own, whole in zip(*of_delta, strict=True):
         assert apart(own, whole_tensors(whole)) == 0
         assert apart(own, whole_tensors(whole, "grad"), "grad") < 3e-5
-    assert number == 1
 
 
 def others(model: nn.Module) -> dict[str, Any]:
     """Parameters of Megatron's own layers."""
     return {name: p for name, p in model.named_parameters() if not hasattr(p, "stored_as")}
+
+
+# ------------------------------------------------------------------------------------- weights and checkpoints
+
+
+@on_ranks(4)
+def test_new_weights_are_the_same_in_every_layout() -> None:
+    heads, found = (2, 64), list[dict[str, Tensor]]()
+    for text in ("dp:4", "tp:2,cp:2", "tp:4"):
+        topology = topology_of(text)
+        options = {"pg_collection": topology.collection("text"), "seed": 3}
+        layer = GatedDeltaNet(config_of(topology.layouts["text"], heads), None, 2, **options)
+        if not found:
+            found.append(whole_tensors(layer))
+            other = whole_tensors(GatedDeltaNet(layer.config, None, 1, **options))
+            assert all(not torch.equal(other[n], t) for n, t in found[0].items() if n not in ("dt_bias", "norm.weight"))
+        assert apart(layer, found[0]) == 0
+    new = found[0]
+    assert (new["dt_bias"] == 1).all() and (new["norm.weight"] == 1).all()
+    # A is uniform in 0.01 to 16.
+    assert new["A_log"].exp().mean().item() == pytest.approx(8, abs=2) and new["A_log"].exp().max() <= 16
+    for name in ("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_a.weight", "conv1d.weight", "out_proj.weight"):
+        assert new[name].std().item() == pytest.approx(0.02, rel=0.1) and abs(new[name].mean().item()) < 2e-3, name
+
+
+@on_ranks(4, timeout_s=60)
+def test_a_checkpoint_resumes_in_any_layout(tmp_path: Path) -> None:
+    """Two steps of AdamW, with a change of the layout between them, are those of one layout."""
+    heads, folder = (2, 4), [tmp_path]
+    dist.broadcast_object_list(folder)
+
+    def trained(text: str, steps: int, *, resumes: bool) -> tuple[Tensor, Any, int]:
+        topology = topology_of(text)
+        layer = GatedDeltaNet(config_of(topology.layouts["text"], heads), pg_collection=topology.collection("text"))
+        optimizer, replicas = build_optimizers(topology, {"text": layer}, AdamW(lr=0.1)), Replicas(layer, topology)
+        if resumes:
+            assert load_checkpoint(folder[0], optimizer) is not None
+        for _ in range(steps):
+            _, out, own, replica = replicas.output(layer)
+            out.backward(replicas.c[replica][own])
+            optimizer.step(tokens=replicas.tokens)
+            optimizer.zero_grad()
+        if not resumes and steps == 1:
+            save_checkpoint(folder[0], optimizer, 1)
+        _, out, own, replica = replicas.output(layer)
+        return out.detach(), own, replica
+
+    trained("tp:2,cp:2", 1, resumes=False)
+    whole, own, _ = trained("tp:2,cp:2", 2, resumes=False)
+    every = [torch.zeros(sum(LENGTHS[0]), 1, HIDDEN), torch.zeros(sum(LENGTHS[0]), 1, HIDDEN)]
+    every[0][own], every[1][own] = whole, 1
+    for each in every:
+        dist.all_reduce(each)
+    expected = every[0] / every[1]
+    for text in ("tp:4", "sp:2,cp:2", "tp:2,sp:2"):
+        found, own, _ = trained(text, 1, resumes=True)
+        assert gpt.apart(found, expected[own]) < 1e-4, text
+
+
+# ------------------------------------------------------------------------------------------- as Megatron calls it
+
+
+@pytest.mark.parametrize("text, how", [("tp:2,cp:2", "whole"), ("tp:2,sp:2", "whole"), ("tp:2,cp:2", "cu_seqlens")])
+@on_ranks(4)
+def test_batches_and_packs_of_megatron(text: str, how: str) -> None:
+    """Samples of one length in a batch, [length, samples, hidden], or packed as Megatron packs them, the second one
+    with padding behind it.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    topology, module = topology_of(text), theirs((2, 4))
+    layer = GatedDeltaNet(config_of(topology.layouts["text"], (2, 4)), pg_collection=topology.collection("text"))
+    layer.load(module.state_dict())
+    x = torch.randn(16, 3, HIDDEN, generator=torch.Generator().manual_seed(2))
+    expected = module(x.transpose(0, 1)).transpose(0, 1)
+    places = partial(tokens_of, topology.layouts["text"], topology.rank, sequence_parallel=True)
+    if how == "whole":
+        own = places([16])
+        out, _ = layer(x[own], None, rotary_pos_emb=None, packed_seq_params=None)
+    else:
+        own = places([16, 16, 16])
+        x, expected = (each.transpose(0, 1).reshape(-1, 1, HIDDEN) for each in (x, expected))
+        ends, padded = torch.tensor([0, 16, 27, 43]), torch.tensor([0, 16, 32, 48])
+        pack = PackedSeqParams("thd", ends, ends, padded, padded)
+        out, _ = layer(x[own], None, packed_seq_params=pack)
+        assert pack.lengths == (16, 16, 16)  # pyright: ignore[reportAttributeAccessIssue]
+    assert gpt.apart(out, expected[own]) < 1e-5
+
+
+@on_ranks(2)
+def test_evaluation_in_inference_mode_before_a_step() -> None:
+    topology = topology_of("cp:2")
+    layer = GatedDeltaNet(config_of(topology.layouts["text"], (3, 9)), pg_collection=topology.collection("text"))
+    replicas = Replicas(layer, topology)
+    with torch.inference_mode():
+        _, evaluated, _, _ = replicas.output(layer)
+    x, out, _, _ = replicas.output(layer)
+    out.sum().backward()
+    assert x.grad is not None and torch.equal(out, evaluated)
+
+
+@pytest.mark.parametrize("wrapper", ["megatron", "zero1", "fsdp"])
+@on_ranks(4)
+def test_wrappers(wrapper: str) -> None:
+    from megatron.core.optimizer import OptimizerConfig
+
+    topology, module, heads = topology_of("tp:2,dp:2"), theirs((2, 4)), (2, 4)
+    layer = GatedDeltaNet(config_of(topology.layouts["text"], heads), pg_collection=topology.collection("text"))
+    layer.load(module.state_dict())
+    wrapped, replicas = running.wrapped(layer, wrapper, topology), Replicas(module, topology)
+    settings: dict[str, Any] = {"optimizer": "adam", "lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.0, "clip_grad": 0.5}
+    config = OptimizerConfig(**settings, use_distributed_optimizer=wrapper == "zero1")
+    algorithm = config if wrapper != "fsdp" else partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    optimizer = build_optimizers(topology, {"text": wrapped}, algorithm, clip_grad=0.5)
+    _, out, own, replica = replicas.output(wrapped)
+    out.backward(replicas.c[replica][own])
+    norm = optimizer.step(tokens=replicas.tokens)
+    replicas.expected()
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= replicas.tokens
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(module.parameters(), 0.5).item(), rel=1e-5)
+    torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0).step()
+    with torch.no_grad():
+        _, out, own, replica = replicas.output(wrapped)
+    assert gpt.apart(out, replicas.expected()[replica][own]) < 1e-4
+
+
+# --------------------------------------------------------------------------------------------------- refusals
+
+
+@on_ranks(4)
+def test_refusals() -> None:
+    topology = topology_of("tp:4")
+    layout, groups = topology.layouts["text"], topology.collection("text")
+    with pytest.raises(UserError, match=r"found 6 delta net value heads and tp:4, expected tp to divide 6"):
+        GatedDeltaNet(config_of(layout, (2, 6)), pg_collection=groups)
+    with pytest.raises(UserError, match=r"found 4 value heads, expected a multiple of the 3 key heads"):
+        GatedDeltaNet(config_of(layout, (3, 4)), pg_collection=groups)
+    with pytest.raises(UserError, match=r"found SimpleNamespace, .*Pass topology\.collection"):
+        GatedDeltaNet(config_of(layout, (2, 4)), pg_collection=SimpleNamespace(tp=groups.tp, cp=groups.cp))
+    layer, x = GatedDeltaNet(config_of(layout, (2, 4)), pg_collection=groups), torch.randn(5, 1, HIDDEN)
+    with pytest.raises(UserError, match=r"found states of shape \[5, 1, 32\], expected \[2, 1, hidden\].* 3, 5 tokens"):
+        layer(x, lengths=[3, 5])
+    with pytest.raises(UserError, match="generate"):
+        layer(x, inference_context=object())
+    with pytest.raises(UserError, match="save_checkpoint"):
+        layer.sharded_state_dict()
+    tensors = theirs((2, 4)).state_dict()
+    with pytest.raises(UserError, match=r"tensor layer\.A_log: found nothing, expected shape \[4\]"):
+        layer.load({f"layer.{name}": t for name, t in tensors.items() if name != "A_log"}, "layer.")
+    with pytest.raises(UserError, match=r"tensor A_log: found shape \[3\], expected shape \[4\]"):
+        layer.load({**tensors, "A_log": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("wrapper", ["megatron", "fsdp"])
+@on_ranks(4)
+def test_copies_of_key_heads_in_a_wrapper_are_refused(wrapper: str) -> None:
+    topology = topology_of("tp:2,dp:2")
+    layer = GatedDeltaNet(config_of(topology.layouts["text"], (1, 2)), pg_collection=topology.collection("text"))
+    wrapped = running.wrapped(layer, wrapper, topology)
+    with pytest.raises(UserError, match=r"net\.(conv_weight|in_proj\.weight): found heads of which several ranks"):
+        finish_gradients(topology, {"text": wrapped}, 1)
