@@ -235,7 +235,7 @@ def _lengths_of(params: Any) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16)
-def _params(lengths: tuple[int, ...], sp: int, cp: int, member: int, device: torch.device, inference: bool) -> Any:
+def _params(lengths: tuple[int, ...], sp: int, cp: int, member: int, device: torch.device, inference: bool) -> Any:  # noqa: ARG001 (of the cache)
     """Return what a delta net needs of a pack, once for all layers. `inference`: whether it is for inference mode."""
     from megatron_hetero.models.layers.attention import AttentionParams
     from megatron_hetero.models.layers.segments import PackedSegments
