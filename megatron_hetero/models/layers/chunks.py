@@ -19,7 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 CHUNK, MIN_CHUNK = 64, 16
-"""Tokens of a chunk, and of one where all sequences are shorter."""
+"""Tokens of a chunk, and of one in a pack of short sequences."""
+MAX_PADDING = 2
+"""Places in chunks for each token, beyond which chunks are halved."""
 MIN_STEPS = 8
 """Steps of a block that has all of its chunks; the state between two blocks is saved for the backward pass."""
 
@@ -41,9 +43,11 @@ class Block(NamedTuple):
 
 
 def chunk_length(lengths: Sequence[int]) -> int:
-    """Return the tokens of a chunk: a power of 2 no longer than the longest sequence needs."""
-    longest = max(lengths)
-    return min(CHUNK, max(MIN_CHUNK, 1 << (longest - 1).bit_length()))
+    """Return the tokens of a chunk: `CHUNK`, or less where padding would outweigh tokens."""
+    chunk = CHUNK
+    while chunk > MIN_CHUNK and sum(-(-length // chunk) * chunk for length in lengths) > MAX_PADDING * sum(lengths):
+        chunk //= 2
+    return chunk
 
 
 def blocks_of(lengths: Sequence[int], chunk: int, most: int) -> Iterator[Block]:
