@@ -91,7 +91,7 @@ def theirs(*inputs: Any) -> Tensor:
 
 @one_by_one
 def alone(*inputs: Any) -> Tensor:
-    return delta_rule(*inputs, Sequences((len(inputs[0]),), CPU))
+    return delta_rule(*inputs, sequences=Sequences((len(inputs[0]),), CPU))
 
 
 def errors(found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
@@ -198,7 +198,7 @@ def test_gradient_of_one_input(wanted: int) -> None:
     inputs = inputs_of(sum(lengths))
     expected = run(delta_rule, inputs, lengths)[1 + wanted]
     inputs[wanted].requires_grad_()
-    out = delta_rule(*inputs, Sequences(lengths, CPU))
+    out = delta_rule(*inputs, sequences=Sequences(lengths, CPU))
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
     assert torch.equal(torch.autograd.grad(out, inputs[wanted], weights)[0], expected)
 
@@ -210,7 +210,8 @@ def test_strided_inputs() -> None:
     mixed = torch.cat([x.flatten(1) for x in inputs[:3]], dim=1)
     views: Any = [x.unflatten(1, (-1, 8)) for x in mixed.split((16, 16, 32), dim=1)]
     assert torch.equal(
-        delta_rule(*views, *inputs[3:], Sequences(lengths, CPU)), delta_rule(*inputs, Sequences(lengths, CPU))
+        delta_rule(*views, *inputs[3:], sequences=Sequences(lengths, CPU)),
+        delta_rule(*inputs, sequences=Sequences(lengths, CPU)),
     )
 
 
@@ -220,7 +221,7 @@ def test_tensors_without_values(device: str, mode: Callable[[], contextlib.Abstr
     shapes = [x.shape for x in inputs_of(sum(lengths))]
     with mode():
         inputs: Any = [torch.empty(shape, device=device, requires_grad=True) for shape in shapes]
-        out = delta_rule(*inputs, Sequences(lengths, torch.device(device)))
+        out = delta_rule(*inputs, sequences=Sequences(lengths, torch.device(device)))
         found = [out.shape, *(x.shape for x in torch.autograd.grad(out.sum(), inputs))]
     assert found == [shapes[2], *shapes]
 
@@ -230,7 +231,7 @@ def test_saved_for_the_backward_pass() -> None:
     saved: list[Tensor] = []
     inputs: Any = [x.requires_grad_() for x in inputs_of(1600)]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        delta_rule(*inputs, Sequences((1600,), CPU))
+        delta_rule(*inputs, sequences=Sequences((1600,), CPU))
     assert [x.shape for x in saved] == [*(x.shape for x in inputs), *[(4, 16, 8)] * 3]
 
 
