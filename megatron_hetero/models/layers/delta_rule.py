@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.models.layers.sequences import Chunks, Sequences, TokenBlock
+from megatron_hetero.models.layers.chunks import Chunks, TokenBlock
+from megatron_hetero.models.layers.sequences import Sequences
 
 EPS = 1e-6
 """Added to the squares of queries and keys."""

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from megatron_hetero.groups.platform import CPU
-from megatron_hetero.models.layers import sequences as packs
+from megatron_hetero.models.layers import chunks
 from megatron_hetero.models.layers.chunks import blocks_of, chunk_length
 from megatron_hetero.models.layers.delta_rule import delta_rule
 from megatron_hetero.models.layers.sequences import Sequences
@@ -107,7 +107,7 @@ def same(found: list[Tensor], expected: list[Tensor], most: float = ROUNDING) ->
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks in a block, so that packs have several."""
-    monkeypatch.setattr(packs, "BLOCK", (128, 128))
+    monkeypatch.setattr(chunks, "BLOCK", (128, 128))
 
 
 @pytest.mark.usefixtures("small_blocks")
