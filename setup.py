@@ -41,8 +41,10 @@ setup(
         "typing-extensions>=4.12.2",
     ],
     extras_require={
-        # As in megatron_hetero/models/layers/kernels.py; both build against an installed torch (docs/installation.md).
+        # As in megatron_hetero/models/layers/packages.py; both build against an installed torch (docs/installation.md).
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.21", "flash-attn>=2.1,<3"],
+        # Kernels of gated delta nets, likewise.
+        "delta": ["fla-core>=0.6,<0.7", "causal-conv1d>=1.6,<1.8"],
         # Wheels bring FFmpeg along. Newer ones have not been tested.
         "video": ["av>=15,<20"],
         "parquet": ["pyarrow>=26"],

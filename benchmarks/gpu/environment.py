@@ -19,7 +19,8 @@ from benchmarks.gpu.record import Record
 from megatron_hetero.groups.platform import Platform
 
 LIBRARIES = (
-    "torch", "triton", "transformers", "megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "pillow",
+    "torch", "triton", "transformers", "megatron-core", "transformer-engine", "flash-attn", "fla-core", "causal-conv1d",
+    "apex", "numpy", "pillow",
 )  # fmt: skip
 VARIABLES = ("CUDA_", "NCCL_", "NVIDIA_TF32", "NVIDIA_VISIBLE", "TORCH_", "PYTORCH_", "OMP_")
 """How the names of variables begin that matter."""

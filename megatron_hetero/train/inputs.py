@@ -29,6 +29,7 @@ from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.names import TEXT
+from megatron_hetero.models.layers.packages import package_facts
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
 from megatron_hetero.train.log import unwritable
 
@@ -124,6 +125,7 @@ def _settings_and_versions(config: Config, platform: Platform) -> dict[str, str]
     return settings | {
         "version of python": python.python_version(),
         **{f"version of {name}": _version(name) for name in PACKAGES},
+        **package_facts(platform),
         "kind of device": platform.device.type,
     }
 

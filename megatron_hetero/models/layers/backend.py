@@ -6,17 +6,10 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.megatron import te_layers
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.models.layers.attention import TorchAttention
-from megatron_hetero.models.layers.kernels import (
-    FLASH_ATTN,
-    FLASH_ATTN_3,
-    TRANSFORMER_ENGINE,
-    Found,
-    cuda_capability,
-    find,
-    unusable,
-)
+from megatron_hetero.models.layers.kernels import cuda_capability
 from megatron_hetero.models.layers.linear import ColumnLinear, RowLinear
 from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
+from megatron_hetero.models.layers.packages import PACKAGES, TRANSFORMER_ENGINE, Found, find, unusable
 from megatron_hetero.models.layers.parts import Backend
 
 TORCH = Backend(ColumnLinear, RowLinear, RMSNorm, LayerNorm, TorchAttention)
@@ -67,10 +60,16 @@ def te_backend(capability: tuple[int, int]) -> Backend:
 
 
 def backend_notices(choice: str, platform: Platform) -> list[str]:
-    """Return a line for each optional package that is installed on this CUDA machine but not used, with the reason."""
+    """Return a line for each optional package that is installed on this CUDA machine: what it computes, or why it is
+    not used.
+    """
     if not platform.is_cuda:
         return []
-    packages = [FLASH_ATTN, FLASH_ATTN_3] + [TRANSFORMER_ENGINE] * (choice != "torch")
+    packages = [package for package in PACKAGES if choice != "torch" or package is not TRANSFORMER_ENGINE]
     installed = [(package, found) for package in packages if (found := find(package)).version is not None]
-    reasons = [(package.module, unusable(package, found)) for package, found in installed]
-    return [f"{module} {why}: PyTorch is used instead." for module, why in reasons if why]
+    return [
+        f"{package.module} {why}: PyTorch is used instead."
+        if (why := unusable(package, found))
+        else f"{package.module} {found.version} is used for {package.use}."
+        for package, found in installed
+    ]

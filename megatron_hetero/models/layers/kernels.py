@@ -1,4 +1,4 @@
-"""Kernels of attention inside the segments of a pack, and the optional packages that bring some of them.
+"""Kernels of attention inside the segments of a pack.
 
 Shape suffixes: n tokens of queries, K of keys, H heads of this rank, h of them for keys and values (a divisor of H),
 D elements per head.
@@ -8,95 +8,24 @@ D elements per head.
     torch_flash   one launch for all segments, by PyTorch's flash kernel
     bucketed      one call of PyTorch's fused attention per shape of segments, on any device and in any precision
 
-`docs/installation.md` describes the packages; `setup.py` requires the same versions. Nothing here needs a GPU.
+The first two are of optional packages (`packages.py`). Nothing here needs a GPU.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
-from packaging.specifiers import SpecifierSet
 from torch import Tensor
+
+from megatron_hetero.models.layers.packages import FLASH_ATTN, FLASH_ATTN_3, find, unusable
 
 if TYPE_CHECKING:
     from megatron_hetero.models.layers.segments import PackedSegments
-
-
-@dataclass(frozen=True)
-class OptionalPackage:
-    """Names of a package for pip and for Python, and the versions that are known to work. `imports` are required names,
-    written `module:name`.
-    """
-
-    name: str
-    module: str
-    versions: str
-    imports: tuple[str, ...]
-
-
-TRANSFORMER_ENGINE = OptionalPackage(
-    "transformer-engine[pytorch]",
-    "transformer_engine",
-    ">=2.9,<2.21",
-    ("transformer_engine.pytorch:Linear", "transformer_engine.pytorch.fp8:fp8_autocast"),
-)
-FLASH_ATTN = OptionalPackage(
-    # Causal attention is aligned at the last query and key from 2.1 on (flash-attn's README, "Changelog"). Version 4
-    # shares the name `flash_attn` without having the function.
-    "flash-attn",
-    "flash_attn",
-    ">=2.1,<3",
-    ("flash_attn:flash_attn_varlen_func",),
-)
-FLASH_ATTN_3 = OptionalPackage(
-    # All versions so far are betas of 3.0.0 (hopper/__init__.py in flash-attention's repository).
-    "flash_attn_3",
-    "flash_attn_interface",
-    ">=3.0.0b1,<4",
-    ("flash_attn_interface:flash_attn_varlen_func",),
-)
-
-
-@dataclass(frozen=True)
-class Found:
-    """An installed package, or one that is not (`version` None). `error`: why it cannot be imported."""
-
-    version: str | None
-    error: str = ""
-
-
-@lru_cache
-def find(package: OptionalPackage) -> Found:
-    """Look for the package, and import it if it is installed."""
-    try:
-        version = importlib.metadata.version(package.name.partition("[")[0])
-    except importlib.metadata.PackageNotFoundError:
-        return Found(None)
-    try:
-        for place in package.imports:
-            module, _, name = place.partition(":")
-            getattr(importlib.import_module(module), name)
-    except Exception as error:  # A build for another torch or CUDA fails with errors of many kinds.
-        return Found(version, f"{type(error).__name__}: {error}".splitlines()[0])
-    return Found(version)
-
-
-def unusable(package: OptionalPackage, found: Found) -> str:
-    """Return why the package is not used, as the rest of a sentence about it; empty if it is."""
-    if found.version is None:
-        return "is not installed"
-    if not SpecifierSet(package.versions).contains(found.version, prereleases=True):
-        lowest, below = package.versions.split(",")
-        works = f"{lowest.removeprefix('>=')} or newer, below {below.removeprefix('<')}"
-        return f"{found.version} is installed, and {works} is known to work"
-    return f"{found.version} is installed, but cannot be imported ({found.error})" if found.error else ""
 
 
 HALF = (torch.bfloat16, torch.float16)

@@ -78,7 +78,12 @@ class Sequences:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """Bounds of the sequences, int64 [sequences + 1]."""
-        return self._moved(np.cumsum([0, *self.lengths], dtype=np.int64))
+        return self._moved(self.host_cu_seqlens.numpy())
+
+    @cached_property
+    def host_cu_seqlens(self) -> Tensor:
+        """`cu_seqlens` in host memory."""
+        return torch.from_numpy(np.cumsum([0, *self.lengths], dtype=np.int64))
 
     @cached_property
     def by_member(self) -> Tensor:

@@ -17,8 +17,8 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.layers.attention import AttentionParams, SelfAttention
 from megatron_hetero.models.layers.backend import TORCH, te_backend
 from megatron_hetero.models.layers.compiled import NormWeights, normed
-from megatron_hetero.models.layers.kernels import TRANSFORMER_ENGINE, find, unusable
 from megatron_hetero.models.layers.norms import Norm
+from megatron_hetero.models.layers.packages import TRANSFORMER_ENGINE, find, unusable
 from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.layers.segments import PackedSegments
 from tests.support.matrix import thinned
