@@ -26,6 +26,7 @@ RANKS = {
     "qwen2_5_vl_3b": 8, "qwen2_5_vl_7b": 8, "qwen2_5_vl_32b": 8, "qwen2_5_vl_72b": 8,
     "qwen3_vl_2b": 8, "qwen3_vl_4b": 8, "qwen3_vl_8b": 8, "qwen3_vl_32b": 16,
     "qwen3_vl_30b_a3b": 8, "qwen3_vl_235b_a22b": 128,
+    "qwen3_5_9b": 8, "qwen3_5_27b": 16, "qwen3_5_35b_a3b": 8,
 }  # fmt: skip
 """What the example of each published model is for."""
 PARAMETERS = {
@@ -33,6 +34,7 @@ PARAMETERS = {
     "qwen2_5_vl_72b": 73_410_777_344, "qwen3_vl_2b": 2_127_532_032, "qwen3_vl_4b": 4_437_815_808,
     "qwen3_vl_8b": 8_767_123_696, "qwen3_vl_32b": 33_357_390_064,
     "qwen3_vl_30b_a3b": 31_070_754_032, "qwen3_vl_235b_a22b": 235_670_022_896,
+    "qwen3_5_9b": 9_409_813_744, "qwen3_5_27b": 27_356_728_560, "qwen3_5_35b_a3b": 35_107_181_936,
 }  # fmt: skip
 """Of the published weights."""
 NUMBERS = {"one": 1, "two": 2, "four": 4, "sixteen": 16}
