@@ -25,10 +25,10 @@ from megatron_hetero.layout.grammar import did_you_mean
 class ModelConfig(Section):
     """Section `model`."""
 
-    hf_path: Path = required("Qwen2.5-VL, Qwen3-VL or Qwen3-VL-MoE folder, in `transformers` format, to start from.")
+    hf_path: Path = required("Folder of a supported model, in `transformers` format, to start from.")
     hf_path_vision: Path | None = option(
         None,
-        "Folder of the same family to take the vision encoder from; `model.hf_path` may then be a language model.",
+        "Folder to take the vision encoder from, if it fits; `model.hf_path` may then be a language model.",
     )
     fresh_projector: bool = option(
         False, "Reinitialize the vision projector, as is always done if its width does not match."

@@ -30,7 +30,7 @@ QWEN3 = replace(
 )
 MOE = replace(QWEN3, family="qwen3_vl_moe", seed=31)
 DELTA = replace(QWEN3, family="qwen3_5", head_dim=32, delta_dims=(32, 24), attention_every=4, seed=41)
-DELTA_MOE = replace(DELTA, family="qwen3_5_moe", attention_every=2, seed=42)
+DELTA_MOE = replace(DELTA, family="qwen3_5_moe", attention_every=2, seed=70)
 MODELS = {
     "untied": BASE,
     "tied": replace(BASE, tied=True, seed=1),
@@ -55,7 +55,7 @@ MODELS = {
     "moe-mixed": replace(MOE, sparse_step=2, mlp_only_layers=(1,), text_layers=5, seed=24),
     "moe-four": replace(MOE, experts=4, top_k=2, seed=25),
     "delta": DELTA,
-    "delta-tied": replace(DELTA, tied=True, attention_every=3, seed=43),
+    "delta-tied": replace(DELTA, tied=True, attention_every=3, seed=65),
     "delta-deep": replace(DELTA, text_layers=6, vision_layers=6, seed=44),
     "delta-six-heads": replace(DELTA, heads=6, kv_heads=2, delta_heads=(3, 6), attention_every=2, seed=45),
     "delta-one-key-head": replace(DELTA, delta_heads=(1, 4), delta_dims=(24, 32), taps=2, seed=46),

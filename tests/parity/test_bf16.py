@@ -19,6 +19,7 @@ MODELS = {
     "qwen2_5_vl": ModelChoice(vision_layers=2, text_layers=2),
     "qwen3_vl": ModelChoice(family="qwen3_vl", vision_layers=3, text_layers=4, deepstack=(0, 1), head_dim=16),
     "qwen3_vl_moe": ModelChoice(family="qwen3_vl_moe", vision_layers=3, text_layers=2, head_dim=16),
+    "qwen3_5": ModelChoice(family="qwen3_5", vision_layers=2, text_layers=4, head_dim=16, attention_every=4),
 }
 CASES = [
     ("qwen2_5_vl", 2, "sp:2", "tp:2", ""),
@@ -26,6 +27,8 @@ CASES = [
     ("qwen3_vl", 3, "pp:2@0-1", "tp:2@1-2", ""),
     ("qwen3_vl_moe", 2, "dp:2", "dp:2,ep:2", ""),
     ("qwen3_vl_moe", 2, "sp:2", "tp:2,ep:2", "--text-precision.master split --text-precision.moments 8bit"),
+    ("qwen3_5", 2, "sp:2", "cp:2", ""),
+    ("qwen3_5", 2, "sp:2", "tp:2", "--text-recompute selective"),
 ]
 Curve = Callable[..., np.ndarray]
 

@@ -53,6 +53,8 @@ CASES = [
     Case("dp:2", "dp:2", 2, flags=compiled(), pictures=(0, 0, 3, 0)),
     Case("sp:2", "dp:2,ep:2", 2, model="moe", flags=compiled(BALANCE, "0.05"), micro=2),
     Case("dp:2", "tp:2,ep:2", 2, model="moe-tied", flags=compiled(*FRUGAL)),
+    Case("sp:2", "cp:2", 2, model="delta", flags=compiled(), micro=2),
+    Case("dp:2", "tp:2", 2, model="delta-tied", flags=compiled(*FRUGAL)),
 ]
 
 

@@ -32,7 +32,7 @@ from tests.support.videos import FLAGS, VideoOracle, write_video_data
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 Pools = Callable[[int], Pool]
-SEED, RUNS = int(os.environ.get("SEED", "0")), 24
+SEED, RUNS = int(os.environ.get("SEED", "0")), 40
 BATCH, HALF = 12, 2
 """Samples of a step, and steps before and after the resume."""
 FROZEN = ((), (), ("vision",), ("text",), ("projector",), ("vision", "projector"))
@@ -85,7 +85,7 @@ class Expected:
 def drawn(number: int) -> tuple[Kind, Callable[[Path], tuple[Half, Half]]]:
     """The run of this number: its kind, and two halves that are legal for the model in a folder."""
     rng = random.Random(f"{SEED} {number}")
-    model = ("moe", "qwen3-deep", "deep")[number % 3]
+    model = ("moe", "qwen3-deep", "deep", "delta-deep", "delta-moe")[number % 5]
     kind = Kind(model, number % 2 == 0, rng.choice(FROZEN), rng.choice(["adamw", "sgd"]))
 
     def halves(folder: Path) -> tuple[Half, Half]:
@@ -98,7 +98,7 @@ def drawn(number: int) -> tuple[Kind, Callable[[Path], tuple[Half, Half]]]:
 def _halves(rng: random.Random, kind: Kind, folder: Path) -> Iterator[Half]:
     while True:
         ranks = rng.choice([1, 2, 3, 4, 4])
-        run = _draw(rng, ranks, 6 if kind.model == "moe" else 0) if ranks > 1 else None
+        run = _draw(rng, ranks, 6 if "moe" in kind.model else 0) if ranks > 1 else None
         if run is not None and "detail" in run.layouts:
             continue
         flags = dict(zip(run.flags[::2], run.flags[1::2], strict=True)) if run else {}

@@ -71,6 +71,10 @@ CASES = [
     _case("sp:2@0-1", "pp:2@1-2", 3, "qwen3-deep", 1, given_batch=8),
     _case("dp:2", "dp:2", 2, "qwen3", 2, ZERO3),
     _case("dp:4", "tp:2,dp:2", 4, "qwen3", 1, BUDGET),
+    _case("dp:1", "dp:1", 1, "delta"),
+    _case("sp:2", "cp:2", 2, "delta"),
+    _case("sp:4", "tp:2,cp:2", 4, "delta-moe", 1),
+    _case("dp:4", "sp:2,dp:2", 4, "delta-tied", 1, BUDGET),
 ]
 
 

@@ -48,14 +48,17 @@ MODELS = {
     MODEL.family: MODEL,
     "qwen3_vl": (QWEN3 := replace(MODEL, family="qwen3_vl", text_hidden=48, deepstack=(0, 1, 2))),
     "qwen3_vl_moe": replace(QWEN3, family="qwen3_vl_moe", experts=9, seed=176),
+    "qwen3_5": (DELTA := replace(QWEN3, family="qwen3_5", delta_heads=(3, 12), delta_dims=(24, 16), head_dim=16)),
+    "qwen3_5_moe": replace(DELTA, family="qwen3_5_moe", experts=9, seed=13),
 }
 """By family; rows of the second and third enter several layers of the language model, on several stages where it has
-these. The third has experts, which it chooses by more than 1e-3.
+these. The third and the last have experts, which they choose by more than 1e-3. The last two have delta nets.
 """
 DETAIL = replace(MODEL, vision_layers=2, full_layers=(0,), seed=12)
 AXES = ("tp", "sp", "cp", "dp", "pp")
 Ranks = tuple[int, ...]
 ROWS = [(MODEL.family, 200, False), (MODEL.family, 60, True), ("qwen3_vl", 100, False), ("qwen3_vl_moe", 70, False)]
+ROWS += [("qwen3_5", 60, False), ("qwen3_5_moe", 40, False)]
 """Families, how many layouts, and whether all streams of a GPU share one hardware queue."""
 SEED = int(os.environ.get("SEED", "0"))
 BALANCE, COEFFICIENT = "--model.router_aux_loss_coef", 0.05
@@ -231,7 +234,7 @@ def test_drawn_layouts_end_with_the_numbers_of_one_process(
     one_connection_pools: Pools,
 ) -> None:
     pools, wrong = one_connection_pools if one_connection else rules_pools, []
-    experts = MODELS[family].experts if family == "qwen3_vl_moe" else 0
+    experts = MODELS[family].experts if "moe" in family else 0
     some = draws(SEED, ranks, references(family, 2, 0.0).folder, experts)
     for drawn in islice(some, math.ceil(layouts / len(SIZES))):
         folder, loss, norm = references(family, len(drawn.layouts) - 1, drawn.balance)

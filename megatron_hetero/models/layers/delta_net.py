@@ -82,6 +82,7 @@ class DeltaNet(AttentionPart):
     norm: Norm
     stored: str = "linear_attn."
     windowed: ClassVar[bool] = False
+    exchanges_over_cp: ClassVar[bool] = True
 
     @property
     def heads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -356,7 +357,8 @@ def _widths(shares: tuple[Heads, ...]) -> list[int]:
 
 @lru_cache(maxsize=16)
 def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    return on_device(torch.tensor(heads), device)
+    with torch.inference_mode(False):  # Later calls save it for the backward pass.
+        return on_device(torch.tensor(heads), device)
 
 
 def log_decay(a: Tensor, log_rate: Tensor, bias: Tensor, start: int, stop: int) -> Tensor:
