@@ -233,6 +233,7 @@ class DeltaNetModule(Overlapping):
         groups, options = site.groups, {"dtype": site.dtype, "device": site.platform.device}
         self.sp_group, self.context_group, self.tp_group = groups.sp, groups.context, groups.tp
         self.selective, self.compiled = site.recompute.selective, site.compile_layers
+        self.rule_for = rule_for  # A plan measures another one.
         self.heads = part.heads_of(site.tp)
         shares = self.heads.over(self.sp_group.size())
         # The heads of each member along `sp`, and of each along `cp` with which this one shares its own.
@@ -328,7 +329,7 @@ class DeltaNetModule(Overlapping):
         inputs = partial(self._inputs, params)
         q, k, v, decay, beta = recompute(inputs, mixed) if self.selective else inputs(mixed)
         with not_saving(q, k, v, decay, beta):
-            return rule_for(v.device, v.dtype)(q, k, v, decay, beta, params.sequences).flatten(1)
+            return self.rule_for(v.device, v.dtype)(q, k, v, decay, beta, params.sequences).flatten(1)
 
     def _inputs(self, params: AttentionParams, mixed: Tensor) -> tuple[Tensor, ...]:
         """Return what the rule takes, see `delta_rule`."""

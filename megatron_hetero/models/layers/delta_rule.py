@@ -216,6 +216,8 @@ def _scan(
         states_bKV[: sizes[0]].zero_()
     else:
         states_bKV[: sizes[0]].copy_(state)
+    if v_bCV.is_meta:  # Steps allocate nothing.
+        return added_bCV, states_bKV, after
     for i, (v, read, written, solved, whole, added) in enumerate(zip(*each, strict=True)):
         now, then = states[i], states[i + 1]
         torch.bmm(solved, v.baddbmm_(read, now, alpha=-1), out=added)
@@ -318,6 +320,8 @@ def _scan_back(
     each = list(zip(*(x.split(sizes) for x in tensors), strict=True))
     of_states = [before, *of_states_bKV.split(sizes)]
     _fill(of_states[-1], of_after)
+    if of_added_bCV.is_meta:
+        return of_states_bKV, before
     for i in reversed(range(len(sizes))):
         read, written, solved, whole, of_both, minus = each[i]
         after, to = of_states[i + 1], of_states[i]
