@@ -320,7 +320,7 @@ def _scan_back(
     each = list(zip(*(x.split(sizes) for x in tensors), strict=True))
     of_states = [before, *of_states_bKV.split(sizes)]
     _fill(of_states[-1], of_after)
-    if of_added_bCV.is_meta:
+    if minus_bCV.is_meta:
         return of_states_bKV, before
     for i in reversed(range(len(sizes))):
         read, written, solved, whole, of_both, minus = each[i]
