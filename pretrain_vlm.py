@@ -70,6 +70,7 @@ def build_trainer(
         platform=platform,
         tied=job.tied,
         interleaved=job.interleaved,
+        exchanging=job.exchanging,
         decoding=tuple(job.shapes.encoders),
         megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
         planned=False,  # The loader plans boundaries, on each rank alike.

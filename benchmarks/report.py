@@ -177,7 +177,7 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
 # Whole steps
 # ---------------------------------------------------------------------------------------------------------
 
-OURS, UNIFORM = ("sp|tp", "sp|dp", "dp|dp"), "tp|tp"
+OURS, UNIFORM = ("sp|tp", "sp|sp", "sp|cp", "sp|dp", "dp|dp"), "tp|tp"
 """What names of systems begin with; of several of a kind, the fastest in a case stands for it."""
 ZERO, LESS_TIME, LESS_MEMORY = " zero", 0.95, 1.0
 """What names of systems with ZeRO 3 end with, and the most that one of them may take of FSDP2's time and memory."""
@@ -265,7 +265,7 @@ class StepReport:
             shared = [row for name, row in rows.items() if name.endswith(ZERO)]
             if shared and (fsdp := rows.get("fsdp")):
                 lines.append(_against_fsdp(case, shared, fsdp))
-            if self.size.experts and (fsdp := rows.get("fsdp")):
+            if (self.size.experts or self.size.attention_every) and (fsdp := rows.get("fsdp")):
                 shares = "; ".join(_shares(row, fsdp) for name, row in rows.items() if name != "fsdp")
                 what = "time, processors' time, memory and bytes sent"
                 lines.append(f"REPORT: {case}: shares of FSDP2's {what}: {shares}")
@@ -273,7 +273,8 @@ class StepReport:
 
     def write(self, folder: Path) -> None:
         """Table, numbers and plot."""
-        write(folder, "experts" if self.size.experts else "step", self.text(), asdict(self), self._figure())
+        name = "experts" if self.size.experts else "qwen3_5" if self.size.attention_every else "step"
+        write(folder, name, self.text(), asdict(self), self._figure())
 
     def _figure(self) -> Any:
         figure, axes = _axes("", "tokens / s, over ours")

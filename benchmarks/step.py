@@ -42,9 +42,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--patches", type=_numbers, default=[1024, 4096, 16384], help="patches per step")
     parser.add_argument("--images", type=_numbers, default=[4, 1], help="images per step that these are spread over")
     parser.add_argument("--words", type=_numbers, default=[ANSWER], help="words of an answer")
+    parser.add_argument("--long", type=int, default=0, help="words of the answer of the last sample, if they differ")
     parser.add_argument("--rounds", type=int, default=5, help="times that every system runs")
     parser.add_argument(
-        "--systems", type=lambda t: t.split(","), help=f"of {', '.join([*_SYSTEMS, *_SPARSE])}, as fits the model"
+        "--systems", type=lambda t: t.split(","), help=f"of {', '.join(_SYSTEMS | _SPARSE | _DELTA)}, as fits the model"
     )
     parser.add_argument(
         "--hidden", type=_numbers, default=[64, 128, 256, 512, 1280], help="widths of the encoder's sweep"
@@ -90,17 +91,28 @@ _SPARSE: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp": _SYSTEMS["ddp"],
 }
 """Likewise, for models with experts; `ep`: these are divided over all ranks."""
+_DELTA: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sp|tp": _SYSTEMS["sp|tp"],
+    "sp|sp": ("Ours", ("sp:{n}", "sp:{n}")),
+    "sp|cp": ("Ours", ("sp:{n}", "cp:{n}")),
+    "sp|tp cp": ("Ours", ("sp:{n}", "tp:2,cp:{half}")),
+    "sp|cp zero": ("Ours", ("sp:{n}", "cp:{n}", *_ZERO)),
+    "dp|dp": _SYSTEMS["dp|dp"],
+    "fsdp": _SYSTEMS["fsdp"],
+    "ddp": _SYSTEMS["ddp"],
+}
+"""Likewise, for models with gated delta nets."""
 
 
 def _whole_steps(options: argparse.Namespace, folder: Path) -> StepReport:
     import benchmarks.systems
 
     wanted = product(options.images, options.patches, options.words)
-    cases = [Case(patches, images, words) for images, patches, words in wanted]
+    cases = [Case(patches, images, words, options.long) for images, patches, words in wanted]
     size = ModelSize(**{f.name: getattr(options, f.name) for f in fields(ModelSize)})
     write_material(folder, size, cases)
     crews: dict[str, Crew] = {}
-    systems = _SPARSE if size.experts else _SYSTEMS
+    systems = _SPARSE if size.experts else _DELTA if size.attention_every else _SYSTEMS
     for number, name in enumerate(options.systems or systems):
         kind, values = systems[name]
         values = tuple(value.format(n=options.ranks, half=options.ranks // 2) for value in values)

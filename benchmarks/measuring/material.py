@@ -19,7 +19,8 @@ ANSWER = 24
 @dataclass(frozen=True)
 class ModelSize:
     """Both modules, small; proportions as published (see `encoder_shape`). With `experts`, each `expert_ffn` wide, all
-    text layers are sparse, as in Qwen3-VL-MoE; without, the model is a Qwen2.5-VL.
+    text layers are sparse, as in Qwen3-VL-MoE. With `attention_every`, one layer of so many has softmax attention, the
+    others are gated delta nets, as in Qwen3.5. Otherwise the model is a Qwen2.5-VL.
     """
 
     vision_hidden: int = 256
@@ -32,16 +33,17 @@ class ModelSize:
     experts: int = 0
     experts_per_token: int = 4
     expert_ffn: int = 256
+    attention_every: int = 0
 
     @property
     def family(self) -> str:
         """Type of the model."""
-        return "qwen3_vl_moe" if self.experts else "qwen2_5_vl"
+        return "qwen3_vl_moe" if self.experts else "qwen3_5" if self.attention_every else "qwen2_5_vl"
 
     @property
     def patch(self) -> int:
         """Pixels of a patch's side."""
-        return 16 if self.experts else 14
+        return 14 if self.family == "qwen2_5_vl" else 16
 
 
 def write_samples(folder: Path, size: ModelSize, sides: Sequence[int], words: Sequence[int] | None = None) -> None:
@@ -120,6 +122,16 @@ def _config(size: ModelSize, token_id: Any) -> Any:
             "num_experts": size.experts,
             "num_experts_per_tok": size.experts_per_token,
             "moe_intermediate_size": size.expert_ffn,
+        }
+    elif size.attention_every:
+        vision["num_position_embeddings"] = 32**2
+        text |= {
+            "head_dim": head,
+            "full_attention_interval": size.attention_every,
+            "linear_num_key_heads": size.text_kv_heads,
+            "linear_num_value_heads": size.text_heads,
+            "linear_key_head_dim": head,
+            "linear_value_head_dim": head,
         }
     else:
         window = shape.window * shape.merge * shape.patch

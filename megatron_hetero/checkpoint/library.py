@@ -42,6 +42,7 @@ from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.checkpoint.storage import read_entries, save, verified
 from megatron_hetero.groups.collective import all_or_none, on_every, on_first, on_first_of_all
 from megatron_hetero.groups.watchdog import watched
+from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_modules import global_names
 from megatron_hetero.step.module import TrainedModule
@@ -308,14 +309,17 @@ def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
     found: dict[str, Shape] = {}
     for module in modules:
         for name, parameter in module.parameters.items():
-            slices = [each for of_rank in module.maps for each in of_rank[name]]
-            rows, columns = max(each.rows[1] for each in slices), [each.columns for each in slices if each.columns]
-            if parameter.dim() == 0:
-                found[slices[0].name] = (1,)
-            elif columns:
-                found[slices[0].name] = (rows, max(stop for _, stop in columns))
-            else:
-                found[slices[0].name] = (rows, *parameter.shape[1:])
+            by_tensor = dict[str, list[TensorSlice]]()
+            for each in chain(*(of_rank[name] for of_rank in module.maps)):
+                by_tensor.setdefault(each.name, []).append(each)
+            for tensor, slices in by_tensor.items():
+                rows, columns = max(each.rows[1] for each in slices), [each.columns for each in slices if each.columns]
+                if parameter.dim() == 0:
+                    found[tensor] = (1,)
+                elif columns:
+                    found[tensor] = (rows, max(stop for _, stop in columns))
+                else:
+                    found[tensor] = (rows, *parameter.shape[1:])
     return found
 
 

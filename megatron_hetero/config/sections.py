@@ -25,9 +25,7 @@ from megatron_hetero.layout.grammar import did_you_mean
 class ModelConfig(Section):
     """Section `model`."""
 
-    hf_path: Path = required(
-        "Qwen2.5-VL, Qwen3-VL(-MoE) or Qwen3.5(-MoE) folder, in `transformers` format, to start from."
-    )
+    hf_path: Path = required("Folder of a supported model, in `transformers` format, to start from.")
     hf_path_vision: Path | None = option(
         None,
         "Folder to take the vision encoder from, if it fits; `model.hf_path` may then be a language model.",

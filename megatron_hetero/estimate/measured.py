@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_hetero.config.optimizers import NONE, OffloadConfig, PrecisionConfig
 from megatron_hetero.data.token_shards import even_cuts
+from megatron_hetero.estimate.delta_blocks import measured_rule
 from megatron_hetero.estimate.shards import SequenceShard, Spans
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.megatron import module_groups, without_processes
@@ -39,7 +40,7 @@ from megatron_hetero.layout.names import ROWS, TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.attention import AttentionParams, PackedSelfAttention
 from megatron_hetero.models.layers.backend import TORCH
-from megatron_hetero.models.layers.delta_net import DeltaNet
+from megatron_hetero.models.layers.delta_net import DeltaNet, DeltaNetModule
 from megatron_hetero.models.layers.experts import ExpertMLPModule
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
 from megatron_hetero.models.layers.offload import OffloadSizes
@@ -193,6 +194,8 @@ def _built(measured: Measured, part: ModulePart) -> Any:
         if isinstance(each, PackedSelfAttention):
             name = choose_kernel(device, module.dtype, each.head_dim, FLASH_CAPABILITY, ())
             each.core_attention.kernel = torch_flash if name == "torch_flash" else partial(bucketed, attend=_fused)
+        elif isinstance(each, DeltaNetModule):
+            each.rule_for = lambda *_: measured_rule(device)
         elif isinstance(each, ExpertMLPModule):
             each.imbalance = measured.imbalance
     if module.settings.tp_overlap > 1:

@@ -105,6 +105,7 @@ class Topology:
         planned: Collection[Edge | tuple[str, str]] = (),
         tied: Collection[str] = (),
         interleaved: Collection[str] = (),
+        exchanging: Collection[str] = (),
         megatron: Collection[str] | None = None,
         check: bool = True,
         timeout_s: float = 300.0,
@@ -120,6 +121,7 @@ class Topology:
             planned: edges, in `edges` or not, that are planned from what each rank knows, see `Boundary.plan`.
             tied: modules whose first and last stage hold copies of one parameter.
             interleaved: modules with virtual stages.
+            exchanging: modules whose layers exchange tokens for heads along `cp` too, as gated delta nets do.
             megatron: modules that Megatron's own schedules or optimizers run, which communicate along more axes. All by
                 default.
             check: whether each group is checked, which also connects its ranks: on NCCL schedules rest on that. Not
@@ -135,7 +137,7 @@ class Topology:
         watchdog = watchdog or Watchdog.of_world(timeout_s, platform)
         with watchdog.waiting(lambda: "the creation of process groups, with all other ranks,"):
             _require_layouts(layouts, dist.get_world_size())
-            _require_modules(layouts, decoding=decoding, tied=tied, interleaved=interleaved)
+            _require_modules(layouts, decoding=decoding, tied=tied, interleaved=interleaved, exchanging=exchanging)
             planned = [as_edge(edge, layouts) for edge in _ordered(planned)]
             declared = dict.fromkeys([*(as_edge(edge, layouts) for edge in _ordered(edges)), *planned])
             rank, world = dist.get_rank(), dist.group.WORLD
@@ -148,7 +150,8 @@ class Topology:
             planning = {edge: (edge_ranks(layouts, edge),) for edge in planned}
             hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
             own = layouts if megatron is None else megatron
-            kinds = communicators(layouts, edges=declared, tied=tied, interleaved=interleaved, megatron=own)
+            further: dict[str, Any] = {"tied": tied, "interleaved": interleaved, "exchanging": exchanging}
+            kinds = communicators(layouts, edges=declared, **further, megatron=own)
             if platform.backend == "nccl":
                 require_streams(kinds, everybody)
             groups = [(kind, _create(kind, everybody, platform, watchdog)) for kind in kinds]
@@ -266,6 +269,7 @@ def build(
     platform: Platform | None = None,
     tied: Collection[str] = (),
     interleaved: Collection[str] = (),
+    exchanging: Collection[str] = (),
     megatron: Collection[str] | None = None,
     decoding: Collection[str] = (),
     planned: bool = True,
@@ -305,6 +309,7 @@ def build(
             "problem": str(problem or "none"),
             "tied": str(sorted(tied)),
             "interleaved": str(sorted(interleaved)),
+            "exchanging": str(sorted(exchanging)),
             "megatron": "all" if megatron is None else str(sorted(megatron)),
         }
         with watchdog.waiting(lambda: "`build`, with all other ranks,"):
@@ -319,6 +324,7 @@ def build(
         decoding=decoding,
         tied=tied,
         interleaved=interleaved,
+        exchanging=exchanging,
         megatron=megatron,
         check=check,
         watchdog=watchdog,

@@ -273,6 +273,12 @@ class JobSpec:
         """Modules with virtual stages."""
         return (TEXT,) if self.config.schedule.virtual_stages > 1 else ()
 
+    @property
+    def exchanging(self) -> tuple[str, ...]:
+        """Modules whose layers exchange tokens for heads along `cp` too."""
+        layers = {name: self.shapes[name].architecture.layers for name in self.modules}
+        return tuple(name for name, of in layers.items() if any(each.attention.exchanges_over_cp for each in of))
+
 
 @lru_cache(maxsize=SCHEDULES)
 def _checked_schedule(

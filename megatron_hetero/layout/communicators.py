@@ -82,11 +82,14 @@ MEGATRON_AXES: tuple[tuple[str, ...], ...] = (
 
 
 class Axes(NamedTuple):
-    """Communication of a module along axes of a view of its layout, or between `ENDS`."""
+    """Communication of a module along axes of a view of its layout, or between `ENDS`. `by_heads`: exchanges of tokens
+    for heads in addition to other collectives.
+    """
 
     module: str
     axes: tuple[str, ...]
     view: View = MAIN
+    by_heads: bool = False
 
     @property
     def is_beside(self) -> bool:
@@ -96,10 +99,10 @@ class Axes(NamedTuple):
     @property
     def exchanges(self) -> bool:
         """Whether it includes all-to-alls, as attention under `sp` and parts of a further view do."""
-        return self.axes == ("sp",) or (self.view != MAIN and self.axes == self.view.part_axes)
+        return self.by_heads or self.axes == ("sp",) or (self.view != MAIN and self.axes == self.view.part_axes)
 
     def __str__(self) -> str:
-        return f"{self.module} {','.join(self.axes)}"
+        return f"{self.module} {','.join(self.axes)}{' by heads' * self.by_heads}"
 
 
 class Link(NamedTuple):
@@ -208,6 +211,7 @@ def communicators(
     edges: Collection[Edge | tuple[str, str]] = (),
     tied: Collection[str] = (),
     interleaved: Collection[str] = (),
+    exchanging: Collection[str] = (),
     megatron: Collection[str] = (),
 ) -> tuple[CommunicatorKind, ...]:
     """All communicators other than the world's, in the order in which they are created.
@@ -217,10 +221,11 @@ def communicators(
         edges: edges of the graph of modules.
         tied: modules whose first and last stage have copies of one parameter.
         interleaved: modules with virtual stages.
+        exchanging: modules whose layers exchange tokens for heads along `cp` too.
         megatron: modules that Megatron's own schedules or optimizers run.
     """
     kinds = (
-        *_axis_kinds(layouts, tied, megatron),
+        *_axis_kinds(layouts, tied, exchanging, megatron),
         *(kind for name, layout in layouts.items() for kind in _link_kinds(name, layout, name in interleaved)),
         *(_edge_kind(layouts, as_edge(edge, layouts), direction) for edge in edges for direction in DIRECTIONS),
     )
@@ -265,12 +270,13 @@ def edge_peers(layouts: Mapping[str, Layout], use: EdgeUse, rank: int) -> tuple[
 
 
 def _axis_kinds(
-    layouts: Mapping[str, Layout], tied: Collection[str], megatron: Collection[str]
+    layouts: Mapping[str, Layout], tied: Collection[str], exchanging: Collection[str], megatron: Collection[str]
 ) -> Iterator[CommunicatorKind]:
     found: dict[tuple[Any, ...], list[Use]] = {}
     for name, layout in layouts.items():
         own = (*AXES_OF_GROUPS, *([ENDS] if name in tied else []))
         main = [Axes(name, axes) for axes in dict.fromkeys((*own, *MEGATRON_AXES) if name in megatron else own)]
+        main += [Axes(name, ("cp",), by_heads=True)] * (name in exchanging)
         for use in (*main, *(use for view in layout.views for use in _view_uses(name, view, name in megatron))):
             along = layout.groups("pp") if use.axes == ENDS else layout.groups(*use.axes)
             groups = tuple((ranks[0], ranks[-1]) if use.axes == ENDS else ranks for ranks in along if len(ranks) > 1)

@@ -6,7 +6,7 @@ part of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import Facts, require_alike, unlike
 from megatron_hetero.groups.fsdp import fsdp_groups, has_reduced
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.hf.weight_map import TensorSlice, held
 from megatron_hetero.layout.axes import EXPERTS, MAIN, View
 from megatron_hetero.layout.communicators import ENDS, GRADIENT_AXES
 from megatron_hetero.layout.grammar import format_ranks
@@ -390,6 +390,8 @@ class _Module:
     def slices(self, name: str, of: _Parameter, rank: int) -> tuple[TensorSlice, ...]:
         """The parts of the whole parameter that a rank of the group `holders` has, named by module and parameter."""
         parameter, tp, name = of.parameter, self.layout.tp, f"{self.name}.{name}"
+        if hasattr(parameter, "stored_as"):
+            return _stored_slices(name, of, rank)
         rows = parameter.shape[0] if parameter.dim() else 1
         if self.view == EXPERTS:
             return (TensorSlice(_of_expert(name, of, rank), (0, rows)),)
@@ -406,6 +408,21 @@ class _Module:
         own = rows // parts
         starts = [part * own * tp + rank * own for part in range(parts)]
         return tuple(TensorSlice(name, (start, start + own), at=part * own) for part, start in enumerate(starts))
+
+
+def _stored_slices(name: str, of: _Parameter, rank: int) -> tuple[TensorSlice, ...]:
+    """The slices of a parameter that says itself which parts of stored tensors it is: `stored_as` has its path in a
+    layer, and for each rank along `tp` slices that are named in that layer. Raises `UserError` for a wrapper that does
+    not know of copies of slices.
+    """
+    path, of_ranks = of.parameter.stored_as
+    copies = held([{path: slices} for slices in of_ranks])[rank][path].replicated_slices
+    if copies and (is_sharded(of.parameter) or of.around.megatrons_ddp is not None):
+        where, found = f"parameter {name}", "heads of which several ranks along tp have copies, in a wrapper"
+        expected, because = "no FSDP2 and no DistributedDataParallel of Megatron", "they do not know of copies"
+        fix = "use a `tp` that divides the key heads, or `AdamW` of this package without a wrapper"
+        raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
+    return tuple(replace(each, name=name.removesuffix(path) + each.name) for each in of_ranks[rank])
 
 
 def _of_expert(name: str, of: _Parameter, rank: int) -> str:

@@ -22,6 +22,11 @@ SHALLOW: dict[str, dict[str, Any]] = {
     },
 }
 """By family, what the configuration of a shallow model says instead."""
+KINDS = ["linear_attention"] * 3 + ["full_attention"]
+SHALLOW["qwen3_5"] = {
+    "text_config": {"num_hidden_layers": LAYERS, "layer_types": KINDS * (LAYERS // len(KINDS))},
+    "vision_config": {"depth": LAYERS},
+}
 
 
 @cache
@@ -39,7 +44,7 @@ def _shallow(family: str, model: str) -> Path:
 @dataclass(frozen=True)
 class Case:
     """One rank of a layout of `model` of a family. `more`: further flags; those given here win. `shallow`: with fewer
-    layers, which are as wide. `capability`: that of the GPU.
+    layers, which are as wide. `capability`: that of the GPU. `packages`: modules of the optional packages that it has.
     """
 
     model: str
@@ -51,12 +56,14 @@ class Case:
     family: str = "qwen2_5_vl"
     shallow: bool = False
     capability: tuple[int, int] = (9, 0)
+    packages: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         settings = " ".join(self.more.replace("--", "").split())
         model = self.model if self.family == Case.family else f"{self.family} {self.model}"
         model += f" of {LAYERS} layers" * self.shallow
         gpu = "" if self.capability == Case.capability else " on {}.{}".format(*self.capability)
+        gpu += " with " * bool(self.packages) + " and ".join(self.packages)
         return f"{model} {self.vision}|{self.text} rank {self.rank} of {self.world} {settings}".strip() + gpu
 
     @property
@@ -99,10 +106,14 @@ SMALL_PICTURES = "--schedule.waves 4 --train.global_batch_size 8 --plan.image_si
 """Of 256 patches, four micro-batches in one call."""
 EVEN = "--plan.expert_imbalance 1"
 CHUNKED = "--text-chunk 512"
+SHORT = "--plan.tokens 1024 --plan.image_side 512"
+PACKED = "--train.micro_batch_size 2 --train.global_batch_size 4"
 BALANCED = f"{EVEN} --model.router_aux_loss_coef 0.001 --train.global_batch_size 4 --text-layers 3 5"
 few = partial(Case, shallow=True)
 sparse = partial(few, "30b_a3b", family="qwen3_vl")
 """Qwen3-VL-MoE; a folder with experts is that of the family `qwen3_vl_moe`, but for its name."""
+linear = partial(few, family="qwen3_5")
+"""Qwen3.5: three delta nets, then attention, twice."""
 CASES = (
     few("7b", "sp:8", "tp:4,dp:2", 8),
     few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} --vision-recompute full --train.global_batch_size 4"),
@@ -137,6 +148,17 @@ CASES = (
     sparse("sp:8", "tp:4,dp:2,ep:1", 8, 0, f"{EVEN} {RECOMPUTED} --train.global_batch_size 4", capability=(8, 9)),
     sparse("sp:8", "tp:1,dp:8,ep:8", 8, 3, f"{EVEN} {CHUNKED} --train.global_batch_size 8"),
     sparse("sp:8", "tp:4,dp:2,ep:1", 8, 0, f"{EVEN} {CHUNKED} --train.global_batch_size 4"),
+    linear("9b", "sp:8", "tp:4,dp:2", 8, 0),
+    linear("9b", "sp:8", "tp:4,dp:2", 8, 0, packages=("fla", "causal_conv1d")),
+    linear("9b", "sp:8", "tp:4,dp:2", 8, 2, f"{SHORT} {SELECTIVE} {PACKED} --text-chunk 512 --text-tp_overlap 2"),
+    linear("9b", "sp:8", "tp:4,dp:2", 8, 0, f"{SHORT} {RECOMPUTED}", packages=("fla", "causal_conv1d")),
+    linear("9b", "dp:6", "tp:2,cp:3", 6, 0, f"{SHORT} --train.global_batch_size 6"),
+    linear("9b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, f"{SHORT} --train.global_batch_size 4 --schedule.virtual_stages 2"),
+    linear("27b", "dp:10", "sp:2,cp:5", 10, 6, f"{SHORT} {SELECTIVE} --train.global_batch_size 1"),
+    linear("27b", "sp:8", "dp:8", 8, 3, f"{SHORT} {RECOMPUTED} --text-zero 3 --train.global_batch_size 8"),
+    linear("27b", "sp:8", "tp:8", 8, 0, f"{OFFLOADED} --train.global_batch_size 1"),
+    linear("35b_a3b", "sp:8", "dp:8,ep:8", 8, 3, f"{EVEN} {SHORT} {SELECTIVE} --train.global_batch_size 8"),
+    linear("35b_a3b", "sp:8", "tp:2,cp:2,dp:2,ep:4", 8, 7, f"{EVEN} {SHORT} {RECOMPUTED}"),
 )
 LONG = tuple(
     case for number, case in enumerate(CASES) if not case.shallow or number in (0, 1, 2, 7, 19, 25, 27, 30, 31, 32)

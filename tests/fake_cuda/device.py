@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_hetero.groups import platform
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.models import language
-from megatron_hetero.models.layers import dispatch, mlp, rotary
+from megatron_hetero.models.layers import dispatch, mlp, rotary, short_convolution
 from megatron_hetero.step.fused import update_
 
 GPU = torch.device("cuda", 0)
@@ -58,6 +58,8 @@ COMPILED = {
     rotary.turned_back: 1,
     rotary.heads_turned: 3,
     rotary.heads_turned_back: 3,
+    short_convolution.activated: 1,
+    short_convolution.gradients: 2,
     update_: 1,
 }
 """Functions that are compiled on a GPU, and how many kernels each is then."""

@@ -23,6 +23,7 @@ from megatron_hetero.models.layers import rotary
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.step.buffers import BucketSums, WeightGathers
 from megatron_hetero.train.trainer import Trainer
+from tests.fake_cuda import packages
 from tests.fake_cuda.cases import Case
 from tests.fake_cuda.device import GPU, FakeGpu, Usage
 
@@ -112,7 +113,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
             for optimizer in trainer.optimizer.sharded.values():
                 optimizer.module.data_parallel.share_weights()
         usage.start_again()
-        with gpu.during(REST), _apart(gpu):
+        with gpu.during(REST), _apart(gpu), packages.installed(gpu, case.packages):
             trainer.train_step(1, batch)
         planned = dict(zip(KINDS, plan.memory[case.rank].tolist(), strict=True))
         return (

@@ -75,6 +75,9 @@ SPLIT = "--text-layers 1 3"
 PARTS = "--vision-patches_per_call 40"
 SMALL = "--{0}-precision.master {1} --{0}-precision.moments {2} --{0}-precision.gradients {3}"
 EVEN, MOE = "--plan.expert_imbalance 1", "qwen3_vl_moe"
+DELTA, DELTA_MOE = "qwen3_5", "qwen3_5_moe"
+LONG = "--plan.tokens 1500"
+"""Sequences of which delta nets save states for the backward pass."""
 HALVES = "--vision-precision.master split --vision-precision.gradients bfloat16"
 CASES = [
     Case("dp:1", "dp:1", 1),
@@ -179,22 +182,39 @@ CASES = [
     Case("dp:2", "dp:2,ep:2", 2, f"{BF16} {EVEN} {SELECTIVE} --text-chunk 16", family=MOE),
     Case("dp:4", "tp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} {ZERO3}", family=MOE),
     Case("dp:4", "tp:2,dp:2", 4, f"{EVEN} --text-zero 2", family=MOE),
+    # Delta nets, whose heads are on more or on fewer ranks than tokens.
+    Case("dp:1", "dp:1", 1, LONG, family=DELTA),
+    Case("dp:1", "dp:1", 1, f"{BF16} {SELECTIVE} {LONG} --train.micro_batch_size 2", family=DELTA),
+    Case("dp:2", "tp:2", 2, f"{BF16} {RECOMPUTE} {LONG}", tied=True, family=DELTA),
+    Case("sp:2", "sp:2", 2, f"{BF16} {SELECTIVE} {LONG}", family=DELTA),
+    Case("dp:3", "cp:3", 3, f"{BF16} {LONG}", batch=3, family=DELTA),
+    Case("dp:3", "cp:3", 3, f"{SELECTIVE} --plan.images 2", batch=3, family=DELTA),
+    Case("dp:2", "tp:2", 2, f"{WHOLE} {SELECTIVE} --text-chunk 5", family=DELTA),
+    Case("dp:4", "tp:2,pp:2", 4, f"{BF16} {OFFLOAD} {LONG}", family=DELTA),
+    Case("dp:4", "pp:2,dp:2", 4, f"{BF16} {ZERO3} --text-recompute 1", family=DELTA),
+    Case("dp:1", "dp:1", 1, "--model.freeze text", family=DELTA),
+    Case("dp:2", "dp:2,ep:2", 2, f"{BF16} {EVEN} {SELECTIVE} {LONG}", family=DELTA_MOE),
+    Case("dp:4", "tp:2,cp:2,ep:4", 4, f"{BF16} {EVEN}", family=DELTA_MOE),
+    Case("dp:3", "cp:3,ep:3", 3, f"{BF16} {EVEN} {RECOMPUTE}", batch=3, family=DELTA_MOE),
 ]
 COMPILED = [
     Case("dp:2", "dp:2,ep:2", 2, f"{EVEN} --model.compile layers", family=MOE),
     Case("sp:2", "tp:2", 2, f"{BF16} --model.compile layers"),
     Case("dp:2", "dp:2", 2, "--model.compile layers", family="qwen3_vl"),
     Case("sp:2", "tp:2", 2, f"--model.compile layers {SELECTIVE}", family="qwen3_vl"),
+    Case("dp:2", "tp:2", 2, f"{BF16} --model.compile layers {LONG}", family=DELTA),
+    Case("dp:2", "cp:2", 2, f"--model.compile layers {SELECTIVE}", family=DELTA),
 ]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Models of each family with an untied and with a tied head, and data that only has to exist."""
-    kinds = product(("qwen2_5_vl", "qwen3_vl", MOE), (False, True))
+    kinds = product(("qwen2_5_vl", "qwen3_vl", MOE, DELTA, DELTA_MOE), (False, True))
     found: Folders = {kind: tmp_path_factory.mktemp("plan") for kind in kinds}
     for (family, tied), folder in found.items():
-        write_model(folder / "model", replace(DEEP, tied=tied, family=family, deepstack=(0, 1, 2), top_k=6))
+        choice = replace(DEEP, tied=tied, family=family, deepstack=(0, 1, 2), top_k=6)
+        write_model(folder / "model", replace(choice, head_dim=16) if family in (DELTA, DELTA_MOE) else choice)
         write_model(folder / "detail", replace(DEEP, vision_layers=2, vision_heads=2, vision_ffn=44, full_layers=(0,)))
         write_data(folder, 8)
     return found
@@ -205,14 +225,15 @@ def flags_of(case: Case, folder: Path) -> list[str]:
     common = (
         f"--model.hf_path {folder}/model --data.registry.d.annotations {folder}/data.jsonl --data.datasets d "
         f"--data.registry.d.images {folder}/images --data.workers 0 --train.iters 1 --log.dir {folder}/log "
-        f"--train.global_batch_size {case.batch} --plan.image_side 84 --plan.tokens 13 "
+        f"--train.global_batch_size {case.batch} --plan.image_side 84 "
         f"--vision-parallel {case.vision} --text-parallel {case.text}"
     )
-    dtype = "" if "dtype" in case.more else " --model.dtype float32"
+    usual = "" if "dtype" in case.more else " --model.dtype float32"
+    usual += "" if "plan.tokens" in case.more else " --plan.tokens 13"
     if case.detail:
         common += f" --detail-hf_path {folder}/detail --detail-token <|video_pad|>"
         common += f" --detail-parallel {case.detail}"
-    return [*common.split(), *dtype.split(), *case.more.split()]
+    return [*common.split(), *usual.split(), *case.more.split()]
 
 
 BUCKET = 20_000

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -81,7 +82,8 @@ class DeltaNet(AttentionPart):
     taps: int
     norm: Norm
     stored: str = "linear_attn."
-    windowed: ClassVar[bool] = False
+    windowed: bool = field(default=False, init=False)
+    exchanges_over_cp: ClassVar[bool] = True
 
     @property
     def heads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -232,6 +234,7 @@ class DeltaNetModule(Overlapping):
         groups, options = site.groups, {"dtype": site.dtype, "device": site.platform.device}
         self.sp_group, self.context_group, self.tp_group = groups.sp, groups.context, groups.tp
         self.selective, self.compiled = site.recompute.selective, site.compile_layers
+        self.rule_for: Callable[..., Any] = rule_for  # A plan measures another one.
         self.heads = part.heads_of(site.tp)
         shares = self.heads.over(self.sp_group.size())
         # The heads of each member along `sp`, and of each along `cp` with which this one shares its own.
@@ -327,7 +330,7 @@ class DeltaNetModule(Overlapping):
         inputs = partial(self._inputs, params)
         q, k, v, decay, beta = recompute(inputs, mixed) if self.selective else inputs(mixed)
         with not_saving(q, k, v, decay, beta):
-            return rule_for(v.device, v.dtype)(q, k, v, decay, beta, params.sequences).flatten(1)
+            return self.rule_for(v.device, v.dtype)(q, k, v, decay, beta, params.sequences).flatten(1)
 
     def _inputs(self, params: AttentionParams, mixed: Tensor) -> tuple[Tensor, ...]:
         """Return what the rule takes, see `delta_rule`."""
@@ -355,7 +358,8 @@ def _widths(shares: tuple[Heads, ...]) -> list[int]:
 
 @lru_cache(maxsize=16)
 def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    return on_device(torch.tensor(heads), device)
+    with torch.inference_mode(False):  # Later calls save it for the backward pass.
+        return on_device(torch.tensor(heads), device)
 
 
 def log_decay(a: Tensor, log_rate: Tensor, bias: Tensor, start: int, stop: int) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -225,6 +225,8 @@ class AttentionPart(Part):
     heads: int
     kv_heads: int
     windowed: bool
+    exchanges_over_cp: ClassVar[bool] = False
+    """Whether it exchanges tokens for heads along `cp` too."""
 
     @property
     def limits(self) -> tuple[Limit, ...]:
