@@ -169,7 +169,7 @@ def _text(rows: list[dict[str, Any]]) -> str:
             least, peaks = WANTED[row["lengths"][0]], row["peak_bytes"]
             passed = ratio.median >= least and peaks["ours"] <= peaks["transformers"]
             claim = (
-                f"{row['lengths'][0]} tokens, {row['threads']} threads: at least {least} times faster, no more memory"
+                f"{row['lengths'][0]} tokens, {row['threads']} thread(s): at least {least} times faster, no more memory"
             )
             lines.append(verdict(passed, f"{claim}; {ratio}"))
     header = "what | tokens | threads | s | `transformers`, s | over ours | peak, MB | saved, MB | difference"
