@@ -107,8 +107,8 @@ LAYOUTS = {
         ZERO3,
     ),
     "9b": (
-        Layouts("sp|tp", "dp:8", "tp:4,dp:2", 2, "fla", packages=FLA),
-        Layouts("sp|tp", "dp:8", "tp:4,dp:2", 2, "PyTorch"),
+        Layouts("sp|tp", "sp:8", "tp:4,dp:2", 2, "fla", packages=FLA),
+        Layouts("sp|tp", "sp:8", "tp:4,dp:2", 2, "PyTorch"),
         Layouts("uniform tp", "tp:4,dp:2", "tp:4,dp:2", 2, "fla", packages=FLA),
         replace(ZERO3, label="ZeRO-3, fla", packages=FLA),
     ),
