@@ -165,6 +165,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.schedule
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.delta_rule
 	$(BIN)/python -m benchmarks.video
 	$(BIN)/python -m benchmarks.data
 	$(BIN)/python -m benchmarks.roofline

@@ -161,8 +161,8 @@ def model_config(model_type: str, sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -
             # One for each layer of the language model, three at most, as in published models.
             vision["deepstack_visual_indexes"] = list(range(min(3, sizes.vision_layers - 1, sizes.text_layers)))
         else:
-            # Attention in the last of three layers, or of those that there are.
-            text |= {"full_attention_interval": min(3, sizes.text_layers)}
+            # A delta net in every second layer, the first and last included.
+            text |= {"full_attention_interval": 2}
             text |= {"linear_num_key_heads": sizes.text_kv_heads, "linear_num_value_heads": sizes.text_heads}
             text |= {"linear_key_head_dim": head, "linear_value_head_dim": head}
         if model_type in EXPERTS:

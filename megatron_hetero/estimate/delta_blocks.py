@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hetero.models.layers.chunks import blocks_of, chunk_length
+from megatron_hetero.models.layers.chunks import BLOCK, Chunks, TokenBlock, blocks_of, chunk_length
 from megatron_hetero.models.layers.delta_rule import delta_rule
-from megatron_hetero.models.layers.sequences import BLOCK, Chunks, Sequences, TokenBlock
+from megatron_hetero.models.layers.sequences import Sequences
 
 META = torch.device("meta")
 FLA_CHUNK = 64

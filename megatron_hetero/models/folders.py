@@ -83,7 +83,7 @@ class ModelFolders:
         if unused and not fresh:
             raise UserError.at(
                 hf_path_vision / "config.json",
-                found=f"an encoder of {of_encoder.title} whose projector has {listed(unused)}",
+                found=f"an encoder of {of_encoder.title} whose projector has {listed(unused, 2)}",
                 expected=f"a projector of {family.title}",
                 because="the language model takes no more outputs of an encoder",
                 fix="initialize the projector with --model.fresh_projector true, or use an encoder of that family",

@@ -1,12 +1,12 @@
-"""Chunks of sequences for the gated delta rule: pure planning, and the index of tokens into chunks.
+"""Chunks of sequences for the gated delta rule: their plan, which is pure, and the index of tokens into chunks.
 
 Every sequence is cut into chunks of its own, the last of which is padded. A *step* is the i-th chunk of several
 sequences, which are computed at once, and a *block* is some steps of the same sequences, whose intermediate results
 exist at the same time. Lengths 5, 9, 1 and 4 in chunks of 4, at most four chunks in a block:
 
-    sequences by length   9 5 4 1
-    group 9 5             step 0: 9a 5a    step 1: 9b 5b  | step 2: 9c              | parts blocks
-    group 4 1             step 0: 4a 1a
+    block 0    sequences 9, 5    steps 0, 1
+    block 1    sequence 9        step 2          continues block 0
+    block 2    sequences 4, 1    step 0
 
 The longest sequences come first, so that the sequences of a step are the first ones of the step before it.
 """
@@ -14,14 +14,22 @@ The longest sequences come first, so that the sequences of a step are the first 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hetero.groups.platform import on_device
 
 CHUNK, MIN_CHUNK = 64, 16
-"""Tokens of a chunk, and of one where all sequences are shorter."""
+"""Tokens of a chunk, and of one in a pack of short sequences."""
+MAX_PADDING = 2
+"""Places in chunks for each token, beyond which chunks are halved."""
 MIN_STEPS = 8
-"""Steps of a block that has all of its chunks; the state between two blocks is saved for the backward pass."""
+"""Steps that a block has room for, where its sequences are as long: the state before a block is saved."""
+BLOCK = 4096, 512
+"""Places in the chunks of a block on a GPU, and on a CPU, where its results should stay in the cache."""
 
 
 class Block(NamedTuple):
@@ -41,9 +49,11 @@ class Block(NamedTuple):
 
 
 def chunk_length(lengths: Sequence[int]) -> int:
-    """Return the tokens of a chunk: a power of 2 no longer than the longest sequence needs."""
-    longest = max(lengths)
-    return min(CHUNK, max(MIN_CHUNK, 1 << (longest - 1).bit_length()))
+    """Return the tokens of a chunk: `CHUNK`, or less where padding would outweigh tokens."""
+    chunk = CHUNK
+    while chunk > MIN_CHUNK and sum(-(-length // chunk) * chunk for length in lengths) > MAX_PADDING * sum(lengths):
+        chunk //= 2
+    return chunk
 
 
 def blocks_of(lengths: Sequence[int], chunk: int, most: int) -> Iterator[Block]:
@@ -76,3 +86,40 @@ def _blocks_of_group(group: list[tuple[int, int]], chunk: int, most: int, total:
         inside = steps[begin:end]
         yield Block(tuple(len(step) for step in inside), begin == 0, follows, np.concatenate(inside))
         begin = end
+
+
+class TokenBlock(NamedTuple):
+    """Block of a pack on a device. Padding reads the last token of the pack, and is written to a row after all tokens.
+
+    Attributes:
+        steps, starts, follows: as in `Block`.
+        length: tokens of a chunk.
+        read, write: row of each place, int64 [chunks * length].
+        mask: 1 for tokens and 0 for padding, fp32 [chunks, length, 1].
+    """
+
+    steps: tuple[int, ...]
+    starts: bool
+    follows: int
+    length: int
+    read: Tensor
+    write: Tensor
+    mask: Tensor
+
+
+class Chunks(NamedTuple):
+    """Sequences in chunks of `length` tokens, in blocks."""
+
+    length: int
+    blocks: tuple[TokenBlock, ...]
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> Self:
+        """Cut sequences of `lengths`, one after the other in a pack."""
+        length, total, blocks = chunk_length(lengths), sum(lengths), []
+        for steps, starts, follows, tokens in blocks_of(lengths, length, BLOCK[device.type == "cpu"] // length):
+            places = tokens.flatten(), tokens.clip(max=total - 1).flatten()
+            write, read = (on_device(torch.from_numpy(rows), device) for rows in places)
+            mask = on_device(torch.from_numpy((tokens < total).astype(np.float32)[..., None]), device)
+            blocks.append(TokenBlock(steps, starts, follows, length, read, write, mask))
+        return cls(length, tuple(blocks))

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -81,7 +82,7 @@ class DeltaNet(AttentionPart):
     taps: int
     norm: Norm
     stored: str = "linear_attn."
-    windowed: ClassVar[bool] = False
+    windowed: bool = field(default=False, init=False)
     exchanges_over_cp: ClassVar[bool] = True
 
     @property
@@ -233,7 +234,7 @@ class DeltaNetModule(Overlapping):
         groups, options = site.groups, {"dtype": site.dtype, "device": site.platform.device}
         self.sp_group, self.context_group, self.tp_group = groups.sp, groups.context, groups.tp
         self.selective, self.compiled = site.recompute.selective, site.compile_layers
-        self.rule_for = rule_for  # A plan measures another one.
+        self.rule_for: Callable[..., Any] = rule_for  # A plan measures another one.
         self.heads = part.heads_of(site.tp)
         shares = self.heads.over(self.sp_group.size())
         # The heads of each member along `sp`, and of each along `cp` with which this one shares its own.

@@ -21,16 +21,20 @@ m chunks, b = m H, C tokens of a chunk, r value heads of a key head, and t = 2 C
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.models.layers.sequences import Chunks, Sequences, TokenBlock
+from megatron_hetero.models.layers.chunks import Chunks, TokenBlock
+from megatron_hetero.models.layers.sequences import Sequences
 
 EPS = 1e-6
 """Added to the squares of queries and keys."""
+LEAST = -80.0
+"""Logarithm below which decays are 0."""
 
 
 def delta_rule(
@@ -52,6 +56,20 @@ class _Inputs(NamedTuple):
     beta_nH: Tensor
 
 
+class _Decays(NamedTuple):
+    """Decays in chunks, see above, and beta."""
+
+    until_bC: Tensor
+    """exp(g)."""
+    since_bC: Tensor
+    """exp(g_c - g)."""
+    whole_b: Tensor
+    """exp(g_c)."""
+    within_bCC: Tensor
+    """D."""
+    beta_bC: Tensor
+
+
 class _Inside(NamedTuple):
     """What the forward pass computes inside a block, and the states of its chunks."""
 
@@ -59,21 +77,13 @@ class _Inside(NamedTuple):
     """Normed queries and keys."""
     inverse_mht: Tensor
     """What the norm multiplied them with; 0 for padding."""
-    beta_bC: Tensor
-    within_bCC: Tensor
-    """D."""
-    until_bC: Tensor
-    """exp(g)."""
-    since_bC: Tensor
-    """exp(g_c - g)."""
-    whole_b: Tensor
-    """exp(g_c)."""
-    products_mh2CC: Tensor
+    decays: _Decays
+    products_mhtC: Tensor
     """q k^T and k k^T."""
     read_btK: Tensor
     """exp(g) q and exp(g) k, which meet the state."""
     written_bCK: Tensor
-    """beta exp(g_c - g) k, which enter it."""
+    """beta exp(g_c - g) k, which enters it."""
     scores_bCC: Tensor
     """P."""
     solved_bCC: Tensor
@@ -84,6 +94,10 @@ class _Inside(NamedTuple):
     """State before each chunk."""
     after: Tensor | None
     """State before the next block."""
+
+    def by_key_head(self, x_b: Tensor) -> Tensor:
+        """View [b, ...] as [m, h, r, ...]."""
+        return x_b.unflatten(0, (*self.qk_mhtK.shape[:2], -1))
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -97,11 +111,7 @@ class _DeltaRule(torch.autograd.Function):
         for block in chunks.blocks:
             if state is not None:
                 states.append(state)
-            inside = _inside(inputs, block, state)
-            out_bCV = torch.bmm(inside.read_btK[:, : chunks.length], inside.states_bKV)
-            out_bCV.baddbmm_(inside.scores_bCC, inside.added_bCV)
-            _write(out, out_bCV, block, q_nhK.shape[-1] ** -0.5)
-            state = inside.after
+            state = _forward(inputs, block, state, out)
         ctx.save_for_backward(*inputs, *states)
         ctx.chunks = chunks
         return out[:-1]
@@ -118,59 +128,70 @@ class _DeltaRule(torch.autograd.Function):
         return *(of_input[:-1] if wants else None for of_input, wants in wanted), None
 
 
+def _forward(inputs: _Inputs, block: TokenBlock, state: Tensor | None, out: Tensor) -> Tensor | None:
+    """Write a block's outputs, given the state before it; return the state after it, if another block follows."""
+    inside = _inside(inputs, block, state)
+    out_bCV = torch.bmm(inside.read_btK[:, : block.length], inside.states_bKV)
+    out_bCV.baddbmm_(inside.scores_bCC, inside.added_bCV)
+    _write(out, out_bCV, block, inputs.q_nhK.shape[-1] ** -0.5)
+    return inside.after
+
+
 def _inside(inputs: _Inputs, block: TokenBlock, state: Tensor | None) -> _Inside:
     """Compute a block that begins with `state`, or at the start of its sequences."""
-    h, H, C = inputs.q_nhK.shape[1], inputs.v_nHV.shape[1], block.length
-    mask_mC1 = block.mask
-    # In fp64, as the small differences of large sums count.
-    g_mHC = (_read(inputs.decay_nH, block) * mask_mC1).transpose(1, 2).cumsum(-1, dtype=torch.float64)
-    g_bC = g_mHC.flatten(0, 1)
-    beta_bC = (_read(inputs.beta_nH, block) * mask_mC1).transpose(1, 2).flatten(0, 1)
-    until_bC, since_bC = g_bC.float().exp_(), (g_bC[:, -1:] - g_bC).float().exp_()
-    whole_b = until_bC[:, -1]
-    later = torch.ones(C, C, dtype=torch.bool, device=g_bC.device).triu_(1)
-    within_bCC = (g_bC[:, :, None] - g_bC[:, None]).float().masked_fill_(later, -torch.inf).exp_()
-
+    C, H = block.length, inputs.v_nHV.shape[1]
     qk_mhtK, inverse_mht = _normed(inputs, block)
     keys_mhCK = qk_mhtK[:, :, C:]
-    products_mhtC = qk_mhtK @ keys_mhCK.mT
-    weighted_bCC = within_bCC * beta_bC[:, None]
-    both_mhr2CC = _by_key_head(weighted_bCC, h, H).unsqueeze(3) * products_mhtC.view(-1, h, 1, 2, C, C)
-    scores_bCC, of_keys_bCC = both_mhr2CC.flatten(0, 2).unbind(1)
-    one = torch.eye(C, device=g_bC.device).expand_as(of_keys_bCC)
-    # The solver takes no notice of the diagonal.
-    solved_bCC = torch.linalg.solve_triangular(of_keys_bCC, one, upper=False, unitriangular=True)
-    read_btK = _times(qk_mhtK, torch.cat((until_bC, until_bC), dim=1))
-    written_bCK = _times(keys_mhCK, since_bC * beta_bC)
-    v_bCV = _read(inputs.v_nHV, block).transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    decays = _decays(inputs, block)
+    read_btK = _times(qk_mhtK, decays.until_bC.repeat(1, 2))
+    written_bCK = _times(keys_mhCK, decays.since_bC * decays.beta_bC)
 
+    products_mhtC = qk_mhtK @ keys_mhCK.mT
+    weights_bCC = decays.within_bCC * decays.beta_bC[:, None]
+    both_btC = _times(products_mhtC, weights_bCC.repeat(1, 2, 1))
+    scores_bCC, among_keys_bCC = both_btC.split(C, dim=1)
+    one = torch.eye(C, device=both_btC.device).expand_as(among_keys_bCC)
+    # The solver takes A without its diagonal.
+    solved_bCC = torch.linalg.solve_triangular(among_keys_bCC, one, upper=False, unitriangular=True)
+
+    v_bCV = _read(inputs.v_nHV, block).transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     added_bCV, states_bKV, after = _scan(
-        v_bCV.flatten(0, 1),
-        read_btK[:, C:],
-        written_bCK,
-        solved_bCC,
-        whole_b,
-        state,
-        [n * H for n in block.steps],
+        *(v_bCV.flatten(0, 1), read_btK[:, C:], written_bCK, solved_bCC, decays.whole_b, state),
+        [chunks * H for chunks in block.steps],
         block.follows * H,
     )
-    return _Inside(
-        qk_mhtK,
-        inverse_mht,
-        beta_bC,
-        within_bCC,
-        until_bC,
-        since_bC,
-        whole_b,
-        products_mhtC.unflatten(2, (2, C)),
-        read_btK,
-        written_bCK,
-        scores_bCC,
-        solved_bCC,
-        added_bCV,
-        states_bKV,
-        after,
+    chunks = scores_bCC, solved_bCC, added_bCV, states_bKV, after
+    return _Inside(qk_mhtK, inverse_mht, decays, products_mhtC, read_btK, written_bCK, *chunks)
+
+
+def _normed(inputs: _Inputs, block: TokenBlock) -> tuple[Tensor, Tensor]:
+    """Return normed queries and keys, and what they were multiplied with."""
+    (h, K), C, m = inputs.q_nhK.shape[1:], block.length, sum(block.steps)
+    qk_mhtK = inputs.q_nhK.new_empty(m, h, 2 * C, K, dtype=torch.float32)
+    inverse_mht = qk_mhtK.new_empty(m, h, 2 * C)
+    for x, to, inverse in zip((inputs.q_nhK, inputs.k_nhK), qk_mhtK.split(C, 2), inverse_mht.split(C, 2), strict=True):
+        x_mhCK = _read(x, block).transpose(1, 2)
+        length = torch.linalg.vector_norm(x_mhCK, dim=-1, dtype=torch.float32)
+        torch.mul(length.square_().add_(EPS).rsqrt_(), block.mask.transpose(1, 2), out=inverse)
+        torch.mul(x_mhCK, inverse[..., None], out=to)
+    return qk_mhtK, inverse_mht
+
+
+def _decays(inputs: _Inputs, block: TokenBlock) -> _Decays:
+    beta_bC, decay_bC = (
+        (_read(x, block) * block.mask).transpose(1, 2).flatten(0, 1) for x in (inputs.beta_nH, inputs.decay_nH)
     )
+    # In fp64, as small differences of large sums count.
+    g_bC = decay_bC.cumsum(-1, dtype=torch.float64)
+    until_bC, since_bC = _exp(g_bC.float()), _exp((g_bC[:, -1:] - g_bC).float())
+    # Above the diagonal exp could overflow.
+    within_bCC = _exp((g_bC[:, :, None] - g_bC[:, None]).float().tril_()).tril_()
+    return _Decays(until_bC, since_bC, until_bC[:, -1], within_bCC, beta_bC)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """Exponentiate in place. Results below 2 exp(`LEAST`) are 0, as CPUs are slow with denormal numbers."""
+    return torch.threshold_(x.clamp_(min=LEAST).exp_(), 2 * math.exp(LEAST), 0.0)
 
 
 def _scan(
@@ -211,87 +232,100 @@ def _backward(
     inputs: _Inputs, inside: _Inside, block: TokenBlock, grad: Tensor, of_after: Tensor | None, of_inputs: _Inputs
 ) -> Tensor | None:
     """Write a block's gradients, given that of the state after it; return that of the state before it."""
-    (h, K), (H, V), C = inputs.q_nhK.shape[1:], inputs.v_nHV.shape[1:], block.length
-    r = H // h
-    # Of exp(g) q S + P R, and of minus v - exp(g) k S: the two products with S.
-    of_both_btV = grad.new_empty(len(inside.added_bCV), 2 * C, V, dtype=torch.float32)
+    C, (H, V), K = block.length, grad.shape[1:], inputs.q_nhK.shape[2]
+    # Gradients of the two products with the state: of exp(g) q S, and of -exp(g) k S, minus that of v.
+    of_both_btV = inside.added_bCV.new_empty(len(inside.added_bCV), 2 * C, V)
     of_out_bCV, minus_bCV = of_both_btV.split(C, dim=1)
-    scale_mC11 = block.mask[..., None] * K**-0.5
-    torch.mul(_read(grad, block).transpose(1, 2), scale_mC11.transpose(1, 2), out=of_out_bCV.unflatten(0, (-1, H)))
-    of_added_bCV = torch.bmm(inside.scores_bCC.mT, of_out_bCV).neg_()
-    of_states_bKV, of_before = _scan_back(
-        inside, of_both_btV, of_added_bCV, of_after, [n * H for n in block.steps], block.starts
+    factors = (block.mask * K**-0.5)[:, None]
+    torch.mul(_read(grad, block).transpose(1, 2), factors, out=of_out_bCV.unflatten(0, (-1, H)))
+    of_states_bKV, of_before = _scan_back(inside, of_both_btV, of_after, [n * H for n in block.steps], block.starts)
+
+    of_qk_mhtK, of_g_bC = _back_from_read(inside, torch.bmm(of_both_btV, inside.states_bKV.mT))
+    of_keys_mhCK = of_qk_mhtK[:, :, C:]
+    of_part_mhCK, of_g_part_bC, of_beta_bC = _back_from_state(inside, of_states_bKV)
+    of_keys_mhCK += of_part_mhCK
+    of_g_bC += of_g_part_bC
+    of_products_mhtC, of_g_part_bC, of_beta_part_bC = _back_from_scores(
+        inside, torch.bmm(of_both_btV, inside.added_bCV.mT)
     )
-
-    of_read_btK = torch.bmm(of_both_btV, inside.states_bKV.mT)
-    of_written_bCK = torch.bmm(inside.added_bCV, of_states_bKV.mT)
-    of_g_bC = (of_read_btK * inside.read_btK).sum(-1).unflatten(1, (2, C)).sum(1)
-    keys_mh1CK = inside.qk_mhtK[:, :, None, C:]
-    met_bC = (of_written_bCK.unflatten(0, (-1, h, r)) * keys_mh1CK).sum(-1).flatten(0, 2) * inside.since_bC
-    of_beta_bC = met_bC
-    met_bC = met_bC * inside.beta_bC
-    of_g_bC -= met_bC
-    of_g_bC[:, -1] += met_bC.sum(-1)
-    of_g_bC[:, -1] += (of_states_bKV * inside.states_bKV).sum((1, 2)) * inside.whole_b
-
-    of_scores_b2CC = torch.bmm(of_both_btV, inside.added_bCV.mT).unflatten(1, (2, C))
-    of_scores_b2CC *= inside.within_bCC[:, None]
-    of_scores_b2CC[:, 1].diagonal(dim1=1, dim2=2).zero_()
-    shares_bCC = (of_scores_b2CC.unflatten(0, (-1, h, r)) * inside.products_mh2CC[:, :, None]).sum(3).flatten(0, 2)
-    columns_bC = shares_bCC.sum(1)
-    of_beta_bC = of_beta_bC + columns_bC
-    of_g_bC += torch.bmm(shares_bCC, inside.beta_bC[:, :, None])[:, :, 0]
-    of_g_bC -= columns_bC * inside.beta_bC
-
-    of_scores_b2CC *= inside.beta_bC[:, None, None]
-    of_products_mhtC = of_scores_b2CC.unflatten(0, (-1, h, r)).sum(2).flatten(2, 3)
-    until_bt = torch.cat((inside.until_bC, inside.until_bC), dim=1)
-    of_qk_mhtK = of_read_btK.mul_(until_bt[:, :, None]).unflatten(0, (-1, h, r)).sum(2)
-    of_written_bCK *= (inside.since_bC * inside.beta_bC)[:, :, None]
-    of_qk_mhtK[:, :, C:] += of_written_bCK.unflatten(0, (-1, h, r)).sum(2)
     of_qk_mhtK += of_products_mhtC @ inside.qk_mhtK[:, :, C:]
-    of_qk_mhtK[:, :, C:] += of_products_mhtC.mT @ inside.qk_mhtK
+    of_keys_mhCK += of_products_mhtC.mT @ inside.qk_mhtK
+    of_g_bC += of_g_part_bC
+    of_beta_bC += of_beta_part_bC
     # Of x / sqrt(x^2 + eps).
-    along = (of_qk_mhtK * inside.qk_mhtK).sum(-1, keepdim=True)
-    of_qk_mhtK = of_qk_mhtK.addcmul_(inside.qk_mhtK, along, value=-1).mul_(inside.inverse_mht[..., None])
+    along_mht1 = (of_qk_mhtK * inside.qk_mhtK).sum(-1, keepdim=True)
+    of_qk_mhtK.addcmul_(inside.qk_mhtK, along_mht1, value=-1).mul_(inside.inverse_mht[..., None])
 
     of_q_mhCK, of_k_mhCK = of_qk_mhtK.split(C, dim=2)
-    of_decay_bC = of_g_bC.flip(-1).cumsum(-1).flip(-1)
     _write(of_inputs.q_nhK, of_q_mhCK.flatten(0, 1), block)
     _write(of_inputs.k_nhK, of_k_mhCK.flatten(0, 1), block)
     _write(of_inputs.v_nHV, minus_bCV, block, -1.0)
-    _write(of_inputs.decay_nH, of_decay_bC, block)
+    _write(of_inputs.decay_nH, of_g_bC.flip(-1).cumsum(-1).flip(-1), block)
     _write(of_inputs.beta_nH, of_beta_bC, block)
     return of_before
+
+
+def _back_from_read(inside: _Inside, of_read_btK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of q and k, and of g, given that of `read`, which is overwritten."""
+    of_g_bt = (of_read_btK * inside.read_btK).sum(-1)
+    of_read_btK.mul_(inside.decays.until_bC.repeat(1, 2)[:, :, None])
+    return inside.by_key_head(of_read_btK).sum(2), of_g_bt.unflatten(1, (2, -1)).sum(1)
+
+
+def _back_from_state(inside: _Inside, of_states_bKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of k, g and beta, given that of the state after each chunk."""
+    of_written_bCK = torch.bmm(inside.added_bCV, of_states_bKV.mT)
+    keys_mh1CK = inside.qk_mhtK[:, :, None, of_written_bCK.shape[1] :]
+    of_beta_bC = (inside.by_key_head(of_written_bCK) * keys_mh1CK).sum(-1).flatten(0, 2) * inside.decays.since_bC
+    of_written_bCK.mul_((inside.decays.since_bC * inside.decays.beta_bC)[:, :, None])
+    # Of g_c - g, which is 0 for the last token.
+    of_g_bC = (of_beta_bC * inside.decays.beta_bC).neg_()
+    of_whole_b = (of_states_bKV * inside.states_bKV).sum((1, 2)) * inside.decays.whole_b
+    of_g_bC[:, -1] = of_whole_b - of_g_bC[:, :-1].sum(1)
+    return inside.by_key_head(of_written_bCK).sum(2), of_g_bC, of_beta_bC
+
+
+def _back_from_scores(inside: _Inside, of_both_btC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q k^T and k k^T, of g, and of beta, given that of P and A, which is overwritten."""
+    of_both_b2CC, beta_bC = of_both_btC.unflatten(1, (2, -1)), inside.decays.beta_bC
+    of_both_b2CC.mul_(inside.decays.within_bCC[:, None])
+    of_both_b2CC[:, 1].diagonal(dim1=1, dim2=2).zero_()
+    shares_bCC = (inside.by_key_head(of_both_btC) * inside.products_mhtC[:, :, None]).flatten(0, 2)
+    shares_bCC = shares_bCC.unflatten(1, (2, -1)).sum(1)
+    own_bC = shares_bCC.diagonal(dim1=1, dim2=2)
+    of_beta_bC = own_bC.clone()
+    own_bC.zero_()  # Does not decay.
+    columns_bC = shares_bCC.sum(1)
+    of_g_bC = torch.bmm(shares_bCC, beta_bC[:, :, None])[:, :, 0] - columns_bC * beta_bC
+    of_both_b2CC.mul_(beta_bC[:, None, None])
+    return inside.by_key_head(of_both_btC).sum(2), of_g_bC, of_beta_bC + columns_bC
 
 
 def _scan_back(
     inside: _Inside,
     of_both_btV: Tensor,
-    of_added_bCV: Tensor,
     of_after: Tensor | None,
     sizes: list[int],
     starts: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run from step to step backwards: write the second half of `of_both`, and return the gradients of the state after
-    each chunk, and of the state before the block. `of_added` is minus the part of the gradient of R from the output,
-    and is overwritten.
+    """Run from step to step backwards: write the second half of `of_both`, given the first; return the gradients of the
+    state after each chunk, and of the state before the block.
     """
-    C = of_added_bCV.shape[1]
+    C = inside.added_bCV.shape[1]
+    minus_bCV = torch.bmm(inside.scores_bCC.mT, of_both_btV[:, :C]).neg_()
     of_states_bKV = torch.empty_like(inside.states_bKV)
     before = None if starts else torch.empty_like(of_states_bKV[: sizes[0]])
-    whole_b11 = inside.whole_b[:, None, None]
-    tensors = (inside.read_btK, inside.written_bCK, inside.solved_bCC, whole_b11, of_both_btV, of_added_bCV)
+    whole_b11 = inside.decays.whole_b[:, None, None]
+    tensors = (inside.read_btK, inside.written_bCK, inside.solved_bCC, whole_b11, of_both_btV, minus_bCV)
     each = list(zip(*(x.split(sizes) for x in tensors), strict=True))
     of_states = [before, *of_states_bKV.split(sizes)]
     _fill(of_states[-1], of_after)
-    if of_added_bCV.is_meta:
+    if minus_bCV.is_meta:
         return of_states_bKV, before
     for i in reversed(range(len(sizes))):
-        read, written, solved, whole, of_both, of_added = each[i]
+        read, written, solved, whole, of_both, minus = each[i]
         after, to = of_states[i + 1], of_states[i]
-        of_added.baddbmm_(written, after, alpha=-1)
-        torch.bmm(solved.mT, of_added, out=of_both[:, C:])
+        torch.bmm(solved.mT, minus.baddbmm_(written, after, alpha=-1), out=of_both[:, C:])
         if to is not None:
             count = len(after)
             torch.mul(after, whole, out=to[:count])
@@ -308,27 +342,10 @@ def _fill(to: Tensor, first: Tensor | None) -> None:
     to[count:].zero_()
 
 
-def _normed(inputs: _Inputs, block: TokenBlock) -> tuple[Tensor, Tensor]:
-    (h, K), C = inputs.q_nhK.shape[1:], block.length
-    m = sum(block.steps)
-    qk_mhtK = inputs.q_nhK.new_empty(m, h, 2 * C, K, dtype=torch.float32)
-    inverse_mht = qk_mhtK.new_empty(m, h, 2 * C)
-    for x, to, inverse in zip((inputs.q_nhK, inputs.k_nhK), qk_mhtK.split(C, 2), inverse_mht.split(C, 2), strict=True):
-        x_mhCK = _read(x, block).transpose(1, 2)
-        length = torch.linalg.vector_norm(x_mhCK, dim=-1, dtype=torch.float32)
-        torch.mul(length.square_().add_(EPS).rsqrt_(), block.mask.transpose(1, 2), out=inverse)
-        torch.mul(x_mhCK, inverse[..., None], out=to)
-    return qk_mhtK, inverse_mht
-
-
-def _times(x_mhcK: Tensor, factor_bc: Tensor) -> Tensor:
-    """Multiply rows of each key head by a factor of each value head: [b, c, K]."""
-    m, h = x_mhcK.shape[:2]
-    return (x_mhcK[:, :, None] * factor_bc.view(m, h, -1, factor_bc.shape[1], 1)).flatten(0, 2)
-
-
-def _by_key_head(x_b: Tensor, h: int, H: int) -> Tensor:
-    return x_b.unflatten(0, (-1, h, H // h))
+def _times(x_mhtK: Tensor, factors_bt: Tensor) -> Tensor:
+    """Multiply rows, or elements, of each key head by factors of its value heads: [b, t, K]."""
+    factors = factors_bt if factors_bt.dim() == 3 else factors_bt[:, :, None]
+    return (x_mhtK[:, :, None] * factors.unflatten(0, (*x_mhtK.shape[:2], -1))).flatten(0, 2)
 
 
 def _rows_like(x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def _scattered(x: Tensor, columns: Sequence[Columns], lengths: Sequence[int], gr
     return received.view(sum(lengths), width)
 
 
-def _gathered(x: Tensor, widths: Sequence[int], lengths: Sequence[int], group: dist.ProcessGroup) -> Sequence[Tensor]:
+def _gathered(x: Tensor, widths: Sequence[int], lengths: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
     """Return [n, width] for each of `widths`."""
     mine, width = lengths[group.rank()], widths[group.rank()]
     received = x.new_empty(mine * sum(widths))
@@ -108,7 +108,7 @@ def _gathered(x: Tensor, widths: Sequence[int], lengths: Sequence[int], group: d
     return _by_width(received, mine, widths)
 
 
-def _by_width(flat: Tensor, rows: int, widths: Sequence[int]) -> Sequence[Tensor]:
+def _by_width(flat: Tensor, rows: int, widths: Sequence[int]) -> list[Tensor]:
     """Return matrices of so many rows that follow each other in memory."""
     parts = flat.split([rows * width for width in widths])
     return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]

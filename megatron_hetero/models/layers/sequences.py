@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,36 +11,7 @@ from torch import Tensor
 
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.layout.context import zigzag_tokens
-from megatron_hetero.models.layers.chunks import blocks_of, chunk_length
-
-BLOCK = 4096, 512
-"""Places of a block on a GPU, and on a CPU, where its results should stay in the cache."""
-
-
-class TokenBlock(NamedTuple):
-    """`chunks.Block` of a pack. Padding reads the last token of the pack, and is written to a row after all tokens.
-
-    Attributes:
-        steps, starts, follows: as there.
-        length: tokens of a chunk.
-        read, write: row of each place, int64 [chunks * length].
-        mask: 1 for tokens and 0 for padding, fp32 [chunks, length, 1].
-    """
-
-    steps: tuple[int, ...]
-    starts: bool
-    follows: int
-    length: int
-    read: Tensor
-    write: Tensor
-    mask: Tensor
-
-
-class Chunks(NamedTuple):
-    """Sequences in chunks of so many tokens."""
-
-    length: int
-    blocks: tuple[TokenBlock, ...]
+from megatron_hetero.models.layers.chunks import Chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,16 +67,8 @@ class Sequences:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """Chunks and blocks for the delta rule."""
-        length, total = chunk_length(self.lengths), self.total
-        blocks = []
-        for steps, starts, follows, tokens in blocks_of(
-            self.lengths, length, BLOCK[self.device.type == "cpu"] // length
-        ):
-            write = self._moved(tokens.flatten())
-            mask = self._moved((tokens < total).astype(np.float32)[..., None])
-            blocks.append(TokenBlock(steps, starts, follows, length, write.clamp(max=total - 1), write, mask))
-        return Chunks(length, tuple(blocks))
+        """Chunks for the gated delta rule."""
+        return Chunks.of(self.lengths, self.device)
 
     def _moved(self, values: np.ndarray) -> Tensor:
         return on_device(torch.from_numpy(values), self.device)

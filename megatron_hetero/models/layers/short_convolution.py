@@ -37,7 +37,7 @@ class _Convolved(torch.autograd.Function):
         ctx.save_for_backward(x_nc, weight_ct)
         ctx.sequences = sequences
         if x_nc.device.type != "cpu":
-            return _run(activated, x_nc, weight_ct.detach(), sequences.offsets)
+            return _run(activated, x_nc, _fixed(weight_ct), sequences.offsets)
         out, weight_tc = torch.empty_like(x_nc), _by_tap(weight_ct)
         for rows in _rows(sequences.lengths, x_nc.shape[1]):
             mixed = _mixed(x_nc, weight_tc, *rows)
@@ -49,7 +49,7 @@ class _Convolved(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_nc, weight_ct = ctx.saved_tensors
         if x_nc.device.type != "cpu":
-            of_x, of_weight = _run(gradients, grad, x_nc, weight_ct.detach(), ctx.sequences.offsets)
+            of_x, of_weight = _run(gradients, grad, x_nc, _fixed(weight_ct), ctx.sequences.offsets)
         else:
             of_x, of_weight = _gradients_by_rows(grad, x_nc, weight_ct, ctx.sequences)
         wanted = ctx.needs_input_grad
@@ -105,6 +105,11 @@ def _of_mixed(grad: Tensor, mixed: Tensor) -> Tensor:
     """Return the gradient of the input of SiLU."""
     gate = mixed.sigmoid()
     return mixed.mul_(1 - gate).add_(1).mul_(gate).mul_(grad)
+
+
+def _fixed(weight_ct: Tensor) -> Tensor:
+    """Return a parameter, the sizes of which `run` compiles for; the weight may be some channels of one."""
+    return torch.nn.Parameter(weight_ct.detach(), requires_grad=False)
 
 
 def _run(function: Any, *inputs: Tensor) -> Any:

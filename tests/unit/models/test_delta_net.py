@@ -316,3 +316,56 @@ def test_operations_are_linear_in_tokens() -> None:
     assert one.attention == 3 * 2 * 6 * KEY_DIM * VALUE_DIM, "of the state with a key, a value and a query"
     for sequences in ((5,), (4000,), (3, 1, 66), (1,) * 70, ()):
         assert part.operations(Tokens(sequences)) == tuple(sum(sequences) * each for each in one)
+
+
+@on_ranks(1)
+def test_bfloat16_is_no_less_exact_than_transformers() -> None:
+    """Errors of outputs and gradients, against fp32 on the same rounded values, beside those of transformers' own."""
+    groups, heads, lengths = groups_of("dp:1"), (2, 4), (127, 64, 3)
+    errors = dict[str, list[float]]()
+    for seed in range(4):
+        exact = theirs(*heads)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in exact.parameters():
+            parameter.data.normal_(std=0.3, generator=generator).copy_(parameter.bfloat16())
+        x, c = (torch.randn(1, sum(lengths), HIDDEN, generator=generator).bfloat16().float() for _ in "xc")
+
+        def alone(module: Any, dtype: torch.dtype, x: Tensor = x, c: Tensor = c) -> dict[str, Tensor]:
+            own = x.detach().to(dtype).requires_grad_()
+            out = torch.cat([module(each) for each in own.split(lengths, dim=1)], dim=1)
+            out.backward(c.to(dtype))
+            gradients = {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
+            assert own.grad is not None
+            return {"out": out.detach().float(), "x": own.grad.float(), **gradients}
+
+        want = alone(exact, torch.float32)
+        half = theirs(*heads).bfloat16()
+        half.load_state_dict(exact.state_dict())
+        peer = alone(half, torch.bfloat16)
+
+        part = delta(*heads)
+        model = part.build(Site(groups, PLATFORM, TORCH, torch.bfloat16, False), 0)
+        slices, whole = part.slices("", Share(0, 1)), dict(half.named_parameters())
+        for name, parameter in model.named_parameters():
+            load_slices(parameter, slices[name], [matrix(whole[s.name].detach())[s.source] for s in slices[name]])
+        _, params = assign(lengths, groups, True, "even")
+        own = x.detach().bfloat16().transpose(0, 1).requires_grad_()
+        out, _ = model(own, torch.zeros(2, sum(lengths), 2), params)
+        out.backward(c.bfloat16().transpose(0, 1))
+        assert own.grad is not None
+        ours = {"out": out.detach().transpose(0, 1).float(), "x": own.grad.transpose(0, 1).float()}
+        ours |= {name: torch.zeros_like(matrix(p)).float() for name, p in whole.items()}
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            for each in slices[name]:
+                ours[each.name][each.source] += parameter.grad[each.place].float()
+        for name, exactly in want.items():
+            mine, other = (float((each.view_as(exactly) - exactly).norm()) for each in (ours[name], peer[name]))
+            errors.setdefault(name, []).append(mine / other)
+    for name, ratios in errors.items():
+        assert sum(ratios) / len(ratios) < 1.2, (name, ratios)
+
+
+def matrix(tensor: Tensor) -> Tensor:
+    """Stored tensors of more than two dims are matrices."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor

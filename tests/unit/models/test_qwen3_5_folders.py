@@ -370,6 +370,8 @@ def test_deepstack_is_left_out_with_a_fresh_projector(text: str, folders: Path) 
     assert "expected a projector of Qwen3.5" in message and "--model.fresh_projector true" in message
     found = ModelFolders.read(folders / text, folders / "older", fresh_projector=True)
     assert "deepstack_merger_list.0.linear_fc1.bias" in found.notice and "and 7 more" in found.notice
+    processor = Processor.from_folder(folders / text, hf_path_vision=folders / "older")
+    assert processor.model_type == found.family.model_type
     assert "deepstack_visual_indexes" not in found.config.to_dict()["vision_config"]
     shapes, modules = opened(found)
     vision = shapes.encoders["vision"]
@@ -459,5 +461,5 @@ def test_parameters_of_published_sizes(name: str) -> None:
 def test_the_demo_is_read(family: str, tmp_path: Path) -> None:
     write_demo(tmp_path / "demo", family, CORPUS, DemoSizes(), seed=3)
     shapes, _ = opened(ModelFolders.read(tmp_path / "demo"))
-    assert isinstance(shapes.text, TextShape) and shapes.text.tied and shapes.text.full == (False, False, True)
+    assert isinstance(shapes.text, TextShape) and shapes.text.tied and shapes.text.full == (False, True, False)
     assert Processor.from_folder(tmp_path / "demo").model_type == family
