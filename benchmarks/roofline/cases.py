@@ -70,7 +70,7 @@ PICTURES = (
 @dataclass(frozen=True)
 class Layouts:
     """Of both modules, over eight ranks. `kind`: as the published table calls it. `replicas`: of the text module.
-    `label`: what the flags `more` do.
+    `label`: what the flags `more` do, or what computes. `packages`: see `Case`.
     """
 
     kind: str
@@ -79,6 +79,7 @@ class Layouts:
     replicas: int
     label: str = ""
     more: str = ""
+    packages: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.vision}|{self.text} {self.label}".strip()
@@ -90,6 +91,7 @@ class Layouts:
         return replace(self, label="tp_overlap 2", more=" ".join(flags))
 
 
+FLA = ("fla", "causal_conv1d")
 ZERO3 = Layouts("ZeRO-3", "dp:8", "dp:8", 8, "ZeRO-3", "--vision-zero 3 --text-zero 3")
 LAYOUTS = {
     "7b": (
@@ -104,13 +106,19 @@ LAYOUTS = {
         Layouts("uniform tp", "tp:4,dp:2", "tp:4,dp:2,ep:8", 2),
         ZERO3,
     ),
+    "9b": (
+        Layouts("sp|tp", "sp:8", "tp:4,dp:2", 2, "fla", packages=FLA),
+        Layouts("sp|tp", "sp:8", "tp:4,dp:2", 2, "PyTorch"),
+        Layouts("uniform tp", "tp:4,dp:2", "tp:4,dp:2", 2, "fla", packages=FLA),
+        replace(ZERO3, label="ZeRO-3, fla", packages=FLA),
+    ),
 }
 """7B has 28 heads: no `tp` of 8."""
-TITLES = {"7b": "Qwen2.5-VL-7B", "32b": "Qwen2.5-VL-32B", "30b_a3b": "Qwen3-VL-30B-A3B"}
-STATES = {"7b": "", "32b": SMALL, "30b_a3b": SMALL}
+TITLES = {"7b": "Qwen2.5-VL-7B", "32b": "Qwen2.5-VL-32B", "30b_a3b": "Qwen3-VL-30B-A3B", "9b": "Qwen3.5-9B"}
+STATES = {"7b": "", "32b": SMALL, "30b_a3b": SMALL, "9b": ""}
 """The larger ones have room on eight GPUs with split masters, and moments and gradients in bfloat16."""
-QWEN3 = frozenset({"30b_a3b"})
-"""Models whose patches have 16 pixels in place of 14."""
+FAMILIES = {"30b_a3b": "qwen3_vl", "9b": "qwen3_5"}
+"""Families of models whose patches have 16 pixels in place of 14."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +147,13 @@ class Step:
         """One micro-batch, on the first rank."""
         samples = f"--train.global_batch_size {self.layouts.replicas * self.samples}"
         samples += f" --train.micro_batch_size {self.samples}"
-        side = self.picture.side // 14 * (16 if self.model in QWEN3 else 14)
+        side = self.picture.side // 14 * (16 if self.model in FAMILIES else 14)
         sizes = f"--plan.image_side {side} --plan.tokens {self.picture.tokens}"
         again = " ".join(f"--{module}-recompute full" for module in self.recomputed)
         more = f"{sizes} {samples} {LIMITS} {STATES[self.model]} {self.layouts.more} {again}"
-        family = "qwen3_vl" if self.model in QWEN3 else Case.family
-        return Case(self.model, self.layouts.vision, self.layouts.text, WORLD, 0, more, family)
+        family = FAMILIES.get(self.model, Case.family)
+        layouts = self.layouts
+        return Case(self.model, layouts.vision, layouts.text, WORLD, 0, more, family, packages=layouts.packages)
 
     @cached_property
     def planned_bytes(self) -> int:
@@ -166,8 +175,10 @@ class Step:
 
 
 def overlapped(model: str, picture: Picture) -> list[Layouts]:
-    """More layouts of the longest packs, where products take longer than launches. Experts exchange nothing over tp."""
-    if model == "30b_a3b":
+    """More layouts of the longest packs, where products take longer than launches, of the published models. Experts
+    exchange nothing over tp.
+    """
+    if model in FAMILIES:
         return []
     return [each.overlapped for each in LAYOUTS[model] if each is not ZERO3 and picture is PICTURES[0]]
 
@@ -178,7 +189,8 @@ def steps(usable: float, models: Iterable[str] = LAYOUTS, sides: Collection[int]
     """
     found = []
     for model in models:
-        for picture in (picture for picture in PICTURES if not sides or picture.side in sides):
+        of_model = PICTURES[:1] if FAMILIES.get(model) == "qwen3_5" else PICTURES
+        for picture in (picture for picture in of_model if not sides or picture.side in sides):
             for each in [*LAYOUTS[model], *overlapped(model, picture)]:
                 tried = [Step(model, each, picture, modules) for modules in RECOMPUTED]
                 found.append(next((s for s in tried if s.planned_bytes <= (1 - LEFT) * usable), tried[-1]))

@@ -28,7 +28,9 @@ from tests.fake_cuda.device import FakeGpu
 from tests.fake_cuda.rank import BEFORE, SUMS, WEIGHTS
 
 aten = torch.ops.aten
-OF_MATRICES = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm)
+OF_MATRICES = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.baddbmm_, aten._grouped_mm)
+IN_PLACE = {aten.baddbmm_: aten.baddbmm}
+"""Those that write into their first argument, and those that do not."""
 ATTENTION = (aten._flash_attention_forward, aten._flash_attention_backward)
 CHOOSING = frozenset("embedding embedding_dense_backward gather index index_select".split())
 """Kernels that read as many elements as they write, wherever these are."""
@@ -43,7 +45,7 @@ FILLING = frozenset(
 class Ask:
     """One kernel. `kind`: "product", "attention", "memory" or "wire"; `flops`; `memory`: bytes read and written;
     `wire`: bytes that this rank sends, by at most `ctas` CTAs (None: by NCCL's choice). `shape`: rows and columns of a
-    product.
+    product; `single`: whether it is of matrices in single precision.
     """
 
     kind: str
@@ -52,6 +54,7 @@ class Ask:
     wire: float = 0.0
     shape: tuple[int, int] = (0, 0)
     ctas: int | None = None
+    single: bool = False
 
     def seconds(self, gpu: Gpu, assumed: Assumed = ASSUMED[BEST]) -> float:
         """What a device takes at the least, `assumed` that: as long as what it is slowest at."""
@@ -61,7 +64,8 @@ class Ask:
         share = gpu.attention * assumed.attention if self.kind == "attention" else PRODUCTS * assumed.products
         if assumed.waves and self.kind == "product":
             share *= filled(*self.shape, gpu.processors)
-        return max(self.flops / (share * gpu.peak), self.memory / (MEMORY * gpu.memory))
+        peak = gpu.single if self.single else gpu.peak
+        return max(self.flops / (share * peak), self.memory / (MEMORY * gpu.memory))
 
 
 TILES = {(128, 256): 1.0, (256, 128): 1.0, (128, 128): 0.93, (64, 256): 0.85, (256, 64): 0.85, (64, 64): 0.6}
@@ -186,13 +190,14 @@ def ask_of(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Ask:
     if packet in ATTENTION:
         return Ask("attention", _attention(packet, args), _moved(args, kwargs, out))
     if packet in OF_MATRICES:
-        columns = out.shape[-1]
+        columns, single = out.shape[-1], out.dtype == args[1].dtype == torch.float32
         if packet is aten._grouped_mm:  # Each row of the first factor with one matrix, or each column with one row.
             flops = 2 * args[0].numel() * args[1].shape[-1]
         else:
             factors = [x for x in args if isinstance(x, Tensor)]  # And not the dtype of the result.
-            flops = flop_registry[packet](*factors, out_val=out)
-        return Ask("product", flops, _moved(args, kwargs, out), shape=(out.numel() // max(1, columns), columns))
+            flops = flop_registry[IN_PLACE.get(packet, packet)](*factors, out_val=out)
+        shape = out.numel() // max(1, columns), columns
+        return Ask("product", flops, _moved(args, kwargs, out), shape=shape, single=single)
     if name in _WIRE:
         return Ask("wire", wire=_WIRE[name](args))
     if name in CHOOSING:

@@ -62,7 +62,8 @@ ASSUMED = {
 class Gpu:
     """A device, eight of them in a node. From its data sheet: dense bfloat16 operations per second (`peak`), bytes per
     second of its memory and of its links, one way. `attention`: the share of `peak` that attention reaches. `usable`:
-    bytes of memory. `processors`: multiprocessors.
+    bytes of memory. `single`: operations per second in single precision, without tensor cores, as PyTorch multiplies
+    where TF32 is not allowed. `processors`: multiprocessors.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Gpu:
     links: float
     attention: float
     usable: float
+    single: float
     processors: int = 132
 
     @property
@@ -79,17 +81,17 @@ class Gpu:
         return self.name in ("h100", "h200")
 
 
-def _gpu(name: GpuName, peak: float, memory: float, links: float, *more: float) -> Gpu:
+def _gpu(name: GpuName, peak: float, memory: float, links: float, single: float, *more: float) -> Gpu:
     attention, processors = more or (ATTENTION, 132)
-    return Gpu(name, peak, memory, links, attention, USABLE_GIB[name] * 2**30, int(processors))
+    return Gpu(name, peak, memory, links, attention, USABLE_GIB[name] * 2**30, single, int(processors))
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
         # NVIDIA's data sheets of the SXM modules.
-        _gpu("h100", 989.4e12, 3.35e12, 450e9),
-        _gpu("h200", 989.4e12, 4.8e12, 450e9),
-        _gpu("a100-80", 312e12, 2.039e12, 300e9, 0.6, 108),  # 50 to 73 %: Dao 2023, arXiv 2307.08691
+        _gpu("h100", 989.4e12, 3.35e12, 450e9, 67e12),
+        _gpu("h200", 989.4e12, 4.8e12, 450e9, 67e12),
+        _gpu("a100-80", 312e12, 2.039e12, 300e9, 19.5e12, 0.6, 108),  # 50 to 73 %: Dao 2023, arXiv 2307.08691
     )
 }

@@ -105,7 +105,8 @@ def numbers_of(found: Sequence[Found]) -> list[dict[str, Any]]:
 def _assumed(gpu: Gpu) -> str:
     return f"""\
 Assumed of the device: {PRODUCTS * gpu.peak / 1e12:.0f} of {gpu.peak / 1e12:.0f} TFLOP/s in matrix products,
-{gpu.attention * gpu.peak / 1e12:.0f} in attention (FlashAttention-2 reaches {ATTENTION:.0%} of an H100: arXiv
+{PRODUCTS * gpu.single / 1e12:.0f} of {gpu.single / 1e12:.0f} in those in single precision, as the delta rule has in
+PyTorch, {gpu.attention * gpu.peak / 1e12:.0f} in attention (FlashAttention-2 reaches {ATTENTION:.0%} of an H100: arXiv
 2407.08608; FlashAttention-3 {FLASH_3["forward"]} times that forward and {FLASH_3["backward"]} times backward: middle of
 its ranges),
 {MEMORY * gpu.memory / 1e12:.2f} of {gpu.memory / 1e12:.2f} TB/s of memory, {LINKS * gpu.links / 1e9:.0f} of
@@ -126,10 +127,11 @@ late where the kernel issued behind it fills the device first; products take who
 MFU is of the data sheet's peak, and counts no recomputation.
 
 Left out: caches (each kernel reads and writes all it names), waiting for slower ranks (all are as the first), that
-attention in small windows reaches less than in large ones, that some kernels are several launches (`_foreach`, AdamW),
-the loader. Functions that a GPU compiles run here as the kernels they are made of. A sample has one picture and
-{TEXT_TOKENS} tokens where nothing else is said: the published table (Ray, Qwen2.5-VL-32B on 8 H100) does not state its
-texts."""
+attention in small windows reaches less than in large ones, that kernels of flash-linear-attention run chunk after chunk
+(they are as fast as memory is: products would take a ninth of that), that some kernels are several launches
+(`_foreach`, AdamW), the loader. Functions that a GPU compiles run here as the kernels they are made of. A sample has
+one picture and {TEXT_TOKENS} tokens where nothing else is said: the published table (Ray, Qwen2.5-VL-32B on 8 H100)
+does not state its texts."""
 
 
 def _rate(gpu: Gpu, message: float) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.roofline import __main__ as command
-from benchmarks.roofline.cases import LAYOUTS, PACK, PICTURES, Layouts, Step
+from benchmarks.roofline.cases import FLA, LAYOUTS, PACK, PICTURES, Layouts, Step, steps
 from benchmarks.roofline.costs import Ask, ask_of, filled
 from benchmarks.roofline.devices import ASSUMED, COLLECTIVE, CTA, GPUS
 from benchmarks.roofline.measured import read, with_measured
@@ -45,6 +45,11 @@ def test_what_a_kernel_asks_for() -> None:
         assert ask_of(aten.addmm, *given, total) == Ask(
             "product", flops=2 * 64 * 32 * 16, memory=2 * (64 * 32 + 32 * 16) + 2 * 4 * 64 * 16, shape=(64, 16)
         )
+        # In single precision, in place and not.
+        wide = [on_gpu(4, *shape, dtype=torch.float32) for shape in ((64, 16), (64, 32), (32, 16))]
+        for given in ((aten.bmm, wide[1:]), (aten.baddbmm, wide), (aten.baddbmm_, wide)):
+            ask = ask_of(given[0], tuple(given[1]), {}, wide[0])
+            assert (ask.kind, ask.flops, ask.single) == ("product", 2 * 4 * 64 * 32 * 16, True)
         # Written once; a row that is expanded is read once.
         assert ask_of(aten.add, (a, on_gpu(32).expand(64, 32)), {}, on_gpu(64, 32)).memory == 2 * (2 * 64 * 32 + 32)
         assert ask_of(aten.add_, (a, a), {}, a).memory == 3 * a.nbytes
@@ -70,6 +75,7 @@ def test_attention_is_counted_by_its_segments_and_mask() -> None:
 def test_a_kernel_takes_as_long_as_what_it_is_slowest_at() -> None:
     second = Ask("product", flops=0.69 * 989.4e12, memory=1.0)
     assert second.seconds(H100) == pytest.approx(1.0)
+    assert Ask("product", flops=0.69 * 67e12, single=True).seconds(H100) == pytest.approx(1.0)
     assert Ask("memory", memory=0.78 * 3.35e12).seconds(H100) == pytest.approx(1.0)
     assert Ask("wire", wire=0.82 * 450e9).seconds(H100) == pytest.approx(1.0 + COLLECTIVE)
     assert Ask("wire", wire=80e9, ctas=4).seconds(H100) == pytest.approx(1.0 + COLLECTIVE), "an edge's"
@@ -303,6 +309,13 @@ def test_micro_batches_hold_the_published_batch() -> None:
             step = Step("7b", layouts, picture)
             assert step.samples == 1 or step.samples * picture.length <= PACK + 64
             assert step.micro_batches * step.samples * layouts.replicas in (picture.batch, layouts.replicas)
+
+
+def test_delta_nets_are_predicted_with_and_without_optional_packages() -> None:
+    found = steps(GPUS["h200"].usable, ["9b"])
+    assert {step.picture for step in found} == {PICTURES[0]}
+    assert {step.case.packages for step in found} == {(), FLA}
+    assert all(step.recomputed == () and step.case.flags[1].endswith("qwen3_5_9b") for step in found)
 
 
 @pytest.mark.long

@@ -1,7 +1,8 @@
 """The gated delta rule for measuring its memory on `meta`, in a time that does not grow with its sequences.
 
 The rule runs block after block and saves the state between two of them. Of blocks in a row with the same sizes one is
-run, and the states before the others are allocated only.
+run, and the states before the others are allocated only. On a GPU it has the memory of the PyTorch rule or of
+flash-linear-attention, whichever takes more, as the planning host need not have that package.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from megatron_hetero.models.layers.delta_rule import delta_rule
 from megatron_hetero.models.layers.sequences import Sequences
 
 META = torch.device("meta")
+FLA_CHUNK = 64
+"""Tokens of a chunk of flash-linear-attention."""
 
 
 def measured_rule(device: str) -> Callable[..., Tensor]:
@@ -33,7 +36,8 @@ def measured_rule(device: str) -> Callable[..., Tensor]:
         states = [v_nHV.new_empty(members * H, K, V, dtype=torch.float32) for members in others]
         some: Any = SimpleNamespace(chunks=chunks)
         out = delta_rule(q_nhK, k_nhK, v_nHV, decay_nH, beta_nH, some)
-        return _Saving.apply(out, *states)  # pyright: ignore[reportReturnType]
+        work = fla_workspace(q_nhK.shape, v_nHV.shape) if device == "cuda" and v_nHV.itemsize == 2 else 0
+        return _Saving.apply(work, out, *states)  # pyright: ignore[reportReturnType]
 
     return rule
 
@@ -54,14 +58,27 @@ def abridged(lengths: tuple[int, ...], places: int) -> tuple[Chunks, tuple[int, 
     return Chunks(length, tuple(blocks)), tuple(others)
 
 
+def fla_workspace(keys: tuple[int, ...], values: tuple[int, ...]) -> int:
+    """Return the bytes that the backward pass of fla-core's `chunk_gated_delta_rule` takes besides its inputs, of shapes
+    [tokens, heads, width]. In half precision, per token and value head: shares of two states of a chunk, a row of its
+    inverse, scales, and six and four tensors as wide as keys and as values; per key head four more. Its functions hold
+    them to their end (`chunk_gated_delta_rule_bwd` in fla/ops/gated_delta_rule/chunk.py).
+    """
+    (tokens, key_heads, key), (_, heads, value) = keys, values
+    of_head = 2 * key * value // FLA_CHUNK + FLA_CHUNK + 11 + 6 * key + 4 * value
+    return 2 * tokens * (heads * of_head + 4 * key_heads * key)
+
+
 class _Saving(torch.autograd.Function):
-    """Saves `states` for the backward pass of `out`, which it passes on."""
+    """Saves `states` for the backward pass of `out`, which it passes on, and takes `work` bytes in that pass."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, *states: Tensor) -> Tensor:
+    def forward(ctx: Any, work: int, out: Tensor, *states: Tensor) -> Tensor:
         ctx.save_for_backward(*states)
+        ctx.work = work
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, *(None for _ in ctx.saved_tensors)
+        torch.empty(ctx.work, dtype=torch.uint8, device=META)
+        return None, grad, *(None for _ in ctx.saved_tensors)

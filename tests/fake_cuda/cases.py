@@ -155,12 +155,13 @@ CASES = (
     linear("9b", "dp:6", "tp:2,cp:3", 6, 0, f"{SHORT} --train.global_batch_size 6"),
     linear("9b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, f"{SHORT} --train.global_batch_size 4 --schedule.virtual_stages 2"),
     linear("27b", "dp:10", "sp:2,cp:5", 10, 6, f"{SHORT} {SELECTIVE} --train.global_batch_size 1"),
-    linear("27b", "sp:8", "dp:8", 8, 3, f"{SHORT} {RECOMPUTED} --text-zero 3 --train.global_batch_size 8"),
     linear("27b", "sp:8", "tp:8", 8, 0, f"{OFFLOADED} --train.global_batch_size 1"),
     linear("35b_a3b", "sp:8", "dp:8,ep:8", 8, 3, f"{EVEN} {SHORT} {SELECTIVE} --train.global_batch_size 8"),
     linear("35b_a3b", "sp:8", "tp:2,cp:2,dp:2,ep:4", 8, 7, f"{EVEN} {SHORT} {RECOMPUTED}"),
 )
-LONG = tuple(
-    case for number, case in enumerate(CASES) if not case.shallow or number in (0, 1, 2, 7, 19, 25, 27, 30, 31, 32)
-)
-"""For `make matrix`: whole models take minutes; what ten shallow ones have, others have beside something else."""
+IN_OTHERS = 0, 1, 2, 7, 19, 25, 27, 30, 31, 32
+"""Shallow ones of which others have everything beside something else."""
+CHUNK_BY_CHUNK = 33, 35, 37, 40, 42
+"""Of delta nets in PyTorch, most of which take long."""
+LONG = tuple(case for number, case in enumerate(CASES) if not case.shallow or number in IN_OTHERS + CHUNK_BY_CHUNK)
+"""For `make matrix`: whole models, and delta nets on long sequences, take minutes."""

@@ -30,7 +30,7 @@ def installed(gpu: FakeGpu, modules: Collection[str]) -> Iterator[None]:
     choices = delta_kernels.rule_for, delta_kernels.convolution_for
 
     def function(package: Any) -> Any:
-        return _rule(gpu) if package is FLA else _convolution(gpu)
+        return rule_of(gpu) if package is FLA else _convolution(gpu)
 
     for choice in choices:
         choice.cache_clear()
@@ -40,7 +40,9 @@ def installed(gpu: FakeGpu, modules: Collection[str]) -> Iterator[None]:
         choice.cache_clear()
 
 
-def _rule(gpu: FakeGpu) -> Any:
+def rule_of(gpu: FakeGpu) -> Any:
+    """The gated delta rule of fla on `gpu`."""
+
     def chunk_gated_delta_rule(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens_cpu: Tensor, **_: Any
     ) -> tuple[Tensor, None]:

@@ -194,7 +194,7 @@ CASES = [
     Case("dp:4", "pp:2,dp:2", 4, f"{BF16} {ZERO3} --text-recompute 1", family=DELTA),
     Case("dp:1", "dp:1", 1, "--model.freeze text", family=DELTA),
     Case("dp:2", "dp:2,ep:2", 2, f"{BF16} {EVEN} {SELECTIVE} {LONG}", family=DELTA_MOE),
-    Case("dp:4", "tp:2,cp:2,ep:4", 4, f"{BF16} {EVEN}", family=DELTA_MOE),
+    Case("dp:4", "tp:2,cp:2,ep:2", 4, f"{BF16} {EVEN}", family=DELTA_MOE),
     Case("dp:3", "cp:3,ep:3", 3, f"{BF16} {EVEN} {RECOMPUTE}", batch=3, family=DELTA_MOE),
 ]
 COMPILED = [
