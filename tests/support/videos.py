@@ -126,7 +126,8 @@ class VideoOracle(Oracle):
 
     @property
     def family(self) -> str:
-        return self.model.config.model_type.removesuffix("_moe")
+        """The family whose processor of videos it has."""
+        return "qwen2_5_vl" if self.model.config.model_type == "qwen2_5_vl" else "qwen3_vl"
 
     def inputs_of(self, record: dict) -> tuple[Tensor, dict[str, Any]]:
         """Tokens, and what the model gets beside them."""
