@@ -56,7 +56,7 @@ MODELS = {
     "moe-four": replace(MOE, experts=4, top_k=2, seed=25),
     "delta": DELTA,
     "delta-tied": replace(DELTA, tied=True, attention_every=3, seed=65),
-    "delta-deep": replace(DELTA, text_layers=6, vision_layers=6, seed=44),
+    "delta-deep": replace(DELTA, text_layers=6, vision_layers=6, seed=81),
     "delta-six-heads": replace(DELTA, heads=6, kv_heads=2, delta_heads=(3, 6), attention_every=2, seed=45),
     "delta-one-key-head": replace(DELTA, delta_heads=(1, 4), delta_dims=(24, 32), taps=2, seed=46),
     "delta-two-encoders": replace(DELTA, seed=47),
