@@ -59,10 +59,12 @@ def abridged(lengths: tuple[int, ...], places: int) -> tuple[Chunks, tuple[int, 
 
 
 def fla_workspace(keys: tuple[int, ...], values: tuple[int, ...]) -> int:
-    """Return the bytes that the backward pass of fla-core's `chunk_gated_delta_rule` takes besides its inputs, of shapes
-    [tokens, heads, width]. In half precision, per token and value head: shares of two states of a chunk, a row of its
-    inverse, scales, and six and four tensors as wide as keys and as values; per key head four more. Its functions hold
-    them to their end (`chunk_gated_delta_rule_bwd` in fla/ops/gated_delta_rule/chunk.py).
+    """Return the bytes that the backward pass of fla-core's `chunk_gated_delta_rule` takes besides its inputs, of
+    shapes [tokens, heads, width].
+
+    In half precision, per token and value head: shares of two states of a chunk, a row of its inverse, scales, and six
+    and four tensors as wide as keys and as values; per key head four more. Its functions hold them to their end
+    (`chunk_gated_delta_rule_bwd` in fla/ops/gated_delta_rule/chunk.py).
     """
     (tokens, key_heads, key), (_, heads, value) = keys, values
     of_head = 2 * key * value // FLA_CHUNK + FLA_CHUNK + 11 + 6 * key + 4 * value

@@ -161,7 +161,7 @@ CASES = (
 )
 IN_OTHERS = 0, 1, 2, 7, 19, 25, 27, 30, 31, 32
 """Shallow ones of which others have everything beside something else."""
-CHUNK_BY_CHUNK = 33, 35, 37, 40, 42
-"""Of delta nets in PyTorch, most of which take long."""
-LONG = tuple(case for number, case in enumerate(CASES) if not case.shallow or number in IN_OTHERS + CHUNK_BY_CHUNK)
+DELTA_NETS = 33, 34, 35, 37, 38, 40, 42
+"""Those of Qwen3.5 that launch most kernels."""
+LONG = tuple(case for number, case in enumerate(CASES) if not case.shallow or number in IN_OTHERS + DELTA_NETS)
 """For `make matrix`: whole models, and delta nets on long sequences, take minutes."""

@@ -73,8 +73,8 @@ def test_long_packs_have_the_memory_of_flash_linear_attention(heads: tuple[int, 
     )
     bounds: Any = SimpleNamespace(cu_seqlens=None, host_cu_seqlens=torch.tensor([0, *lengths]))
 
-    def rule(*inputs: Any) -> Tensor:
-        return fla_rule(*inputs[:-1], bounds, function=rule_of(gpu))
+    def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, _: Any) -> Tensor:
+        return fla_rule(q, k, v, decay, beta, bounds, function=rule_of(gpu))
 
     expected = _measured(rule, lengths, heads, torch.bfloat16)
     found = _measured(measured_rule("cuda"), lengths, heads, torch.bfloat16)
