@@ -183,14 +183,19 @@ class ModuleJob:
                 raise self._unused(f"precision.{field}", why, "remove it, or use adamw")
         if self.settings.offload.states and not kind.moments and (fp32 or precision.master == "none"):
             raise self._unused("offload.states", f"{kind.name} keeps no states of this module")
-        # All copies of key/value heads must be rounded equally.
-        tp, heads = self.layout.tp, self.shape.architecture.kv_heads
-        in_place = heads % tp == 0 or tp % heads == 0
+        for heads in sorted({layer.attention.kv_heads for layer in self.shape.architecture.layers}):
+            if heads % self.layout.tp:
+                self._check_copies(heads)
+
+    def _check_copies(self, heads: int) -> None:
+        """Check that all copies of one key/value head are rounded equally. Raises `UserError`."""
+        precision, tp = self.settings.precision, self.layout.tp
+        in_place = tp % heads == 0
         rounded = {
             "moments": precision.moments != "float32" and not (in_place and precision.moments == "bfloat16"),
             "master": precision.master == "none" and not in_place,
         }
-        for field in (field for field, refused in rounded.items() if refused and heads % tp):
+        for field in (field for field, refused in rounded.items() if refused):
             setting, expected = f"precision.{field}", "float32" if field == "moments" else "float32 or split"
             found = f"{getattr(precision, field)} with {self._layout} and {heads} key/value heads"
             because = "tp ranks hold copies of key/value heads, and would round them differently"

@@ -119,7 +119,8 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        inputs, states = _Inputs(*ctx.saved_tensors[:5]), list(ctx.saved_tensors[5:])
+        saved = ctx.saved_tensors  # Once, as each access unpacks all of them.
+        inputs, states = _Inputs(*saved[:5]), list(saved[5:])
         of_inputs, of_state = _Inputs(*(_rows_like(x) for x in inputs)), None
         for block in reversed(ctx.chunks.blocks):
             inside = _inside(inputs, block, None if block.starts else states.pop())

@@ -52,6 +52,11 @@ def test_copies_of_a_head_are_not_rounded_with_other_elements() -> None:
         with pytest.raises(UserError, match=rf"modules.text.precision.{name} .*4 key/value heads.*a tp that divides 4"):
             job("dp:7", "tp:7", 7, f"--text-precision.{name}", value, model=odd)
     job("dp:7", "tp:7", 7, "--text-precision.master", "split", model=odd)
+    delta = Path(MODEL).parent / "qwen3_5_27b"  # 4 heads of keys and values, 16 of keys in delta nets.
+    job("dp:8", "tp:8", 8, "--text-precision.master", "none", model=delta)
+    for name, value in (("moments", "bfloat16"), ("master", "none")):
+        with pytest.raises(UserError, match=rf"precision.{name} .*16 key/value heads.*a tp that divides 16"):
+            job("dp:8@0-7", "tp:12", 12, f"--text-precision.{name}", value, model=delta)
 
 
 def test_an_encoder_that_runs_ahead_feeds_virtual_stages_of_the_first_rank_only() -> None:

@@ -235,6 +235,21 @@ def test_saved_for_the_backward_pass() -> None:
     assert [x.shape for x in saved] == [*(x.shape for x in inputs), *[(4, 16, 8)] * 3]
 
 
+def test_saved_tensors_are_unpacked_once() -> None:
+    """`torch.utils.checkpoint` refuses a second time, and other hooks would copy them again."""
+    inputs: Any = [x.requires_grad_() for x in inputs_of(1600)]
+    unpacked: list[int] = []
+
+    def unpack(x: Tensor) -> Tensor:
+        unpacked.append(id(x))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        out = delta_rule(*inputs, sequences=Sequences((1600,), CPU))
+    out.sum().backward()
+    assert len(unpacked) == len(set(unpacked)) == len(inputs) + 3
+
+
 @given(PACKS, st.integers(1, 12))
 def test_blocks(lengths: tuple[int, ...], most: int) -> None:
     chunk, total = chunk_length(lengths), sum(lengths)
