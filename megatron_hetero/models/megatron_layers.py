@@ -58,6 +58,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         from megatron_hetero.models.layers.backend import TORCH
         from megatron_hetero.models.layers.delta_net import DeltaNet
+        from megatron_hetero.models.layers.exchange import connect
         from megatron_hetero.models.layers.norms import Norm
         from megatron_hetero.models.layers.parts import Site
         from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
@@ -85,6 +86,8 @@ class GatedDeltaNet(nn.Module):
             Recompute("selective") if selective else NO_RECOMPUTE,
         )
         self.net: Any = self.part.build(site, layer_number - 1)
+        if pg_collection.context.size() > 1:
+            connect(pg_collection.context, device)
         self._maps = [self.part.slices("", Share(rank, site.tp)) for rank in range(site.tp)]
         self._mark()
         if config.perform_initialization:

@@ -234,7 +234,7 @@ class DeltaNetModule(Overlapping):
         groups, options = site.groups, {"dtype": site.dtype, "device": site.platform.device}
         self.sp_group, self.context_group, self.tp_group = groups.sp, groups.context, groups.tp
         self.selective, self.compiled = site.recompute.selective, site.compile_layers
-        self.rule_for: Callable[..., Any] = rule_for  # A plan measures another one.
+        self.rule_for: Callable[..., Any] = rule_for  # `--plan` replaces it by one that measures memory.
         self.heads = part.heads_of(site.tp)
         shares = self.heads.over(self.sp_group.size())
         # The heads of each member along `sp`, and of each along `cp` with which this one shares its own.

@@ -43,6 +43,14 @@ def even_ranges(size: int, members: int) -> tuple[Interval, ...]:
     return tuple(pairwise(starts))
 
 
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Exchange a number between all members, which connects them on NCCL: their hosts wait for each other in the first
+    exchange, which must not be amid a step. `Topology.build` does so for modules in `exchanging`.
+    """
+    sent = torch.zeros(group.size(), device=device)
+    dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+
+
 def scatter_columns(
     x_nc: Tensor, columns: Sequence[Columns], lengths: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
