@@ -179,7 +179,7 @@ def test_a_drawn_run_equals_transformers(
     described = f"{kind}\n{first}\n{second}"
     before = pools(first.ranks).run(trained, command(want.folder, kind, first, *own), timeout_s=600)[0]
     after = pools(second.ranks).run(trained, command(want.folder, kind, second, *own, *resume), timeout_s=600)[0]
-    # Gradients of these small models with delta nets are ill-conditioned: those of transformers in fp32 differ by 1.5e-5
+    # Gradients of small models with delta nets are ill-conditioned: those of transformers in fp32 differ by 1.5e-5
     # from those in fp64, ours by 1.3e-5. Steps of clipped gradients of norm 10 make ten times as much of the loss.
     rounding, part = (1e-4, 2e-3) if "delta" in kind.model else (1e-5, 1e-3)
     assert before["losses"] + after["losses"] == pytest.approx(want.losses, rel=rounding), described
