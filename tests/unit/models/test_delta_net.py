@@ -35,6 +35,7 @@ from megatron_hetero.models.layers.parts import AttentionPart, Site, Tokens
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
+from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.models.packs import assign
 
@@ -151,20 +152,20 @@ def test_two_ranks(layout: str) -> None:
     compare(layout, parts=3)
 
 
-@pytest.mark.parametrize(
-    "layout, heads",
-    [
-        ("tp:4", (2, 4)),
-        ("tp:2,sp:2", (1, 6)),
-        ("sp:2,cp:2", (1, 3)),
-        ("sp:4", (2, 6)),
-        ("cp:4", (2, 6)),
-        ("cp:4", (1, 3)),
-        ("tp:2,cp:2", (2, 6)),
-        ("tp:4", (3, 12)),
-        ("sp:4", (1, 1)),
-    ],
-)
+FOUR_RANKS = [
+    ("tp:4", (2, 4)),
+    ("tp:2,sp:2", (1, 6)),
+    ("sp:2,cp:2", (1, 3)),
+    ("sp:4", (2, 6)),
+    ("cp:4", (2, 6)),
+    ("cp:4", (1, 3)),
+    ("tp:2,cp:2", (2, 6)),
+    ("tp:4", (3, 12)),
+    ("sp:4", (1, 1)),
+]
+
+
+@pytest.mark.parametrize("layout, heads", thinned(FOUR_RANKS, 2))
 @on_ranks(4)
 def test_four_ranks_with_uneven_heads(layout: str, heads: tuple[int, int]) -> None:
     compare(layout, heads)

@@ -33,6 +33,7 @@ from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.groups.megatron import module_groups
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.models.megatron_layers import GatedDeltaNet, packed_samples
+from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
 
@@ -188,7 +189,7 @@ def test_two_ranks(text: str) -> None:
     compare(text, (1, 2), recompute_granularity="selective")
 
 
-@pytest.mark.parametrize("text, heads", ROWS)
+@pytest.mark.parametrize("text, heads", thinned(ROWS, 2))
 @on_ranks(4)
 def test_four_ranks(text: str, heads: tuple[int, int]) -> None:
     for algorithm in SGDS:
@@ -230,7 +231,7 @@ def names_of_the_guide(heads: tuple[int, int]) -> dict[str, Any]:
 LAYOUTS = ["tp:2,cp:2", "sp:2,cp:2", "cp:4", "tp:4", "tp:2,sp:2"]
 
 
-@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("text", thinned(LAYOUTS, 3))
 @on_ranks(4)
 def test_the_guide(text: str) -> None:
     names = names_of_the_guide((2, 4))
@@ -257,7 +258,7 @@ def whole_tensors(layer: Any, values: str = "data") -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("text", thinned(LAYOUTS, 3))
 @on_ranks(4, timeout_s=60)
 def test_the_guide_in_a_spec(text: str) -> None:
     # Here, since they warn of what they import, and in the tests' own process warnings are errors.
