@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.megatron import ModuleGroups, prepare, prepare_globals
@@ -37,10 +35,10 @@ from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
+from tests.unit.models.delta_nets import HIDDEN, KEY_DIM, TAPS, VALUE_DIM, matrix, theirs
 from tests.unit.models.packs import assign
 
 PLATFORM = Platform(CPU, "gloo")
-HIDDEN, KEY_DIM, VALUE_DIM, TAPS = 32, 8, 12, 4
 ROUNDING = 1e-4
 """Largest error of an output or gradient over its norm."""
 PACKS = ((16, 7, 1, 3), (65, 2, 127), (1,), (3, 64, 63))
@@ -49,23 +47,6 @@ PACKS = ((16, 7, 1, 3), (65, 2, 127), (1,), (3, 64, 63))
 def delta(key_heads: int, value_heads: int) -> DeltaNet:
     norm = Norm(VALUE_DIM, 1e-6)
     return DeltaNet(HIDDEN, key_heads, value_heads, KEY_DIM, VALUE_DIM, TAPS, norm, stored="")
-
-
-def theirs(key_heads: int, value_heads: int) -> Qwen3_5GatedDeltaNet:
-    config = Qwen3_5TextConfig(
-        hidden_size=HIDDEN,
-        linear_num_key_heads=key_heads,
-        linear_num_value_heads=value_heads,
-        linear_key_head_dim=KEY_DIM,
-        linear_value_head_dim=VALUE_DIM,
-        linear_conv_kernel_dim=TAPS,
-        num_hidden_layers=1,
-        layer_types=["linear_attention"],
-    )
-    module, generator = Qwen3_5GatedDeltaNet(config, 0), torch.Generator().manual_seed(0)  # pyright: ignore[reportArgumentType]
-    for parameter in module.parameters():
-        parameter.data.normal_(std=0.3, generator=generator)
-    return module
 
 
 def groups_of(layout: str) -> ModuleGroups:
@@ -79,7 +60,7 @@ def compare(
 ) -> None:
     """Output and all gradients of a layer under `layout` are those of transformers, sample by sample."""
     groups = groups_of(layout)
-    module, part, tp = theirs(*heads), delta(*heads), groups.tp.size()
+    module, part, tp = theirs(heads), delta(*heads), groups.tp.size()
     assert part.tensors() == {name: tuple(p.shape) for name, p in module.named_parameters()} | {}
     model = part.build(Site(groups, PLATFORM, TORCH, torch.float32, tp > 1, **of_site), 0)
     slices, whole = part.slices("", Share(groups.tp.rank(), tp)), dict(module.named_parameters())
@@ -327,7 +308,7 @@ def test_bfloat16_is_no_less_exact_than_transformers() -> None:
     groups, heads, lengths = groups_of("dp:1"), (2, 4), (127, 64, 3)
     errors = dict[str, list[float]]()
     for seed in range(4):
-        exact = theirs(*heads)
+        exact = theirs(heads)
         generator = torch.Generator().manual_seed(seed)
         for parameter in exact.parameters():
             parameter.data.normal_(std=0.3, generator=generator).copy_(parameter.bfloat16())
@@ -342,7 +323,7 @@ def test_bfloat16_is_no_less_exact_than_transformers() -> None:
             return {"out": out.detach().float(), "x": own.grad.float(), **gradients}
 
         want = alone(exact, torch.float32)
-        half = theirs(*heads).bfloat16()
+        half = theirs(heads).bfloat16()
         half.load_state_dict(exact.state_dict())
         peer = alone(half, torch.bfloat16)
 
@@ -367,8 +348,3 @@ def test_bfloat16_is_no_less_exact_than_transformers() -> None:
             errors.setdefault(name, []).append(mine / other)
     for name, ratios in errors.items():
         assert sum(ratios) / len(ratios) < 1.2, (name, ratios)
-
-
-def matrix(tensor: Tensor) -> Tensor:
-    """Stored tensors of more than two dims are matrices."""
-    return tensor.flatten(1) if tensor.dim() > 1 else tensor

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from megatron_hetero import (
     SGD,
@@ -35,10 +33,10 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.models.megatron_layers import GatedDeltaNet, packed_samples
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
+from tests.unit.models.delta_nets import HIDDEN, KEY_DIM, TAPS, VALUE_DIM, matrix, theirs
 from tests.unit.step import gpt, running
 
 GUIDE = (Path(__file__).parents[3] / "docs/library.md").read_text(encoding="utf-8")
-HIDDEN, KEY_DIM, VALUE_DIM, TAPS = 32, 8, 12, 4
 LENGTHS = ((16, 7, 1, 3), (5, 9, 2))
 """Samples of each replica."""
 
@@ -64,31 +62,10 @@ def config_of(layout: Any, heads: tuple[int, int], *, sequence_parallel: bool = 
     )
 
 
-def theirs(heads: tuple[int, int]) -> Qwen3_5GatedDeltaNet:
-    config = Qwen3_5TextConfig(
-        hidden_size=HIDDEN,
-        linear_num_key_heads=heads[0],
-        linear_num_value_heads=heads[1],
-        linear_key_head_dim=KEY_DIM,
-        linear_value_head_dim=VALUE_DIM,
-        linear_conv_kernel_dim=TAPS,
-        num_hidden_layers=1,
-        layer_types=["linear_attention"],
-    )
-    module, generator = Qwen3_5GatedDeltaNet(config, 0), torch.Generator().manual_seed(0)  # pyright: ignore[reportArgumentType]
-    for parameter in module.parameters():
-        parameter.data.normal_(std=0.3, generator=generator)
-    return module
-
-
 def topology_of(text: str) -> Topology:
     topology = build(Graph({"text": []}, width=HIDDEN, dtype=torch.float32), text=text)
     prepare_megatron(topology, seed=1)
     return topology
-
-
-def matrix(tensor: Tensor) -> Tensor:
-    return tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()
 
 
 def apart(layer: Any, whole: dict[str, Tensor], values: str = "data") -> float:
