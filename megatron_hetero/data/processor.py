@@ -293,7 +293,7 @@ def _open_text(path: Path, hf_path_vision: Path | None) -> tuple[Any, Any]:
         return read_config(path, "model.hf_path"), load_tokenizer(path)
     check_folder(path, TEXT_FILES)
     check_folder(hf_path_vision, VISION_FILES, VISION_FOLDER)
-    folders = ModelFolders.read(path, hf_path_vision, fresh_projector=True)  # Which one does not matter to inputs.
+    folders = ModelFolders.read(path, hf_path_vision, fresh_projector=True)  # Inputs do not depend on it.
     tokenizer = open_tokenizer(folders)
     return with_token_ids(folders, tokenizer), tokenizer
 

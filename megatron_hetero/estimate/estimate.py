@@ -154,8 +154,9 @@ class Estimate:
     def communicators(self) -> tuple[CommunicatorKind, ...]:
         """The communicators that a run creates after the world's, in order."""
         job = self.job
-        further: dict[str, Any] = {"tied": job.tied, "interleaved": job.interleaved, "exchanging": job.exchanging}
-        return communicators(job.layouts, edges=job.edges, **further)
+        return communicators(
+            job.layouts, edges=job.edges, tied=job.tied, interleaved=job.interleaved, exchanging=job.exchanging
+        )
 
     @cached_property
     def memory(self) -> np.ndarray:

@@ -150,8 +150,9 @@ class Topology:
             planning = {edge: (edge_ranks(layouts, edge),) for edge in planned}
             hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
             own = layouts if megatron is None else megatron
-            further: dict[str, Any] = {"tied": tied, "interleaved": interleaved, "exchanging": exchanging}
-            kinds = communicators(layouts, edges=declared, **further, megatron=own)
+            kinds = communicators(
+                layouts, edges=declared, tied=tied, interleaved=interleaved, exchanging=exchanging, megatron=own
+            )
             if platform.backend == "nccl":
                 require_streams(kinds, everybody)
             groups = [(kind, _create(kind, everybody, platform, watchdog)) for kind in kinds]

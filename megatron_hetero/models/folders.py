@@ -44,8 +44,9 @@ class ModelFolders:
     @property
     def notice(self) -> str:
         """A line about tensors that are not used, if there are any."""
-        what = f"the fresh projector is {self.family.title}'s: {listed(self.unused)} of {self.vision} are not used"
-        return what if self.unused else ""
+        if not self.unused:
+            return ""
+        return f"the fresh projector is {self.family.title}'s: {listed(self.unused)} of {self.vision} are not used"
 
     @classmethod
     def read(cls, hf_path: Path, hf_path_vision: Path | None = None, fresh_projector: bool = False) -> ModelFolders:

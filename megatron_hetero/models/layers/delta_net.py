@@ -236,9 +236,12 @@ class DeltaNetModule(Overlapping):
         self.selective, self.compiled = site.recompute.selective, site.compile_layers
         self.rule_for: Callable[..., Any] = rule_for  # `--plan` replaces it by one that measures memory.
         self.heads = part.heads_of(site.tp)
-        shares = self.heads.over(self.sp_group.size())
         # The heads of each member along `sp`, and of each along `cp` with which this one shares its own.
-        self.over_sp, self.over_cp = shares, shares[self.sp_group.rank()].over(self.context_group.size())
+        self.over_sp = self.heads.over(self.sp_group.size())
+        own = self.over_sp[self.sp_group.rank()]
+        self.over_cp = own.over(self.context_group.size())
+        self.columns_over_sp = [each.columns_in(self.heads) for each in self.over_sp]
+        self.columns_over_cp = [each.columns_in(own) for each in self.over_cp]
         channels, values = sum(self.heads.sizes[:3]), self.heads.sizes[2]
         rows = sum(self.heads.sizes) + values
         self.conv_weight = torch.nn.Parameter(torch.empty(channels, part.taps, **options))
@@ -306,13 +309,11 @@ class DeltaNetModule(Overlapping):
     def _across(self, mixed: Tensor, params: AttentionParams) -> Tensor:
         """Return [n, H * V] from columns of queries, keys, values, b and a [n, c] of own tokens and heads."""
         sp, context, sequences = self.sp_group, self.context_group, params.sequences
-        ranks, within, order = (sp.rank(), context.rank()), self.heads, None
+        order = None
         if sp.size() > 1:
-            mixed = scatter_columns(mixed, [each.columns_in(within) for each in self.over_sp], params.sp_lengths, sp)
-            within = self.over_sp[ranks[0]]
+            mixed = scatter_columns(mixed, self.columns_over_sp, params.sp_lengths, sp)
         if context.size() > 1:
-            own = [each.columns_in(within) for each in self.over_cp]
-            mixed = scatter_columns(mixed, own, params.cp_lengths, context)
+            mixed = scatter_columns(mixed, self.columns_over_cp, params.cp_lengths, context)
             order = Order(sequences.in_order, sequences.by_member)
             mixed = order.chosen(mixed)
         out = self._along(mixed, params)
@@ -336,10 +337,9 @@ class DeltaNetModule(Overlapping):
         """Return what the rule takes, see `delta_rule`."""
         share = self.share
         channels = sum(share.sizes[:3])
-        own = share.columns_in(self.heads)[:3]
         weight = self.conv_weight
         if channels < len(weight):
-            weight = torch.cat([weight[start:stop] for start, stop in own])
+            weight = torch.cat([weight[start:stop] for start, stop in share.columns_in(self.heads)[:3]])
         convolved = convolution_for(mixed.device, mixed.dtype)(mixed[:, :channels], weight, params.sequences)
         q, k, v = convolved.split(share.sizes[:3], dim=1)
         q, k = (x.view(len(x), share.key_count, share.key_dim) for x in (q, k))

@@ -58,17 +58,21 @@ class Sequences:
     @cached_property
     def by_member(self) -> Tensor:
         """Place in the pack of each token of the first member, then of the second, and so on: int64 [tokens]."""
-        return self._moved(np.concatenate(zigzag_tokens(self.lengths, self.members)))
+        return self._moved(self._by_member)
 
     @cached_property
     def in_order(self) -> Tensor:
         """Place of each token of the pack among the tokens `by_member`, int64 [tokens]."""
-        return self._moved(np.argsort(np.concatenate(zigzag_tokens(self.lengths, self.members))))
+        return self._moved(np.argsort(self._by_member))
 
     @cached_property
     def chunks(self) -> Chunks:
         """Chunks for the gated delta rule."""
         return Chunks.of(self.lengths, self.device)
+
+    @cached_property
+    def _by_member(self) -> np.ndarray:
+        return np.concatenate(zigzag_tokens(self.lengths, self.members))
 
     def _moved(self, values: np.ndarray) -> Tensor:
         return on_device(torch.from_numpy(values), self.device)
