@@ -58,6 +58,7 @@ setup(
             "pytest-timeout>=2.4",
             "hypothesis>=6.100",
             "psutil>=6",
+            "peft>=0.21",
             "ruff>=0.12",
             "pyright[nodejs]>=1.1.400",
             "pre-commit>=4",

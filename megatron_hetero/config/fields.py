@@ -9,7 +9,7 @@ from typing import Any, NewType, TypeVar, cast, get_args, get_origin, get_type_h
 from megatron_hetero.base.errors import UserError
 
 T = TypeVar("T")
-NAMED = {"registry": "NAME", "fields": "FIELD"}
+NAMED = {"registry": "NAME", "fields": "FIELD", "patterns": "PATTERN"}
 """Mappings whose keys are names that the user chooses, as help texts call them."""
 MODULES = "modules"
 """The mapping whose keys are modules, whose settings have short flags: `--MODULE-zero` for `modules.MODULE.zero`."""

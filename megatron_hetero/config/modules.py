@@ -9,6 +9,7 @@ from typing import Literal
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import MODULES, Section, check_pixels, option, unused, wrong
+from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.optimizers import OffloadConfig, PrecisionConfig
 from megatron_hetero.layout.names import TEXT
 
@@ -74,6 +75,7 @@ class ModuleConfig(Section):
     )
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     lr: float | None = option(
         None, "Peak learning rate, projectors excluded; optimizer.min_lr scales with it.", "optimizer.lr", above=0
     )

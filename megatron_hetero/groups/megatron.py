@@ -215,12 +215,14 @@ class ModuleGroups(ProcessGroupCollection):
     `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
     i mod sp of its `sp` group and member i // sp of its `context` group.
 
-    `along` returns the group along axes of any view of the module's layout.
+    `along` returns the group along axes of any view of the module's layout; `holders` has the group of each view over
+    which its parameters are split, by the view's name.
     """
 
     sp: dist.ProcessGroup = field(init=False)
     context: dist.ProcessGroup = field(init=False)
     along: Callable[..., dist.ProcessGroup] = field(init=False)
+    holders: Mapping[str, dist.ProcessGroup] = field(init=False)
 
 
 def module_groups(
@@ -236,6 +238,7 @@ def module_groups(
     experts = next((view for view in views if view == EXPERTS), MAIN)
     groups: Any = ModuleGroups(
         along=group,
+        holders={view.name: group(*view.part_axes) for view in (MAIN, *views)},
         tp=group("tp"),
         sp=group("sp"),
         context=group("cp"),

@@ -23,6 +23,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage, even_split, stage_of
+from megatron_hetero.models.adapters import with_adapters
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
@@ -111,6 +112,7 @@ class JobSpec:
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
         shapes = ModelShapes.of(folders, config.further_folders)
         _require_modules(config, shapes)
+        shapes = with_adapters(shapes, config.modules)
         _require_experts(config, shapes)
         frozen = Frozen.of(shapes, model.freeze, model.train)
         _require_trained_projectors(config, shapes, frozen)

@@ -101,7 +101,7 @@ class ModuleJob:
     def layers_train(self) -> bool:
         """Whether anything but its projector trains."""
         architecture = self.shape.architecture
-        return not self.frozen.issuperset(architecture.tensors.keys() - architecture.projector.keys())
+        return any(name not in self.frozen for name in architecture.tensors if not architecture.is_of_projector(name))
 
     @property
     def passes_gradients(self) -> bool:

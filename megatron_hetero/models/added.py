@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ from megatron_hetero.models.layers.parts import Site
 
 class Added(Protocol):
     """Tensors beside those that a module's folder has, and their parameters. A hashable value."""
+
+    @property
+    def freezes(self) -> frozenset[str]:
+        """Tensors of folders that do not train beside these, unless `model.train` names them."""
+        ...
 
     def tensors(self, stored: TensorShapes) -> TensorShapes:
         """Return the tensors beside `stored` ones. Names are those of the module's architecture."""
@@ -29,8 +34,10 @@ class Added(Protocol):
         """Return the first values of a whole added tensor, fp32."""
         ...
 
-    def attach(self, model: Any, site: Site) -> None:
-        """Add the parameters to the `ModuleStage` `model`."""
+    def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:
+        """Add the parameters to the torch module of a layer or end of that `name`. `weights`: its own on this rank, with
+        names in the whole module and in the architecture.
+        """
         ...
 
 

@@ -127,6 +127,10 @@ class Architecture:
         ends = [end for end in self.ends if end.projector]
         return {end.stored + name: shape for end in ends for name, shape in end.part.tensors().items()}
 
+    def is_of_projector(self, tensor: str) -> bool:
+        """Whether a stored tensor is the projector's."""
+        return any(end.projector and tensor.startswith(end.stored) for end in self.ends)
+
     def is_of_layer(self, tensor: str) -> bool:
         """Whether a stored tensor is a layer's."""
         return tensor.startswith(self.stored) and tensor.removeprefix(self.stored)[:1].isdigit()
@@ -147,6 +151,11 @@ class Architecture:
         """Return the parameters of `stage` in the order of its torch module, and the slices of stored tensors that they
         are for one `share`. `prefix`: of all stored tensors.
         """
+        result = self.own_weight_map(prefix, share, stage, view)
+        return result if self.added is None else self.added.weight_map(result, prefix)
+
+    def own_weight_map(self, prefix: str, share: Share, stage: PipelineStage, view: str = MAIN) -> WeightMap:
+        """Return the `weight_map` of tensors that folders have."""
         ends = [end for end in self.ends_of(stage) if not self.holds_copy(end, stage)]
         parts: list[tuple[str, str, Part | Layer]] = [(end.name, end.stored, end.part) for end in ends]
         layers = [(f"{LAYERS}{i}", f"{self.stored}{i}.", self.layers[i]) for i in stage.layers]
@@ -154,7 +163,7 @@ class Architecture:
         result: dict[str, tuple] = {}
         for name, stored, part in [*parts[:first], *layers, *parts[first:]]:
             result |= named(name, part.weight_map(prefix + stored, share, view))
-        return result if self.added is None else self.added.weight_map(result, prefix)
+        return result
 
     def tied_parameter(self, stage: PipelineStage) -> str | None:
         """Return the parameter of `stage` of which another stage has a copy, if there is one."""
@@ -198,11 +207,20 @@ class Architecture:
         """Number of layers of each kind."""
         return Counter(self.layers)
 
-    def build(self, part: int | str, site: Site) -> torch.nn.Module:
+    def build(self, part: int | str, site: Site, *, whole: bool = False) -> torch.nn.Module:
         """Build the torch module of the layer with that number or of the end with that name, without values of weights.
-        Under `torch.device("meta")`, or on fake tensors, it takes no memory. Layers are not recomputed as a whole.
+        Under `torch.device("meta")`, or on fake tensors, it takes no memory. `whole`: see `Layer.build`.
         """
         if isinstance(part, int):
-            return self.layers[part].build(site, part)
-        (end,) = (end for end in (self.entry, *self.ends) if end.name == part)
-        return end.part.build(site, 0)
+            name, stored, value = f"{LAYERS}{part}", f"{self.stored}{part}.", self.layers[part]
+            module: torch.nn.Module = value.build(site, part, whole=whole)
+        else:
+            (end,) = (end for end in (self.entry, *self.ends) if end.name == part)
+            name, stored, value = end.name, end.stored, end.part
+            module = value.build(site, 0)
+        if self.added is not None:
+            for view in value.views:
+                holders = site.groups.holders[view]
+                own = value.weight_map(stored, Share(holders.rank(), holders.size()), view)
+                self.added.attach(module, name, named(name, own), site)
+        return module

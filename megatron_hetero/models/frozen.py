@@ -22,7 +22,14 @@ from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.layers.parts import Passes
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import folder_shapes, stored_shapes, tensors_of_parts, weight_map
+from megatron_hetero.models.weights import (
+    added_shapes,
+    folder_shapes,
+    prefix_of,
+    stored_shapes,
+    tensors_of_parts,
+    weight_map,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +87,18 @@ class Frozen:
 
 
 def frozen_tensors(shapes: ModelShapes, freeze: Sequence[str], train: Sequence[str] = ()) -> frozenset[str]:
-    """Return the stored tensors that do not train. Raises `UserError` if a pattern matches none."""
-    frozen = _listed("model.freeze", freeze, shapes)
-    every = frozenset(stored_shapes(shapes))
-    return frozen | (every - _listed("model.train", train, shapes) if train else frozenset())
+    """Return the stored tensors that do not train. Tensors that no folder has always do. Raises `UserError` if a
+    pattern matches none.
+    """
+    frozen, listed_to_train = _listed("model.freeze", freeze, shapes), _listed("model.train", train, shapes)
+    frozen |= frozenset(stored_shapes(shapes)) - listed_to_train if train else frozenset()
+    beside = frozenset(
+        prefix_of(module, shapes) + tensor
+        for module in shapes.modules
+        if (added := shapes[module].added) is not None
+        for tensor in added.freezes
+    )
+    return (frozen | (beside - listed_to_train)) - added_shapes(shapes).keys()
 
 
 def _listed(setting: str, entries: Iterable[str], shapes: ModelShapes) -> frozenset[str]:
@@ -114,8 +129,8 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
             fix="begin it with `model.layers.`, `model.language_model.` or `model.visual.`, or name a part",
         )
     if not (found := flat | nested):
-        known = list(dict.fromkeys(map(_any_layer, stored_shapes(shapes))))
-        close = get_close_matches(_any_layer(canonical(pattern)), known, n=1)
+        known = list(dict.fromkeys(map(any_layer, stored_shapes(shapes))))
+        close = get_close_matches(any_layer(canonical(pattern)), known, n=1)
         raise UserError.at(
             f"{setting} (--{setting})",
             found=f"`{pattern}`{f' (did you mean `{close[0]}`?)' if close else ''}",
@@ -126,7 +141,7 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
     return found
 
 
-def _any_layer(name: str) -> str:
+def any_layer(name: str) -> str:
     """Return a pattern of the same tensor in all layers."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
@@ -143,7 +158,7 @@ def _require_whole_parameters(shapes: ModelShapes, frozen: frozenset[str], by_fr
     parameters = [dict.fromkeys(each.name for each in slices) for of_module in maps for slices in of_module.values()]
     in_part = [names for names in parameters if 0 < len(frozen.intersection(names)) < len(names)]
     for names in in_part[:1]:
-        patterns = {_any_layer(name): None for of_parameter in in_part for name in of_parameter}
+        patterns = {any_layer(name): None for of_parameter in in_part for name in of_parameter}
         setting = "model.freeze" if by_freeze.intersection(names) else "model.train"
         raise UserError.at(
             f"{setting} (--{setting})",

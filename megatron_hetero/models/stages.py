@@ -93,17 +93,14 @@ class ModuleStage(torch.nn.Module):
         self.shards, self.itemsize = site.tp if site.splits_activations else 1, site.dtype.itemsize
         own = [end for end in architecture.ends_of(stage) if not architecture.holds_copy(end, stage)]
         if architecture.entry in own:
-            self.add_module(architecture.entry.name, architecture.entry.part.build(site, 0))
+            self.add_module(architecture.entry.name, architecture.build(architecture.entry.name, site))
         whole = site.recompute.whole_layers(len(stage.layers))
         self.layers = torch.nn.ModuleList(
-            architecture.layers[number].build(site, number, whole=place < whole)
-            for place, number in enumerate(stage.layers)
+            architecture.build(number, site, whole=place < whole) for place, number in enumerate(stage.layers)
         )
         for end in own:
             if end is not architecture.entry:
-                self.add_module(end.name, end.part.build(site, 0))
-        if architecture.added is not None:
-            architecture.added.attach(self, site)
+                self.add_module(end.name, architecture.build(end.name, site))
 
     def units(self) -> tuple[Gathered, ...]:
         """Return the parts of this stage whose weights are gathered separately, in the order in which they run."""

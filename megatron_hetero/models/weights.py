@@ -51,9 +51,10 @@ def tensors_of_parts(shapes: ModelShapes) -> dict[str, list[str]]:
     found = dict[str, list[str]]()
     for encoder in shapes.encoders:
         own, projector = shapes.parts_of(encoder)
-        of_projector = projector_shapes(encoder, shapes)
+        prefix, architecture = prefix_of(encoder, shapes), shapes[encoder].architecture
+        of_projector = {prefix + tensor for tensor in architecture.tensors if architecture.is_of_projector(tensor)}
         found[own] = [name for name in tensors_of(encoder, shapes) if name not in of_projector]
-        found[projector] = list(of_projector)
+        found[projector] = [name for name in tensors_of(encoder, shapes) if name in of_projector]
     return found | {TEXT: list(tensors_of(TEXT, shapes))}
 
 
@@ -63,6 +64,13 @@ def stored_shapes(shapes: ModelShapes) -> TensorShapes:
     """
     further = [tensors_of(name, shapes) for name in shapes.further]
     return {name: shape for of_encoder in further for name, shape in of_encoder.items()} | folder_shapes(shapes)
+
+
+def added_shapes(shapes: ModelShapes) -> TensorShapes:
+    """Return the tensors that no folder of the model has."""
+    every = {name: tensors_of(name, shapes) for name in shapes.modules}
+    in_folders = {name for module in shapes.modules for name in tensors_of(module, shapes, in_folder=True)}
+    return {name: size for own in every.values() for name, size in own.items() if name not in in_folders}
 
 
 def folder_shapes(shapes: ModelShapes) -> TensorShapes:

@@ -21,6 +21,7 @@ from megatron_hetero.hf.weight_map import (
 )
 from megatron_hetero.hf.weight_map import share as share_of
 from megatron_hetero.models.layers.norms import Norm
+from megatron_hetero.models.layers.overlapped import first_in_parts, second_in_parts
 from megatron_hetero.models.layers.parts import Operations, Part, Site, Tokens, kinds, named
 
 
@@ -119,8 +120,8 @@ class PatchMerger(torch.nn.Module):
     def forward(self, patches: Tensor) -> Tensor:
         """Compute [S, 1, hidden] to rows [S / unit, out]."""
         units = self.norm(patches.view(-1, 1, self.normed)).view(-1, 1, self.width)
-        hidden, _ = self.linear_fc1(units)
-        return self.linear_fc2(torch.nn.functional.gelu(hidden))[0].squeeze(1)
+        hidden, _ = first_in_parts(self.linear_fc1, units, (len(units),))
+        return second_in_parts(self.linear_fc2, torch.nn.functional.gelu(hidden), (len(units),))[0].squeeze(1)
 
 
 @dataclass(frozen=True)

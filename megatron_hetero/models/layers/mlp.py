@@ -139,9 +139,9 @@ class MLPModule(Overlapping):
         outs, bias = [], None
         for piece in hidden.split(max(1, self.recompute.chunk // self.shards)):
             with not_saving(hidden):
-                product = recompute(lambda x: self._product(self.linear_fc1(x)[0]), piece)
+                product = recompute(lambda x: self._product(first_in_parts(self.linear_fc1, x, (len(x),))[0]), piece)
             with not_saving(product):
-                out, bias = self.linear_fc2(product)
+                out, bias = second_in_parts(self.linear_fc2, product, (len(piece),))
             outs.append(out)
         return torch.cat(outs), bias
 

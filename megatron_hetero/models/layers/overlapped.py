@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_hetero.models.layers.linear import adds_to_main_grad, gradient_of_weight
+from megatron_hetero.models.layers.low_rank import with_added
 
 TILE = 64
 """Tokens of a rank that fill tiles of a matrix product (a multiple of 128 rows) under any tp > 1."""
@@ -96,16 +97,21 @@ def first_in_parts(
     `ahead`: saves `x`. A single part is computed by the layer itself.
     """
     if len(parts) == 1:
-        return layer(x)
-    return _First.apply(x, layer.weight, layer.bias, parts, layer.tp_group, ahead), None  # pyright: ignore[reportReturnType]
+        out, bias = layer(x)
+    else:
+        out, bias = _First.apply(x, layer.weight, layer.bias, parts, layer.tp_group, ahead), None
+    return with_added(layer, out, x, parts), bias  # pyright: ignore[reportArgumentType]
 
 
 def second_in_parts(layer: Any, x: Tensor, parts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """Compute [S, 1, in / tp] to [S / tp, 1, out], see `first_in_parts`."""
     if len(parts) == 1:
-        return layer(x)
-    out: Any = _Second.apply(x, layer.weight, parts, layer.tp_group)
-    return (out, layer.bias) if layer.skip_bias_add or layer.bias is None else (out + layer.bias, None)
+        out, bias = layer(x)
+    else:
+        out, bias = _Second.apply(x, layer.weight, parts, layer.tp_group), layer.bias
+        if bias is not None and not layer.skip_bias_add:
+            out, bias = out + bias, None
+    return with_added(layer, out, x, parts), bias
 
 
 class _GatherAhead(torch.autograd.Function):

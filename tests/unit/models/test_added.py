@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -41,6 +41,7 @@ class LowRank:
     """
 
     rank: int
+    freezes: ClassVar[frozenset[str]] = frozenset()
 
     def _is_beside(self, name: str) -> bool:
         return name.endswith(("_proj.weight", "attn.qkv.weight"))
@@ -86,12 +87,11 @@ class LowRank:
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return torch.empty(shape).normal_(generator=generator)
 
-    def attach(self, model: Any, site: Site) -> None:
-        share = Share(site.groups.tp.rank(), site.tp)
-        for name, slices in model.architecture.weight_map("", share, model.stage).items():
+    def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:
+        within = f"{name}."
+        for name, slices in self.weight_map(weights, "").items():
             if name.endswith((".lora_A", ".lora_B")):
-                local = name.partition(".")[2].partition(".")
-                owner = model.layers[int(local[0]) - model.stage.first].get_submodule(local[2].rpartition(".")[0])
+                owner: Any = module.get_submodule(name.removeprefix(within).rpartition(".")[0])
                 rows = sum(each.rows[1] - each.rows[0] for each in slices)
                 width = owner.weight.shape[1] if name.endswith("A") else self.rank
                 rows = owner.weight.shape[0] if name.endswith("B") else rows

@@ -1,0 +1,57 @@
+"""Low-rank adapters of a module (LoRA, Hu et al. 2021, arXiv 2106.09685)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_hetero.config.fields import Section, option, unused
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraPattern(Section):
+    """An entry of `modules.MODULE.lora.patterns`."""
+
+    r: int | None = option(None, "Rank of the layers that PATTERN matches.", "lora.r", at_least=1)
+    alpha: float | None = option(None, "Alpha of the layers that PATTERN matches.", "lora.alpha", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Section):
+    """Section `modules.MODULE.lora`."""
+
+    r: int = option(
+        0, "Rank of low-rank adapters (LoRA), which train in place of the module's own weights; 0: none.", at_least=0
+    )
+    alpha: float | None = option(None, "Adapters are scaled by alpha / r.", "r", above=0)
+    dropout: float = option(0.0, "Dropout of the input of adapters.", at_least=0, at_most=0.99)
+    targets: tuple[str, ...] = option(
+        (),
+        "Linear layers with adapters: names as in PEFT (`q_proj`, `attn.qkv`) or patterns (`*.layers.[0-3].*`); those of "
+        "the projector train in full unless named.",
+        "all but projector and head",
+    )
+    rslora: bool = option(False, "Scale by alpha / sqrt(r) (rsLoRA).")
+    patterns: Mapping[str, LoraPattern] = option(
+        {}, "Other ranks and alphas: r and alpha of the targets that PATTERN matches, a name or pattern as in targets."
+    )
+    lr_ratio: float = option(1.0, "Learning rate of B relative to A (LoRA+).", above=0)
+    hf_path: Path | None = option(
+        None, "PEFT folder with the adapters to start from, whose rank and targets they have.", "new adapters"
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the module has adapters."""
+        return self.r > 0 or self.hf_path is not None
+
+    def _check(self, section: str) -> None:
+        if self.hf_path is not None:
+            for name in ("r", "alpha", "targets", "rslora", "patterns"):
+                if name in self.given:
+                    because = f"{section}.hf_path has adapters of its own"
+                    raise unused(f"{section}.{name}", getattr(self, name), because, "remove one of them")
+        elif not self.r and self.given:
+            because = f"{section}.r is 0, so that there are no adapters"
+            raise unused(f"{section}.{self.given[0]}", getattr(self, self.given[0]), because, f"set {section}.r")

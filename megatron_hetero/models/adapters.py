@@ -1,0 +1,238 @@
+"""Low-rank adapters of a module (LoRA): which linear layers have some, their stored tensors, and what is frozen.
+
+Adapters are stored tensors of the architecture beside those of folders: `NAME.lora_A.weight` [r, in] and
+`NAME.lora_B.weight` [out, r] for a linear layer whose weight is `NAME.weight`. Their parameters on each rank follow from
+the weight map of the layer's own parameter, so that no kind of layer has code for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_hetero.base.errors import UserError, is_pattern, listed
+from megatron_hetero.config.fields import wrong
+from megatron_hetero.config.lora import LoraConfig
+from megatron_hetero.config.modules import ModuleConfig
+from megatron_hetero.hf.weight_map import Share, TensorShapes, TensorSlice, WeightMap
+from megatron_hetero.layout.names import TEXT
+from megatron_hetero.layout.pipeline import PipelineStage
+from megatron_hetero.models.architecture import Architecture
+from megatron_hetero.models.families.common import nested_name
+from megatron_hetero.models.frozen import any_layer
+from megatron_hetero.models.layers.low_rank import LowRank, LowRankShape, Rows
+from megatron_hetero.models.layers.parts import Site
+from megatron_hetero.models.shapes import ModelShapes
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+"""What the names of adapters have in place of `.weight`."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a linear layer. `name`: that of its weight, without `.weight`; `scale`: of its product."""
+
+    name: str
+    r: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters of a module: an `Added`. `freezes`: tensors of folders that do not train unless `model.train` names
+    them.
+    """
+
+    adapters: tuple[Adapter, ...]
+    freezes: frozenset[str]
+    dropout: float = 0.0
+    lr_ratio: float = 1.0
+
+    @cached_property
+    def _by_tensor(self) -> Mapping[str, Adapter]:
+        return {f"{adapter.name}.weight": adapter for adapter in self.adapters}
+
+    def tensors(self, stored: TensorShapes) -> TensorShapes:
+        """Return A and B of each adapter."""
+        result: TensorShapes = {}
+        for name, adapter in self._by_tensor.items():
+            out, inputs = stored[name]
+            result |= {adapter.name + A: (adapter.r, inputs), adapter.name + B: (out, adapter.r)}
+        return result
+
+    def weight_map(self, weights: WeightMap, prefix: str) -> WeightMap:
+        """Return the parameters with `lora.A` and `lora.B` behind those of each linear layer that has adapters."""
+        result: dict[str, tuple[TensorSlice, ...]] = {}
+        for module, names in groupby(weights, lambda name: name.rpartition(".")[0]):
+            result |= {name: weights[name] for name in names}
+            if pair := self._pair(result.get(f"{module}.weight", ()), prefix):
+                result[f"{module}.lora.A"], result[f"{module}.lora.B"] = pair
+        return result
+
+    def _of(self, slices: Sequence[TensorSlice], prefix: str) -> list[Adapter]:
+        """Return the adapters beside the tensors of a parameter, in order."""
+        names = dict.fromkeys(each.name.removeprefix(prefix) for each in slices)
+        return [self._by_tensor[name] for name in names if name in self._by_tensor]
+
+    def _pair(
+        self, slices: Sequence[TensorSlice], prefix: str
+    ) -> tuple[tuple[TensorSlice, ...], tuple[TensorSlice, ...]] | None:
+        """Return the slices of A and of B beside a parameter of these slices."""
+        adapters = self._of(slices, prefix)
+        if not adapters:
+            return None
+        widest, beside = max(each.r for each in adapters), {f"{prefix}{each.name}.weight": each for each in adapters}
+        first, second, at = list[TensorSlice](), list[TensorSlice](), 0
+        for number, adapter in enumerate(adapters):
+            columns = next(each for each in slices if beside.get(each.name) is adapter)
+            cut = {} if columns.columns is None else {"columns": columns.columns, "padding": columns.padding}
+            first.append(TensorSlice(prefix + adapter.name + A, (0, adapter.r), number * widest, **cut))
+        for each in slices:
+            if (adapter := beside.get(each.name)) is None:
+                continue
+            name, padding = prefix + adapter.name + B, widest - adapter.r
+            second.append(TensorSlice(name, each.rows, at, (0, adapter.r), padding))
+            at += _length(each)
+        return tuple(first), tuple(second)
+
+    def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return A as PEFT draws it, uniform within 1 / sqrt(in), and B of zeros."""
+        if name.endswith(B):
+            return torch.zeros(shape)
+        bound = 1 / math.sqrt(shape[1])
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+    def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:
+        """Add adapters beside the linear layers of `module`."""
+        for parameter, slices in weights.items():
+            adapters = self._of(slices, "")
+            if adapters and parameter.endswith(".weight"):
+                layer: Any = module.get_submodule(parameter.removeprefix(f"{name}.").removesuffix(".weight"))
+                layer.lora = LowRank(self._shape_of(adapters, slices, *layer.weight.shape), site)
+
+    def _shape_of(
+        self, adapters: Sequence[Adapter], slices: Sequence[TensorSlice], outputs: int, inputs: int
+    ) -> LowRankShape:
+        numbers, rows = {f"{each.name}.weight": number for number, each in enumerate(adapters)}, list[Rows]()
+        at = 0
+        for each in slices:
+            length = _length(each)
+            if each.name in numbers:
+                rows.append(Rows((at, at + length), numbers[each.name]))
+            at += length
+        return LowRankShape(
+            inputs=inputs,
+            outputs=outputs,
+            r=max(each.r for each in adapters),
+            scales=tuple(each.scale for each in adapters),
+            rows=tuple(rows),
+            by_input=slices[0].columns is not None,
+        )
+
+
+def _length(each: TensorSlice) -> int:
+    """Return the rows of a slice in its parameter, with padding."""
+    return each.rows[1] - each.rows[0] + (each.padding if each.columns is None else 0)
+
+
+# ------------------------------------------------------------------------------------------------- configuration
+
+
+def with_adapters(shapes: ModelShapes, modules: Mapping[str, ModuleConfig]) -> ModelShapes:
+    """Return the shapes with the adapters of each module. Raises `UserError`."""
+    chosen = {name: row.lora for name, row in modules.items() if row.lora.enabled and name in shapes.modules}
+    of_modules = {name: replace(shapes[name], added=_lora(name, lora, shapes)) for name, lora in chosen.items()}
+    encoders = {name: of_modules.get(name, shape) for name, shape in shapes.encoders.items()}
+    return replace(shapes, encoders=encoders, text=of_modules.get(TEXT, shapes.text))  # pyright: ignore[reportArgumentType]
+
+
+def linear_layers(architecture: Architecture) -> Iterator[tuple[str, bool]]:
+    """Yield the name of each linear layer that can have adapters, without `.weight`, and whether it is the projector's:
+    those of layers and of the projector. Embeddings, the head and routers are none.
+    """
+    stored, stage = architecture.in_folder, PipelineStage.whole(len(architecture.layers))
+    for parameter, slices in architecture.own_weight_map("", Share(0, 1), stage).items():
+        projector = architecture.in_projector(parameter)
+        if not parameter.endswith(".weight") or not (projector or architecture.is_of_layer(slices[0].name)):
+            continue
+        for tensor in dict.fromkeys(each.name for each in slices):
+            if len(stored[tensor]) == 2:
+                yield tensor.removesuffix(".weight"), projector
+
+
+def _lora(module: str, lora: LoraConfig, shapes: ModelShapes) -> Lora:
+    architecture = shapes[module].architecture
+    layers = dict(linear_layers(architecture))
+    chosen = [name for name, projector in layers.items() if not projector]
+    if lora.targets:
+        found = [_matching(f"modules.{module}.lora.targets", each, module, shapes) for each in lora.targets]
+        chosen = [name for name in layers if any(name in names for names in found)]
+    patterns = {
+        each: _matching(f"modules.{module}.lora.patterns", each, module, shapes, chosen) for each in lora.patterns
+    }
+    adapters = list[Adapter]()
+    for name in chosen:
+        entry = next((lora.patterns[each] for each, names in patterns.items() if name in names), None)
+        r = (entry and entry.r) or lora.r
+        alpha = (entry and entry.alpha) or lora.alpha or lora.r
+        _require_low(module, name, r, architecture.in_folder[f"{name}.weight"])
+        adapters.append(Adapter(name, r, alpha / (math.sqrt(r) if lora.rslora else r)))
+    parts = {layers[name] for name in chosen}
+    of_projector = architecture.projector.keys()
+    freezes = frozenset(name for name in architecture.in_folder if (name in of_projector) in parts)
+    return Lora(tuple(adapters), freezes, lora.dropout, lora.lr_ratio)
+
+
+def _require_low(module: str, name: str, r: int, shape: tuple[int, ...]) -> None:
+    """Check that a rank is not larger than both dims of a weight allow. Raises `UserError`."""
+    if r > min(shape):
+        setting, kind = f"modules.{module}.lora.r", name.rpartition(".")[2]
+        why = f"the weight of {name} is {list(shape)}"
+        fix = f"lower it, or set modules.{module}.lora.patterns.{kind}.r to {min(shape)}"
+        raise wrong(setting, r, f"≤ {min(shape)}", why, fix)
+
+
+def _names(module: str, name: str, shapes: ModelShapes) -> tuple[str, ...]:
+    """Return the names that folders and PEFT have for a linear layer."""
+    full = shapes[module].architecture.namespace + name
+    return tuple(dict.fromkeys((full, nested_name(full), name)))
+
+
+def _matching(
+    setting: str, entry: str, module: str, shapes: ModelShapes, among: Sequence[str] | None = None
+) -> list[str]:
+    """Return the linear layers that an entry matches. Raises `UserError` if there are none."""
+    known = [name for name, _ in linear_layers(shapes[module].architecture)] if among is None else among
+    found = [name for name in known if any(_matches(entry, each) for each in _names(module, name, shapes))]
+    if found:
+        return found
+    others = [
+        other
+        for other in shapes.modules
+        if other != module and any(
+            _matches(entry, each)
+            for name, _ in linear_layers(shapes[other].architecture)
+            for each in _names(other, name, shapes)
+        )
+    ]  # fmt: skip
+    kinds = list(dict.fromkeys(any_layer(shapes[module].architecture.namespace + name) for name in known))
+    close = get_close_matches(entry, [*kinds, *(kind.rpartition(".")[2] for kind in kinds)], n=1)
+    guess = f" (did you mean `{close[0]}`?)" if close else ""
+    because = f"it matches none of {module}"
+    because += f"; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} such layers" if others else ""
+    fix = f"move it to modules.{others[0]}.lora" if others else "correct or remove it"
+    expected = f"linear layers of {module}: {listed(kinds, 12)}"
+    raise UserError.at(setting, found=f"`{entry}`{guess}", expected=expected, because=because, fix=fix)
+
+
+def _matches(entry: str, name: str) -> bool:
+    return fnmatchcase(name, entry) if is_pattern(entry) else name == entry or name.endswith(f".{entry}")

@@ -1,0 +1,138 @@
+"""The product of two low-rank matrices beside a linear layer (LoRA, Hu et al. 2021, arXiv 2106.09685).
+
+    out = W x + scale * B A x        A [r, in], B [out, r]
+
+A parameter of a linear layer may be several stored projections, such as queries, keys and values: each has an A and a B
+of its own. Their A's are one matrix, so that one product has the low-rank inputs of all of them.
+
+Only tensors of low rank are exchanged over tp, S tokens of k projections:
+
+    split by output   own tokens, A -> [S / tp, k r] -- gather -> [S, k r], own rows of B   -> own outputs
+    split by input    own inputs, own columns of A -> [S, r] -- sum -> B                    -> own tokens
+
+Where activations are not split over tp, the first needs no exchange forward, and its low-rank gradient is summed in
+the backward pass: the gradient of A is then whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hetero.groups.megatron import tensor_parallel
+from megatron_hetero.groups.platform import on_device
+from megatron_hetero.hf.weight_map import Interval
+from megatron_hetero.models.layers.parts import Site
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of B: those of projection number `projection`, at `interval` of the layer's output."""
+
+    interval: Interval
+    projection: int
+
+
+@dataclass(frozen=True)
+class LowRankShape:
+    """Sizes of a `LowRank` on one rank.
+
+    Attributes:
+        inputs, outputs: widths of the linear layer on this rank.
+        r: largest rank of a projection.
+        scales: of each projection.
+        rows: rows with adapters, in the order of B.
+        by_input: whether the layer is split by input.
+    """
+
+    inputs: int
+    outputs: int
+    r: int
+    scales: tuple[float, ...]
+    rows: tuple[Rows, ...]
+    by_input: bool
+
+    @property
+    def rows_of_b(self) -> int:
+        """Rows of B on this rank."""
+        return sum(rows.interval[1] - rows.interval[0] for rows in self.rows)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether B is in the order of the layer's output and has all of it."""
+        return len(self.scales) == 1 and self.rows_of_b == self.outputs
+
+
+class LowRank(torch.nn.Module):
+    """Low-rank matrices beside a linear layer, of which they are the submodule `lora`."""
+
+    def __init__(self, shape: LowRankShape, site: Site):
+        super().__init__()
+        self.shape, self.tp_group, self.splits = shape, site.groups.tp, site.splits_activations
+        options: dict[str, Any] = {"dtype": site.dtype, "device": site.platform.device}
+        self.A = torch.nn.Parameter(torch.empty(len(shape.scales) * shape.r, shape.inputs, **options))
+        self.B = torch.nn.Parameter(torch.empty(shape.rows_of_b, shape.r, **options))
+        # Used on own tokens where activations are split, so that gradients are summed over tp.
+        (self.B if shape.by_input else self.A).sequence_parallel = self.splits  # pyright: ignore[reportAttributeAccessIssue]
+
+    def add(self, out: Tensor, x: Tensor, parts: Sequence[int]) -> Tensor:
+        """Add to `out`, what the linear layer computes of `x`. `parts`: own tokens of each part of the exchanges (see
+        `overlapped`), of which each is in the order of ranks.
+        """
+        low, tp = F.linear(x, self.A), self.tp_group.size()
+        if tp > 1 and (self.splits or self.shape.by_input):
+            sizes = [n * tp for n in parts] if self.splits and self.shape.by_input else list(parts)
+            pieces = [self._exchanged(piece) for piece in low.split(sizes)] if self.splits else [self._exchanged(low)]
+            low = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        elif tp > 1:
+            low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        added = F.linear(self._scaled(low), self._spread())
+        return out + added if out._is_view() else out.add_(added)
+
+    def _exchanged(self, low: Tensor) -> Tensor:
+        if not self.splits:
+            return tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        if self.shape.by_input:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        return tensor_parallel.gather_from_sequence_parallel_region(low, group=self.tp_group)
+
+    def _scaled(self, low: Tensor) -> Tensor:
+        scales = self.shape.scales
+        if len(set(scales)) == 1:
+            return low if scales[0] == 1 else low * scales[0]
+        return low * _repeated(scales, self.shape.r, low.device, low.dtype)
+
+    def _spread(self) -> Tensor:
+        """Return the matrix [out, k r] by which the low-rank inputs of all projections are multiplied."""
+        if self.shape.is_dense:
+            return self.B
+        spread = self.B.new_zeros(self.shape.outputs, len(self.shape.scales), self.shape.r)
+        return spread.index_put(_indices(self.shape.rows, self.B.device), self.B).flatten(1)
+
+
+@lru_cache(maxsize=64)
+def _indices(rows: tuple[Rows, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the row of the output and the projection of each row of B, int64."""
+    with torch.inference_mode(False):  # Later calls save them for the backward pass.
+        of_output = torch.cat([torch.arange(*each.interval) for each in rows])
+        counts = torch.tensor([each.interval[1] - each.interval[0] for each in rows])
+        projections = torch.tensor([each.projection for each in rows]).repeat_interleave(counts)
+        return on_device(of_output, device), on_device(projections, device)
+
+
+@lru_cache(maxsize=64)
+def _repeated(scales: tuple[float, ...], r: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return on_device(torch.tensor(scales).repeat_interleave(r), device).to(dtype)
+
+
+def with_added(layer: Any, out: Tensor, x: Tensor, parts: Sequence[int]) -> Tensor:
+    """Return what `layer` computes of `x`, `out`, with what adapters beside it add."""
+    lora: LowRank | None = getattr(layer, "lora", None)
+    return out if lora is None else lora.add(out, x, parts)
