@@ -1,20 +1,24 @@
 """Low-rank adapters of a module (LoRA): which linear layers have some, their stored tensors, and what is frozen.
 
 Adapters are stored tensors of the architecture beside those of folders: `NAME.lora_A.weight` [r, in] and
-`NAME.lora_B.weight` [out, r] for a linear layer whose weight is `NAME.weight`. Their parameters on each rank follow from
-the weight map of the layer's own parameter, so that no kind of layer has code for them.
+`NAME.lora_B.weight` [out, r] for a linear layer whose weight is `NAME.weight`. Their parameters on each rank follow
+from the weight map of the layer's own parameter, so that no kind of layer has code for them.
+
+The experts of a layer have one adapter for the gates and ups of all, `….experts.gate_up_proj`, and one for their downs,
+`….experts.down_proj`: A [experts r, in] and B [experts out, r], those of one expert below those of the other. Each
+expert has low-rank matrices of its own, with one A for its gate and its up.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +27,32 @@ from megatron_hetero.base.errors import UserError, is_pattern, listed
 from megatron_hetero.config.fields import wrong
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
-from megatron_hetero.hf.weight_map import Share, TensorShapes, TensorSlice, WeightMap
+from megatron_hetero.hf.weight_map import Share, TensorShapes, TensorSlice, WeightMap, split_length
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.frozen import any_layer
-from megatron_hetero.models.layers.low_rank import LowRank, LowRankShape, Rows
+from megatron_hetero.models.layers.low_rank import ExpertsLowRank, LowRank, LowRankShape, Rows
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.shapes import ModelShapes
 
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
+"""Names of an expert's matrices, without `.weight`."""
 A, B = ".lora_A.weight", ".lora_B.weight"
 """What the names of adapters have in place of `.weight`."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a linear layer. `name`: that of its weight, without `.weight`; `scale`: of its product."""
+    """The adapter of a linear layer, or of such matrices of all `experts` of a layer. `name`: that of its weight,
+    without `.weight`; `scale`: of its product.
+    """
 
     name: str
     r: int
     scale: float
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,10 @@ class Lora:
     def tensors(self, stored: TensorShapes) -> TensorShapes:
         """Return A and B of each adapter."""
         result: TensorShapes = {}
-        for name, adapter in self._by_tensor.items():
-            out, inputs = stored[name]
-            result |= {adapter.name + A: (adapter.r, inputs), adapter.name + B: (out, adapter.r)}
+        for adapter in self.adapters:
+            out, inputs = shape_of(adapter.name, stored)
+            copies = adapter.experts or 1
+            result |= {adapter.name + A: (copies * adapter.r, inputs), adapter.name + B: (copies * out, adapter.r)}
         return result
 
     def weight_map(self, weights: WeightMap, prefix: str) -> WeightMap:
@@ -76,7 +86,17 @@ class Lora:
             result |= {name: weights[name] for name in names}
             if pair := self._pair(result.get(f"{module}.weight", ()), prefix):
                 result[f"{module}.lora.A"], result[f"{module}.lora.B"] = pair
+            if module.endswith(".experts"):
+                own = {name: weights[f"{module}.{name}"] for name in OF_EXPERTS if f"{module}.{name}" in weights}
+                for name, slices in own.items():
+                    if (adapter := self._of_experts(slices, prefix)) is not None:
+                        pair = _pair_of_experts(adapter, slices, prefix)
+                        result[f"{module}.{name}_lora.A"], result[f"{module}.{name}_lora.B"] = pair
         return result
+
+    def _of_experts(self, slices: Sequence[TensorSlice], prefix: str) -> Adapter | None:
+        """Return the adapter beside a parameter of experts."""
+        return self._by_tensor.get(f"{fused_name(slices[0].name.removeprefix(prefix))}.weight")
 
     def _of(self, slices: Sequence[TensorSlice], prefix: str) -> list[Adapter]:
         """Return the adapters beside the tensors of a parameter, in order."""
@@ -114,10 +134,14 @@ class Lora:
     def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:
         """Add adapters beside the linear layers of `module`."""
         for parameter, slices in weights.items():
-            adapters = self._of(slices, "")
-            if adapters and parameter.endswith(".weight"):
-                layer: Any = module.get_submodule(parameter.removeprefix(f"{name}.").removesuffix(".weight"))
+            owner, _, attribute = parameter.removeprefix(f"{name}.").rpartition(".")
+            adapters, layer = self._of(slices, ""), module.get_submodule(owner)
+            if adapters and attribute == "weight":
                 layer.lora = LowRank(self._shape_of(adapters, slices, *layer.weight.shape), site)
+            elif attribute in OF_EXPERTS and (adapter := self._of_experts(slices, "")) is not None:
+                (rows, inputs), experts = getattr(layer, attribute).shape, len(_experts(slices))
+                sizes = experts, split_length(adapter.r, 1), inputs, rows // experts
+                layer.add_module(f"{attribute}_lora", ExpertsLowRank(*sizes, adapter.scale, site))
 
     def _shape_of(
         self, adapters: Sequence[Adapter], slices: Sequence[TensorSlice], outputs: int, inputs: int
@@ -139,6 +163,60 @@ class Lora:
         )
 
 
+OF_EXPERTS = "first", "second"
+"""Parameters of experts that may have adapters, whose modules are named `NAME_lora`."""
+
+
+def fused_name(name: str) -> str:
+    """Return the name of the fused tensor that has a matrix of an expert; any other name as it is."""
+    if (found := EXPERT.fullmatch(name.removesuffix(".weight"))) is None:
+        return name.removesuffix(".weight")
+    experts, _, kind = found.groups()
+    return f"{experts}.{'down' if kind == 'down' else 'gate_up'}_proj"
+
+
+def fused_layers(stored: TensorShapes) -> dict[str, int]:
+    """Return the fused tensors of experts whose matrices are `stored`, each with the number of experts."""
+    numbers = {name: found[2] for name in stored if (found := EXPERT.fullmatch(name.removesuffix(".weight")))}
+    return {fused_name(name): int(number) + 1 for name, number in numbers.items()}
+
+
+def shape_of(name: str, stored: TensorShapes) -> tuple[int, ...]:
+    """Return the shape of the weight of a layer that can have an adapter; of a fused tensor that of one expert."""
+    module, _, kind = name.rpartition(".")
+    if f"{name}.weight" in stored:
+        return stored[f"{name}.weight"]
+    matrices = [stored[f"{module}.0.{each}_proj.weight"] for each in kind.removesuffix("_proj").split("_")]
+    return sum(rows for rows, _ in matrices), matrices[0][1]
+
+
+def _experts(slices: Sequence[TensorSlice]) -> list[int]:
+    """Return the numbers of the experts whose matrices a parameter has."""
+    return list(dict.fromkeys(int(each.name.rsplit(".", 3)[1]) for each in slices))
+
+
+def _pair_of_experts(
+    adapter: Adapter, slices: Sequence[TensorSlice], prefix: str
+) -> tuple[tuple[TensorSlice, ...], tuple[TensorSlice, ...]]:
+    """Return the slices of A and B beside a parameter of experts. On each rank the rank of an adapter is padded, so
+    that products are aligned.
+    """
+    name, r, numbers = prefix + adapter.name, adapter.r, _experts(slices)
+    wide, first, second = split_length(r, 1), list[TensorSlice](), list[TensorSlice]()
+    columns = slices[0].columns if slices[0].padding else None
+    for place, expert in enumerate(numbers):
+        cut = {"padding": wide - r} if columns is None else {"columns": columns, "padding": slices[0].padding}
+        first.append(TensorSlice(name + A, (expert * r, expert * r + r), place * wide, **cut))
+    out = sum(each.rows[1] - each.rows[0] for each in slices) // len(numbers)
+    below = dict.fromkeys(numbers, 0)
+    for each in slices:
+        (expert,), rows = _experts([each]), each.rows[1] - each.rows[0]
+        start = expert * out + below[expert]
+        below[expert] += rows
+        second.append(TensorSlice(name + B, (start, start + rows), each.at, (0, r), wide - r))
+    return tuple(first), tuple(second)
+
+
 def _length(each: TensorSlice) -> int:
     """Return the rows of a slice in its parameter, with padding."""
     return each.rows[1] - each.rows[0] + (each.padding if each.columns is None else 0)
@@ -157,7 +235,8 @@ def with_adapters(shapes: ModelShapes, modules: Mapping[str, ModuleConfig]) -> M
 
 def linear_layers(architecture: Architecture) -> Iterator[tuple[str, bool]]:
     """Yield the name of each linear layer that can have adapters, without `.weight`, and whether it is the projector's:
-    those of layers and of the projector. Embeddings, the head and routers are none.
+    those of layers and of the projector, among them the fused tensors of experts. Embeddings, the head, routers and the
+    gate of a shared expert are none.
     """
     stored, stage = architecture.in_folder, PipelineStage.whole(len(architecture.layers))
     for parameter, slices in architecture.own_weight_map("", Share(0, 1), stage).items():
@@ -167,11 +246,12 @@ def linear_layers(architecture: Architecture) -> Iterator[tuple[str, bool]]:
         for tensor in dict.fromkeys(each.name for each in slices):
             if len(stored[tensor]) == 2:
                 yield tensor.removesuffix(".weight"), projector
+    yield from ((name, False) for name in fused_layers(stored))
 
 
 def _lora(module: str, lora: LoraConfig, shapes: ModelShapes) -> Lora:
     architecture = shapes[module].architecture
-    layers = dict(linear_layers(architecture))
+    layers, experts = dict(linear_layers(architecture)), fused_layers(architecture.in_folder)
     chosen = [name for name, projector in layers.items() if not projector]
     if lora.targets:
         found = [_matching(f"modules.{module}.lora.targets", each, module, shapes) for each in lora.targets]
@@ -184,8 +264,9 @@ def _lora(module: str, lora: LoraConfig, shapes: ModelShapes) -> Lora:
         entry = next((lora.patterns[each] for each, names in patterns.items() if name in names), None)
         r = (entry and entry.r) or lora.r
         alpha = (entry and entry.alpha) or lora.alpha or lora.r
-        _require_low(module, name, r, architecture.in_folder[f"{name}.weight"])
-        adapters.append(Adapter(name, r, alpha / (math.sqrt(r) if lora.rslora else r)))
+        _require_low(module, name, r, shape_of(name, architecture.in_folder))
+        scale = alpha / (math.sqrt(r) if lora.rslora else r)
+        adapters.append(Adapter(name, r, scale, experts.get(name, 0)))
     parts = {layers[name] for name in chosen}
     of_projector = architecture.projector.keys()
     freezes = frozenset(name for name in architecture.in_folder if (name in of_projector) in parts)
@@ -228,6 +309,10 @@ def _matching(
     close = get_close_matches(entry, [*kinds, *(kind.rpartition(".")[2] for kind in kinds)], n=1)
     guess = f" (did you mean `{close[0]}`?)" if close else ""
     because = f"it matches none of {module}"
+    tensors = {name.removesuffix(".weight"): None for name in shapes[module].architecture.in_folder}
+    layers = dict(linear_layers(shapes[module].architecture))
+    if unfit := [name for name in tensors if name not in layers and _matches(entry, name)]:
+        because = f"{unfit[0]} is no linear layer that can have adapters"
     because += f"; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} such layers" if others else ""
     fix = f"move it to modules.{others[0]}.lora" if others else "correct or remove it"
     expected = f"linear layers of {module}: {listed(kinds, 12)}"

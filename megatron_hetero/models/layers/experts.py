@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,12 +26,11 @@ from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.dispatch import Dispatch, block, take
 from megatron_hetero.models.layers.dispatch import add_up as added_up
+from megatron_hetero.models.layers.grouped import Ends, Matrices, grouped_linear, is_grouped
+from megatron_hetero.models.layers.low_rank import ExpertsLowRank
 from megatron_hetero.models.layers.mlp import MLP, swiglu
 from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, named
 from megatron_hetero.models.layers.recompute import not_saving, recompute
-
-Ends = Tensor | Sequence[int]
-"""Where the rows of each group end: int32 [groups], for one kernel; or numbers of the host, for a product each."""
 
 
 @dataclass(frozen=True)
@@ -215,17 +213,25 @@ class _Experts(torch.nn.Module):
         """Compute the pairs of `rows` [rows, hidden], times their `weights` [pairs], to [pairs, hidden]."""
         # Here, since `not_saving` does not know tensors that FSDP2 has passed on.
         x = recompute(lambda rows: take(rows, dispatch.pairs), rows)
-        first, second = (matrix.view(self.experts, -1, matrix.shape[1]) for matrix in (self.first, self.second))
-        ends = dispatch.ends if _is_grouped(x, *first.shape[1:], second.shape[2]) else dispatch.host_ends
+        first, second = self._matrices("first"), self._matrices("second")
+        widths = (*first.weight.shape[1:], second.weight.shape[2])
+        ends = dispatch.ends if is_grouped(x, *widths) else dispatch.host_ends
         if 0 < self.limit < len(x):
-            given = chunks(dispatch.host_ends, self.limit), ends, self._inner
+            given = chunks(dispatch.host_ends, self.limit), ends, self._inner, (first.scale, second.scale)
             with not_saving(x):
-                return _Chunked.apply(x, weights, first, second, *given)  # pyright: ignore[reportReturnType]
+                return _Chunked.apply(x, weights, given, *first[:3], *second[:3])  # pyright: ignore[reportReturnType]
         with not_saving(x):
             wide = grouped_linear(x, first, ends)
         inner = recompute(self._inner, wide, weights)
         with not_saving(inner):
             return grouped_linear(inner, second, ends)
+
+    def _matrices(self, name: str) -> Matrices:
+        """Return those of all experts in the parameter of that name, with those of adapters beside it."""
+        lora: ExpertsLowRank | None = getattr(self, f"{name}_lora", None)
+        given = (getattr(self, name),) if lora is None else (getattr(self, name), lora.A, lora.B)
+        by_expert = (matrix.view(self.experts, -1, matrix.shape[1]) for matrix in given)
+        return Matrices(*by_expert) if lora is None else Matrices(*by_expert, scale=lora.scale)
 
     def _inner(self, wide: Tensor, weights: Tensor) -> Tensor:
         """Compute gate and up [pairs, 2 ffn] to [pairs, ffn], times `weights` [pairs]."""
@@ -256,98 +262,45 @@ def _inside(ends: Ends, experts: slice, rows: slice) -> Ends:
 
 class _Chunked(torch.autograd.Function):
     """Experts chunk by chunk, of which only inputs are saved. The gradient of an expert's weights is one product, or
-    the sum in fp32 of those of its chunks.
+    the sum in fp32 of those of its chunks. `matrices`: those of the first `Matrices`, then those of the second.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, first: Tensor, second: Tensor, *given: Any) -> Tensor:
-        ctx.save_for_backward(x, weights, first, second)
-        ctx.given = cuts, ends, activate = given
-        out = torch.empty_like(x)
+    def forward(ctx: Any, x: Tensor, weights: Tensor, given: Any, *matrices: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weights, *matrices)
+        ctx.given = cuts, ends, activate, scales = given
+        out, layers = torch.empty_like(x), _layers(matrices, scales)
         for experts, rows, _ in cuts:
-            inside = _inside(ends, experts, rows)
-            wide = _products(x[rows], first[experts].transpose(1, 2), inside)
-            out[rows] = _products(activate(wide, weights[rows]), second[experts].transpose(1, 2), inside)
+            (first, second), inside = (layer.of(experts) for layer in layers), _inside(ends, experts, rows)
+            wide, _ = first.forward(x[rows], inside)
+            out[rows], _ = second.forward(activate(wide, weights[rows]), inside)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x, weights, *matrices), (cuts, ends, activate) = ctx.saved_tensors, ctx.given
+        (x, weights, *matrices), (cuts, ends, activate, scales) = ctx.saved_tensors, ctx.given
+        layers, needed = _layers(matrices, scales), ctx.needs_input_grad[3:]
         grad_x, grad_weights, grad = torch.empty_like(x), torch.empty_like(weights), grad.contiguous()
-        grads = {at: torch.empty_like(m) for at, m in enumerate(matrices) if ctx.needs_input_grad[2 + at]}
+        grads = [torch.empty_like(m) if need else None for m, need in zip(matrices, needed, strict=True)]
         sums, sum_type = dict[int, Tensor](), torch.promote_types(x.dtype, torch.float32)
         for experts, rows, continues in cuts:
-            (first, second), inside = [matrix[experts] for matrix in matrices], _inside(ends, experts, rows)
-            wide, factors = _products(x[rows], first.transpose(1, 2), inside), weights[rows].detach()
+            (first, second), inside = (layer.of(experts) for layer in layers), _inside(ends, experts, rows)
+            (wide, low), factors = first.forward(x[rows], inside), weights[rows].detach()
             with torch.enable_grad():
                 inner = activate(wide.requires_grad_(), factors.requires_grad_())
-            grad_inner = _products(grad[rows], second, inside)
+            grad_inner, of_low = second.backward(grad[rows], inside)
             grad_wide, grad_weights[rows] = torch.autograd.grad(inner, (wide, factors), grad_inner)
-            grad_x[rows] = _products(grad_wide, first, inside)
-            for at, (left, right) in enumerate(((grad_wide, x[rows]), (grad[rows], inner.detach()))):
-                if at in grads:
-                    product = _outer_products(left, right, inside, matrices[at][experts])
+            inner, low_inner = inner.detach(), second.low(inner.detach(), inside) if any(needed[3:]) else None
+            of_second = second.gradients(grad[rows], inner, low_inner, of_low, inside, needed[3:])
+            grad_x[rows], of_low = first.backward(grad_wide, inside)
+            of_first = first.gradients(grad_wide, x[rows], low, of_low, inside, needed[:3])
+            for at, product in enumerate((*of_first, *of_second)):
+                if product is not None:
                     sums[at] = product + sums[at].to(sum_type) if continues else product
                     grads[at][experts] = sums[at]
-        return grad_x, grad_weights, grads.get(0), grads.get(1), None, None, None
+        return grad_x, grad_weights, None, *grads
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Ends) -> Tensor:
-    """Multiply rows `x` [rows, in] by the matrix of their group in `weight` [groups, out, in]: [rows, out]. `ends`:
-    where the rows of each group end, the last at the last row.
-    """
-    return _GroupedLinear.apply(x, weight, ends)  # pyright: ignore[reportReturnType]
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Ends) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.ends = ends
-        return _products(x, weight.transpose(1, 2), ends)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        of_x = _products(grad, weight, ctx.ends) if ctx.needs_input_grad[0] else None
-        of_weight = _outer_products(grad, x, ctx.ends, weight) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, None
-
-
-def _products(x: Tensor, matrices: Tensor, ends: Ends) -> Tensor:
-    """Multiply rows `x` [rows, in] by `matrices` [groups, in, out]: [rows, out]."""
-    if x.is_meta:
-        return x.new_empty(len(x), matrices.shape[2])
-    if isinstance(ends, Tensor):
-        return F.grouped_mm(x, matrices, offs=ends)
-    out = x.new_empty(len(x), matrices.shape[2])
-    for (start, stop), matrix in zip(pairwise((0, *ends)), matrices, strict=True):
-        torch.mm(x[start:stop], matrix, out=out[start:stop])
-    return out
-
-
-def _outer_products(grad: Tensor, x: Tensor, ends: Ends, weight: Tensor) -> Tensor:
-    """Return the gradient of `weight` [groups, out, in] from rows `grad` [rows, out] and `x` [rows, in]."""
-    if x.is_meta:
-        return torch.empty_like(weight)
-    if isinstance(ends, Tensor):
-        return F.grouped_mm(grad.t(), x, offs=ends)
-    out = torch.empty_like(weight)
-    for (start, stop), matrix in zip(pairwise((0, *ends)), out, strict=True):
-        torch.mm(grad[start:stop].t(), x[start:stop], out=matrix)
-    return out
-
-
-def _is_grouped(x: Tensor, *widths: int) -> bool:
-    """Whether PyTorch multiplies groups of rows in one kernel: rows are aligned to 16 bytes, of a dtype for which there
-    is one. On a GPU that is bfloat16 on compute capabilities 9 and 10 (`_grouped_mm_cuda` of GroupedBlas.cpp at v2.11);
-    on others `F.grouped_mm` is a loop that reads the ends in each product.
-    """
-    if any(width * x.element_size() % 16 for width in widths):
-        return False
-    if x.is_cuda:
-        return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-    return x.dtype in (torch.float32, torch.bfloat16)
+def _layers(matrices: Sequence[Any], scales: tuple[float, float]) -> tuple[Matrices, Matrices]:
+    return Matrices(*matrices[:3], scales[0]), Matrices(*matrices[3:], scales[1])

@@ -22,12 +22,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_hetero.groups.megatron import tensor_parallel
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.hf.weight_map import Interval
+from megatron_hetero.models.layers.linear import add_product, gradient_of_weight, product
 from megatron_hetero.models.layers.parts import Site
 
 
@@ -85,22 +86,24 @@ class LowRank(torch.nn.Module):
         """Add to `out`, what the linear layer computes of `x`. `parts`: own tokens of each part of the exchanges (see
         `overlapped`), of which each is in the order of ranks.
         """
-        low, tp = F.linear(x, self.A), self.tp_group.size()
-        if tp > 1 and (self.splits or self.shape.by_input):
-            sizes = [n * tp for n in parts] if self.splits and self.shape.by_input else list(parts)
-            pieces = [self._exchanged(piece) for piece in low.split(sizes)] if self.splits else [self._exchanged(low)]
-            low = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-        elif tp > 1:
-            low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        added = F.linear(self._scaled(low), self._spread())
-        return out + added if out._is_view() else out.add_(added)
+        low: Any = _Low.apply(x, self.A)
+        low = self._scaled(self._exchanged(low, parts))
+        return _Added.apply(out.clone() if out._is_view() else out, low, self.B, self.shape)  # pyright: ignore[reportReturnType]
 
-    def _exchanged(self, low: Tensor) -> Tensor:
+    def _exchanged(self, low: Tensor, parts: Sequence[int]) -> Tensor:
+        """Exchange what own tokens or own inputs give, in one collective."""
+        group: Any = self.tp_group
+        if group.size() == 1:
+            return low
+        if not self.splits and self.shape.by_input:
+            return tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=group)
         if not self.splits:
-            return tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+            return tensor_parallel.copy_to_tensor_model_parallel_region(low, group=group)
         if self.shape.by_input:
-            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
-        return tensor_parallel.gather_from_sequence_parallel_region(low, group=self.tp_group)
+            by_rank = _by_rank(low, parts, group.size())
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(by_rank, group=group)
+        gathered = tensor_parallel.gather_from_sequence_parallel_region(low, group=group)
+        return _by_part(gathered, parts, group.size())
 
     def _scaled(self, low: Tensor) -> Tensor:
         scales = self.shape.scales
@@ -108,12 +111,79 @@ class LowRank(torch.nn.Module):
             return low if scales[0] == 1 else low * scales[0]
         return low * _repeated(scales, self.shape.r, low.device, low.dtype)
 
-    def _spread(self) -> Tensor:
-        """Return the matrix [out, k r] by which the low-rank inputs of all projections are multiplied."""
-        if self.shape.is_dense:
-            return self.B
-        spread = self.B.new_zeros(self.shape.outputs, len(self.shape.scales), self.shape.r)
-        return spread.index_put(_indices(self.shape.rows, self.B.device), self.B).flatten(1)
+
+class ExpertsLowRank(torch.nn.Module):
+    """Low-rank matrices beside a parameter of experts (`grouped.Matrices`), of which they are a submodule: those of one
+    expert below those of the other. `r`: rank, with padding; `inputs`, `outputs`: widths of an expert's matrix.
+    """
+
+    def __init__(self, experts: int, r: int, inputs: int, outputs: int, scale: float, site: Site):
+        super().__init__()
+        self.scale, options = scale, {"dtype": site.dtype, "device": site.platform.device}
+        self.A = torch.nn.Parameter(torch.empty(experts * r, inputs, **options))
+        self.B = torch.nn.Parameter(torch.empty(experts * outputs, r, **options))
+
+
+class _Low(torch.autograd.Function):
+    """Product with A."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor) -> Tensor:
+        ctx.save_for_backward(x, a)
+        ctx.parameter = a  # The parameter itself, for its `main_grad`.
+        return product(x, a.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, a = ctx.saved_tensors
+        of_x = product(grad, a) if ctx.needs_input_grad[0] else None
+        return of_x, gradient_of_weight(ctx.parameter, grad.flatten(0, -2).t(), x.flatten(0, -2))
+
+
+class _Added(torch.autograd.Function):
+    """Adds the product with B in place. The spread matrix is small, and not saved."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, low: Tensor, b: Tensor, shape: LowRankShape) -> Tensor:
+        ctx.save_for_backward(low, b)
+        ctx.parameter, ctx.shape = b, shape
+        add_product(out.flatten(0, -2), low.flatten(0, -2), _spread(b, shape).t())
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (low, b), shape = ctx.saved_tensors, ctx.shape
+        of_low, left, right = product(grad, _spread(b, shape)), grad.flatten(0, -2).t(), low.flatten(0, -2)
+        if shape.is_dense:
+            return grad, of_low, gradient_of_weight(ctx.parameter, left, right), None
+        of_spread = product(left, right).view(shape.outputs, len(shape.scales), shape.r)
+        return grad, of_low, of_spread[_indices(shape.rows, b.device)], None
+
+
+def _by_part(x: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
+    """Order tokens, which are rank after rank, by part."""
+    if len(parts) == 1:
+        return x
+    return torch.cat([part.flatten(0, 1) for part in x.unflatten(0, (ranks, sum(parts))).split(list(parts), dim=1)])
+
+
+def _by_rank(x: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
+    """Order tokens, which are part after part, by rank."""
+    if len(parts) == 1:
+        return x
+    pieces = zip(x.split([ranks * tokens for tokens in parts]), parts, strict=True)
+    return torch.cat([piece.unflatten(0, (ranks, tokens)) for piece, tokens in pieces], dim=1).flatten(0, 1)
+
+
+def _spread(b: Tensor, shape: LowRankShape) -> Tensor:
+    """Return the matrix [out, k r] by which the low-rank inputs of all projections are multiplied."""
+    if shape.is_dense:
+        return b
+    spread = b.new_zeros(shape.outputs, len(shape.scales), shape.r)
+    return spread.index_put_(_indices(shape.rows, b.device), b).flatten(1)
 
 
 @lru_cache(maxsize=64)

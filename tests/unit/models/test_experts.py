@@ -25,6 +25,7 @@ from megatron_hetero.hf.weight_map import Share, load_slices
 from megatron_hetero.layout.axes import EXPERTS, MAIN
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.layers import experts as layer
+from megatron_hetero.models.layers import grouped
 from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.dispatch import Dispatch, Sizes, block
 from megatron_hetero.models.layers.experts import ExpertMLP, ExpertMLPModule, _Experts, chunks
@@ -231,7 +232,7 @@ def test_experts_with_no_rows_or_one(
     module.first.data.copy_(first.detach().flatten(0, 1))
     module.second.data.copy_(second.detach().flatten(0, 1))
     rows, factors = (tensor.detach().to(**options).requires_grad_() for tensor in (x, weights))
-    loops = mock.patch.object(layer, "_is_grouped", return_value=False)
+    loops = mock.patch.object(layer, "is_grouped", return_value=False)
     with contextlib.nullcontext() if one_kernel else loops:
         out = module(rows, factors, Dispatch.of(chosen.to(device)[:, None], 4, SilentGroup(1)))
         out.backward(cotangent.detach().to(**options))
@@ -290,13 +291,13 @@ def test_gradients_of_chunks_are_as_exact_as_those_of_one_product(pieces: int) -
 
 def test_a_chunk_writes_gradients_of_its_experts_only() -> None:
     written = []
-    real = layer._outer_products
+    real = grouped.outer_products
 
     def counted(*given: Any) -> Tensor:
         written.append(len(found := real(*given)))
         return found
 
-    with mock.patch.object(layer, "_outer_products", counted):
+    with mock.patch.object(grouped, "outer_products", counted):
         chunked(600, torch.float32)
     assert sum(written) == 2 * 4 and len(written) >= 4
 
@@ -327,8 +328,8 @@ def test_gpus_with_one_kernel_for_all_experts(
     dtype: torch.dtype, capability: tuple[int, int], one_kernel: bool
 ) -> None:
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability), FakeTensorMode():
-        assert layer._is_grouped(torch.empty(3, 16, dtype=dtype, device="cuda"), 16, 32) is one_kernel
-        assert not layer._is_grouped(torch.empty(3, 12, dtype=torch.bfloat16, device="cuda"), 12)
+        assert layer.is_grouped(torch.empty(3, 16, dtype=dtype, device="cuda"), 16, 32) is one_kernel
+        assert not layer.is_grouped(torch.empty(3, 12, dtype=torch.bfloat16, device="cuda"), 12)
 
 
 def test_blocks_of_experts() -> None:
