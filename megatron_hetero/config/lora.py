@@ -25,11 +25,13 @@ class LoraConfig(Section):
         0, "Rank of low-rank adapters (LoRA), which train in place of the module's own weights; 0: none.", at_least=0
     )
     alpha: float | None = option(None, "Adapters are scaled by alpha / r.", "r", above=0)
-    dropout: float = option(0.0, "Dropout of the input of adapters.", at_least=0, at_most=0.99)
+    dropout: float = option(
+        0.0, "Dropout of the input of adapters; those of experts have none.", at_least=0, at_most=0.99
+    )
     targets: tuple[str, ...] = option(
         (),
-        "Linear layers with adapters: names as in PEFT (`q_proj`, `attn.qkv`) or patterns (`*.layers.[0-3].*`); those of "
-        "the projector train in full unless named.",
+        "Linear layers with adapters: names as in PEFT (`q_proj`, `attn.qkv`, `experts.down_proj`) or patterns "
+        "(`*.layers.[0-3].*`); those of the projector train in full unless named.",
         "all but projector and head",
     )
     rslora: bool = option(False, "Scale by alpha / sqrt(r) (rsLoRA).")

@@ -19,11 +19,12 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megatron_hetero.base.errors import UserError, is_pattern, listed
+from megatron_hetero.base.errors import UserError, listed
 from megatron_hetero.config.fields import wrong
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
@@ -135,7 +136,7 @@ class Lora:
         """Add adapters beside the linear layers of `module`."""
         for parameter, slices in weights.items():
             owner, _, attribute = parameter.removeprefix(f"{name}.").rpartition(".")
-            adapters, layer = self._of(slices, ""), module.get_submodule(owner)
+            adapters, layer = self._of(slices, ""), cast(Any, module.get_submodule(owner))
             if adapters and attribute == "weight":
                 layer.lora = LowRank(self._shape_of(adapters, slices, *layer.weight.shape), site)
             elif attribute in OF_EXPERTS and (adapter := self._of_experts(slices, "")) is not None:
@@ -205,8 +206,8 @@ def _pair_of_experts(
     wide, first, second = split_length(r, 1), list[TensorSlice](), list[TensorSlice]()
     columns = slices[0].columns if slices[0].padding else None
     for place, expert in enumerate(numbers):
-        cut = {"padding": wide - r} if columns is None else {"columns": columns, "padding": slices[0].padding}
-        first.append(TensorSlice(name + A, (expert * r, expert * r + r), place * wide, **cut))
+        rows, padding = (expert * r, expert * r + r), wide - r if columns is None else slices[0].padding
+        first.append(TensorSlice(name + A, rows, place * wide, columns, padding))
     out = sum(each.rows[1] - each.rows[0] for each in slices) // len(numbers)
     below = dict.fromkeys(numbers, 0)
     for each in slices:
@@ -320,4 +321,4 @@ def _matching(
 
 
 def _matches(entry: str, name: str) -> bool:
-    return fnmatchcase(name, entry) if is_pattern(entry) else name == entry or name.endswith(f".{entry}")
+    return fnmatchcase(name, entry) or name.endswith(f".{entry}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -228,10 +228,13 @@ class _Experts(torch.nn.Module):
 
     def _matrices(self, name: str) -> Matrices:
         """Return those of all experts in the parameter of that name, with those of adapters beside it."""
-        lora: ExpertsLowRank | None = getattr(self, f"{name}_lora", None)
-        given = (getattr(self, name),) if lora is None else (getattr(self, name), lora.A, lora.B)
-        by_expert = (matrix.view(self.experts, -1, matrix.shape[1]) for matrix in given)
-        return Matrices(*by_expert) if lora is None else Matrices(*by_expert, scale=lora.scale)
+        weight, lora = getattr(self, name), cast(ExpertsLowRank | None, getattr(self, f"{name}_lora", None))
+        if lora is None:
+            return Matrices(self._by_expert(weight))
+        return Matrices(*map(self._by_expert, (weight, lora.A, lora.B)), scale=lora.scale)
+
+    def _by_expert(self, matrices: Tensor) -> Tensor:
+        return matrices.view(self.experts, -1, matrices.shape[1])
 
     def _inner(self, wide: Tensor, weights: Tensor) -> Tensor:
         """Compute gate and up [pairs, 2 ffn] to [pairs, ffn], times `weights` [pairs]."""
@@ -282,7 +285,7 @@ class _Chunked(torch.autograd.Function):
         (x, weights, *matrices), (cuts, ends, activate, scales) = ctx.saved_tensors, ctx.given
         layers, needed = _layers(matrices, scales), ctx.needs_input_grad[3:]
         grad_x, grad_weights, grad = torch.empty_like(x), torch.empty_like(weights), grad.contiguous()
-        grads = [torch.empty_like(m) if need else None for m, need in zip(matrices, needed, strict=True)]
+        grads = {at: torch.empty_like(matrices[at]) for at, need in enumerate(needed) if need}
         sums, sum_type = dict[int, Tensor](), torch.promote_types(x.dtype, torch.float32)
         for experts, rows, continues in cuts:
             (first, second), inside = (layer.of(experts) for layer in layers), _inside(ends, experts, rows)
@@ -299,8 +302,9 @@ class _Chunked(torch.autograd.Function):
                 if product is not None:
                     sums[at] = product + sums[at].to(sum_type) if continues else product
                     grads[at][experts] = sums[at]
-        return grad_x, grad_weights, None, *grads
+        return grad_x, grad_weights, None, *map(grads.get, range(len(matrices)))
 
 
-def _layers(matrices: Sequence[Any], scales: tuple[float, float]) -> tuple[Matrices, Matrices]:
-    return Matrices(*matrices[:3], scales[0]), Matrices(*matrices[3:], scales[1])
+def _layers(matrices: Sequence[Any], scales: tuple[float, float]) -> list[Matrices]:
+    of_layers = zip((matrices[:3], matrices[3:]), scales, strict=True)
+    return [Matrices(weight, a, b, scale) for (weight, a, b), scale in of_layers]

@@ -98,8 +98,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, low, *own = ctx.saved_tensors
-        matrices, grad, ends = Matrices(*own, ctx.scale), grad.contiguous(), ctx.ends
+        x, low, weight, a, b = ctx.saved_tensors
+        matrices, grad, ends = Matrices(weight, a, b, ctx.scale), grad.contiguous(), ctx.ends
         if ctx.needs_input_grad[0]:
             of_x, of_low = matrices.backward(grad, ends)
         else:
