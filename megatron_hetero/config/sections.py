@@ -446,8 +446,15 @@ class ExportConfig(Section):
 
     hf_dir: Path | None = option(
         None,
-        "Export the trained model to this folder in `transformers` format; only an earlier export is overwritten.",
+        "Export the trained model to this folder in `transformers` format, with adapters in PEFT's; only an earlier "
+        "export is overwritten.",
     )
+    merge: bool = option(False, "Export a whole model with its adapters merged, in place of a PEFT folder.")
+
+    def _check(self, section: str) -> None:
+        if self.merge and self.hf_dir is None:
+            why, fix = f"{section}.hf_dir is not set, so that nothing is exported", f"set {section}.hf_dir"
+            raise unused(f"{section}.merge", self.merge, why, fix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -288,7 +288,8 @@ def require_files(config: Config) -> None:
 
     model = config.model
     folders = [model.hf_path, model.hf_path_vision, *config.further_folders.values()]
-    for file in (file for folder in folders if folder is not None for file in weight_files(folder)):
+    adapters = [row.lora.hf_path for row in config.modules.values()]
+    for file in (file for folder in folders if folder is not None for file in weight_files(folder, adapters)):
         if not file.is_file():
             expected, fix = "weights, which the folder's index names", "download or copy the folder again"
             raise UserError.at(file, found=_found(file), expected=expected, fix=fix)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Union
 
@@ -78,17 +78,19 @@ def require_own_files(folder: Path) -> None:
                 raise UserError.at(path, found=f"a link to {place}", expected=expected, because=why, fix=fix)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder. Raises `UserError` if there are none or it is not clear which, or if the index
-    cannot be read or names files elsewhere, also by links.
+def weight_files(folder: Path, adapters: Iterable[Path | None] = ()) -> list[Path]:
+    """The weight files of a folder. `adapters`: folders whose adapters are loaded. Raises `UserError` if there are none
+    or it is not clear which, or if the index cannot be read or names files elsewhere, also by links.
     """
     require_own_files(folder)
     index, single = folder / INDEX, (folder / SINGLE).is_file()
-    if adapters := [name for name in ADAPTERS if (folder / name).exists()]:
+    loaded = any(each is not None and os.path.realpath(each) == os.path.realpath(folder) for each in adapters)
+    if not loaded and (found_here := [name for name in ADAPTERS if (folder / name).exists()]):
         beside = INDEX if index.is_file() else SINGLE if single else "no weights of a model"
-        found, expected = f"an adapter ({', '.join(adapters)}) beside {beside}", "a model's weights alone"
+        found, expected = f"an adapter ({', '.join(found_here)}) beside {beside}", "a model's weights alone"
         why = "transformers applies the adapter, which would be ignored here"
-        fix = "merge it (merge_and_unload of PEFT, then save_pretrained), or move it to another folder"
+        merge = "python -m megatron_hetero.cli.adapters merge"
+        fix = f"start from it with modules.NAME.lora.hf_path, merge it ({merge}), or move it to another folder"
         raise UserError.at(folder, found=found, expected=expected, because=why, fix=fix)
     if index.is_file():
         weight_map = read_object(index, _MOST_INDEX_BYTES).get("weight_map")
@@ -137,6 +139,8 @@ class FolderWriter:
     is in memory), then `finish`.
     """
 
+    single = SINGLE
+    """The name of the file if there is one."""
     copies: Collection[str] = ()
     """Tensors of another model, whose dtype the configuration does not state."""
 
@@ -166,7 +170,7 @@ class FolderWriter:
     def file_name(self, shard: int) -> str:
         """The file of a shard, named as transformers does."""
         total = len(self.shards)
-        return SINGLE if total == 1 else f"model-{shard + 1:05d}-of-{total:05d}.safetensors"
+        return self.single if total == 1 else f"model-{shard + 1:05d}-of-{total:05d}.safetensors"
 
     def finish(self, companions: Companions) -> None:
         """Add the index, the `companions` and the mark of an export, and move into place. The configuration gets the

@@ -48,14 +48,18 @@ class StoredWeights:
 
     @classmethod
     def open(
-        cls, folder: Path, canonical: Callable[[str], str] = lambda name: name, fused: Mapping[str, Fused] | None = None
+        cls,
+        folder: Path,
+        canonical: Callable[[str], str] = lambda name: name,
+        fused: Mapping[str, Fused] | None = None,
+        adapters: Iterable[Path | None] = (),
     ) -> StoredWeights:
-        """Open every file of weights. `canonical` maps stored names to canonical ones. Raises `UserError` for a
-        missing, truncated or unreadable file, for a name stored twice, and if the order of a fused tensor's dims is
-        unknown.
+        """Open every file of weights. `canonical` maps stored names to canonical ones. `adapters`: see `weight_files`.
+        Raises `UserError` for a missing, truncated or unreadable file, for a name stored twice, and if the order of a
+        fused tensor's dims is unknown.
         """
         weights = cls(folder, fused or {})
-        for path in weight_files(folder):
+        for path in weight_files(folder, adapters):
             weights._add(path, canonical)
         weights._require_known_order()
         return weights

@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.hf.weight_map import Share, TensorShapes, TensorSlice, WeightMap, split_length
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
+from megatron_hetero.models.adapter_folders import FolderTensors, read_folders
 from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.frozen import any_layer
@@ -59,13 +61,24 @@ class Adapter:
 @dataclass(frozen=True)
 class Lora:
     """The adapters of a module: an `Added`. `freezes`: tensors of folders that do not train unless `model.train` names
-    them.
+    them. `start`: first values, if they are not new.
     """
 
     adapters: tuple[Adapter, ...]
     freezes: frozenset[str]
     dropout: float = 0.0
     lr_ratio: float = 1.0
+    start: FolderTensors | None = None
+
+    @property
+    def replaces(self) -> frozenset[str]:
+        """Tensors of the model's folder that other first values replace."""
+        return frozenset() if self.start is None else self.start.replaced
+
+    @property
+    def folder(self) -> Path | None:
+        """The PEFT folder that first values come from, if one does."""
+        return None if self.start is None else self.start.folder.folder
 
     @cached_property
     def _by_tensor(self) -> Mapping[str, Adapter]:
@@ -126,7 +139,9 @@ class Lora:
         return tuple(first), tuple(second)
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return A as PEFT draws it, uniform within 1 / sqrt(in), and B of zeros."""
+        """Return A as PEFT draws it, uniform within 1 / sqrt(in), and B of zeros, or the values of a PEFT folder."""
+        if self.start is not None:
+            return self.start.read(name, shape)
         if name.endswith(B):
             return torch.zeros(shape)
         bound = 1 / math.sqrt(shape[1])
@@ -229,7 +244,12 @@ def _length(each: TensorSlice) -> int:
 def with_adapters(shapes: ModelShapes, modules: Mapping[str, ModuleConfig]) -> ModelShapes:
     """Return the shapes with the adapters of each module. Raises `UserError`."""
     chosen = {name: row.lora for name, row in modules.items() if row.lora.enabled and name in shapes.modules}
-    of_modules = {name: replace(shapes[name], added=_lora(name, lora, shapes)) for name, lora in chosen.items()}
+    folders = {name: lora.hf_path for name, lora in chosen.items() if lora.hf_path is not None}
+    layers = {name: dict(linear_layers(shapes[name].architecture)) for name in shapes.modules} if folders else {}
+    starts = read_folders(folders, shapes, layers)
+    added = {name: _lora(name, lora, shapes) for name, lora in chosen.items() if name not in starts}
+    added |= {name: _of_folder(start, chosen[name], shapes[name].architecture) for name, start in starts.items()}
+    of_modules = {name: replace(shapes[name], added=each) for name, each in added.items()}
     encoders = {name: of_modules.get(name, shape) for name, shape in shapes.encoders.items()}
     return replace(shapes, encoders=encoders, text=of_modules.get(TEXT, shapes.text))  # pyright: ignore[reportArgumentType]
 
@@ -268,10 +288,20 @@ def _lora(module: str, lora: LoraConfig, shapes: ModelShapes) -> Lora:
         _require_low(module, name, r, shape_of(name, architecture.in_folder))
         scale = alpha / (math.sqrt(r) if lora.rslora else r)
         adapters.append(Adapter(name, r, scale, experts.get(name, 0)))
-    parts = {layers[name] for name in chosen}
-    of_projector = architecture.projector.keys()
-    freezes = frozenset(name for name in architecture.in_folder if (name in of_projector) in parts)
-    return Lora(tuple(adapters), freezes, lora.dropout, lora.lr_ratio)
+    return Lora(tuple(adapters), _freezes(chosen, architecture), lora.dropout, lora.lr_ratio)
+
+
+def _freezes(chosen: Sequence[str], architecture: Architecture) -> frozenset[str]:
+    """Return the tensors of the module, or of its projector, or of both, if layers of that have adapters."""
+    parts = {architecture.is_of_projector(f"{name}.weight") for name in chosen}
+    return frozenset(name for name in architecture.in_folder if architecture.is_of_projector(name) in parts)
+
+
+def _of_folder(start: FolderTensors, lora: LoraConfig, architecture: Architecture) -> Lora:
+    """Return the adapters of a PEFT folder."""
+    adapters = tuple(Adapter(*each) for each in start.adapters)
+    freezes = _freezes([each.name for each in adapters], architecture)
+    return Lora(adapters, freezes, lora.dropout, lora.lr_ratio, start=start)
 
 
 def _require_low(module: str, name: str, r: int, shape: tuple[int, ...]) -> None:

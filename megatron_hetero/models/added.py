@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,6 +21,16 @@ class Added(Protocol):
         """Tensors of folders that do not train beside these, unless `model.train` names them."""
         ...
 
+    @property
+    def replaces(self) -> frozenset[str]:
+        """Tensors of folders that have other first values."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that first values come from, if one does."""
+        ...
+
     def tensors(self, stored: TensorShapes) -> TensorShapes:
         """Return the tensors beside `stored` ones. Names are those of the module's architecture."""
         ...
@@ -31,7 +42,7 @@ class Added(Protocol):
         ...
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return the first values of a whole added tensor, fp32."""
+        """Return the first values of a whole tensor, added or replaced, fp32. `name`: with the module's prefix."""
         ...
 
     def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:

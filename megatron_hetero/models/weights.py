@@ -132,20 +132,27 @@ def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tens
 
 
 def _with_added(opened: Mapping[str, StoredWeights], shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
-    """Let weights of modules have the first values of tensors that no folder has."""
+    """Let weights of modules have the first values of tensors that no folder has, or that others replace."""
     result = dict(opened)
     for name, weights in opened.items():
         if (added := shapes[name].architecture.added) is not None:
-            new = tensors_of(name, shapes).items() - tensors_of(name, shapes, in_folder=True).items()
+            in_folder, prefix = tensors_of(name, shapes, in_folder=True), prefix_of(name, shapes)
+            new = tensors_of(name, shapes).items() - in_folder.items()
+            new |= {(prefix + each, in_folder[prefix + each]) for each in added.replaces}
             drawn = {each: added.initial(each, size, generator_of(seed, each)) for each, size in new}
             result[name] = replace(weights, fresh={**weights.fresh, **drawn})
     return result
 
 
+def _adapters(shapes: ModelShapes) -> list[Path | None]:
+    """Return the folders whose adapters are loaded."""
+    return [added.folder for name in shapes.modules if (added := shapes[name].added) is not None]
+
+
 def open_text(folders: ModelFolders, shapes: ModelShapes) -> StoredWeights:
     """Open the stored weights of `text`, without checking them. Raises `UserError` for files that are damaged."""
     family = family_of(shapes.text.family)
-    weights = StoredWeights.open(folders.text, family.canonical_name, fused_of(TEXT, shapes))
+    weights = StoredWeights.open(folders.text, family.canonical_name, fused_of(TEXT, shapes), _adapters(shapes))
     return replace(weights, copied=family.copied)
 
 
@@ -180,7 +187,7 @@ def _open_encoder(name: str, folder: Path, shapes: ModelShapes, anew: frozenset[
     """Open the weights of an encoder, `anew` excepted. The folder may hold a whole model, of which the language model
     is ignored.
     """
-    weights = StoredWeights.open(folder, partial(_canonical_name, name, shapes))
+    weights = StoredWeights.open(folder, partial(_canonical_name, name, shapes), adapters=_adapters(shapes))
     others = frozenset(weights.shapes) - _beginning(weights, prefix_of(name, shapes))
     weights.require(_without(anew, tensors_of(name, shapes, in_folder=True)), others | anew)
     return weights

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -33,6 +34,8 @@ Value = Callable[[TrainedModule, str], Tensor]
 """Returns a tensor in the shape of a parameter, by its name in a module of this rank. Collective over the ranks that
 share the parameter's data- and context-parallel group.
 """
+Writer = Callable[..., AbstractContextManager[Callable[[str, Tensor], None]]]
+"""See `model_writer`."""
 
 
 def export_model(
@@ -45,19 +48,22 @@ def export_model(
     *,
     transposed: bool = False,
     source: StoredWeights | None = None,
+    writer: Writer = model_writer,
+    only: Collection[str] | None = None,
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Collective; each rank passes its own
     modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `transposed`, `source`: see
-    `model_writer`. Raises `SharedError` if the folder cannot be written; nothing of it is left then.
+    `model_writer`. `writer`: that, or another with the same arguments. `only`: stored tensors that it writes, if not
+    all. Raises `SharedError` if the folder cannot be written; nothing of it is left then.
     """
     on_first(topology.files, lambda: require_writable(target))  # Before anything is sent.
-    parts, working = gather_parameters(modules, topology), topology.watchdog.working
+    parts, working = gather_parameters(modules, topology, only=only), topology.watchdog.working
 
     def write() -> None:
         try:
             with contextlib.ExitStack() as writing:
-                writer = model_writer(target, shapes, dtype, companions, transposed=transposed, source=source)
-                put = writing.enter_context(writer)
+                opened = writer(target, shapes, dtype, companions, transposed=transposed, source=source)
+                put = writing.enter_context(opened)
                 for name, tensor in assemble(parts, stored_shapes(shapes)):
                     with working():
                         put(name, tensor)
@@ -79,9 +85,11 @@ def gather_parameters(
     modules: Sequence[TrainedModule],
     topology: Topology,
     value: Value = TrainedModule.whole_weight,
+    only: Collection[str] | None = None,
 ) -> Iterator[OwnedSlices]:
     """Yield on the writer every parameter of each stage of the first replicas, view by view, from the ranks that have
-    parts of it: what `value` has of it. Collective: every rank passes its own modules and exhausts the iterator.
+    parts of it: what `value` has of it. `only`: stored tensors whose parameters are yielded, if not all. Collective:
+    every rank passes its own modules and exhausts the iterator.
     """
     own = {(module.name, module.view): module for module in modules}
     for name, layout in topology.layouts.items():
@@ -89,26 +97,28 @@ def gather_parameters(
             holders = stage.groups(*view.part_axes)[0]
             if topology.rank == FIRST:
                 # In turns: holders have parts of the same stored tensors in the same order.
-                streams = [_from(holder, own.get((name, view)), value, topology) for holder in holders]
+                streams = [_from(holder, own.get((name, view)), value, topology, only) for holder in holders]
                 yield from chain.from_iterable(zip(*streams, strict=True))
             elif topology.rank in holders:
-                _send(_own_parts(own[name, view], value), topology)
+                _send(_own_parts(own[name, view], value, only), topology)
             elif topology.rank in stage:
-                deque(_own_parts(own[name, view], value), maxlen=0)
+                deque(_own_parts(own[name, view], value, only), maxlen=0)
 
 
-def _from(holder: int, own: TrainedModule | None, value: Value, topology: Topology) -> Iterator[OwnedSlices]:
+def _from(
+    holder: int, own: TrainedModule | None, value: Value, topology: Topology, only: Collection[str] | None
+) -> Iterator[OwnedSlices]:
     """Return the parameters of `holder`, on the writer's CPU."""
     if holder != FIRST:
         return _received(holder, topology)
     assert own is not None, "the writer holds a part of the module"
-    return ((slices, values.cpu()) for slices, values in _own_parts(own, value))
+    return ((slices, values.cpu()) for slices, values in _own_parts(own, value, only))
 
 
-def _own_parts(module: TrainedModule, value: Value) -> Iterator[OwnedSlices]:
+def _own_parts(module: TrainedModule, value: Value, only: Collection[str] | None) -> Iterator[OwnedSlices]:
     """Yield this rank's parameters, except a tied copy that another stage sends."""
     for name, slices in module.own_map.items():
-        if name != module.tied_copy:
+        if name != module.tied_copy and (only is None or any(each.name in only for each in slices)):
             yield slices, value(module, name).detach()
 
 

@@ -31,6 +31,7 @@ from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.layers.packages import package_facts
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
+from megatron_hetero.train.adapter_export import require_exportable
 from megatron_hetero.train.log import unwritable
 
 PACKAGES = (
@@ -74,6 +75,7 @@ class Inputs:
             return cls(weights, processor, mixture, held_out, {}, transposed)
         if config.export.hf_dir is not None:
             require_writable(config.export.hf_dir)
+            require_exportable(job)
         changes = export_changes(job.folders, asdict(config), encoders)
         companions = companions_of({TEXT: config.model.hf_path, **encoders}, changes)
         source = weights[TEXT] if weights[TEXT].unchanged else None

@@ -15,6 +15,7 @@ from megatron_hetero.base.outputs import BAD_RECORDS
 from megatron_hetero.checkpoint.resume import Resumed
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.data.loader import StepBatch, StepLoader
+from megatron_hetero.train.adapter_export import writer_of
 from megatron_hetero.train.hf_export import export_model
 from megatron_hetero.train.inputs import Inputs
 from megatron_hetero.train.log import Writer
@@ -73,8 +74,11 @@ class Run:
             yield batch
 
     def export(self, target: Path) -> None:
-        """Write the model to `target` in `transformers` format. Raises `SharedError`, as `export_model` does."""
+        """Write the model to `target` in `transformers` format, adapters in PEFT's unless they are merged. Raises
+        `SharedError`, as `export_model` does.
+        """
         trainer, inputs = self.trainer, self.inputs
+        writer, only = writer_of(trainer.job)
         with trainer.topology.watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
             export_model(
                 trainer.optimizer.modules,
@@ -85,6 +89,8 @@ class Run:
                 trainer.job.dtype,
                 transposed=inputs.transposed,
                 source=inputs.source,
+                writer=writer,
+                only=only,
             )
 
 

@@ -42,6 +42,8 @@ class LowRank:
 
     rank: int
     freezes: ClassVar[frozenset[str]] = frozenset()
+    replaces: ClassVar[frozenset[str]] = frozenset()
+    folder: ClassVar[Path | None] = None
 
     def _is_beside(self, name: str) -> bool:
         return name.endswith(("_proj.weight", "attn.qkv.weight"))

@@ -1,0 +1,276 @@
+"""PEFT folders as starts of a model's adapters: which module takes which key of a folder, and the values it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_hetero.base.errors import UserError, listed
+from megatron_hetero.base.files import resolved
+from megatron_hetero.hf.fused_tensors import Cut, Fused
+from megatron_hetero.hf.peft_folders import Pair, PeftFolder, from_columns
+from megatron_hetero.layout.names import TEXT
+from megatron_hetero.models.registry import family_of
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import fused_of, prefix_of, tensors_of
+
+_HEADS = ("", "model.", "model.language_model.")
+"""What paths may lack: an adapter of a language model or of a model without a head begins further inside."""
+
+
+class FolderAdapter(NamedTuple):
+    """An adapter of a folder. `name`: of the layer in its module's architecture, without `.weight`; `experts`: their
+    number, if it is of a parameter of experts.
+    """
+
+    name: str
+    r: int
+    scale: float
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class FolderTensors:
+    """What a module takes from a PEFT folder.
+
+    Attributes:
+        folder: the folder.
+        adapters: its adapters of the module, in the order of the architecture.
+        replaced: names in the architecture of tensors of the model's folder that it replaces.
+        keys: key of each stored tensor, by full name, with the number of experts, and where in the tensor it is.
+    """
+
+    folder: PeftFolder
+    adapters: tuple[FolderAdapter, ...]
+    replaced: frozenset[str]
+    keys: Mapping[str, tuple[str, int, Cut | None]] = field(hash=False)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor of that full name, fp32."""
+        key, experts, cut = self.keys[name]
+        values = self.folder.read(key).float()
+        if experts and key.endswith(".lora_B.weight"):
+            values = from_columns(values, experts)
+        return (values if cut is None else cut.turned(values[cut.source()])).reshape(shape)
+
+
+def read_folders(
+    folders: Mapping[str, Path], shapes: ModelShapes, layers: Mapping[str, Collection[str]]
+) -> dict[str, FolderTensors]:
+    """Return what each module takes from its PEFT folder. Modules may share one: each takes its own keys.
+
+    Args:
+        folders: `modules.NAME.lora.hf_path` by module.
+        shapes: of the model, without adapters.
+        layers: by module, names in the architecture of what can have adapters: see `linear_layers`.
+
+    Raises:
+        UserError: a folder is broken or of an unsupported kind, or has what no module takes, or of other shapes.
+    """
+    sharing = dict[Path, list[str]]()
+    for module, folder in folders.items():
+        sharing.setdefault(resolved(folder, _setting(module)), []).append(module)
+    found = dict[str, FolderTensors]()
+    for modules in sharing.values():
+        folder = PeftFolder.open(folders[modules[0]], _setting(modules[0]))
+        takers = {module: _Taker(module, shapes, folder, layers[module]) for module in modules}
+        for pair in folder.pairs:
+            taken = [taker.take_pair(pair) for taker in takers.values()]
+            if not any(taken):
+                raise _not_taken(pair.path, folder, modules, shapes, layers)
+        for name in folder.whole:
+            taken = [taker.take_whole(name) for taker in takers.values()]
+            if not any(taken):
+                raise _not_taken(name, folder, modules, shapes, layers)
+        for module, taker in takers.items():
+            if not taker.keys:
+                other, fix = folder.where, f"remove {_setting(module)}, or set r to start from new adapters"
+                problem = f"{folder.folder} has nothing of {module}"
+                raise UserError.at(_setting(module), problem=f"{problem} ({other})", fix=fix)
+            found[module] = taker.result()
+    return found
+
+
+def _setting(module: str) -> str:
+    return f"modules.{module}.lora.hf_path"
+
+
+class _Taker:
+    """Collects what one module takes."""
+
+    def __init__(self, module: str, shapes: ModelShapes, folder: PeftFolder, layers: Collection[str]) -> None:
+        self.module, self.shapes, self.folder, self.layers = module, shapes, folder, layers
+        self.prefix, self.stored = prefix_of(module, shapes), tensors_of(module, shapes, in_folder=True)
+        self.fused: Mapping[str, Fused] = fused_of(module, shapes)
+        self.adapters = dict[str, FolderAdapter]()
+        self.keys = dict[str, tuple[str, int, Cut | None]]()
+        self.zero = set[str]()
+
+    def result(self) -> FolderTensors:
+        order = {name: number for number, name in enumerate(self.layers)}
+        adapters = tuple(sorted(self.adapters.values(), key=lambda each: order[each.name]))
+        replaced = frozenset(name.removeprefix(self.prefix) for name in self.keys if name in self.stored)
+        return FolderTensors(self.folder, adapters, replaced, self.keys)
+
+    def take_pair(self, pair: Pair) -> bool:
+        """Take an adapter if it is the module's. Raises `UserError` if it does not fit."""
+        for name in _names(self.module, pair.path, self.shapes):
+            if name in self.layers:
+                out, inputs = self.stored[f"{self.prefix}{name}.weight"]
+                self._require(pair, pair.path, {pair.path: (out, inputs)})
+                self._add(pair, name, pair.path, pair.first[0], 0)
+                return True
+            of_module = {kind: f"{name}.{kind}" for kind in ("gate_up_proj", "down_proj")}
+            if any(each in self.layers for each in of_module.values()):
+                self._take_experts(pair, of_module)
+                return True
+        return False
+
+    def _take_experts(self, pair: Pair, of_module: Mapping[str, str]) -> None:
+        sizes = {each: self.fused[self.prefix + each] for each in of_module.values()}
+        matrices = {each: (sum(fused.rows), fused.columns) for each, fused in sizes.items()}
+        name = self._require(pair, pair.path, matrices)
+        experts, rows = len(sizes[name].names), pair.first[0]
+        if rows % experts:
+            found, expected = f"lora_A.weight of {pair.path} with {rows} rows", f"a multiple of {experts} experts"
+            raise UserError.at(self.folder.where, found=found, expected=expected, fix="use an adapter of this model")
+        kind = name.rpartition(".")[2]
+        self._add(pair, name, f"{pair.path}.{kind}", rows // experts, experts)
+
+    def _require(self, pair: Pair, path: str, matrices: Mapping[str, tuple[int, int]]) -> str:
+        """Return the matrix that a pair fits. Raises `UserError`."""
+        out, inputs = pair.second[0], pair.first[1]
+        if fitting := next((name for name, shape in matrices.items() if shape == (out, inputs)), None):
+            return fitting
+        expected = " or ".join(f"one of {list(shape)}" for shape in matrices.values())
+        raise UserError.at(
+            f"{self.folder.where}: {path}",
+            found=f"an adapter of a weight of {[out, inputs]}",
+            expected=expected,
+            because=f"that is its shape in {self.module}",
+            fix="use an adapter of this model, or the base that it was trained beside",
+        )
+
+    def _add(self, pair: Pair, name: str, path: str, r: int, experts: int) -> None:
+        full = self.prefix + name
+        if name in self.adapters or name in self.zero:
+            found, fix = f"a second adapter of {path}", "restore the file as PEFT wrote it"
+            raise UserError.at(self.folder.where, found=found, expected="one of each layer", fix=fix)
+        scale = self.folder.scale(path, r)
+        if self.folder.is_zero(pair):
+            self.zero.add(name)
+            return
+        self.adapters[name] = FolderAdapter(name, r, scale, experts)
+        self.keys |= {f"{full}.lora_{kind}.weight": (f"{pair.key}.lora_{kind}.weight", experts, None) for kind in "AB"}
+
+    def take_whole(self, key: str) -> bool:
+        """Take a tensor that replaces one of the module's, if it does. Raises `UserError` if it does not fit."""
+        shape = self.folder.whole[key]
+        for name in _names(self.module, key, self.shapes):
+            full = self.prefix + name
+            if full in self.stored:
+                self._require_shape(key, shape, self.stored[full])
+                self._require_tied(key, name)
+                parts: Mapping[str, Cut | None] = {full: None}
+            elif (fused := self.fused.get(full)) is not None:
+                self._require_shape(key, shape, fused.shape(False))
+                parts = dict(fused.cuts(False))
+            elif name in self.shapes[self.module].architecture.stored_twice:
+                self._require_tied(key, name)
+                return True
+            else:
+                continue
+            for part, cut in parts.items():
+                if part in self.keys:
+                    found, fix = f"{key} a second time", "restore the file as PEFT wrote it"
+                    raise UserError.at(self.folder.where, found=found, expected="each tensor once", fix=fix)
+                self.keys[part] = key, 0, cut
+            return True
+        return False
+
+    def _require_shape(self, key: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if shape != expected and (len(shape) < 2 or shape[0] != expected[0] or prod(shape) != prod(expected)):
+            where, fix = f"{self.folder.where}: {key}", "use an adapter of this model"
+            why = f"that is its shape in {self.module}"
+            raise UserError.at(where, found=str(list(shape)), expected=str(list(expected)), because=why, fix=fix)
+
+    def _require_tied(self, key: str, name: str) -> None:
+        """Check that a tensor does not untie embedding and head. Raises `UserError`."""
+        twice = self.shapes[self.module].architecture.stored_twice
+        if name in twice or name in twice.values():
+            raise UserError.at(
+                f"{self.folder.where}: {key}",
+                found="an embedding or head of its own",
+                expected="the base's",
+                because="config.json ties them (tie_word_embeddings), and PEFT unties what it saves whole",
+                fix="train an adapter without it in modules_to_save, or untie the base model first",
+            )
+
+
+def _names(module: str, path: str, shapes: ModelShapes) -> Iterator[str]:
+    """Yield the names in a module's architecture that the path of a layer or tensor in a PEFT folder may have."""
+    architecture, family = shapes[module].architecture, family_of(shapes[module].family)
+    for head in _HEADS:
+        name = family.canonical_name(head + path)
+        if name.startswith(architecture.namespace):
+            yield name.removeprefix(architecture.namespace)
+
+
+def _not_taken(
+    path: str,
+    folder: PeftFolder,
+    modules: Collection[str],
+    shapes: ModelShapes,
+    layers: Mapping[str, Collection[str]],
+) -> UserError:
+    """Return the error for a key that no module with this folder takes."""
+    where = f"{folder.where}: {path}"
+    for other in (name for name in (*shapes.own, TEXT) if name not in modules):
+        known = {*layers[other], *shapes[other].architecture.in_folder}
+        known |= {each.removeprefix(prefix_of(other, shapes)) for each in fused_of(other, shapes)}
+        known |= {each.rpartition(".")[0] for each in layers[other]}
+        if known.intersection(_names(other, path, shapes)):
+            return UserError.at(
+                where,
+                problem=f"the folder of {' and '.join(map(_setting, modules))} has what {other} takes",
+                because="nothing of an adapter is ignored",
+                fix=f"set {_setting(other)} (--{other}-lora.hf_path) to the same folder too",
+            )
+    kind = "an adapter of a layer that cannot have one here, or of another model"
+    for module in modules:
+        of_tensors = shapes[module].architecture
+        for name in _names(module, path, shapes):
+            if f"{name}.weight" in of_tensors.in_folder or f"{name}.weight" in of_tensors.stored_twice:
+                kind = f"an adapter of {_what(module, name, shapes)}"
+            elif ".experts." in name:
+                kind = "an adapter of a single expert"
+    if path in folder.whole:
+        kind = "a tensor that the model does not have"
+    expected = f"adapters of linear layers of {' and '.join(modules)}, but routers and heads"
+    fix = "use an adapter of this model that was trained without it"
+    return UserError.at(where, found=kind, expected=expected, because=_because(modules, layers), fix=fix)
+
+
+def _because(modules: Collection[str], layers: Mapping[str, Collection[str]]) -> str:
+    kinds = dict.fromkeys(name.rpartition(".")[2] for module in modules for name in layers[module])
+    return f"these are {listed(kinds, 12)}"
+
+
+def _what(module: str, name: str, shapes: ModelShapes) -> str:
+    """Return what a tensor with a weight is that cannot have an adapter."""
+    architecture = shapes[module].architecture
+    shape = architecture.in_folder.get(f"{name}.weight", ())
+    if name.endswith("lm_head") or f"{name}.weight" in architecture.stored_twice:
+        return "the head"
+    if name.endswith("mlp.gate"):
+        return "a router"
+    if name.endswith("shared_expert_gate"):
+        return "the gate of a shared expert"
+    if len(shape) > 2:
+        return "a convolution"
+    return "an embedding" if not architecture.is_of_layer(f"{name}.weight") else "a layer that cannot have one"
