@@ -183,29 +183,62 @@ def _missing(module: str, shapes: ModelShapes, adapters: Collection[str]) -> dic
     return {name: (size[0], size[1]) for name, size in sizes.items()}
 
 
-def _whole(module: str, shapes: ModelShapes, names: set[str], adapters: Collection[str]) -> Iterator[_Whole]:
+def _whole(module: str, shapes: ModelShapes, names: Collection[str], adapters: Collection[str]) -> Iterator[_Whole]:
     """Yield the modules that have tensors with these names. Raises `UserError` if they cannot be saved whole."""
+    for owner, (inside, chosen) in _owners(module, shapes, names).items():
+        if (error := _refusal(owner, inside, chosen, module, shapes, adapters)) is not None:
+            raise error
+        yield _Whole(
+            _path(owner, module, shapes), {name: PREFIX + _path(name, module, shapes) for name in inside}
+        )
+
+
+def saved_whole(module: str, shapes: ModelShapes, names: Collection[str]) -> frozenset[str]:
+    """Return those of these tensors of a module that a PEFT folder can have beside its adapters."""
+    prefix, lora = prefix_of(module, shapes), lora_of(module, shapes)
+    adapters = () if lora is None else [prefix + each.name for each in lora.adapters]
+    found = set[str]()
+    for owner, (inside, chosen) in _owners(module, shapes, names).items():
+        if _refusal(owner, inside, chosen, module, shapes, adapters) is None:
+            found |= chosen
+    fused = fused_of(module, shapes)
+    return frozenset(name for name in names if name in found or any(name in fused[each].parts for each in found & fused.keys()))
+
+
+def _owners(module: str, shapes: ModelShapes, names: Collection[str]) -> dict[str, tuple[list[str], set[str]]]:
+    """Return the modules in `transformers` of these tensors, with all tensors inside and those of `names`, in which
+    fused tensors are in place of their parts.
+    """
     fused = fused_of(module, shapes)
     fused_name = {part: name for name, each in fused.items() for part in each.parts}
     stored = dict.fromkeys(fused_name.get(name, name) for name in tensors_of(module, shapes, in_folder=True))
     chosen = {fused_name.get(name, name) for name in names}
     owners = dict.fromkeys(name.rpartition(".")[0] for name in stored if name in chosen)
-    members = {owner: [name for name in stored if name.startswith(f"{owner}.")] for owner in owners}
-    prefix, twice = prefix_of(module, shapes), shapes[module].architecture.stored_twice
-    for owner, inside in members.items():
-        path = _path(owner, module, shapes)
-        if any(name.removeprefix(prefix) in twice.values() for name in inside):
-            raise _unfit(
-                f"{path}, which trains in full", "an embedding that is frozen", "PEFT would untie it from the head"
-            )
-        if owner in adapters or any(each.startswith(f"{owner}.") for each in adapters):
-            what, why = f"{path}, of which something trains in full", "PEFT saves a module in full, or adapters of it"
-            raise _unfit(what, "adapters alone", why)
-        if any(name.rpartition(".")[0] != owner for name in inside):
-            own = [name.rpartition(".")[2] for name in inside if name in chosen and name.rpartition(".")[0] == owner]
-            what, why = f"{path}, of which {listed(own)} train in full", "PEFT would save all modules inside it too"
-            raise _unfit(what, "modules without others inside", why)
-        yield _Whole(path, {name: PREFIX + _path(name, module, shapes) for name in inside})
+    inside = {owner: list[str]() for owner in owners}
+    for name in stored:
+        parent = name
+        while parent := parent.rpartition(".")[0]:
+            if parent in inside:
+                inside[parent].append(name)
+    return {owner: (names, chosen.intersection(names)) for owner, names in inside.items()}
+
+
+def _refusal(
+    owner: str, inside: Collection[str], chosen: set[str], module: str, shapes: ModelShapes, adapters: Collection[str]
+) -> UserError | None:
+    """Return why a module of which `chosen` tensors train cannot be saved whole, if it cannot."""
+    path, prefix = _path(owner, module, shapes), prefix_of(module, shapes)
+    if any(name.removeprefix(prefix) in shapes[module].architecture.stored_twice.values() for name in inside):
+        found, why = f"{path}, which trains in full", "PEFT would untie it from the head"
+        return _unfit(found, "an embedding that is frozen", why)
+    if any(name.rpartition(".")[0] != owner for name in inside):
+        own = [name.rpartition(".")[2] for name in chosen if name.rpartition(".")[0] == owner]
+        found, why = f"{path}, of which {listed(own)} train in full", "PEFT would save all modules inside it too"
+        return _unfit(found, "modules without others inside", why)
+    if owner in adapters or any(each.startswith(f"{owner}.") for each in adapters):
+        found, why = f"{path}, of which something trains in full", "PEFT saves a module in full, or adapters of it"
+        return _unfit(found, "adapters alone", why)
+    return None
 
 
 def _unfit(found: str, expected: str, why: str) -> UserError:

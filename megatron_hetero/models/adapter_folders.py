@@ -96,6 +96,18 @@ def read_folders(
     return found
 
 
+def modules_in(folder: PeftFolder, shapes: ModelShapes, layers: Mapping[str, Collection[str]]) -> list[str]:
+    """Return those of the model's own modules that take something from a PEFT folder. Raises `UserError` for what does
+    not fit.
+    """
+    takers = {module: _Taker(module, shapes, folder, layers[module]) for module in (*shapes.own, TEXT)}
+    takes = {
+        module: [*map(taker.take_pair, folder.pairs), *map(taker.take_whole, folder.whole)]
+        for module, taker in takers.items()
+    }
+    return [module for module, taken in takes.items() if any(taken)]
+
+
 def _setting(module: str) -> str:
     return f"modules.{module}.lora.hf_path"
 
