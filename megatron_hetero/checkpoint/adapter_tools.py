@@ -4,7 +4,7 @@ one process: tensors stream from file to file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
@@ -33,7 +33,7 @@ from megatron_hetero.models.adapter_export import (
     saved_whole,
 )
 from megatron_hetero.models.adapter_folders import modules_in
-from megatron_hetero.models.adapters import A, Adapter, B, Lora, is_target, linear_layers, with_adapters
+from megatron_hetero.models.adapters import A, Adapter, B, Lora, fused_name, is_target, linear_layers, with_adapters
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
@@ -176,7 +176,7 @@ def split_adapter(
 ) -> Split:
     """Write the adapter of rank `r` that is nearest to the difference of two models as a PEFT folder: for each layer
     the leading singular vectors of the difference of its weights (Eckart and Young 1936). It is exact if the difference
-    has that rank. Other tensors that differ are saved whole where PEFT can.
+    has that rank. Tensors that are not of linear layers are saved whole if they differ and PEFT can have them.
 
     Args:
         sources: the base.
@@ -209,9 +209,12 @@ def split_adapter(
     if not has_adapters(shapes):
         where, fix = tuned.model, "name other targets, or give a model that was tuned from the base"
         raise UserError.at(where, problem="no linear layer that can have an adapter differs from the base", fix=fix)
-    adapted = {part for module in shapes.modules for _, parts in _layers(module, shapes) for part in parts}
-    whole = {name for module in shapes.modules for name in saved_whole(
-        module, shapes, (changed - adapted) & tensors_of(module, plain).keys())}  # fmt: skip
+    adapted, whole = set[str](), set[str]()
+    for module in shapes.modules:
+        adapted |= {part for _, parts in _layers(module, shapes) for part in parts}
+        linear = {f"{prefix_of(module, shapes)}{name}" for name, _ in linear_layers(shapes[module].architecture)}
+        others = changed & {name for name in tensors_of(module, plain) if _owner(name, linear) is None}
+        whole |= saved_whole(module, shapes, others)
     left_out = tuple(name for name in stored if name in changed and name not in adapted | whole)
     trained = added_shapes(shapes).keys() | whole
     bases, companions = {TEXT: sources.model, **sources.encoders}, _companions(sources, folders)
@@ -235,6 +238,11 @@ def split_adapter(
     values = sum(torch.Size(size).numel() for size in added_shapes(shapes).values())
     own = sqrt(errors[worst][0] / errors[worst][1])
     return Split(len(errors), len(whole), values, sqrt(missing / every), (worst, own), left_out)
+
+
+def _owner(name: str, linear: Collection[str]) -> str | None:
+    """Return the linear layer, or the layer's experts, that a stored tensor is of, if it is of one."""
+    return next((each for each in (name.rpartition(".")[0], fused_name(name)) if each in linear), None)
 
 
 def _require_same(base: ModelShapes, tuned: ModelShapes, where: Path) -> None:

@@ -58,8 +58,8 @@ def split(options: argparse.Namespace) -> str:
             sources, tuned, options.out.absolute(), options.r, options.targets, DTYPES[options.dtype], advance
         )
     text = (
-        f"wrote {options.out}: adapters of {done.layers} layers, {done.values:,} values, and {done.whole} whole tensors, "
-        f"in {time.perf_counter() - start:.1f} s\n"
+        f"wrote {options.out}: adapters of {done.layers} layers, {done.values:,} values, "
+        f"and {done.whole} whole tensors, in {time.perf_counter() - start:.1f} s\n"
         f"relative error {done.error:.2e} of the difference, at most {done.worst[1]:.2e} in a layer ({done.worst[0]})"
     )
     if done.left_out:

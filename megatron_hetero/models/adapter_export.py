@@ -188,9 +188,7 @@ def _whole(module: str, shapes: ModelShapes, names: Collection[str], adapters: C
     for owner, (inside, chosen) in _owners(module, shapes, names).items():
         if (error := _refusal(owner, inside, chosen, module, shapes, adapters)) is not None:
             raise error
-        yield _Whole(
-            _path(owner, module, shapes), {name: PREFIX + _path(name, module, shapes) for name in inside}
-        )
+        yield _Whole(_path(owner, module, shapes), {name: PREFIX + _path(name, module, shapes) for name in inside})
 
 
 def saved_whole(module: str, shapes: ModelShapes, names: Collection[str]) -> frozenset[str]:
@@ -201,8 +199,8 @@ def saved_whole(module: str, shapes: ModelShapes, names: Collection[str]) -> fro
     for owner, (inside, chosen) in _owners(module, shapes, names).items():
         if _refusal(owner, inside, chosen, module, shapes, adapters) is None:
             found |= chosen
-    fused = fused_of(module, shapes)
-    return frozenset(name for name in names if name in found or any(name in fused[each].parts for each in found & fused.keys()))
+    found |= {part for name, fused in fused_of(module, shapes).items() if name in found for part in fused.parts}
+    return frozenset(found.intersection(names))
 
 
 def _owners(module: str, shapes: ModelShapes, names: Collection[str]) -> dict[str, tuple[list[str], set[str]]]:
@@ -250,7 +248,7 @@ def _config(
     contents: _Contents, name: str, modules: Iterable[str], shapes: ModelShapes, bases: Mapping[str, Path]
 ) -> str:
     targets = [
-        Target(_path(full, module, shapes), each.r, each.scale, _experts(each) > 0)
+        Target(_path(full, module, shapes), each.r, each.scale, each.experts > 0)
         for full, (module, each) in contents.adapters.items()
     ]
     r, scale = targets[0].r, targets[0].scale
@@ -260,16 +258,12 @@ def _config(
     return config_text(targets, whole, str(bases[name]), TASK if name == TEXT else None, dropout)
 
 
-def _experts(adapter: Adapter) -> int:
-    return getattr(adapter, "experts", 0)
-
-
 def _keys(contents: _Contents, shapes: ModelShapes) -> Iterator[tuple[str, str, str, Adapter]]:
     """Yield the full name of each adapter, what its keys begin with, its module, and itself."""
     paths = {full: _path(full, module, shapes) for full, (module, _) in contents.adapters.items()}
     for full, (module, adapter) in contents.adapters.items():
         path = paths[full]
-        if _experts(adapter):
+        if adapter.experts:
             # The parameter that comes first in the module is wrapped first.
             path, _, kind = path.rpartition(".")
             path += ".base_layer" if kind != "down_proj" and f"{path}.down_proj" in paths.values() else ""
@@ -289,7 +283,7 @@ def _sizes(
         return reduce(torch.promote_types, each)
 
     for full, key, _, adapter in _keys(contents, shapes):
-        first, (rows, r), copies = stored[full + A], stored[full + B], _experts(adapter) or 1
+        first, (rows, r), copies = stored[full + A], stored[full + B], adapter.experts or 1
         sizes |= {key + A: first, key + B: (rows // copies, r * copies)}
         dtypes |= {key + A: dtype_of(full + A), key + B: dtype_of(full + B)}
     for path, (out, inputs) in contents.zero.items():
@@ -310,7 +304,7 @@ def _puts(
     puts, fused = dict[str, Callable[[Tensor], None]](), _fused(modules, shapes)
     for full, key, _, adapter in _keys(contents, shapes):
         puts[full + A] = partial(writer.put, key + A)
-        puts[full + B] = partial(_put_second, writer, key + B, _experts(adapter))
+        puts[full + B] = partial(_put_second, writer, key + B, adapter.experts)
     for whole in contents.whole:
         for name, key in whole.tensors.items():
             if name in fused:
@@ -373,7 +367,7 @@ class Merging:
         for adapter in lora.adapters:
             name = prefix + adapter.name
             self._adapters[name] = adapter
-            if not _experts(adapter):
+            if not adapter.experts:
                 self._places[f"{name}.weight"] = _Place(name, 0, slice(None))
                 continue
             for part, cut in fused[name].cuts(False):
@@ -399,6 +393,6 @@ class Merging:
                 return
             adapter = self._adapters[place.name]
             first, second = self._low[place.name + A].float(), self._low[place.name + B].float()
-            if copies := _experts(adapter):
+            if copies := adapter.experts:
                 first, second = (each.chunk(copies)[place.expert] for each in (first, second))
             self._put(name, torch.addmm(self.waiting.pop(name).float(), second[place.rows], first, alpha=adapter.scale))

@@ -350,5 +350,10 @@ def _matching(
     raise UserError.at(setting, found=f"`{entry}`{guess}", expected=expected, because=because, fix=fix)
 
 
+def is_target(entry: str, module: str, name: str, shapes: ModelShapes) -> bool:
+    """Whether an entry of `lora.targets` matches a linear layer of a module."""
+    return any(_matches(entry, each) for each in _names(module, name, shapes))
+
+
 def _matches(entry: str, name: str) -> bool:
     return fnmatchcase(name, entry) or name.endswith(f".{entry}")
