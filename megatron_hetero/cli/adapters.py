@@ -63,7 +63,7 @@ def split(options: argparse.Namespace) -> str:
         f"relative error {done.error:.2e} of the difference, at most {done.worst[1]:.2e} in a layer ({done.worst[0]})"
     )
     if done.left_out:
-        text += f"\nleft out: {listed(done.left_out)}, which differ but cannot be saved beside these adapters"
+        text += f"\nleft out: {listed(done.left_out)}, which differ and are in no adapter"
     return text
 
 

@@ -137,6 +137,7 @@ def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
     model, resume = config.model, config.checkpoint.resume
     paths: dict[str, Path | None] = {"model.hf_path": model.hf_path, "model.hf_path_vision": model.hf_path_vision}
     paths |= {f"modules.{name}.hf_path": folder for name, folder in config.further_folders.items()}
+    paths |= {f"modules.{name}.lora.hf_path": row.lora.hf_path for name, row in config.modules.items()}
     for name, dataset in config.data.registry.items():
         setting = f"data.registry.{name}"
         paths |= {f"{setting}.annotations": dataset.annotations, f"{setting}.images": dataset.images}

@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -109,23 +109,23 @@ class PeftFolder:
 
     def scale(self, path: str, r: int) -> float:
         """Return the scale of an adapter of rank `r`. `path`: of the layer, or of the parameter of experts. Raises
-        `UserError` if the configuration has another rank.
+        `UserError` if the configuration has no such rank for it.
         """
-        declared = self._pattern("rank_pattern", path, self.config["r"])
-        if declared != r:
+        # PEFT writes patterns sorted: which of those that match was the first is not known.
+        declared = [*self._matching("rank_pattern", path), self.config["r"]]
+        if r not in declared:
             why = "PEFT divides alpha by the former, and would not load the latter"
             where, fix = f"{self.where}: {path}", "restore both files as PEFT wrote them"
-            found = f"rank {declared} in {ADAPTER_CONFIG} beside matrices of rank {r}"
+            found = f"rank {declared[0]} in {ADAPTER_CONFIG} beside matrices of rank {r}"
             raise UserError.at(where, found=found, expected="the same", because=why, fix=fix)
-        alpha = self._pattern("alpha_pattern", path, self.config["lora_alpha"])
+        alpha = next(self._matching("alpha_pattern", path), self.config["lora_alpha"])
         return alpha / (math.sqrt(r) if self.config.get("use_rslora") else r)
 
-    def _pattern(self, key: str, path: str, default: float) -> float:
-        """Return the value of the first pattern that matches a path, as PEFT does."""
+    def _matching(self, key: str, path: str) -> Iterator[float]:
+        """Yield the values of patterns that match a path."""
         for pattern, value in (self.config.get(key) or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", path):
-                return value
-        return default
+                yield value
 
     def read(self, key: str) -> Tensor:
         """Read a tensor by its key without `PREFIX`. Raises `UserError` if a value is not finite."""

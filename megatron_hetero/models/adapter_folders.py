@@ -253,7 +253,7 @@ def _not_taken(
                 because="nothing of an adapter is ignored",
                 fix=f"set {_setting(other)} (--{other}-lora.hf_path) to the same folder too",
             )
-    kind = "an adapter of a layer that cannot have one here, or of another model"
+    kind = "an adapter of a layer that the model does not have"
     for module in modules:
         of_tensors = shapes[module].architecture
         for name in _names(module, path, shapes):
@@ -263,7 +263,7 @@ def _not_taken(
                 kind = "an adapter of a single expert"
     if path in folder.whole:
         kind = "a tensor that the model does not have"
-    expected = f"adapters of linear layers of {' and '.join(modules)}, but routers and heads"
+    expected = f"adapters of linear layers of {' and '.join(modules)}"
     fix = "use an adapter of this model that was trained without it"
     return UserError.at(where, found=kind, expected=expected, because=_because(modules, layers), fix=fix)
 
