@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 
 import torch
@@ -82,7 +82,8 @@ def merge_adapter(
         raise UserError.at(adapter, found=found, expected="a whole projector", because=why, fix=fix)
     stored = stored_shapes(shapes)
     dtypes = {name: weights.dtype(name) if dtype == STORED else DTYPES[dtype] for name in stored}
-    low, names = added_shapes(shapes), [name for name in stored if name not in added_shapes(shapes)]
+    low = added_shapes(shapes)
+    names = [name for name in stored if name not in low]
     total, done, companions = sum(map(weights.size, stored)), 0, _companions(sources, folders)
     transposed, source = weights.text.transposed, weights.text if weights.text.unchanged else None
     with merging_writer(target, shapes, dtypes, companions, limit, transposed, source) as put:
@@ -90,7 +91,7 @@ def merge_adapter(
             put(name, weights.whole(name))
             done += weights.size(name)
             advance("merging", done, total)
-    written = sum(weights.size(name) // weights.dtype(name).itemsize * dtypes[name].itemsize for name in names)
+    written = sum(prod(stored[name]) * dtypes[name].itemsize for name in names)
     kinds = sorted({str(dtypes[name]).removeprefix("torch.") for name in names})
     return Copied(len(names), written, tuple(kinds), weights.text.notice)
 
@@ -124,27 +125,31 @@ class _Weights:
 
     by_module: Mapping[str, StoredWeights]
     module_of: Mapping[str, str]
-    shapes: ModelShapes
+    sizes: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def open(cls, sources: ModelSources, folders: ModelFolders, shapes: ModelShapes) -> _Weights:
         opened = open_modules(folders, shapes, 0) | open_encoders(sources.encoders, shapes, 0)
-        return cls(opened, {name: module for module in shapes.modules for name in tensors_of(module, shapes)}, shapes)
+        return cls(
+            opened,
+            {name: module for module in shapes.modules for name in tensors_of(module, shapes)},
+            stored_shapes(shapes),
+        )
 
     @property
     def text(self) -> StoredWeights:
         return self.by_module[TEXT]
 
     def whole(self, name: str) -> Tensor:
-        size = tensors_of(self.module_of[name], self.shapes)[name]
-        return self.by_module[self.module_of[name]].whole(name).reshape(size)
+        return self.by_module[self.module_of[name]].whole(name).reshape(self.sizes[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.by_module[self.module_of[name]].dtype(name)
+        """The dtype in the model's folder, or of a tensor that it does not have."""
+        weights = self.by_module[self.module_of[name]]
+        return (replace(weights, fresh={}) if name in weights.shapes else weights).dtype(name)
 
     def size(self, name: str) -> int:
-        size = tensors_of(self.module_of[name], self.shapes)[name]
-        return torch.Size(size).numel() * self.dtype(name).itemsize
+        return prod(self.sizes[name]) * self.dtype(name).itemsize
 
 
 # --------------------------------------------------------------------------------------------------- split
@@ -235,7 +240,7 @@ def split_adapter(
     missing = sum(lost for lost, _ in errors.values()) + sum(_squares(base, new, name) for name in left_out)
     every = sum(every for _, every in errors.values()) + sum(_squares(base, new, name) for name in (*whole, *left_out))
     worst = max(errors, key=lambda name: errors[name][0] / errors[name][1])
-    values = sum(torch.Size(size).numel() for size in added_shapes(shapes).values())
+    values = sum(map(prod, added_shapes(shapes).values()))
     own = sqrt(errors[worst][0] / errors[worst][1])
     return Split(len(errors), len(whole), values, sqrt(missing / every), (worst, own), left_out)
 

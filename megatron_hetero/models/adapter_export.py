@@ -109,7 +109,7 @@ def adapter_writer(
 ) -> Iterator[Put]:
     """Write a PEFT folder that `PeftModel.from_pretrained` loads: yields a function that takes stored tensors by name,
     of which it writes `adapter_tensors`, all of which it has to get. Adapters of further encoders are in PEFT folders
-    of their own, `encoders/NAME`. One folder's tensors are in memory at a time.
+    of their own, `encoders/NAME`. All of a folder is in memory before it is written, as PEFT reads one file.
 
     `dtype`: one for all, or by name. `companions`: as `model_writer`, of which configurations are left out. `trained`:
     stored tensors that train, adapters too. `bases`: the model's folder, for `text`, and those of further encoders.

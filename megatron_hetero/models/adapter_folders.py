@@ -19,8 +19,8 @@ from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import fused_of, prefix_of, tensors_of
 
-_HEADS = ("", "model.", "model.language_model.")
-"""What paths may lack: an adapter of a language model or of a model without a head begins further inside."""
+_HEADS = ("", "model.", "visual.")
+"""What paths may lack: those of a model without a head, or of an encoder alone, begin further inside."""
 
 
 class FolderAdapter(NamedTuple):
@@ -51,9 +51,9 @@ class FolderTensors:
     keys: Mapping[str, tuple[str, int, Cut | None]] = field(hash=False)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor of that full name, fp32."""
+        """Return the tensor of that full name, in its stored dtype."""
         key, experts, cut = self.keys[name]
-        values = self.folder.read(key).float()
+        values = self.folder.read(key)
         if experts and key.endswith(".lora_B.weight"):
             values = from_columns(values, experts)
         return (values if cut is None else cut.turned(values[cut.source()])).reshape(shape)

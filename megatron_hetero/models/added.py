@@ -42,12 +42,12 @@ class Added(Protocol):
         ...
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return the first values of a whole tensor, added or replaced, fp32. `name`: with the module's prefix."""
+        """Return the first values of a whole tensor, added or replaced. `name`: with the module's prefix."""
         ...
 
     def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:
-        """Add the parameters to the torch module of a layer or end of that `name`. `weights`: its own on this rank, with
-        names in the whole module and in the architecture.
+        """Add the parameters to the torch module of a layer or end of that `name`. `weights`: its own on this rank,
+        with names in the whole module and in the architecture.
         """
         ...
 

@@ -23,9 +23,10 @@ def adapted(base: Path, std: float = 0.2, **options: Any) -> Any:
     """A model with random adapters of `peft`; what it saves whole is random too."""
     import peft
 
+    given: dict[str, Any] = {"r": 4, "lora_alpha": 6, **options}
     with warnings.catch_warnings():  # It looks for patterns in names of modules alone.
         warnings.simplefilter("ignore")
-        model = peft.get_peft_model(load(base), peft.LoraConfig(**{"r": 4, "lora_alpha": 6} | options))
+        model = peft.get_peft_model(load(base), peft.LoraConfig(**given))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(5)
         for name, parameter in model.named_parameters():

@@ -56,7 +56,7 @@ def test_dtypes_of_merged_folders(base: Path, tmp_path: Path) -> None:
     """The base's by default; sums are in fp32, and rounded once."""
     half = shutil.copytree(base, tmp_path / "half")
     rewrite(half, lambda name, tensor: {name: tensor.bfloat16() if "norm" not in name else tensor})
-    adapter = write_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    adapter = write_adapter(base, tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=["merger.mlp.0"])
     assert tool("merge", half, adapter, tmp_path / "stored") == 0
     assert tool("merge", half, adapter, tmp_path / "float", "--dtype", "float32") == 0
     stored, whole, before = (
@@ -66,7 +66,7 @@ def test_dtypes_of_merged_folders(base: Path, tmp_path: Path) -> None:
     assert all(torch.equal(each.to(stored[name].dtype), stored[name]) for name, each in whole.items())
     assert json.loads((tmp_path / "float" / "config.json").read_text())["dtype"] == "float32"
     changed = {name for name, each in whole.items() if not torch.equal(each, before[name].float())}
-    assert changed == {name for name in whole if name.endswith("q_proj.weight")}
+    assert changed == {name for name in whole if name.endswith("q_proj.weight") or "merger.mlp.0" in name}
 
 
 def test_published_folders_of_experts(tmp_path: Path) -> None:
