@@ -34,6 +34,7 @@ from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.frozen import any_layer
+from megatron_hetero.models.layers.dropout import Dropout
 from megatron_hetero.models.layers.low_rank import ExpertsLowRank, LowRank, LowRankShape, Rows
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.shapes import ModelShapes
@@ -59,13 +60,14 @@ class Adapter:
 @dataclass(frozen=True)
 class Lora:
     """The adapters of a module: an `Added`. `freezes`: tensors of folders that do not train unless `model.train` names
-    them.
+    them. `dropout`: of the inputs of layers, drawn with `seed`.
     """
 
     adapters: tuple[Adapter, ...]
     freezes: frozenset[str]
     dropout: float = 0.0
     lr_ratio: float = 1.0
+    seed: int = 0
 
     @cached_property
     def _by_tensor(self) -> Mapping[str, Adapter]:
@@ -161,7 +163,12 @@ class Lora:
             scales=tuple(each.scale for each in adapters),
             rows=tuple(rows),
             by_input=slices[0].columns is not None,
+            dropout=self._dropout_of(slices[0]) if self.dropout else None,
         )
+
+    def _dropout_of(self, first: TensorSlice) -> Dropout:
+        """Return the dropout of a layer whose parameter begins with that slice."""
+        return Dropout.of(self.dropout, self.seed, first.name, first.columns[0] if first.columns else 0)
 
 
 OF_EXPERTS = "first", "second"
@@ -226,10 +233,13 @@ def _length(each: TensorSlice) -> int:
 # ------------------------------------------------------------------------------------------------- configuration
 
 
-def with_adapters(shapes: ModelShapes, modules: Mapping[str, ModuleConfig]) -> ModelShapes:
-    """Return the shapes with the adapters of each module. Raises `UserError`."""
+def with_adapters(shapes: ModelShapes, modules: Mapping[str, ModuleConfig], seed: int = 0) -> ModelShapes:
+    """Return the shapes with the adapters of each module. `seed`: of dropout. Raises `UserError`."""
     chosen = {name: row.lora for name, row in modules.items() if row.lora.enabled and name in shapes.modules}
-    of_modules = {name: replace(shapes[name], added=_lora(name, lora, shapes)) for name, lora in chosen.items()}
+    of_modules = {
+        name: replace(shapes[name], added=replace(_lora(name, lora, shapes), seed=seed))
+        for name, lora in chosen.items()
+    }
     encoders = {name: of_modules.get(name, shape) for name, shape in shapes.encoders.items()}
     return replace(shapes, encoders=encoders, text=of_modules.get(TEXT, shapes.text))  # pyright: ignore[reportArgumentType]
 
