@@ -1,8 +1,9 @@
-"""Ids of the tokens and patches that ranks work on, by which dropout is drawn: the same in every layout and micro-batch,
-and different in every step.
+"""Ids of the tokens and patches that ranks work on, by which dropout is drawn: equal in every layout and micro-batch,
+different in every step.
 
-    text      number of the sample in the stream, place of the token in the sample
-    encoder   number of the sample in the stream, of the item in it, of the piece in the item; the patch's coordinates
+    text       number of the sample in the stream, place of the token in the sample
+    encoder    number of the sample in the stream, of the item in it, and of the piece in that; place of the patch in
+               the piece, unit by unit in raster order
 """
 
 from __future__ import annotations
@@ -92,22 +93,23 @@ def _of_encoder(
         sources = np.array(every, np.int64).reshape(-1, 3)
         shards = partitioner.encoder_shards(name, [tuple(pack.shape for pack in of_one) for of_one in called])
         found[m] = [
-            _sharded(
-                mixed_bits(*sources[_pieces(part, partitioner.rank)].T, *own.positions), own.embedded + own.padding, tp
-            )
+            _sharded(_of_patches(part, partitioner.rank, sources), own.embedded + own.padding, tp)
             for part, own in zip(shards.parts, share.encoders[name], strict=True)
         ]
     return found
 
 
-def _pieces(part: EncoderShards, rank: int) -> np.ndarray:
-    """Return the number of the piece of each patch of a rank's shard, int64."""
-    at = part.layout.coordinate(rank)
-    shards, member, pieces = part.replica(at.dp), at.cp * part.layout.sp + at.sp, part.assigned[at.dp]
-    ends = np.cumsum([0, *(part.shape.rows(part.sizes[piece]) for piece in pieces)])
-    last = int(shards.units[: member + 1].sum())
-    units = np.diff(ends.clip(last - int(shards.units[member]), last))
-    return np.repeat(np.array(pieces, np.int64), units * part.shape.unit)
+def _of_patches(part: EncoderShards, rank: int, sources: np.ndarray) -> np.ndarray:
+    """Return the ids of the patches of a rank's shard. `sources`: of all pieces, int64 [pieces, 3]."""
+    at, unit, found, before = part.layout.coordinate(rank), part.shape.unit, [np.zeros(0, np.int64)], 0
+    shards, member = part.replica(at.dp), at.cp * part.layout.sp + at.sp
+    first, stop = (int(shards.units[:end].sum()) for end in (member, member + 1))
+    for piece in part.assigned[at.dp]:
+        units = part.shape.order(part.sizes[piece]).units.astype(np.int64)
+        own = units[max(0, first - before) : max(0, stop - before)]
+        found.append(mixed_bits(*sources[piece], (own[:, None] * unit + np.arange(unit)).ravel()))
+        before += len(units)
+    return np.concatenate(found)
 
 
 def _tp(partitioner: StepPartitioner, module: str) -> int:
@@ -127,9 +129,10 @@ def with_ids(
     result = dict(inputs)
     for name, of_parts in ids.items():
         given = inputs[name].parts if isinstance(inputs[name], InParts) else [inputs[name]]
+        moved = [on_device(torch.from_numpy(own), platform.device) for own in of_parts]
         parts = [
-            replace(part, attention=replace(part.attention, ids=TokenIds(on_device(torch.from_numpy(own), platform.device))))
-            for part, own in zip(given, of_parts, strict=True)
-        ]  # fmt: skip
+            replace(part, attention=replace(part.attention, ids=TokenIds(each)))
+            for part, each in zip(given, moved, strict=True)
+        ]
         result[name] = InParts(parts) if isinstance(inputs[name], InParts) else parts[0]
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -17,6 +18,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import get_vision_window_index
 
+from megatron_hetero.data.device import to_device
 from megatron_hetero.models.adapters import Lora
 from tests.parity import runs
 from tests.parity.cases import (
@@ -30,6 +32,7 @@ from tests.parity.cases import (
     Case,
     ask_oracle,
     flags_of,
+    norm_of,
     zero,
 )
 from tests.support.matrix import thinned
@@ -107,12 +110,11 @@ class SameDropout(nn.Module):
 
 
 def patch_ids(tower: Any, sample: int, grids: Tensor) -> list[int]:
-    """In the order in which the tower works: units of 2 by 2 patches, those of Qwen2.5-VL by windows."""
+    """In the order in which the tower works: units of four patches, those of Qwen2.5-VL by windows."""
     found = []
-    for item, (_, height, width) in enumerate(grids.tolist()):
-        for row, column in ((row, column) for row in range(0, height, 2) for column in range(0, width, 2)):
-            places = [(row, column), (row, column + 1), (row + 1, column), (row + 1, column + 1)]
-            found.append([mixed(sample, item, 0, *place) for place in places])
+    for item, grid in enumerate(grids.tolist()):
+        places = range(math.prod(grid))
+        found += [[mixed(sample, item, 0, place) for place in places[start : start + 4]] for start in places[::4]]
     if hasattr(tower, "window_size"):
         order, _ = get_vision_window_index(
             grids, spatial_merge_size=2, window_size=tower.window_size, patch_size=tower.patch_size
@@ -239,3 +241,59 @@ def test_gradients(case: Case, alone: Get, pools: Callable[[int], Pool]) -> None
         if not difference <= 1e-3 * float(expected.norm()):
             wrong[name] = difference / float(expected.norm())
     assert not wrong and len(gradients) > 20
+
+
+UPDATED = [
+    Case("tp:2", "cp:2", 2, micro=2, flags=FRUGAL),
+    Case("dp:2", "tp:2", 2, micro=4, flags=("--text-tp_overlap", "3")),
+    Case("pp:2", "dp:2", 2, flags=BUDGET),
+    Case("sp:4", "tp:2,pp:2", 4, micro=2),
+]
+RATE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], dict[str, Tensor], float]:
+    """Folder, losses, and what trains after three clipped steps of AdamW, with the norm of its change."""
+    it = Alone.of(tmp_path_factory.mktemp("steps"), UPDATED[0], everywhere=False)
+    before = {name: parameter.detach().clone() for name, parameter in it.trained.items()}
+    optimizer, losses, batch = torch.optim.AdamW(it.trained.values(), lr=RATE, weight_decay=0.0), list[float](), 8
+    for step in range(3):
+        losses.append(it.step(step * batch, (step + 1) * batch))
+        torch.nn.utils.clip_grad_norm_(it.trained.values(), 1.0)
+        optimizer.step()
+    after = {name: parameter.detach() for name, parameter in it.trained.items()}
+    return it.folder, losses, after, norm_of({name: after[name] - before[name] for name in after})
+
+
+@pytest.mark.parametrize("case", thinned(UPDATED, 2), ids=str)
+def test_three_steps(
+    case: Case, three_steps: tuple[Path, list[float], dict[str, Tensor], float], pools: Callable[[int], Pool]
+) -> None:
+    """Dropout of a step does not depend on the steps before it, so that a run may go on in another layout."""
+    folder, losses, after, update = three_steps
+    flags = f"--train.iters 3 --optimizer.lr {RATE} --optimizer.schedule constant"
+    got = pools(case.ranks).run(partial(worker, runs.train), flags_of(case, folder, *LORA, *flags.split()))[0]
+    assert got["losses"] == pytest.approx(losses, rel=1e-5)
+    wrong = {name: torch.from_numpy(got["weights"][name]).view_as(value) - value for name, value in after.items()}
+    assert norm_of(wrong) <= 2e-3 * update
+
+
+def ids_on_device(flags: list[str]) -> list[bool]:
+    """Whether modules get ids, in training and in evaluation."""
+    run = runs.build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    trainer = run.trainer
+    moved = [
+        to_device(batch.micro_batches[0], trainer.job, trainer.topology.platform, trains=trains).inputs
+        for trains in (True, False)
+    ]
+    return [inputs[name].attention.ids is not None for inputs in moved for name in ("vision", "text")]
+
+
+def test_ids_are_for_dropout_in_training_only(alone: Get, pools: Callable[[int], Pool]) -> None:
+    case = CASES[0]
+    folder, *_ = alone(case, True)
+    text_only = ["--text-lora.r", "2", "--text-lora.dropout", "0.1", "--vision-lora.r", "2"]
+    for lora, expected in ((LORA, [True, True]), (text_only, [False, True]), ([], [False, False])):
+        assert pools(1).run(ids_on_device, flags_of(case, folder, *lora))[0] == [*expected, False, False]
