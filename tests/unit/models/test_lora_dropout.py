@@ -62,10 +62,9 @@ def test_no_direction_of_the_mask_is_longer_than_that_of_random_numbers() -> Non
     about sqrt(m) + sqrt(n).
     """
     mask = normalised(0.5)
-    random = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).sign()
-    expected = float(torch.linalg.matrix_norm(random, 2))
     for other in (torch.ones(1), normalised(0.5, "b.weight"), mask.roll(1, 0), mask.roll(1, 1)):
-        assert float(torch.linalg.matrix_norm(mask * other, 2)) == pytest.approx(expected, rel=0.05)
+        some = (mask * other)[:800, :600]
+        assert float(torch.linalg.matrix_norm(some, 2)) == pytest.approx(800**0.5 + 600**0.5, rel=0.05)
 
 
 def test_a_part_of_the_columns_has_the_mask_of_the_whole() -> None:
