@@ -13,6 +13,7 @@ from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.data.encoder_shards import EncoderShare
 from megatron_hetero.data.loader import MicroBatch
 from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.data.token_ids import with_ids
 from megatron_hetero.data.token_shards import TokenShare
 from megatron_hetero.groups.platform import Platform, on_device
 from megatron_hetero.job.job import JobSpec
@@ -29,7 +30,7 @@ PADDING_TOKEN = 0
 
 def to_device(batch: MicroBatch, job: JobSpec, platform: Platform, *, trains: bool = True) -> DeviceMicroBatch:
     """Move a micro-batch to the device; patches arrive in the dtype of the job. `trains`: whether a loss that balances
-    experts counts.
+    experts counts, and adapters have dropout.
     """
     own, inputs = batch.share, {}
     for name, shares in own.encoders.items():
@@ -41,7 +42,7 @@ def to_device(batch: MicroBatch, job: JobSpec, platform: Platform, *, trains: bo
         balanced = _balanced(batch.pack, own.text, platform, balance) if balance else None
         inputs[TEXT] = replace(_text_input(batch.pack, own.text, platform, job.outputs), balanced=balanced)
     boundaries = {edge: load_plan(part, platform.device) for edge, part in own.boundaries.items()}
-    return DeviceMicroBatch(inputs, boundaries, own.calls)
+    return DeviceMicroBatch(with_ids(inputs, batch.ids, platform) if trains else inputs, boundaries, own.calls)
 
 
 def _encoder_input(share: EncoderShare, patches: Tensor | None, platform: Platform) -> EncoderInput:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -42,6 +42,7 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, SampleLimits, TokenizedSample, pack
 from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
 from megatron_hetero.data.processor import Processor, ReaderProcesses
+from megatron_hetero.data.token_ids import modules_with_dropout, token_ids
 from megatron_hetero.groups.collective import on_every, require_alike
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
@@ -67,13 +68,14 @@ class MicroBatch:
     `pack`: None on ranks outside the text module. `samples`: numbers of its samples in the stream; empty outside the
     text module. `patches`: by encoder, for each part, fp32 [patches of this rank, padding included, elements of a
     patch]; for the first micro-batch of a call the patches of all its micro-batches; without encoders for which nobody
-    has an item, and outside an encoder's first stage.
+    has an item, and outside an encoder's first stage. `ids`: see `token_ids`.
     """
 
     pack: PackedBatch | None
     share: MicroBatchShare
     patches: Mapping[str, Sequence[Tensor]]
     samples: tuple[int, ...] = ()
+    ids: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict[str, Sequence[np.ndarray]])
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class _Own(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class StepLoader:
     """Loads `StepBatch`es for one rank. `text_work`: predicted flops of a sample of so many tokens. `what`: name of a
-    step in messages. `skips_bad`: whether samples with bad records are left out, rather than errors.
+    step in messages. `skips_bad`: whether samples with bad records are left out, rather than errors. `with_ids`:
+    modules whose tokens get ids.
     """
 
     mixture: Mixture
@@ -121,6 +124,7 @@ class StepLoader:
     text_work: Callable[[int], float]
     what: str = "step"
     skips_bad: bool = False
+    with_ids: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, job: JobSpec, mixture: Mixture, processor: Processor, topology: Topology) -> StepLoader:
@@ -129,7 +133,8 @@ class StepLoader:
         reader = ReaderProcesses(processor, data.workers) if data.worker_type == "process" else processor
         limits = SampleLimits(data.max_seq_length, patches, data.too_long)
         partitioner, skips_bad = StepPartitioner.of(job, topology.rank), data.bad_records == "skip"
-        return cls(mixture, reader, topology, partitioner, dealing_of(job), limits, job.text_work, skips_bad=skips_bad)
+        more = {"skips_bad": skips_bad, "with_ids": modules_with_dropout(job)}
+        return cls(mixture, reader, topology, partitioner, dealing_of(job), limits, job.text_work, **more)
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
@@ -189,9 +194,10 @@ class StepLoader:
             for share, parts in zip(shares, decoded, strict=True)
         ]
         numbers = [() if self._replica is None else tuple(of_round[self._replica]) for of_round in deal]
+        ids = token_ids(self.partitioner, self.with_ids, deal, gathered, shares)
         everything = [pack for packs_of in gathered for pack in packs_of]
         return StepBatch(
-            micro_batches=tuple(MicroBatch(*parts) for parts in zip(packs, shares, patches, numbers, strict=True)),
+            micro_batches=tuple(MicroBatch(*parts) for parts in zip(packs, shares, patches, numbers, ids, strict=True)),
             supervised=sum(pack.supervised for pack in everything),
             tokens=sum(pack.tokens for pack in everything),
             sizes={

@@ -41,6 +41,7 @@ from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.attention import AttentionParams, PackedSelfAttention
 from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.delta_net import DeltaNet, DeltaNetModule
+from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.experts import ExpertMLPModule
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
 from megatron_hetero.models.layers.offload import OffloadSizes
@@ -138,10 +139,13 @@ def part_of(
     if part.kind == "layer":
         layer, plan = model.layers[0], _attention(module.layout, shard)
         table = _tensor(2, shard.tokens, module.shape.rotary.width)
-        return lambda hidden: [layer._once(table, plan, LayerCall(shard.tokens, memo=memo), hidden)], hidden
+        return lambda hidden: [
+            layer._once(table, plan, LayerCall(shard.tokens, ids=plan.ids, memo=memo), hidden)
+        ], hidden
     if measured.is_text:
         return partial(_loss, model, shard), hidden
-    return lambda hidden: [model.get_submodule(end.name)(hidden) for end in model.outputs], hidden
+    ids = _ids(shard)
+    return lambda hidden: [model.get_submodule(end.name)(hidden, ids) for end in model.outputs], hidden
 
 
 def _embed(model: Any, tokens: Tensor) -> list[Tensor]:
@@ -222,7 +226,11 @@ def _attention(layout: Layout, shard: SequenceShard) -> AttentionParams:
         others = np.diff(even_cuts(sum(shard.lengths) - shard.member, layout.cp - 1))
         cp_lengths = shard.member, *others.tolist()
     segments = _segments(shard.segments, cp_lengths)
-    return AttentionParams(segments, sp_lengths, cp_lengths, windows, lengths=shard.lengths)
+    return AttentionParams(segments, sp_lengths, cp_lengths, windows, shard.lengths, _ids(shard))
+
+
+def _ids(shard: SequenceShard) -> TokenIds:
+    return TokenIds(_tensor(shard.padded // shard.local, shard.local, dtype=torch.int64))
 
 
 def _segments(spans: Spans, cp_lengths: tuple[int, ...] = ()) -> PackedSegments:

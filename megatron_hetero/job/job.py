@@ -112,7 +112,7 @@ class JobSpec:
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
         shapes = ModelShapes.of(folders, config.further_folders)
         _require_modules(config, shapes)
-        shapes = with_adapters(shapes, config.modules)
+        shapes = with_adapters(shapes, config.modules, config.train.seed)
         _require_experts(config, shapes)
         frozen = Frozen.of(shapes, model.freeze, model.train)
         _require_trained_projectors(config, shapes, frozen)

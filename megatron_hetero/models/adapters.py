@@ -36,6 +36,7 @@ from megatron_hetero.models.adapter_folders import FolderTensors, read_folders
 from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.frozen import any_layer
+from megatron_hetero.models.layers.dropout import Dropout
 from megatron_hetero.models.layers.low_rank import ExpertsLowRank, LowRank, LowRankShape, Rows
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.shapes import ModelShapes
@@ -61,13 +62,14 @@ class Adapter:
 @dataclass(frozen=True)
 class Lora:
     """The adapters of a module: an `Added`. `freezes`: tensors of folders that do not train unless `model.train` names
-    them. `start`: first values, if they are not new.
+    them. `dropout`: of the inputs of layers, drawn with `seed`. `start`: first values, if they are not new.
     """
 
     adapters: tuple[Adapter, ...]
     freezes: frozenset[str]
     dropout: float = 0.0
     lr_ratio: float = 1.0
+    seed: int = 0
     start: FolderTensors | None = None
 
     @property
@@ -176,7 +178,12 @@ class Lora:
             scales=tuple(each.scale for each in adapters),
             rows=tuple(rows),
             by_input=slices[0].columns is not None,
+            dropout=self._dropout_of(slices[0]) if self.dropout else None,
         )
+
+    def _dropout_of(self, first: TensorSlice) -> Dropout:
+        """Return the dropout of a layer whose parameter begins with that slice."""
+        return Dropout.of(self.dropout, self.seed, first.name, first.columns[0] if first.columns else 0)
 
 
 OF_EXPERTS = "first", "second"
@@ -241,15 +248,15 @@ def _length(each: TensorSlice) -> int:
 # ------------------------------------------------------------------------------------------------- configuration
 
 
-def with_adapters(shapes: ModelShapes, modules: Mapping[str, ModuleConfig]) -> ModelShapes:
-    """Return the shapes with the adapters of each module. Raises `UserError`."""
+def with_adapters(shapes: ModelShapes, modules: Mapping[str, ModuleConfig], seed: int = 0) -> ModelShapes:
+    """Return the shapes with the adapters of each module. `seed`: of dropout. Raises `UserError`."""
     chosen = {name: row.lora for name, row in modules.items() if row.lora.enabled and name in shapes.modules}
     folders = {name: lora.hf_path for name, lora in chosen.items() if lora.hf_path is not None}
     layers = {name: dict(linear_layers(shapes[name].architecture)) for name in shapes.modules} if folders else {}
     starts = read_folders(folders, shapes, layers)
     added = {name: _lora(name, lora, shapes) for name, lora in chosen.items() if name not in starts}
     added |= {name: _of_folder(start, chosen[name], shapes[name].architecture) for name, start in starts.items()}
-    of_modules = {name: replace(shapes[name], added=each) for name, each in added.items()}
+    of_modules = {name: replace(shapes[name], added=replace(each, seed=seed)) for name, each in added.items()}
     encoders = {name: of_modules.get(name, shape) for name, shape in shapes.encoders.items()}
     return replace(shapes, encoders=encoders, text=of_modules.get(TEXT, shapes.text))  # pyright: ignore[reportArgumentType]
 

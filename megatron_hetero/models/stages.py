@@ -206,7 +206,7 @@ class EncoderModel(ModuleStage):
         return hidden
 
     def _rows(self, batch: EncoderInput, end: End, hidden: Tensor) -> Tensor:
-        rows = self.get_submodule(end.name)(hidden)
+        rows = self.get_submodule(end.name)(hidden, batch.attention.ids)
         return rows[: len(rows) - batch.padding // self.shape.unit]
 
 

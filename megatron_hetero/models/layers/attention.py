@@ -33,6 +33,7 @@ from torch import Tensor
 from megatron_hetero.groups.megatron import AttnMaskType
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, columns, stack, whole
 from megatron_hetero.models.layers.compiled import NormWeights, gated, heads, run
+from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import (
@@ -65,6 +66,7 @@ class AttentionParams:
         cp_lengths: tokens of each `cp` member.
         windows: sequences of this rank's own shard, for layers with window attention.
         lengths: tokens of each whole sequence, by default those of `full`, which has chunks of sequences under `cp`.
+        ids: of this rank's shard, for dropout; None without any.
     """
 
     full: PackedSegments
@@ -72,6 +74,7 @@ class AttentionParams:
     cp_lengths: tuple[int, ...]
     windows: PackedSegments | None = None
     lengths: tuple[int, ...] = ()
+    ids: TokenIds | None = None
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -279,7 +282,7 @@ class PackedSelfAttention(Overlapping):
             if self.linear_qkv.weight.requires_grad:
                 ahead = Ahead(parts, self.tp_group)
         with not_saving(hidden):
-            wide, _ = first_in_parts(self.linear_qkv, hidden, parts, ahead)
+            wide, _ = first_in_parts(self.linear_qkv, hidden, parts, ahead, params.ids)
         mixed, gates = wide.view(*wide.shape[:-1], self.groups_on_rank, -1), list[Tensor]()
         if self.gates:
             mixed, gate = mixed.split((mixed.shape[-1] - self.gates, self.gates), dim=-1)
@@ -294,7 +297,7 @@ class PackedSelfAttention(Overlapping):
         again = self.selective and (padding > 0 or gates) if order is None else self.selective or padding == 0
         padded = _computed(partial(self._output, padding, order), out, *gates, again=bool(again))
         with not_saving(padded):
-            return second_in_parts(self.linear_proj, padded, parts)
+            return second_in_parts(self.linear_proj, padded, parts, params.ids)
 
     def _output(self, padding: int, order: Order | None, out: Tensor, *gates: Tensor) -> Tensor:
         """Return what the output projection takes, [S, 1, H * D], from the result of `_attention`."""

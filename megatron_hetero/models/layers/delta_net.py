@@ -274,7 +274,7 @@ class DeltaNetModule(Overlapping):
             if self.in_proj.weight.requires_grad:
                 ahead = Ahead(parts, self.tp_group)
         with not_saving(hidden):
-            wide, _ = first_in_parts(self.in_proj, hidden, parts, ahead)
+            wide, _ = first_in_parts(self.in_proj, hidden, parts, ahead, params.ids)
         padding = len(wide) - tokens
         wide = order.chosen(wide) if order else wide[:tokens] if padding else wide
         mixed, gate, _ = wide.squeeze(1).split(self._widths(wide.shape[-1]), dim=1)
@@ -288,7 +288,7 @@ class DeltaNetModule(Overlapping):
         # A few passes over memory, whose intermediate results are several times as large as their input.
         placed = recompute(partial(self._output, padding, order), out, gate)
         with not_saving(placed):
-            return second_in_parts(self.out_proj, placed, parts)
+            return second_in_parts(self.out_proj, placed, parts, params.ids)
 
     def _widths(self, total: int) -> tuple[int, int, int]:
         mixed, values = sum(self.heads.sizes), self.heads.sizes[2]

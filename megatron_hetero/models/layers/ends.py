@@ -20,6 +20,7 @@ from megatron_hetero.hf.weight_map import (
     whole,
 )
 from megatron_hetero.hf.weight_map import share as share_of
+from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import first_in_parts, second_in_parts
 from megatron_hetero.models.layers.parts import Operations, Part, Site, Tokens, kinds, named
@@ -112,16 +113,17 @@ class PatchMerger(torch.nn.Module):
 
     def __init__(self, merger: Merger, site: Site, number: int):
         super().__init__()
-        self.width, self.normed = merger.width, merger.norm.width
+        self.unit, self.width, self.normed = merger.unit, merger.width, merger.norm.width
         self.norm = merger.norm.build(site, number)
         self.linear_fc1 = site.column_linear(self.width, self.width, bias=True)
         self.linear_fc2 = site.row_linear(self.width, merger.out, bias=True)
 
-    def forward(self, patches: Tensor) -> Tensor:
-        """Compute [S, 1, hidden] to rows [S / unit, out]."""
+    def forward(self, patches: Tensor, ids: TokenIds | None = None) -> Tensor:
+        """Compute [S, 1, hidden] to rows [S / unit, out]. `ids`: of patches, for dropout."""
         units = self.norm(patches.view(-1, 1, self.normed)).view(-1, 1, self.width)
-        hidden, _ = first_in_parts(self.linear_fc1, units, (len(units),))
-        return second_in_parts(self.linear_fc2, torch.nn.functional.gelu(hidden), (len(units),))[0].squeeze(1)
+        ids = ids and ids.of_units(self.unit)
+        hidden, _ = first_in_parts(self.linear_fc1, units, (len(units),), ids=ids)
+        return second_in_parts(self.linear_fc2, torch.nn.functional.gelu(hidden), (len(units),), ids)[0].squeeze(1)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class LayerModule(torch.nn.Module):
 
         Recomputation is inside the layer, so that a wrapper gathers its weights once for both passes.
         """
-        call = LayerCall(table_2nD.shape[1], balance, torch.is_grad_enabled())
+        call = LayerCall(table_2nD.shape[1], balance, torch.is_grad_enabled(), plan.ids)
         if not (self.whole and self.training):
             return self._once(table_2nD, plan, call, hidden)
         if not hidden.requires_grad and any(p.requires_grad for p in self.parameters()):

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from megatron_hetero.groups.megatron import tensor_parallel
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.hf.weight_map import Interval
+from megatron_hetero.models.layers.dropout import Dropout, TokenIds
 from megatron_hetero.models.layers.linear import add_product, gradient_of_weight, product
 from megatron_hetero.models.layers.parts import Site
 
@@ -50,6 +51,7 @@ class LowRankShape:
         scales: of each projection.
         rows: rows with adapters, in the order of B.
         by_input: whether the layer is split by input.
+        dropout: of the input, if there is any.
     """
 
     inputs: int
@@ -58,6 +60,7 @@ class LowRankShape:
     scales: tuple[float, ...]
     rows: tuple[Rows, ...]
     by_input: bool
+    dropout: Dropout | None = None
 
     @property
     def rows_of_b(self) -> int:
@@ -82,12 +85,18 @@ class LowRank(torch.nn.Module):
         # Used on own tokens where activations are split, so that gradients are summed over tp.
         (self.B if shape.by_input else self.A).sequence_parallel = self.splits  # pyright: ignore[reportAttributeAccessIssue]
 
-    def add(self, out: Tensor, x: Tensor, parts: Sequence[int]) -> Tensor:
+    def add(self, out: Tensor, x: Tensor, parts: Sequence[int], ids: TokenIds | None = None) -> Tensor:
         """Add to `out`, what the linear layer computes of `x`. `parts`: own tokens of each part of the exchanges (see
-        `overlapped`), of which each is in the order of ranks.
+        `overlapped`), of which each is in the order of ranks. `ids`: of all tokens; without them nothing is dropped.
         """
-        low: Any = _Low.apply(x, self.A)
-        low = self._scaled(self._exchanged(low, parts))
+        low: Any
+        drops = None if ids is None else self.shape.dropout
+        if ids is None or drops is None:
+            low = _Low.apply(x, self.A)
+        else:
+            is_own = self.splits and not self.shape.by_input
+            low = drops.linear(x, self.A, ids.own(self.tp_group.rank()) if is_own else ids.in_parts(parts))
+        low = self._scaled(self._exchanged(low, parts), 1 if drops is None else drops.scale)
         return _Added.apply(out.clone() if out._is_view() else out, low, self.B, self.shape)  # pyright: ignore[reportReturnType]
 
     def _exchanged(self, low: Tensor, parts: Sequence[int]) -> Tensor:
@@ -105,8 +114,8 @@ class LowRank(torch.nn.Module):
         gathered = tensor_parallel.gather_from_sequence_parallel_region(low, group=group)
         return _by_part(gathered, parts, group.size())
 
-    def _scaled(self, low: Tensor) -> Tensor:
-        scales = self.shape.scales
+    def _scaled(self, low: Tensor, factor: float) -> Tensor:
+        scales = tuple(factor * scale for scale in self.shape.scales)
         if len(set(scales)) == 1:
             return low if scales[0] == 1 else low * scales[0]
         return low * _repeated(scales, self.shape.r, low.device, low.dtype)
@@ -202,7 +211,7 @@ def _repeated(scales: tuple[float, ...], r: int, device: torch.device, dtype: to
         return on_device(torch.tensor(scales).repeat_interleave(r), device).to(dtype)
 
 
-def with_added(layer: Any, out: Tensor, x: Tensor, parts: Sequence[int]) -> Tensor:
-    """Return what `layer` computes of `x`, `out`, with what adapters beside it add."""
+def with_added(layer: Any, out: Tensor, x: Tensor, parts: Sequence[int], ids: TokenIds | None = None) -> Tensor:
+    """Return what `layer` computes of `x`, `out`, with what adapters beside it add, see `LowRank.add`."""
     lora: LowRank | None = getattr(layer, "lora", None)
-    return out if lora is None else lora.add(out, x, parts)
+    return out if lora is None else lora.add(out, x, parts, ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from megatron_hetero.hf.weight_map import (
     whole,
 )
 from megatron_hetero.models.layers.compiled import activated, run
+from megatron_hetero.models.layers.dropout import TokenIds, ids_of_pieces
 from megatron_hetero.models.layers.overlapped import Overlapping, first_in_parts, parts_of, second_in_parts
 from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, kinds
 from megatron_hetero.models.layers.recompute import not_saving, recompute
@@ -135,23 +137,25 @@ class MLPModule(Overlapping):
         add.
         """
         if not self.recompute.chunks(len(hidden) * self.shards):
-            return self._at_once(hidden)
+            return self._at_once(hidden, call.ids)
         outs, bias = [], None
-        for piece in hidden.split(max(1, self.recompute.chunk // self.shards)):
+        pieces = hidden.split(max(1, self.recompute.chunk // self.shards))
+        for piece, ids in zip(pieces, ids_of_pieces(call.ids, pieces), strict=True):
+            first = partial(first_in_parts, self.linear_fc1, parts=(len(piece),), ids=ids)
             with not_saving(hidden):
-                product = recompute(lambda x: self._product(first_in_parts(self.linear_fc1, x, (len(x),))[0]), piece)
+                product = recompute(lambda x, first=first: self._product(first(x)[0]), piece)
             with not_saving(product):
-                out, bias = second_in_parts(self.linear_fc2, product, (len(piece),))
+                out, bias = second_in_parts(self.linear_fc2, product, (len(piece),), ids)
             outs.append(out)
         return torch.cat(outs), bias
 
-    def _at_once(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _at_once(self, hidden: Tensor, ids: TokenIds | None) -> tuple[Tensor, Tensor | None]:
         parts = parts_of(self, len(hidden))
         with not_saving(hidden):
-            wide, _ = first_in_parts(self.linear_fc1, hidden, parts)
+            wide, _ = first_in_parts(self.linear_fc1, hidden, parts, ids=ids)
         product = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
         with not_saving(product):
-            return second_in_parts(self.linear_fc2, product, parts)
+            return second_in_parts(self.linear_fc2, product, parts, ids)
 
     def _product(self, wide: Tensor) -> Tensor:
         """Compute gate and up [..., 2 ffn] to [..., ffn]; without a gate [..., ffn] to the same."""

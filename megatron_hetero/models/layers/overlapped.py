@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.linear import adds_to_main_grad, gradient_of_weight
 from megatron_hetero.models.layers.low_rank import with_added
 
@@ -91,19 +92,21 @@ def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
 
 
 def first_in_parts(
-    layer: Any, x: Tensor, parts: Sequence[int], ahead: Ahead | None = None
+    layer: Any, x: Tensor, parts: Sequence[int], ahead: Ahead | None = None, ids: TokenIds | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute [S / tp, 1, in] to [S, 1, out / tp] in parts, and return a bias that the layer leaves to its caller.
-    `ahead`: saves `x`. A single part is computed by the layer itself.
+    `ahead`: saves `x`. A single part is computed by the layer itself. `ids`: of all tokens, for dropout.
     """
     if len(parts) == 1:
         out, bias = layer(x)
     else:
         out, bias = _First.apply(x, layer.weight, layer.bias, parts, layer.tp_group, ahead), None
-    return with_added(layer, out, x, parts), bias  # pyright: ignore[reportArgumentType]
+    return with_added(layer, out, x, parts, ids), bias  # pyright: ignore[reportArgumentType]
 
 
-def second_in_parts(layer: Any, x: Tensor, parts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+def second_in_parts(
+    layer: Any, x: Tensor, parts: Sequence[int], ids: TokenIds | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Compute [S, 1, in / tp] to [S / tp, 1, out], see `first_in_parts`."""
     if len(parts) == 1:
         out, bias = layer(x)
@@ -111,7 +114,7 @@ def second_in_parts(layer: Any, x: Tensor, parts: Sequence[int]) -> tuple[Tensor
         out, bias = _Second.apply(x, layer.weight, parts, layer.tp_group), layer.bias
         if bias is not None and not layer.skip_bias_add:
             out, bias = out + bias, None
-    return with_added(layer, out, x, parts), bias
+    return with_added(layer, out, x, parts, ids), bias
 
 
 class _GatherAhead(torch.autograd.Function):

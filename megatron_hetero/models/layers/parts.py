@@ -27,6 +27,7 @@ from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
 if TYPE_CHECKING:
     from megatron_hetero.groups.megatron import ModuleGroups, TransformerConfig
     from megatron_hetero.models.layers.balance_loss import Balance
+    from megatron_hetero.models.layers.dropout import TokenIds
 
 
 @dataclass(frozen=True)
@@ -175,12 +176,14 @@ class LayerCall:
         tokens: tokens of the shard without padding, which its tp ranks have parts or copies of.
         balance: statistics for a loss that balances experts, if there is one.
         trains: whether a backward pass follows.
+        ids: of the shard, for dropout; None without any.
         memo: what a recomputation of the layer takes from its first forward pass, by name.
     """
 
     tokens: int
     balance: Balance | None = None
     trains: bool = True
+    ids: TokenIds | None = None
     memo: dict[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -1,0 +1,169 @@
+"""Dropout of the inputs of adapters, drawn by a hash of what an element is instead of by a generator.
+
+An element is dropped by the run's seed, its layer, its token and its column alone: equally on every rank that computes
+with it, in every layout, micro-batch and order of tokens, when it is recomputed, and after a resume. The backward pass
+computes the mask again, so that none is saved.
+
+    id of a token      64 mixed bits of its sample and its place there (`megatron_hetero.data.token_ids`)
+    key of a layer     64 bits of seed and name, odd
+    row [S]            the upper half of id * key, by multiply-shift hashing (Dietzfelbinger et al. 1997)
+    column [in]        32 mixed bits of the column's number in the whole layer
+    element [S, in]    dropped if mixed(row ^ column) < p 2**32
+
+`mixed` has the multiplications and the shift in the middle of lowbias32 (Wellons 2018, "Prospecting for hash
+functions"). Rows and columns are mixed before, and only the highest bits of the result count, so that its other two
+shifts are not needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_hetero.groups.platform import compiled, compiles_for, on_device
+from megatron_hetero.models.layers.linear import gradient_of_weight, product
+
+_STEP, _FIRST, _SECOND = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def mixed_bits(*fields: np.ndarray | int) -> np.ndarray:
+    """Return 64 bits of fields of integers that are broadcast, int64: SplitMix64 (Steele et al. 2014, OOPSLA) of one
+    field after the other.
+    """
+    state = np.zeros(1, np.uint64)
+    for each in fields:
+        state = (state ^ np.asarray(each, np.int64).view(np.uint64)) + _STEP
+        state = (state ^ (state >> np.uint64(30))) * _FIRST
+        state = (state ^ (state >> np.uint64(27))) * _SECOND
+        state = state ^ (state >> np.uint64(31))
+    return state.view(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenIds:
+    """Ids of the tokens of a shard, padding included.
+
+    `values`: int64 [ranks, tokens of each], the tokens of each tp rank where activations are split over tp, else one
+    row with all of them.
+    """
+
+    values: Tensor
+    _in_parts: dict[tuple[int, ...], Tensor] = field(default_factory=dict[tuple[int, ...], Tensor])
+
+    def own(self, rank: int) -> Tensor:
+        """Return the ids of a tp rank's tokens, where activations are split."""
+        return self.values[rank]
+
+    def in_parts(self, parts: Sequence[int]) -> Tensor:
+        """Return the ids of all tokens, part by part and within a part rank by rank. `parts`: tokens of each rank."""
+        if len(self.values) == 1:
+            return self.values[0]
+        key = tuple(parts)
+        if key not in self._in_parts:
+            self._in_parts[key] = torch.cat([part.flatten() for part in self.values.split(key, dim=1)])
+        return self._in_parts[key]
+
+    def of_units(self, unit: int) -> TokenIds:
+        """Return ids of units of so many tokens."""
+        return TokenIds(self.values[:, ::unit])
+
+
+def ids_of_pieces(ids: TokenIds | None, pieces: Sequence[Tensor]) -> Iterator[TokenIds | None]:
+    """Yield the ids of each piece of a tp rank's tokens, and of the same tokens of the others."""
+    if ids is None:
+        yield from [None] * len(pieces)
+    else:
+        yield from (TokenIds(values) for values in ids.values.split([len(piece) for piece in pieces], dim=1))
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of the input of an adapter.
+
+    Attributes:
+        p: the probability with which an element is dropped.
+        key: of the layer, an odd number of 64 bits with a sign.
+        first: number of this rank's first column in the whole layer.
+    """
+
+    p: float
+    key: int
+    first: int
+
+    @classmethod
+    def of(cls, p: float, seed: int, layer: str, first: int) -> Self:
+        """Return the dropout of a `layer` of this name in a run with that seed."""
+        digest = hashlib.sha256(f"dropout {seed} {layer}".encode()).digest()
+        return cls(p, int.from_bytes(digest[:8], "little", signed=True) | 1, first)
+
+    @property
+    def scale(self) -> float:
+        """What the remaining elements are to be multiplied by."""
+        return 1 / (1 - self.p)
+
+    @property
+    def threshold(self) -> int:
+        """Hash, int32, below which elements are dropped."""
+        return round(self.p * 2**32) - 2**31
+
+    def linear(self, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        """Multiply the elements of `x` [S, 1, in] that are not dropped, without `scale`, by `weight` [out, in]: [S, 1,
+        out]. `ids`: of the tokens, int64 [S].
+        """
+        return _DroppedLinear.apply(x, weight, self.rows(ids), self)  # pyright: ignore[reportReturnType]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of tokens, int32 [S]."""
+        return ((ids * self.key) >> 32).to(torch.int32)
+
+    def dropped(self, rows: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Return each of `xs` [S, 1, in] with zeros where elements are dropped."""
+        columns = _columns(self.first, xs[0].shape[-1], rows.device)
+        function: Callable[..., Any] = compiled(_zeroed) if compiles_for(xs[0]) else _zeroed
+        return function(rows, columns, self.threshold, *xs)
+
+
+@lru_cache(maxsize=64)
+def _columns(first: int, width: int, device: torch.device) -> Tensor:
+    """Return the columns from `first` on, int32 [width]."""
+    bits = mixed_bits(np.arange(first, first + width))
+    with torch.inference_mode(False):
+        return on_device(torch.from_numpy((bits >> 32).astype(np.int32)), device)
+
+
+def _zeroed(rows: Tensor, columns: Tensor, threshold: int, *xs: Tensor) -> tuple[Tensor, ...]:
+    """One pass over memory where it is compiled."""
+    bits = rows.view(-1, 1, 1) ^ columns
+    bits *= 0x7FEB352D
+    bits ^= bits >> 15  # With its sign: a number and its complement become the same one.
+    bits *= 0x846CA68B - 2**32
+    is_dropped = bits < threshold
+    return tuple(x.masked_fill(is_dropped, 0) for x in xs)
+
+
+class _DroppedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Tensor, dropout: Dropout) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.parameter, ctx.rows, ctx.dropout = weight, rows, dropout
+        return product(*dropout.dropped(rows, x), weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        of_x = product(grad, weight) if ctx.needs_input_grad[0] else None
+        zeroed = iter(ctx.dropout.dropped(ctx.rows, *(each for each in (of_x, x) if each is not None)))
+        of_x = None if of_x is None else next(zeroed)
+        of_weight = None
+        if x is not None:
+            of_weight = gradient_of_weight(ctx.parameter, grad.flatten(0, -2).t(), next(zeroed).flatten(0, -2))
+        return of_x, of_weight, None, None
