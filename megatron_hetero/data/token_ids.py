@@ -49,9 +49,11 @@ def token_ids(
     """
     found: list[dict[str, list[np.ndarray]]] = [{} for _ in shares]
     for name in modules:
-        own = (name, packs, shares) if name != TEXT else (deal, packs, shares)
-        function = _of_encoder if name != TEXT else _of_text
-        for m, ids in function(partitioner, *own).items():
+        if name == TEXT:
+            of_module = _of_text(partitioner, deal, packs, shares)
+        else:
+            of_module = _of_encoder(partitioner, name, packs, shares)
+        for m, ids in of_module.items():
             found[m][name] = ids
     return found
 

@@ -45,6 +45,7 @@ LORA = [
     *f"--text-lora.r {R} --text-lora.dropout {P['text']}".split(),
 ]
 EVERYWHERE = ["--vision-lora.targets", "*.blocks.*", "*merger*"]
+WITHOUT_EXPERTS = ["--text-lora.targets", "*attn.*", "*.shared_expert.*"]
 PER_CALL = ("--vision-patches_per_call", "24")
 FIRST_OF = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"} | {
     f"in_proj_{kind}": "in_proj_qkv" for kind in "zba"
@@ -133,7 +134,8 @@ def with_adapters(model: Any, now: Now, everywhere: bool) -> dict[str, nn.Parame
     from megatron_hetero.models.added import generator_of
 
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
-    chosen = [name for name in names if everywhere or "merger" not in name]
+    fit = [name for name in names if not name.endswith(".shared_expert_gate")]
+    chosen = [name for name in fit if everywhere or "merger" not in name]
     inject_adapter_in_model(LoraConfig(r=R, lora_alpha=R, target_modules=chosen), model, "default")
     for name in chosen:
         stored = stored_name(f"{name}.")[:-1]
@@ -208,6 +210,9 @@ CASES = [
     Case("tp:2,dp:2", "tp:4", 4, model="delta", micro=2, flags=OVERLAPPED),
     Case("sp:4", "tp:2,dp:2", 4, model="qwen3", micro=2),
     Case("pp:2,tp:2", "tp:4", 4, model="qwen3", micro=2, flags=WHOLE),
+    Case("sp:2", "tp:2", 2, model="delta-moe", micro=2, flags=FRUGAL),
+    Case("tp:2", "tp:2", 2, model="qwen3", micro=2, flags=OVERLAPPED),
+    Case("tp:2", "cp:2", 2, model="delta", micro=2, flags=FRUGAL),
 ]
 Get = Callable[[Case, bool], tuple[Path, float, dict[str, Tensor]]]
 
@@ -228,11 +233,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Get:
     return get
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 4), ids=str)
 def test_gradients(case: Case, alone: Get, pools: Callable[[int], Pool]) -> None:
     everywhere = case.model != "deep"
     folder, loss, gradients = alone(case, everywhere)
-    flags = flags_of(case, folder, *LORA, *(EVERYWHERE if everywhere else []))
+    targets = [*(EVERYWHERE if everywhere else []), *(WITHOUT_EXPERTS if "moe" in case.model else [])]
+    flags = flags_of(case, folder, *LORA, *targets)
     got = pools(case.ranks).run(partial(worker, runs.gradients), flags)[0]
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     wrong = {}

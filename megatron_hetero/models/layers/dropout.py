@@ -10,9 +10,11 @@ computes the mask again, so that none is saved.
     column [in]        32 mixed bits of the column's number in the whole layer
     element [S, in]    dropped if mixed(row ^ column) < p 2**32
 
-`mixed` has the multiplications and the shift in the middle of lowbias32 (Wellons 2018, "Prospecting for hash
-functions"). Rows and columns are mixed before, and only the highest bits of the result count, so that its other two
-shifts are not needed.
+`mixed` has the two multiplications of lowbias32 and the shift between them (Wellons 2018, "Prospecting for hash
+functions"). Rows and columns are mixed before, and the highest bits of the result decide, so that its other two shifts
+are not needed. Two tokens have the same mask in a layer if their rows are equal: one pair in 2**32.
+
+Projections that are one parameter, such as queries, keys and values, have one mask, where `peft` draws one for each.
 """
 
 from __future__ import annotations
@@ -154,7 +156,8 @@ class _DroppedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Tensor, dropout: Dropout) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.parameter, ctx.rows, ctx.dropout = weight, rows, dropout
-        return product(*dropout.dropped(rows, x), weight.t())
+        (x,) = dropout.dropped(rows, x)
+        return product(x, weight.t())
 
     @staticmethod
     @once_differentiable

@@ -123,12 +123,3 @@ def test_nothing_is_left_behind(make: Make) -> None:
         measure(replace(module, module=replace(module.module, shape=None)), LAST, shard_of(78, module))
     assert torch.cuda.current_device is asked and not dist.is_initialized()
     assert torch.empty(1).device.type == "cpu"
-
-
-def test_dropout_of_adapters(make: Make) -> None:
-    """No mask is saved, but a number for each token and linear layer; a pass has a copy of what a layer takes."""
-    lora = f"{WHOLE} --text-lora.r 8 --text-lora.dropout"
-    usual, drops = (make("qwen2_5_vl", "tp:4", f"{lora} {p}") for p in (0, 0.1))
-    for layer in (usual, drops):
-        print(measure(layer, ModulePart("layer", 0), shard_of(4096, layer)), layer.shape.ffn)
-    assert 0
