@@ -309,7 +309,7 @@ def _not_taken(
     if path in folder.whole:
         kind = "a tensor that the model does not have"
     expected = f"adapters of linear layers of {' and '.join(modules)}"
-    fix = "use an adapter of this model that was trained without it"
+    fix = "use an adapter of this model that was trained without it, or merge it with PEFT (merge_and_unload)"
     return UserError.at(where, found=kind, expected=expected, because=_because(modules, layers), fix=fix)
 
 
