@@ -77,7 +77,7 @@ class _Contents:
 
 def adapter_tensors(shapes: ModelShapes, trained: Collection[str]) -> frozenset[str]:
     """Return the stored tensors that `adapter_writer` writes: adapters, what trains beside them, and frozen tensors of
-    modules of which something trains. Raises `UserError` as `require_exportable`.
+    modules of which something trains. `trained`: stored tensors. Raises `UserError` if PEFT's format cannot have them.
     """
     found = set[str]()
     for modules in _folders(shapes).values():
@@ -88,12 +88,6 @@ def adapter_tensors(shapes: ModelShapes, trained: Collection[str]) -> frozenset[
             for name in whole.tensors:
                 found |= set(fused[name].parts) if name in fused else {name}
     return frozenset(found)
-
-
-def require_exportable(shapes: ModelShapes, trained: Collection[str]) -> None:
-    """Check that PEFT folders can have what trains. `trained`: stored tensors. Raises `UserError`."""
-    for modules in _folders(shapes).values():
-        _contents(modules, shapes, trained)
 
 
 @contextmanager
@@ -114,7 +108,7 @@ def adapter_writer(
     `dtype`: one for all, or by name. `companions`: as `model_writer`, of which configurations are left out. `trained`:
     stored tensors that train, adapters too. `bases`: the model's folder, for `text`, and those of further encoders.
     Other options are those of `model_writer`, without meaning here. `target` appears when it is complete. Raises
-    `UserError` if it cannot be written, or as `require_exportable`.
+    `UserError` if it cannot be written, or as `adapter_tensors`.
     """
     puts = dict[str, Callable[[Tensor], None]]()
     with ExitStack() as stack:
@@ -137,7 +131,7 @@ def adapter_writer(
         (own, modules), *further = _folders(shapes).items()
         partial_folder = add_folder(target, own, modules)
         for name, encoder in further:
-            if lora_of(name, shapes) is not None:
+            if _contents(encoder, shapes, trained).adapters:
                 add_folder(partial_folder / ENCODERS / name, name, encoder)
         yield lambda name, tensor: puts[name](tensor) if name in puts else None
 
@@ -258,16 +252,16 @@ def _config(
     return config_text(targets, whole, str(bases[name]), TASK if name == TEXT else None, dropout)
 
 
-def _keys(contents: _Contents, shapes: ModelShapes) -> Iterator[tuple[str, str, str, Adapter]]:
-    """Yield the full name of each adapter, what its keys begin with, its module, and itself."""
+def _keys(contents: _Contents, shapes: ModelShapes) -> Iterator[tuple[str, str, Adapter]]:
+    """Yield the full name of each adapter, what its keys begin with, and itself."""
     paths = {full: _path(full, module, shapes) for full, (module, _) in contents.adapters.items()}
-    for full, (module, adapter) in contents.adapters.items():
+    for full, (_, adapter) in contents.adapters.items():
         path = paths[full]
         if adapter.experts:
             # The parameter that comes first in the module is wrapped first.
             path, _, kind = path.rpartition(".")
             path += ".base_layer" if kind != "down_proj" and f"{path}.down_proj" in paths.values() else ""
-        yield full, PREFIX + path, module, adapter
+        yield full, PREFIX + path, adapter
 
 
 def _sizes(
@@ -282,7 +276,7 @@ def _sizes(
         each = [dtype] if isinstance(dtype, torch.dtype) else [dtype[name] for name in names]
         return reduce(torch.promote_types, each)
 
-    for full, key, _, adapter in _keys(contents, shapes):
+    for full, key, adapter in _keys(contents, shapes):
         first, (rows, r), copies = stored[full + A], stored[full + B], adapter.experts or 1
         sizes |= {key + A: first, key + B: (rows // copies, r * copies)}
         dtypes |= {key + A: dtype_of(full + A), key + B: dtype_of(full + B)}
@@ -302,7 +296,7 @@ def _puts(
 ) -> dict[str, Callable[[Tensor], None]]:
     """Return for each stored tensor of a folder a function that writes it."""
     puts, fused = dict[str, Callable[[Tensor], None]](), _fused(modules, shapes)
-    for full, key, _, adapter in _keys(contents, shapes):
+    for full, key, adapter in _keys(contents, shapes):
         puts[full + A] = partial(writer.put, key + A)
         puts[full + B] = partial(_put_second, writer, key + B, adapter.experts)
     for whole in contents.whole:

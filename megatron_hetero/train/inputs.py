@@ -29,6 +29,7 @@ from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.names import TEXT
+from megatron_hetero.models.adapters import require_bases
 from megatron_hetero.models.layers.packages import package_facts
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
 from megatron_hetero.train.adapter_export import require_exportable
@@ -76,6 +77,7 @@ class Inputs:
         if config.export.hf_dir is not None:
             require_writable(config.export.hf_dir)
             require_exportable(job)
+        require_bases(job.shapes, weights)
         changes = export_changes(job.folders, asdict(config), encoders)
         companions = companions_of({TEXT: config.model.hf_path, **encoders}, changes)
         source = weights[TEXT] if weights[TEXT].unchanged else None

@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-BATCH = torch.arange(5, 25)[None]
-"""Tokens of text."""
-
 
 def load(folder: Path) -> Any:
     """The model of a folder, fp32."""
@@ -43,7 +40,7 @@ def write_adapter(base: Path, folder: Path, **options: Any) -> Path:
 
 @torch.no_grad()
 def logits(base: Path, adapter: Path | None = None) -> Tensor:
-    """The logits of a model, or of one with a PEFT folder, for `BATCH`."""
+    """The logits of a model, or of one with a PEFT folder, for some text and a picture."""
     import peft
 
     model = load(base)
@@ -52,4 +49,12 @@ def logits(base: Path, adapter: Path | None = None) -> Tensor:
             warnings.simplefilter("ignore")
             warnings.filterwarnings("error", "Found missing adapter keys")
             model = peft.PeftModel.from_pretrained(model, adapter)
-    return model(input_ids=BATCH).logits
+    vision, picture = model.config.vision_config, [model.config.image_token_id] * 4
+    elements = 3 * vision.temporal_patch_size * vision.patch_size**2
+    ids = torch.tensor([[*range(5, 15), *picture, *range(15, 25)]])
+    return model(
+        input_ids=ids,
+        mm_token_type_ids=(ids == picture[0]).int(),
+        pixel_values=torch.randn(16, elements, generator=torch.Generator().manual_seed(1)),
+        image_grid_thw=torch.tensor([[1, 4, 4]]),
+    ).logits

@@ -126,6 +126,19 @@ def test_the_nearest_matrix_of_a_rank(shape: tuple[int, int]) -> None:
     assert torch.isfinite(first).all() and float((exact - second @ first).norm()) < 1e-7 * float(exact.norm())
 
 
+def test_an_adapter_of_another_base(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is known where the folder that it names is there; a copy of that in another dtype is the same base."""
+    other = write_model(tmp_path / "other", replace(MODELS["untied"], seed=9))
+    adapter = write_adapter(other, tmp_path / "adapter", target_modules=["q_proj", "qkv"])
+    assert tool("merge", base, adapter, tmp_path / "out") == 1
+    text = capsys.readouterr().err
+    assert f"base_model_name_or_path: found {other}, which differs from {base} in visual.blocks.0.attn.qkv" in text
+    half = rewrite(shutil.copytree(other, tmp_path / "half"), lambda name, tensor: {name: tensor.bfloat16()})
+    assert tool("merge", half, adapter, tmp_path / "out") == 0
+    shutil.rmtree(other)
+    assert tool("merge", base, adapter, tmp_path / "out") == 0
+
+
 def test_refusals(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter = write_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
 
