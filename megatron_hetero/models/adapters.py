@@ -37,8 +37,9 @@ from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.frozen import any_layer
 from megatron_hetero.models.layers.dropout import Dropout
+from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.low_rank import ExpertsLowRank, LowRank, LowRankShape, Rows
-from megatron_hetero.models.layers.parts import Site
+from megatron_hetero.models.layers.parts import Part, Site
 from megatron_hetero.models.shapes import ModelShapes
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
@@ -130,14 +131,16 @@ class Lora:
         first, second, at = list[TensorSlice](), list[TensorSlice](), 0
         for number, adapter in enumerate(adapters):
             columns = next(each for each in slices if beside.get(each.name) is adapter)
-            cut = {} if columns.columns is None else {"columns": columns.columns, "padding": columns.padding}
+            cut: dict[str, Any] = {"padding": widest - adapter.r}
+            if columns.columns is not None:
+                cut = {"columns": columns.columns, "padding": columns.padding}
             first.append(TensorSlice(prefix + adapter.name + A, (0, adapter.r), number * widest, **cut))
         for each in slices:
             if (adapter := beside.get(each.name)) is None:
                 continue
             name, padding = prefix + adapter.name + B, widest - adapter.r
             second.append(TensorSlice(name, each.rows, at, (0, adapter.r), padding))
-            at += _length(each)
+            at += each.rows[1] - each.rows[0]
         return tuple(first), tuple(second)
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -148,6 +151,13 @@ class Lora:
             return torch.zeros(shape)
         bound = 1 / math.sqrt(shape[1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+    def elements(self, stored: str, part: Part | Layer) -> int:
+        """Return the elements of A and B that a token is multiplied with: of experts, those of the chosen ones."""
+        own = {stored + name: shape for name, shape in part.tensors().items()}
+        chosen = getattr(part.mlp, "top_k", 0) if isinstance(part, Layer) else 0
+        beside = (adapter for adapter in self.adapters if adapter.name.startswith(stored))
+        return sum(each.r * sum(shape_of(each.name, own)) * (chosen if each.experts else 1) for each in beside)
 
     def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:
         """Add adapters beside the linear layers of `module`."""
@@ -167,10 +177,9 @@ class Lora:
         numbers, rows = {f"{each.name}.weight": number for number, each in enumerate(adapters)}, list[Rows]()
         at = 0
         for each in slices:
-            length = _length(each)
             if each.name in numbers:
-                rows.append(Rows((at, at + length), numbers[each.name]))
-            at += length
+                rows.append(Rows((at, at + each.rows[1] - each.rows[0]), numbers[each.name]))
+            at += each.rows[1] - each.rows[0] + (each.padding if each.columns is None else 0)
         return LowRankShape(
             inputs=inputs,
             outputs=outputs,
@@ -238,11 +247,6 @@ def _pair_of_experts(
         below[expert] += rows
         second.append(TensorSlice(name + B, (start, start + rows), each.at, (0, r), wide - r))
     return tuple(first), tuple(second)
-
-
-def _length(each: TensorSlice) -> int:
-    """Return the rows of a slice in its parameter, with padding."""
-    return each.rows[1] - each.rows[0] + (each.padding if each.columns is None else 0)
 
 
 # ------------------------------------------------------------------------------------------------- configuration

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import TensorShapes, WeightMap
-from megatron_hetero.models.layers.parts import Site
+from megatron_hetero.models.layers.layer import Layer
+from megatron_hetero.models.layers.parts import Part, Site
 
 
 class Added(Protocol):
@@ -43,6 +44,12 @@ class Added(Protocol):
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return the first values of a whole tensor, added or replaced. `name`: with the module's prefix."""
+        ...
+
+    def elements(self, stored: str, part: Part | Layer) -> int:
+        """Return the elements of added matrices that a token of a layer or end is multiplied with. `stored`: prefix of
+        its tensors.
+        """
         ...
 
     def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:
