@@ -139,8 +139,8 @@ class Lora:
             if (adapter := beside.get(each.name)) is None:
                 continue
             name, padding = prefix + adapter.name + B, widest - adapter.r
-            second.append(TensorSlice(name, each.rows, at, (0, adapter.r), padding))
-            at += each.rows[1] - each.rows[0]
+            second += [TensorSlice(name, each.rows, at, (0, adapter.r), padding), *_padding(name, each, at)]
+            at += _length(each)
         return tuple(first), tuple(second)
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -177,9 +177,10 @@ class Lora:
         numbers, rows = {f"{each.name}.weight": number for number, each in enumerate(adapters)}, list[Rows]()
         at = 0
         for each in slices:
+            length = _length(each)
             if each.name in numbers:
-                rows.append(Rows((at, at + each.rows[1] - each.rows[0]), numbers[each.name]))
-            at += each.rows[1] - each.rows[0] + (each.padding if each.columns is None else 0)
+                rows.append(Rows((at, at + length), numbers[each.name]))
+            at += length
         return LowRankShape(
             inputs=inputs,
             outputs=outputs,
@@ -246,7 +247,19 @@ def _pair_of_experts(
         start = expert * out + below[expert]
         below[expert] += rows
         second.append(TensorSlice(name + B, (start, start + rows), each.at, (0, r), wide - r))
+        second += _padding(name + B, each, each.at)
     return tuple(first), tuple(second)
+
+
+def _length(each: TensorSlice) -> int:
+    """Return the rows of a slice in its parameter, with padding."""
+    return each.rows[1] - each.rows[0] + (each.padding if each.columns is None else 0)
+
+
+def _padding(name: str, each: TensorSlice, at: int) -> Iterator[TensorSlice]:
+    """Yield a slice of no rows of B with the padding below the rows of a slice of the weight at `at`."""
+    if each.columns is None and each.padding:
+        yield TensorSlice(name, (0, 0), at + each.rows[1] - each.rows[0], padding=each.padding)
 
 
 # ------------------------------------------------------------------------------------------------- configuration

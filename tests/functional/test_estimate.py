@@ -78,7 +78,7 @@ EVEN, MOE = "--plan.expert_imbalance 1", "qwen3_vl_moe"
 DELTA, DELTA_MOE = "qwen3_5", "qwen3_5_moe"
 LONG = "--plan.tokens 1500"
 """Sequences of which delta nets save states for the backward pass."""
-LORA = "--vision-lora.r 4 --text-lora.r 3"
+LORA = "--vision-lora.r 16 --text-lora.r 16"
 HALVES = "--vision-precision.master split --vision-precision.gradients bfloat16"
 CASES = [
     Case("dp:1", "dp:1", 1),
@@ -200,12 +200,12 @@ CASES = [
     # Adapters beside a frozen base.
     Case("dp:1", "dp:1", 1, LORA),
     Case("sp:2", "tp:2", 2, f"{BF16} {LORA} {SELECTIVE}", family="qwen3_vl"),
-    Case("dp:2", "tp:2", 2, f"{BF16} --text-lora.r 3 --text-lora.targets *_proj --model.freeze vision projector"),
+    Case("dp:2", "tp:2", 2, f"{BF16} --text-lora.r 16 --text-lora.targets *_proj --model.freeze vision projector"),
     Case("tp:2", "tp:2", 2, f"{LORA} {WHOLE} --text-tp_overlap 1"),
     Case("dp:2", "pp:2", 2, f"{BF16} {LORA} {RECOMPUTE}"),
     Case("dp:2", "dp:2", 2, f"{BF16} {LORA} {ZERO3}"),
     Case("dp:4", "tp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} {LORA}", family=MOE),
-    Case("dp:2", "cp:2", 2, f"{BF16} {LORA} {LONG} {OFFLOAD}", family=DELTA),
+    Case("dp:2", "cp:2", 2, f"{BF16} {LORA} --text-lora.patterns.*.in_proj_[ab].r 4 {LONG} {OFFLOAD}", family=DELTA),
 ]
 COMPILED = [
     Case("dp:2", "dp:2,ep:2", 2, f"{EVEN} --model.compile layers", family=MOE),
