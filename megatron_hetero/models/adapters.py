@@ -381,3 +381,17 @@ def is_target(entry: str, module: str, name: str, shapes: ModelShapes) -> bool:
 
 def _matches(entry: str, name: str) -> bool:
     return fnmatchcase(name, entry) or name.endswith(f".{entry}")
+
+
+def adapters_text(shapes: ModelShapes) -> Iterator[str]:
+    """Yield a line about the adapters of each module that has some: their ranks, how many there are, and their size."""
+    for name in shapes.modules:
+        architecture, lora = shapes[name].architecture, shapes[name].added
+        if not isinstance(lora, Lora):
+            continue
+        ranks = sorted({adapter.r for adapter in lora.adapters})
+        own = sum(map(math.prod, architecture.in_folder.values()))
+        added = sum(map(math.prod, architecture.tensors.values())) - own
+        r = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+        size = f"{len(lora.adapters):,} linear layers, {added / own:.2%} of its parameters"
+        yield f"Adapters of {name}: r {r} beside {size}."
