@@ -45,9 +45,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--long", type=int, default=0, help="words of the answer of the last sample, if they differ")
     parser.add_argument("--rounds", type=int, default=5, help="times that every system runs")
     parser.add_argument(
-        "--systems",
-        type=lambda t: t.split(","),
-        help=f"of {', '.join(_SYSTEMS | _LORA | _SPARSE | _DELTA)}, as fits the model",
+        "--systems", type=lambda t: t.split(","), help=f"of {', '.join(_SYSTEMS | _SPARSE | _DELTA)}, as fits the model"
     )
     parser.add_argument(
         "--hidden", type=_numbers, default=[64, 128, 256, 512, 1280], help="widths of the encoder's sweep"
@@ -83,11 +81,6 @@ _SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Name to class of `benchmarks.systems` and what it is made with. `whole`: activations are not split over tp. `zero`:
 ZeRO 3, of the encoder or of both modules.
 """
-_LORA = {
-    f"{name} lora": ("Ours", (*_SYSTEMS[name][1], "--vision-lora.r", "16", "--text-lora.r", "16"))
-    for name in ("sp|tp", "dp|dp")
-}
-"""Likewise, with adapters of rank 16 on both towers; not by default."""
 _SPARSE: dict[str, tuple[str, tuple[str, ...]]] = {
     "sp|dp ep": ("Ours", ("sp:{n}", "dp:{n},ep:{n}")),
     "sp|tp2 dp ep": ("Ours", ("sp:{n}", "tp:2,dp:{half},ep:{n}")),
@@ -121,7 +114,7 @@ def _whole_steps(options: argparse.Namespace, folder: Path) -> StepReport:
     crews: dict[str, Crew] = {}
     systems = _SPARSE if size.experts else _DELTA if size.attention_every else _SYSTEMS
     for number, name in enumerate(options.systems or systems):
-        kind, values = (systems | _LORA)[name]
+        kind, values = systems[name]
         values = tuple(value.format(n=options.ranks, half=options.ranks // 2) for value in values)
         build = getattr(benchmarks.systems, kind)
         crews[name] = Crew(options.ranks, folder / f"store-{number}", build, folder, len(cases), *values)
