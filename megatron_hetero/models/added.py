@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import TensorShapes, WeightMap
-from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.parts import Part, Site
+
+# Imported where modules are built, as it takes seconds.
+if TYPE_CHECKING:
+    from megatron_hetero.models.layers.layer import Layer
 
 
 class Added(Protocol):

@@ -28,7 +28,7 @@ optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_projector optimizer.be
 optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_iters log.dir log.tensorboard log.wandb
 checkpoint.dir checkpoint.interval checkpoint.async checkpoint.keep_last checkpoint.resume
 checkpoint.allow_changes
-export.hf_dir eval.datasets eval.interval plan.images plan.image_side plan.tokens
+export.hf_dir export.merge eval.datasets eval.interval plan.images plan.image_side plan.tokens
 plan.supervised plan.expert_imbalance plan.memory_gb plan.videos plan.frames plan.frame_side
 data.registry.NAME.video_placeholder
 data.supervised_turns
