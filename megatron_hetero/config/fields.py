@@ -32,7 +32,7 @@ def option(
     bounds = {"≥": at_least, ">": above, "≤": at_most}
     metadata = {"help": text, "shown": shown, "bounds": {sign: b for sign, b in bounds.items() if b is not None}}
     if isinstance(default, dict):
-        return cast(T, field(default_factory=lambda: dict(default), metadata=metadata))
+        return cast(T, field(default_factory=lambda: dict(default), metadata=metadata, hash=False))
     return field(default=default, metadata=metadata)
 
 

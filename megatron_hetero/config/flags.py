@@ -149,7 +149,10 @@ def _path_of(flag: str) -> tuple[str, ...]:
     first, *rest = flag.removeprefix("--").split(".")
     module, dash, setting = first.partition("-")
     named = dash and MODULE_NAME.fullmatch(module) and module not in NO_MODULES
-    return (MODULES, module, setting, *rest) if named else (first, *rest)
+    path = (MODULES, module, setting, *rest) if named else (first, *rest)
+    if path[3:4] == ("patterns",) and len(path) > 5:  # Patterns may have dots.
+        path = (*path[:4], ".".join(path[4:-1]), path[-1])
+    return path
 
 
 def _no_such_flag(flag: str, root: type) -> UserError:

@@ -346,21 +346,21 @@ def _durations(
     them where that is longer. `copied`: bytes copied to the host, and back, by module and stage. `in_parts`: encoders
     that take several calls for a micro-batch.
 
-    A backward pass costs a forward pass each for the gradients of inputs and of weights, where they are computed, and
-    the forward pass of fully recomputed layers and of encoders in parts. Selective recomputation repeats no matrix
-    product and costs nothing; chunked MLPs recompute their first product. Experts cost what they do on the rank whose
-    experts get most.
+    A backward pass costs what the gradients of inputs and of weights do, where they are computed, and the forward pass
+    of fully recomputed layers and of encoders in parts. Selective recomputation repeats no matrix product and costs
+    nothing; chunked MLPs recompute their first product. Experts cost what they do on the rank whose experts get most.
     """
     job, found = assumed.job, dict[DurationKey, float]()
     for name, module in job.modules.items():
         architecture, layout, ways = module.shape.architecture, module.layout, module.layout.ways
         tokens, times = _of_replica(assumed, name)
-        on_rank = times * tokens.total / ways("tokens")
+        on_rank, of_rank = times * tokens.total / ways("tokens"), times / ways("weights", "tokens")
         passes, recompute = job.frozen.passes(name, inputs=module.passes_gradients), module.recompute
         for number, stage in enumerate(module.stages):
             layers = architecture.layers[stage.first : stage.last]
             more = tokens.total * operations_above_mean(layers, layout, job.config.plan.expert_imbalance)
-            forward = times * (architecture.operations(tokens, stage, FORWARD) + more) / ways("weights", "tokens")
+            forward = of_rank * (architecture.operations(tokens, stage, FORWARD) + more)
+            step = of_rank * (job.frozen.operations(name, job.shapes, tokens, stage) + more * passes.linear)
             again = forward * recompute.whole_layers(len(stage.layers)) / len(stage.layers)
             if passes.linear > 1:
                 mlps = (layer.mlp for layer in layers)
@@ -374,7 +374,7 @@ def _durations(
             found[name, "R", number] = (
                 0.0 if name in in_parts and number == len(module.stages) - 1 else max(forward, copies)
             )
-            found[name, "B", number] = max(forward * (passes.linear - 1) + again, copies)
+            found[name, "B", number] = max(step - forward + again, copies)
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.optimizers import NONE, OffloadConfig, PrecisionConfig
 from megatron_hetero.data.token_shards import even_cuts
 from megatron_hetero.estimate.delta_blocks import measured_rule
@@ -85,7 +87,7 @@ class Measured:
         layout = Layout(layout.tp, layout.sp, layout.cp, dp=dp, pp=1, ranks=ranks, folds=layout.folds)
         settings = replace(settings, parallel="", layers=(), zero=1, patches_per_call=0, lr=None, hf_path=None)
         settings = replace(settings, token=None, min_pixels=None, max_pixels=None, offload=OffloadConfig())
-        settings = replace(settings, precision=PrecisionConfig())
+        settings = replace(settings, precision=PrecisionConfig(), lora=LoraConfig())  # The shape has adapters.
         small = replace(module, name="", prefix="", layout=layout, stages=(), settings=settings, optimizer=NONE)
         return cls(small, gpu, imbalance)
 
@@ -107,14 +109,18 @@ def is_merged(measured: Measured, layer: int) -> bool:
 
 @lru_cache(maxsize=256)
 def _first_alike(measured: Measured) -> tuple[int, ...]:
-    """For each layer, the first one with the same kind, merger and frozen tensors."""
+    """For each layer, the first one with the same kind, merger, frozen and added tensors."""
     module, first = measured.module, dict[Any, int]()
     architecture = module.shape.architecture
+    added = defaultdict[str, set[Any]](set)
+    for name in filter(architecture.is_of_layer, architecture.tensors.keys() - architecture.in_folder.keys()):
+        number, _, own = name.removeprefix(architecture.stored).partition(".")
+        added[number].add((own, architecture.tensors[name]))
     found = []
     for n, layer in enumerate(architecture.layers):
         stored = f"{architecture.stored}{n}."
         frozen = frozenset(name for name in layer.tensors() if stored + name in module.frozen)
-        found.append(first.setdefault((layer, is_merged(measured, n), frozen), n))
+        found.append(first.setdefault((layer, is_merged(measured, n), frozen, frozenset(added[str(n)])), n))
     return tuple(found)
 
 

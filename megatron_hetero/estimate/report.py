@@ -19,6 +19,7 @@ from megatron_hetero.estimate.experts import expert_mlps, experts_of_ranks, rank
 from megatron_hetero.estimate.plot import draw_estimate
 from megatron_hetero.estimate.problems import problems_of, shortened
 from megatron_hetero.layout.names import TEXT
+from megatron_hetero.models.adapters import adapters_text
 from megatron_hetero.models.shapes import item_types
 from megatron_hetero.schedule.drawing import require_plot, timeline
 
@@ -89,7 +90,7 @@ def assumptions(estimate: Estimate) -> list[str]:
         f"Assumed of every sample: {sample.text:,} further tokens (plan.tokens), {sample.supervised:,} of them "
         f"supervised (plan.supervised), {sample.tokens:,} in all."
     )
-    return lines
+    return [*lines, *adapters_text(estimate.job.shapes)]
 
 
 # ------------------------------------------------------------------------------------------------- tables

@@ -10,7 +10,7 @@ import torch
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import unused, wrong
 from megatron_hetero.config.modules import ModuleConfig
-from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
+from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerConfig, OptimizerKind
 from megatron_hetero.config.schema import Config
 from megatron_hetero.hf.weight_map import MAIN, Share, WeightMap
 from megatron_hetero.layout.layout import Layout
@@ -109,6 +109,13 @@ class ModuleJob:
         return self.role == TEXT or self.layers_train
 
     # ------------------------------------------------------------------------------------------------ settings
+
+    def peak_lr(self, optimizer: OptimizerConfig, parameter: str) -> float:
+        """Return the peak learning rate of a parameter, by its name in the whole module."""
+        in_projector = self.shape.architecture.in_projector(parameter)
+        peak = optimizer.lr_projector if in_projector else self.settings.lr
+        ratio = self.settings.lora.lr_ratio if parameter.endswith("lora.B") else 1.0
+        return (optimizer.lr if peak is None else peak) * ratio
 
     @property
     def sequence_parallel(self) -> bool:

@@ -38,8 +38,9 @@ from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.frozen import any_layer
 from megatron_hetero.models.layers.dropout import Dropout
+from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.low_rank import ExpertsLowRank, LowRank, LowRankShape, Rows
-from megatron_hetero.models.layers.parts import Site
+from megatron_hetero.models.layers.parts import Part, Site
 from megatron_hetero.models.shapes import ModelShapes
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
@@ -131,13 +132,15 @@ class Lora:
         first, second, at = list[TensorSlice](), list[TensorSlice](), 0
         for number, adapter in enumerate(adapters):
             columns = next(each for each in slices if beside.get(each.name) is adapter)
-            cut = {} if columns.columns is None else {"columns": columns.columns, "padding": columns.padding}
+            cut: dict[str, Any] = {"padding": widest - adapter.r}
+            if columns.columns is not None:
+                cut = {"columns": columns.columns, "padding": columns.padding}
             first.append(TensorSlice(prefix + adapter.name + A, (0, adapter.r), number * widest, **cut))
         for each in slices:
             if (adapter := beside.get(each.name)) is None:
                 continue
             name, padding = prefix + adapter.name + B, widest - adapter.r
-            second.append(TensorSlice(name, each.rows, at, (0, adapter.r), padding))
+            second += [TensorSlice(name, each.rows, at, (0, adapter.r), padding), *_padding(name, each, at)]
             at += _length(each)
         return tuple(first), tuple(second)
 
@@ -149,6 +152,13 @@ class Lora:
             return torch.zeros(shape)
         bound = 1 / math.sqrt(shape[1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+    def elements(self, stored: str, part: Part | Layer) -> int:
+        """Return the elements of A and B that a token is multiplied with: of experts, those of the chosen ones."""
+        own = {stored + name: shape for name, shape in part.tensors().items()}
+        chosen = getattr(part.mlp, "top_k", 0) if isinstance(part, Layer) else 0
+        beside = (adapter for adapter in self.adapters if adapter.name.startswith(stored))
+        return sum(each.r * sum(shape_of(each.name, own)) * (chosen if each.experts else 1) for each in beside)
 
     def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:
         """Add adapters beside the linear layers of `module`."""
@@ -238,12 +248,19 @@ def _pair_of_experts(
         start = expert * out + below[expert]
         below[expert] += rows
         second.append(TensorSlice(name + B, (start, start + rows), each.at, (0, r), wide - r))
+        second += _padding(name + B, each, each.at)
     return tuple(first), tuple(second)
 
 
 def _length(each: TensorSlice) -> int:
     """Return the rows of a slice in its parameter, with padding."""
     return each.rows[1] - each.rows[0] + (each.padding if each.columns is None else 0)
+
+
+def _padding(name: str, each: TensorSlice, at: int) -> Iterator[TensorSlice]:
+    """Yield a slice of no rows of B with the padding below the rows of a slice of the weight at `at`."""
+    if each.columns is None and each.padding:
+        yield TensorSlice(name, (0, 0), at + each.rows[1] - each.rows[0], padding=each.padding)
 
 
 # ------------------------------------------------------------------------------------------------- configuration
@@ -373,3 +390,17 @@ def is_target(entry: str, module: str, name: str, shapes: ModelShapes) -> bool:
 
 def _matches(entry: str, name: str) -> bool:
     return fnmatchcase(name, entry) or name.endswith(f".{entry}")
+
+
+def adapters_text(shapes: ModelShapes) -> Iterator[str]:
+    """Yield a line about the adapters of each module that has some: their ranks, how many there are, and their size."""
+    for name in shapes.modules:
+        architecture, lora = shapes[name].architecture, shapes[name].added
+        if not isinstance(lora, Lora):
+            continue
+        ranks = sorted({adapter.r for adapter in lora.adapters})
+        own = sum(map(math.prod, architecture.in_folder.values()))
+        added = sum(map(math.prod, architecture.tensors.values())) - own
+        r = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+        size = f"{len(lora.adapters):,} linear layers, {added / own:.2%} of its parameters"
+        yield f"Adapters of {name}: r {r} beside {size}."

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import TensorShapes, WeightMap
-from megatron_hetero.models.layers.parts import Site
+from megatron_hetero.models.layers.parts import Part, Site
+
+# Imported where modules are built, as it takes seconds.
+if TYPE_CHECKING:
+    from megatron_hetero.models.layers.layer import Layer
 
 
 class Added(Protocol):
@@ -43,6 +47,12 @@ class Added(Protocol):
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return the first values of a whole tensor, added or replaced. `name`: with the module's prefix."""
+        ...
+
+    def elements(self, stored: str, part: Part | Layer) -> int:
+        """Return the elements of added matrices that a token of a layer or end is multiplied with. `stored`: prefix of
+        its tensors.
+        """
         ...
 
     def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:

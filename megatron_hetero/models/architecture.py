@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
@@ -188,7 +189,7 @@ class Architecture:
     ) -> int:
         """Count the operations of `stage`, or of the whole module, over all ranks, with the gradients of `passes`.
         `projector`: gradients of the projector, if they differ. `first`: the first layer with gradients. The input of
-        the module never needs one.
+        the module never needs one. Added tensors always train.
         """
         stage = stage or PipelineStage.whole(len(self.layers))
         kinds = self._kinds if len(stage.layers) == len(self.layers) else Counter(self.layers[i] for i in stage.layers)
@@ -200,7 +201,30 @@ class Architecture:
             own = replace(passes, inputs=False) if end is self.entry else passes
             own = projector if end.projector and projector is not None else own
             found += end.part.operations(tokens).of(own)
-        return found
+        return found + self._added_operations(tokens, stage, passes, projector or passes)
+
+    def _added_operations(self, tokens: Tokens, stage: PipelineStage, passes: Passes, projector: Passes) -> int:
+        """Count the operations of `added` tensors, all of which train."""
+        of_layers, of_ends = self._added_elements
+        elements = sum(of_layers[n] for n in stage.layers if of_layers)
+        found = 2 * tokens.total * elements * replace(passes, share=1).linear
+        for end in self.ends_of(stage):
+            if end.name in of_ends:
+                own = projector if end.projector else passes
+                found += end.part.operations(tokens).linear * of_ends[end.name] * replace(own, share=1).linear
+        return int(found)
+
+    @cached_property
+    def _added_elements(self) -> tuple[Sequence[int], Mapping[str, Fraction]]:
+        """Elements of added matrices that a token of each layer is multiplied with; and beside each end that has some,
+        relative to its own elements.
+        """
+        if self.added is None:
+            return (), {}
+        of_layers = [self.added.elements(f"{self.stored}{n}.", layer) for n, layer in enumerate(self.layers)]
+        of_ends = {end: self.added.elements(end.stored, end.part) for end in (self.entry, *self.ends)}
+        own = {end: sum(math.prod(s) for s in end.part.tensors().values() if len(s) == 2) for end in of_ends}
+        return of_layers, {end.name: Fraction(n, own[end]) for end, n in of_ends.items() if n}
 
     @cached_property
     def _kinds(self) -> Counter[Layer]:

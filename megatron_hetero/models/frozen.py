@@ -18,8 +18,10 @@ from megatron_hetero.base.errors import UserError, is_pattern, listed
 from megatron_hetero.config.fields import wrong
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.grammar import did_you_mean
+from megatron_hetero.layout.names import TEXT
+from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.families.common import nested_name
-from megatron_hetero.models.layers.parts import Passes
+from megatron_hetero.models.layers.parts import Passes, Tokens
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
@@ -35,7 +37,7 @@ from megatron_hetero.models.weights import (
 @dataclass(frozen=True, eq=False)
 class Frozen:
     """The frozen part of a model: stored `tensors`, and `parts` of which nothing trains. `shares`: the share from 0 to
-    1 that trains of each part's matrices that tokens are multiplied with.
+    1 that trains of each part's matrices that tokens are multiplied with, without `Added` ones.
     """
 
     tensors: frozenset[str]
@@ -57,10 +59,13 @@ class Frozen:
         if len(parts) == len(by_part):
             problem = f"freezes all of {', '.join(by_part)}, which leaves nothing to train"
             raise UserError.at(f"model.{setting} (--model.{setting})", problem=problem, fix="remove an entry")
-        if any(map(is_pattern, (*freeze, *train))):
+        patterns, added = any(map(is_pattern, (*freeze, *train))), added_shapes(shapes)
+        if patterns:
             _require_whole_parameters(shapes, tensors, frozen_tensors(shapes, freeze))
+        if patterns or added:
             entry = shapes.text.architecture.entry
             looked_up = set() if shapes.text.tied else {entry.stored + name for name in entry.part.tensors()}
+            looked_up |= added.keys()
             shares = {part: _share({*names} - looked_up, tensors, stored) for part, names in by_part.items()}
         else:
             shares = {part: float(part not in parts) for part in by_part}
@@ -74,16 +79,33 @@ class Frozen:
         """Return the gradients that a part computes. `inputs`: whether it computes those of its input."""
         return Passes(inputs, self.trains(part), self.shares[part])
 
-    def first_layer(self, shapes: ModelShapes) -> int:
-        """Return the first layer of the language model with gradients behind frozen encoders: that of the first tensor
-        that trains, or 0 if the embedding trains.
+    def first_layer(self, shapes: ModelShapes, module: str = TEXT) -> int:
+        """Return the first layer of a module with gradients, for the language model behind frozen encoders: that of the
+        first tensor that trains, or 0 if the entry trains.
         """
-        text = shapes.text.architecture
-        trained = text.tensors.keys() - self.tensors
-        if any(text.entry.stored + name in trained for name in text.entry.part.tensors()):
+        architecture, prefix = shapes[module].architecture, prefix_of(module, shapes)
+        trained = {name for name in architecture.tensors if prefix + name not in self.tensors}
+        if any(architecture.entry.stored + name in trained for name in architecture.entry.part.tensors()):
             return 0
-        of_layers = {int(name.removeprefix(text.stored).split(".")[0]) for name in trained if text.is_of_layer(name)}
-        return min(of_layers, default=len(text.layers))
+        of_layers = (name.removeprefix(architecture.stored) for name in trained if architecture.is_of_layer(name))
+        return min((int(name.split(".")[0]) for name in of_layers), default=len(architecture.layers))
+
+    def operations(self, module: str, shapes: ModelShapes, tokens: Tokens, stage: PipelineStage | None = None) -> int:
+        """Count the operations of a module, or of a stage of it, in a step: a frozen part counts as far as the
+        gradients of others need it.
+        """
+        if module == TEXT:
+            behind = any(self.trains(part) for name in shapes.encoders for part in shapes.parts_of(name))
+            inputs, projector = behind or self.trains(TEXT), None
+        else:
+            behind, inputs, projector = False, self.trains(module), shapes.parts_of(module)[1]
+        return shapes[module].architecture.operations(
+            tokens,
+            stage,
+            passes=self.passes(module, inputs=inputs),
+            projector=self.passes(projector, inputs=inputs) if projector else None,
+            first=0 if behind else self.first_layer(shapes, module),
+        )
 
 
 def frozen_tensors(shapes: ModelShapes, freeze: Sequence[str], train: Sequence[str] = ()) -> frozenset[str]:

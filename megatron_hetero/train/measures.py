@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.frozen import Frozen
-from megatron_hetero.models.items.types import Size
 from megatron_hetero.models.layers.parts import Tokens
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.step.module import TrainedModule
@@ -26,23 +25,11 @@ from megatron_hetero.train.log import unwritable
 
 def step_flops(shapes: ModelShapes, frozen: Frozen, batch: StepBatch) -> int:
     """Return the model FLOPs of a step. Encoders count per patch: most of their work would be missed by the rows that
-    reach the language model. A frozen part counts as far as the gradients of others need it.
+    reach the language model.
     """
-    encoders_train = any(frozen.trains(part) for name in shapes.encoders for part in shapes.parts_of(name))
-    passes = frozen.passes(TEXT, inputs=encoders_train or frozen.trains(TEXT))
-    first = 0 if encoders_train else frozen.first_layer(shapes)
-    of_encoders = [_encoder_flops(name, shapes, frozen, batch.sizes[name]) for name in shapes.encoders]
-    tokens = Tokens(batch.sample_lengths, supervised=batch.supervised)
-    return sum(of_encoders) + shapes.text.architecture.operations(tokens, passes=passes, first=first)
-
-
-def _encoder_flops(name: str, shapes: ModelShapes, frozen: Frozen, sizes: Collection[Size]) -> int:
-    v, (encoder, projector) = shapes.encoders[name], shapes.parts_of(name)
-    return v.architecture.operations(
-        v.tokens(sizes),
-        passes=frozen.passes(encoder, inputs=frozen.trains(encoder)),
-        projector=frozen.passes(projector, inputs=frozen.trains(encoder)),
-    )
+    tokens = {name: encoder.tokens(batch.sizes[name]) for name, encoder in shapes.encoders.items()}
+    tokens[TEXT] = Tokens(batch.sample_lengths, supervised=batch.supervised)
+    return sum(frozen.operations(name, shapes, of_module) for name, of_module in tokens.items())
 
 
 # Dense bfloat16 operations per second, from the vendors' data sheets. The first entry whose words are all

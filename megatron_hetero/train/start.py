@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.names import TEXT
+from megatron_hetero.models.adapters import adapters_text
 from megatron_hetero.models.layers.backend import backend_notices
 from megatron_hetero.models.layers.compiled import require_compiler
 from megatron_hetero.models.weights import own_projectors, tensors_of_parts
@@ -88,14 +90,9 @@ def _on_all(topology: Topology, build: Callable[[], T]) -> T:
 
 def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:
     """Return the optimizer of a module, with its learning rates and number formats."""
-    chosen, settings, architecture = job.config.optimizer, module.settings, module.shape.architecture
-
-    def lr(parameter: str) -> float:
-        peak = chosen.lr_projector if architecture.in_projector(parameter) else settings.lr
-        return chosen.lr if peak is None else peak
-
+    chosen, settings = job.config.optimizer, module.settings
     common: dict[str, Any] = {
-        "lr": lr,
+        "lr": partial(module.peak_lr, chosen),
         "master": settings.precision.master,
         "gradients": settings.precision.gradients,
         "offload": settings.offload.states,
@@ -124,6 +121,7 @@ def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver
     if topology.rank == FIRST:
         notices = backend_notices(config.layer_backend, topology.platform)
         notices += [trainer.job.folders.notice, inputs.source.notice if inputs.source else ""]
+        notices += adapters_text(trainer.job.shapes)
         for notice in filter(None, [*notices, *_unread(inputs), inputs.processor.advice]):
             print(notice, flush=True)
     state = TrainState(trainer.optimizer, topology, trainer.job.shapes, working=watchdog.working)

@@ -109,6 +109,7 @@ CHUNKED = "--text-chunk 512"
 SHORT = "--plan.tokens 1024 --plan.image_side 512"
 PACKED = "--train.micro_batch_size 2 --train.global_batch_size 4"
 BALANCED = f"{EVEN} --model.router_aux_loss_coef 0.001 --train.global_batch_size 4 --text-layers 3 5"
+LORA = "--vision-lora.r 16 --text-lora.r 16"
 few = partial(Case, shallow=True)
 sparse = partial(few, "30b_a3b", family="qwen3_vl")
 """Qwen3-VL-MoE; a folder with experts is that of the family `qwen3_vl_moe`, but for its name."""
@@ -158,6 +159,9 @@ CASES = (
     linear("27b", "sp:8", "tp:8", 8, 0, f"{OFFLOADED} --train.global_batch_size 1"),
     linear("35b_a3b", "sp:8", "dp:8,ep:8", 8, 3, f"{EVEN} {SHORT} {SELECTIVE} --train.global_batch_size 8"),
     linear("35b_a3b", "sp:8", "tp:2,cp:2,dp:2,ep:4", 8, 7, f"{EVEN} {SHORT} {RECOMPUTED}"),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 0, LORA),
+    few("7b", "dp:1", "dp:1", 1, 0, f"--text-lora.r 16 --model.freeze vision projector {RECOMPUTED}"),
+    sparse("sp:8", "tp:4,dp:2,ep:8", 8, 0, f"{EVEN} {RECOMPUTED} {LORA} --train.global_batch_size 4"),
 )
 IN_OTHERS = 0, 1, 2, 7, 19, 25, 27, 30, 31, 32
 """Shallow ones of which others have everything beside something else."""

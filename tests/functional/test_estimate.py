@@ -78,6 +78,7 @@ EVEN, MOE = "--plan.expert_imbalance 1", "qwen3_vl_moe"
 DELTA, DELTA_MOE = "qwen3_5", "qwen3_5_moe"
 LONG = "--plan.tokens 1500"
 """Sequences of which delta nets save states for the backward pass."""
+LORA = "--vision-lora.r 16 --text-lora.r 16"
 HALVES = "--vision-precision.master split --vision-precision.gradients bfloat16"
 CASES = [
     Case("dp:1", "dp:1", 1),
@@ -196,6 +197,15 @@ CASES = [
     Case("dp:2", "dp:2,ep:2", 2, f"{BF16} {EVEN} {SELECTIVE} {LONG}", family=DELTA_MOE),
     Case("dp:4", "tp:2,cp:2,ep:2", 4, f"{BF16} {EVEN}", family=DELTA_MOE),
     Case("dp:3", "cp:3,ep:3", 3, f"{BF16} {EVEN} {RECOMPUTE}", batch=3, family=DELTA_MOE),
+    # Adapters beside a frozen base.
+    Case("dp:1", "dp:1", 1, LORA),
+    Case("sp:2", "tp:2", 2, f"{BF16} {LORA} {SELECTIVE}", family="qwen3_vl"),
+    Case("dp:2", "tp:2", 2, f"{BF16} --text-lora.r 16 --text-lora.targets *_proj --model.freeze vision projector"),
+    Case("tp:2", "tp:2", 2, f"{LORA} {WHOLE} --text-tp_overlap 1"),
+    Case("dp:2", "pp:2", 2, f"{BF16} {LORA} {RECOMPUTE}"),
+    Case("dp:2", "dp:2", 2, f"{BF16} {LORA} {ZERO3}"),
+    Case("dp:4", "tp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} {LORA}", family=MOE),
+    Case("dp:2", "cp:2", 2, f"{BF16} {LORA} --text-lora.patterns.*.in_proj_[ab].r 4 {LONG} {OFFLOAD}", family=DELTA),
 ]
 COMPILED = [
     Case("dp:2", "dp:2,ep:2", 2, f"{EVEN} --model.compile layers", family=MOE),

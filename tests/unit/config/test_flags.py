@@ -14,6 +14,8 @@ model.freeze model.train model.router_aux_loss_coef model.backend model.compile
 MODULE-parallel MODULE-layers MODULE-sequence_parallel MODULE-zero MODULE-recompute MODULE-chunk MODULE-tp_overlap
 MODULE-patches_per_call MODULE-precision.master MODULE-precision.moments MODULE-precision.gradients MODULE-lr
 MODULE-offload.states MODULE-offload.activations MODULE-hf_path MODULE-token MODULE-min_pixels MODULE-max_pixels
+MODULE-lora.r MODULE-lora.alpha MODULE-lora.dropout MODULE-lora.targets MODULE-lora.rslora MODULE-lora.lr_ratio
+MODULE-lora.hf_path MODULE-lora.patterns.PATTERN.r MODULE-lora.patterns.PATTERN.alpha
 data.registry.NAME.annotations data.registry.NAME.files data.registry.NAME.format data.registry.NAME.split
 data.registry.NAME.fields.FIELD data.index data.scan data.registry.NAME.images
 data.datasets data.shuffle data.max_seq_length data.too_long data.bad_records data.max_bad_share

@@ -20,6 +20,7 @@ from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.registry import FAMILIES
 from megatron_hetero.models.shapes import ModelShapes, item_types
 from tests.support.shapes import parameter_count, shapes_of_folder
+from tests.unit.examples.test_lora_examples import WITH_ADAPTERS
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 RANKS = {
@@ -49,7 +50,7 @@ def _shapes(model: str) -> dict[str, ModuleShape]:
 
 
 def test_every_example_is_tested() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == {"tiny", "qwen3_vl_8b_video", *RANKS}
+    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == {"tiny", "qwen3_vl_8b_video", *RANKS, *WITH_ADAPTERS}
     assert {folder.name for folder in EXAMPLES.glob("models/*")} == RANKS.keys()
 
 
