@@ -19,24 +19,29 @@ from megatron_hetero.step.number_formats import FlatTensors, Master, Plain, Stor
 from megatron_hetero.step.optimizer_state import OptimizerShard
 
 
-def expected_shapes(shapes: Mapping[str, Shape], frozen: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
+def expected_shapes(
+    shapes: Mapping[str, Shape], frozen: Collection[str], optimizer: OptimizerKind, *, trained_only: bool = False
+) -> dict[str, Shape]:
     """Return the shapes of all tensors of a checkpoint, except random states, for a model of the stored `shapes`.
-    `frozen`: tensors that do not train.
+    `frozen`: tensors that do not train; `trained_only`: whether it lacks them.
     """
-    trained = {name: shape for name, shape in shapes.items() if optimizer.moments and name not in frozen}
-    expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
+    held = {name: shape for name, shape in shapes.items() if not (trained_only and name in frozen)}
+    trained = {name: shape for name, shape in held.items() if optimizer.moments and name not in frozen}
+    expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in held.items()}
     expected |= {f"{kind}/{name}": matrix(shape) for kind in optimizer.moments for name, shape in trained.items()}
     return expected | {f"{STEP}/{name}": (1,) for name in trained}
 
 
-def written(state: JointOptimizer, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """Yield the entries that this rank writes. Over all ranks, each element of each tensor is written once."""
+def written(state: JointOptimizer, shapes: Mapping[str, Shape], *, trained_only: bool = False) -> Iterator[Entry]:
+    """Yield the entries that this rank writes, if `trained_only` of parameters that train. Over all ranks, each element
+    of each tensor is written once.
+    """
     for module in state.modules:
         optimizer = state.sharded.get(module.key)
         for name, slices in first_owned(module.maps, module.holders.rank()).items():
-            if name == module.tied_copy:
-                continue
             parameter = module.parameters[name]
+            if name == module.tied_copy or (trained_only and not parameter.requires_grad):
+                continue
             if optimizer is None or not parameter.requires_grad:
                 weights = module.data_parallel.weights(name)
                 yield from _written_weights(slices, module, name, Plain(weights, weights.device), shapes)
@@ -73,15 +78,17 @@ def read(
     state: JointOptimizer, shapes: Mapping[str, Shape], found: Collection[str], *, imported: bool = False
 ) -> Iterator[Entry | Sequence[Entry]]:
     """Yield the entries that this rank reads: of trained weights the masters, from which `renew_weights` computes the
-    weights of all ranks. State that was not `found` (of a part that was frozen when the checkpoint was written) stays
-    as initialised. `imported`: whether weights are those of a model's folder, rounded as if read from there, from which
-    optimizers then start.
+    weights of all ranks. What was not `found` stays as initialised: states of a part that was frozen when the
+    checkpoint was written, and weights that it lacks. `imported`: whether weights are those of a model's folder,
+    rounded as if read from there, from which optimizers then start.
     """
     for module in state.modules:
         optimizer = None if imported else state.sharded.get(module.key)
         for name, slices in module.own_map.items():
             parameter = module.parameters[name]
             held = [tensor_slice for tensor_slice in slices if not tensor_slice.empty]
+            if not all(f"{WEIGHTS}/{tensor_slice.name}" in found for tensor_slice in held):
+                continue
             flat, width = module.data_parallel.weights(name), width_of(parameter)
             if optimizer is None or not parameter.requires_grad:
                 blocks = cut(held, width, *module.data_parallel.stored(name))

@@ -30,6 +30,7 @@ from megatron_hetero.base.outputs import (
     whole,
     write_synced,
 )
+from megatron_hetero.checkpoint.adapters import fingerprints
 from megatron_hetero.checkpoint.index import (
     INDEX,
     WEIGHTS,
@@ -299,7 +300,7 @@ def _record(sources: ModelSources, seed: int, transposed: bool) -> RunRecord:
     config = {**sources.as_config(), "train": {"seed": seed}, "optimizer": {"name": "none"}}
     config["model"] |= {"freeze": []}
     origin = str(sources.model.absolute())
-    return RunRecord(0, 0, {}, (), config, origin, hashes(sources), transposed)
+    return RunRecord(0, 0, {}, (), config, origin, hashes(sources), transposed, bases=fingerprints(sources.folders))
 
 
 def require_free(target: Path) -> None:

@@ -32,6 +32,7 @@ from megatron_hetero.base.outputs import (
     whole,
     without_manifest,
 )
+from megatron_hetero.checkpoint.adapters import adapters_of, fingerprints
 from megatron_hetero.checkpoint.contents import random_entries, read, written
 from megatron_hetero.checkpoint.index import INDEX, Entry, Index, index_shapes, open_index
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
@@ -68,7 +69,8 @@ class TrainState:
         from megatron_hetero.groups.megatron import random_states  # imports Megatron-Core
 
         states = random_entries(self.topology.rank, random_states(self.topology.platform))
-        return [*written(self.optimizer, stored_shapes(self.shapes)), *states]
+        only = bool(adapters_of(self.shapes))
+        return [*written(self.optimizer, stored_shapes(self.shapes), trained_only=only), *states]
 
 
 @dataclass(frozen=True)
@@ -203,15 +205,18 @@ def shared_record(config: Config, state: TrainState, mixture: Mixture, transpose
     topology = state.topology
 
     def record() -> RunRecord:
-        settings = yaml.safe_load(to_yaml(config))
+        settings, adapters = yaml.safe_load(to_yaml(config)), adapters_of(state.shapes)
+        sources = ModelSources.recorded(settings)
         return RunRecord(
             step=0,
             world_size=topology.world_size,
             layouts={name: str(layout) for name, layout in topology.layouts.items()},
             datasets=tuple(DatasetRecord(str(each), len(data), data.digest, by) for data, each, by in mixture.hashed()),
             config=settings,
-            model_files=hashes(ModelSources.recorded(settings)),
+            model_files=hashes(sources),
             experts_transposed=transposed,
+            adapters=adapters,
+            bases=fingerprints(sources.folders) if adapters else {},
         )
 
     return on_first(topology.files, record, state.working)
@@ -232,6 +237,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
         record = RunRecord.read(checkpoint)
         require_own_name(checkpoint, record.step, RECORD)
         record.require_resumable(new, allowed, checkpoint)
+        record.require_same_adapters(new, state.shapes, allowed, checkpoint)
         index = open_index(checkpoint, manifest)
         record.require_complete(index_shapes(index), state.shapes, checkpoint)
         record.require_same_model(new, allowed, checkpoint)
