@@ -1,10 +1,11 @@
-"""Checkpoints of a run with adapters. They hold what trains; all other weights, the base, are read from the model's
-folders at every start, and have to be those that the adapters were trained beside.
+"""Checkpoints of a run with adapters. They hold what trains, and what a PEFT folder has put in place of weights of the
+model. All other weights, the base, are read from the model's folders at every start, and have to be those that the
+adapters were trained beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -13,10 +14,12 @@ from megatron_hetero.base.errors import UserError, listed
 from megatron_hetero.config.fields import flag_of, wrong
 from megatron_hetero.hf.fingerprint import fingerprint
 from megatron_hetero.hf.model_files import ENCODERS, weight_files
+from megatron_hetero.hf.weight_map import TensorShapes
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.adapters import Adapter, Lora, linear_layers
 from megatron_hetero.models.folders import VISION_FOLDER
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import prefix_of, stored_shapes
 
 _EXPORT = "python -m megatron_hetero.cli.export"
 _ALLOW = "allow it with --checkpoint.allow_changes modules"
@@ -24,10 +27,13 @@ _ALLOW = "allow it with --checkpoint.allow_changes modules"
 
 @dataclass(frozen=True)
 class ModuleAdapters:
-    """The adapters of a module, and their dropout, in the record of a run."""
+    """The adapters of a module in the record of a run. `replaced`: tensors of the module for which the folder that they
+    started from had other values.
+    """
 
     adapters: tuple[Adapter, ...]
     dropout: float = 0.0
+    replaced: tuple[str, ...] = ()
 
 
 Adapters = Mapping[str, ModuleAdapters]
@@ -39,7 +45,23 @@ Bases = Mapping[str, str]
 def adapters_of(shapes: ModelShapes) -> dict[str, ModuleAdapters]:
     """Return the adapters of a model."""
     added = {name: shapes[name].added for name in shapes.modules}
-    return {name: ModuleAdapters(lora.adapters, lora.dropout) for name, lora in added.items() if isinstance(lora, Lora)}
+    return {
+        name: ModuleAdapters(lora.adapters, lora.dropout, tuple(sorted(getattr(lora, "replaces", ()))))
+        for name, lora in added.items()
+        if isinstance(lora, Lora)
+    }
+
+
+def replaced(adapters: Adapters, shapes: ModelShapes) -> frozenset[str]:
+    """Return the stored tensors of a model that these adapters replace."""
+    return frozenset(prefix_of(name, shapes) + each for name, own in adapters.items() for each in own.replaced)
+
+
+def held(adapters: Adapters, shapes: ModelShapes, frozen: Collection[str]) -> TensorShapes:
+    """Return the stored tensors of a model of which its checkpoints hold weights, given those that do not train."""
+    stored = stored_shapes(shapes)
+    beside = replaced(adapters, shapes) if adapters else stored
+    return {name: shape for name, shape in stored.items() if name not in frozen or name in beside}
 
 
 def with_recorded(shapes: ModelShapes, adapters: Adapters) -> ModelShapes:
@@ -148,18 +170,16 @@ def require_same_bases(old: Bases, new: Bases, folders: Mapping[str, Path], was:
             raise UserError.at(where, problem=problem + origin, because=why, fix=fix)
 
 
-def require_trained_on(
-    stored: Iterable[str], before: Collection[str], now: Collection[str], train: bool, checkpoint: Path
-) -> None:
-    """Check that of `stored` tensors none that trained is frozen `now`, given those frozen `before`. `train`: whether
+def require_held(old: Collection[str], new: Collection[str], train: bool, checkpoint: Path) -> None:
+    """Check that checkpoints of a run hold all tensors that this one holds, given the names of both. `train`: whether
     the run sets `model.train`. Raises `UserError`.
     """
-    if lost := [name for name in stored if name in now and name not in before]:
+    if lost := {*old} - {*new}:
         setting = "model.train" if train else "model.freeze"
         raise UserError.at(
             f"{setting} ({flag_of(setting)})",
-            problem=f"freezes {listed(lost)}, which trained before {checkpoint} was written",
-            because="checkpoints of a run with adapters hold what trains only, and later ones would lack it",
+            problem=f"freezes {listed(lost)}, of which {checkpoint} has other values than the model's folder",
+            because="checkpoints of a run with adapters hold what trains only, so that later ones would lack it",
             fix=f"train it on, or run `{_EXPORT} {checkpoint} DIR --merge` and train from that folder",
         )
 

@@ -19,29 +19,30 @@ from megatron_hetero.step.number_formats import FlatTensors, Master, Plain, Stor
 from megatron_hetero.step.optimizer_state import OptimizerShard
 
 
-def expected_shapes(
-    shapes: Mapping[str, Shape], frozen: Collection[str], optimizer: OptimizerKind, *, trained_only: bool = False
-) -> dict[str, Shape]:
+def expected_shapes(shapes: Mapping[str, Shape], frozen: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
     """Return the shapes of all tensors of a checkpoint, except random states, for a model of the stored `shapes`.
-    `frozen`: tensors that do not train; `trained_only`: whether it lacks them.
+    `frozen`: tensors that do not train.
     """
-    held = {name: shape for name, shape in shapes.items() if not (trained_only and name in frozen)}
-    trained = {name: shape for name, shape in held.items() if optimizer.moments and name not in frozen}
-    expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in held.items()}
+    trained = {name: shape for name, shape in shapes.items() if optimizer.moments and name not in frozen}
+    expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
     expected |= {f"{kind}/{name}": matrix(shape) for kind in optimizer.moments for name, shape in trained.items()}
     return expected | {f"{STEP}/{name}": (1,) for name in trained}
 
 
-def written(state: JointOptimizer, shapes: Mapping[str, Shape], *, trained_only: bool = False) -> Iterator[Entry]:
-    """Yield the entries that this rank writes, if `trained_only` of parameters that train. Over all ranks, each element
-    of each tensor is written once.
+def written(
+    state: JointOptimizer, shapes: Mapping[str, Shape], frozen: Collection[str] | None = None
+) -> Iterator[Entry]:
+    """Yield the entries that this rank writes. Over all ranks, each element of each tensor is written once. `frozen`:
+    those to write of the tensors that do not train; None for all.
     """
     for module in state.modules:
         optimizer = state.sharded.get(module.key)
         for name, slices in first_owned(module.maps, module.holders.rank()).items():
-            parameter = module.parameters[name]
-            if name == module.tied_copy or (trained_only and not parameter.requires_grad):
+            if name == module.tied_copy:
                 continue
+            parameter = module.parameters[name]
+            if frozen is not None and not parameter.requires_grad:
+                slices = [tensor_slice for tensor_slice in slices if tensor_slice.name in frozen]
             if optimizer is None or not parameter.requires_grad:
                 weights = module.data_parallel.weights(name)
                 yield from _written_weights(slices, module, name, Plain(weights, weights.device), shapes)
@@ -86,8 +87,8 @@ def read(
         optimizer = None if imported else state.sharded.get(module.key)
         for name, slices in module.own_map.items():
             parameter = module.parameters[name]
-            held = [tensor_slice for tensor_slice in slices if not tensor_slice.empty]
-            if not all(f"{WEIGHTS}/{tensor_slice.name}" in found for tensor_slice in held):
+            held = [each for each in slices if not each.empty and f"{WEIGHTS}/{each.name}" in found]
+            if not held:
                 continue
             flat, width = module.data_parallel.weights(name), width_of(parameter)
             if optimizer is None or not parameter.requires_grad:
@@ -95,7 +96,7 @@ def read(
                 if imported or flat.dtype != torch.bfloat16:
                     yield from entries(WEIGHTS, blocks, flat, shapes)
                 else:  # Of masters, if it was trained before.
-                    staged = torch.zeros(len(flat))
+                    staged = flat.float().cpu()
                     yield list(entries(WEIGHTS, blocks, staged, shapes))
                     write_all(Master(FlatTensors((flat,))), staged, flat.device)
             elif name in optimizer.shards:
@@ -117,8 +118,8 @@ def _read_shard(
         if stored.values is not None and not (kind == WEIGHTS and stored.values.dtype == torch.bfloat16):
             yield from entries(kind, blocks, stored.values, shapes)
             continue
-        # Stored in another form: read on the host, one parameter at a time. Padding is not stored, and is zero.
-        staged = torch.zeros(shard.stop - shard.start)
+        # Stored in another form: read on the host, one parameter at a time. Padding is not in the checkpoint.
+        staged = unpacked(stored, 0, shard.stop - shard.start)
         yield list(entries(kind, blocks, staged, shapes))
         write_all(stored, staged, shard.gradient.device)
     if shard.moments and slices and updated:

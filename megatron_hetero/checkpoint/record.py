@@ -17,9 +17,10 @@ from megatron_hetero.base.errors import UserError, faults_of, in_short, reason
 from megatron_hetero.base.files import read_bytes, read_text
 from megatron_hetero.checkpoint.adapters import (
     ModuleAdapters,
+    held,
+    require_held,
     require_same_adapters,
     require_same_bases,
-    require_trained_on,
     unrecorded_base,
     with_recorded,
 )
@@ -33,11 +34,11 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import Overridable
 from megatron_hetero.data.processor import TEXT_FILES, VISION_FILES, check_folder
 from megatron_hetero.hf.model_files import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
+from megatron_hetero.hf.weight_map import TensorShapes
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders
 from megatron_hetero.models.frozen import frozen_tensors
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import stored_shapes
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
@@ -253,11 +254,11 @@ class RunRecord:
     def frozen(self, shapes: ModelShapes) -> frozenset[str]:
         """Return the stored tensors of the model that did not train. Earlier versions had no `model.train`."""
         model = self.config["model"]
-        return frozen_tensors(self._own(shapes), model["freeze"], model.get("train") or ())
+        return frozen_tensors(with_recorded(shapes, self.adapters), model["freeze"], model.get("train") or ())
 
-    def _own(self, shapes: ModelShapes) -> ModelShapes:
-        """Return the shapes of the model with the adapters of the run."""
-        return with_recorded(shapes, self.adapters)
+    def held(self, shapes: ModelShapes) -> TensorShapes:
+        """Return the stored tensors of the model of which a checkpoint of the run holds weights."""
+        return held(self.adapters, with_recorded(shapes, self.adapters), self.frozen(shapes))
 
     def precision(self, module: str, field: str) -> str:
         """Return the setting `modules.MODULE.precision.FIELD`."""
@@ -304,9 +305,8 @@ class RunRecord:
         `shapes` with the adapters of the run, besides random states. Raises `UserError` listing all faults.
         """
         found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
-        kind, own, frozen = optimizer_kind(self.config["optimizer"]["name"]), self._own(shapes), self.frozen(shapes)
-        expected = expected_shapes(stored_shapes(own), frozen, kind, trained_only=bool(self.adapters))
-        require_tensors(checkpoint, found, expected)
+        kind = optimizer_kind(self.config["optimizer"]["name"])
+        require_tensors(checkpoint, found, expected_shapes(self.held(shapes), self.frozen(shapes), kind))
 
     def require_same_adapters(
         self, new: RunRecord, shapes: ModelShapes, allowed: Collection[str], checkpoint: Path
@@ -324,8 +324,8 @@ class RunRecord:
         what = "those that were imported to" if self.imported_from is not None else "the base of the adapters in"
         require_same_bases(self.bases, new.bases, folders, was, f"{what} {checkpoint}")
         if self.imported_from is None:
-            own, train = stored_shapes(self._own(shapes)), bool(new.config["model"].get("train"))
-            require_trained_on(own, self.frozen(shapes), new.frozen(shapes), train, checkpoint)
+            train = bool(new.config["model"].get("train"))
+            require_held(self.held(shapes).keys(), new.held(shapes).keys(), train, checkpoint)
 
     def require_same_model(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
         """Check that a run with the record `new` has the same model files other than weights, wherever its folders are.

@@ -32,7 +32,7 @@ from megatron_hetero.base.outputs import (
     whole,
     without_manifest,
 )
-from megatron_hetero.checkpoint.adapters import adapters_of, fingerprints
+from megatron_hetero.checkpoint.adapters import adapters_of, fingerprints, replaced
 from megatron_hetero.checkpoint.contents import random_entries, read, written
 from megatron_hetero.checkpoint.index import INDEX, Entry, Index, index_shapes, open_index
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
@@ -69,8 +69,9 @@ class TrainState:
         from megatron_hetero.groups.megatron import random_states  # imports Megatron-Core
 
         states = random_entries(self.topology.rank, random_states(self.topology.platform))
-        only = bool(adapters_of(self.shapes))
-        return [*written(self.optimizer, stored_shapes(self.shapes), trained_only=only), *states]
+        adapters = adapters_of(self.shapes)
+        frozen = replaced(adapters, self.shapes) if adapters else None
+        return [*written(self.optimizer, stored_shapes(self.shapes), frozen), *states]
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ REFUSED = {
         "modules.text.lora.dropout (--text-lora.dropout): found 0.1, expected 0.0, as in",
         "or allow it with --checkpoint.allow_changes modules."]),
     "frozen": (LORA, f"{LORA} --model.freeze projector", (), [
-        "model.freeze (--model.freeze): freezes visual.merger.ln_q.weight", f"`{EXPORT} --merge` and train from"]),
+        "model.freeze (--model.freeze): freezes visual.merger.ln_q.weight, ", f"`{EXPORT} --merge` and train from"]),
     "no longer listed": (LORA, f"{LORA} --model.train projector", (), ["model.train (--model.train): freezes visual."]),
 }  # fmt: skip
 
