@@ -1,0 +1,146 @@
+"""Checkpoints of runs with adapters: small, and resumed wherever whole ones are, beside the same base."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megatron_hetero.checkpoint.convert import import_folders
+from megatron_hetero.checkpoint.record import ModelSources
+from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.runs import flags
+from tests.functional.checkpoint.test_across_layouts import require_exact_resume, same
+from tests.functional.checkpoint.test_damage import flip
+from tests.functional.checkpoint.test_zero_checkpoints import BF16, HOST, SMALL, zero
+from tests.support.matrix import thinned
+from tests.support.pool import Pool
+
+Pools = Callable[[int], Pool]
+LORA = "--vision-lora.r 3 --text-lora.r 4 --text-lora.alpha 8 --text-lora.patterns.v_proj.r 2 --data.workers 0"
+DETAIL = "--detail-hf_path TOWERS/detail --detail-token <|video_pad|> --detail-lora.r 2"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A run that resumes from another."""
+
+    vision: str
+    text: str
+    ranks: int = 2
+    more: str = ""
+
+
+CHAINS = {
+    "plain": ("sp:2", "tp:2", "", [
+        Link("dp:2", "dp:2", more=zero(2, 3)),
+        Link("dp:1@0", "dp:1@1", more=f"--train.micro_batch_size 2 {HOST} --schedule.run_ahead 2"),
+    ]),
+    "qwen3-tied": ("dp:2", "pp:2", "--text-lora.targets q_proj v_proj *.mlp.*_proj --model.freeze vision", [
+        Link("sp:4", "pp:2,tp:2", 4),
+        Link("dp:4", "dp:2,cp:2", 4, zero(3, 3)),
+    ]),
+    "towers/plain": ("dp:2", "tp:2", f"--detail-parallel sp:2 {DETAIL}", [
+        Link("dp:1@0", "tp:2@2-3", 4, "--train.micro_batch_size 2 --detail-parallel dp:1@1"),
+        Link("tp:2", "dp:2", 2, f"{zero(1, 3)} --detail-parallel dp:2 --detail-zero 3"),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", thinned(CHAINS, 3))
+def test_other_layouts_continue(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    vision, text, more, links = CHAINS[name]
+    root, model = (folders / "towers", "plain") if name.startswith("towers/") else (folders, name)
+    common = f"{LORA} {more}".replace("TOWERS", str(root))
+    whole = pools(2).run(jobs.train, flags(root, tmp_path / "whole", vision, text, common, model))[0]
+    written = tmp_path / "whole/checkpoints/step-00000002"
+    require_small(written, root / model)
+    for number, link in enumerate(links):
+        line = flags(root, tmp_path / f"{number}", link.vision, link.text, f"{common} {link.more}", model)
+        found = pools(link.ranks).run(
+            jobs.train, [*line, "--checkpoint.resume", str(written)], tmp_path / f"{number}/copy"
+        )[0]
+        assert found["from"] == 2
+        same(written, tmp_path / f"{number}/copy/step-00000002", but="random/")
+        np.testing.assert_allclose(found["losses"], whole["losses"][2:], rtol=0, atol=1e-5)
+        for name, values in whole["weights"].items():
+            np.testing.assert_allclose(found["weights"][name], values, rtol=0, atol=2e-5)
+
+
+def require_small(checkpoint: Path, model: Path) -> None:
+    """Check that a checkpoint has weights and AdamW's states of what trains in fp32, and little more."""
+    found = jobs.tensors(checkpoint)
+    trained = [key.removeprefix("weights/") for key in found if key.startswith("weights/")]
+    assert {name.rpartition(".lora_")[1] != "" or "merger" in name for name in trained} == {True}
+    assert sum("lora_" in name for name in trained) > len(trained) / 2
+    numbers = sum(found[f"weights/{name}"].numel() for name in trained)
+    files = {path.name: path.stat().st_size for path in checkpoint.glob("*.safetensors")}
+    entries = 3 * len(trained)
+    assert 12 * numbers < sum(files.values()) < 12 * numbers + 700 * entries + 40_000
+    base = sum(values.numel() for values in load_file(model / "model.safetensors").values())
+    assert numbers < base / 3
+
+
+@pytest.mark.parametrize("more", thinned([
+    f"{zero(3, 3)} {SMALL}",
+    f"--model.dtype bfloat16 {HOST} --text-precision.moments 8bit",
+    f"{BF16} {zero(2, 1)} --vision-precision.master none --optimizer.name sgd --optimizer.weight_decay 0",
+], 3))  # fmt: skip
+def test_a_resume_is_exact(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    more = f"{BF16} {LORA} --train.iters 4 --checkpoint.interval 100 {more}"
+    require_exact_resume(pools, tmp_path, lambda run: flags(folders, tmp_path / run, "sp:2", "dp:2", more, "qwen3"))
+
+
+def test_adapters_start_from_an_import(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    """As from the folder itself, also in their next run, which reads the base from the folder."""
+    imported = tmp_path / "imported/checkpoints"
+    import_folders(ModelSources(folders / "plain"), imported / "step-00000000")
+
+    def line(run: str, more: str = "") -> list[str]:
+        return flags(folders, tmp_path / run, "sp:2", "tp:2", f"{LORA} --checkpoint.interval 100 {more}")
+
+    expected = pools(2).run(jobs.train, line("folder"))[0]
+    first = pools(2).run(jobs.train, line("imported"), None, 2)[0]
+    second = pools(2).run(jobs.train, line("imported"))[0]
+    assert first["losses"] + second["losses"] == expected["losses"]
+    assert any("weights imported from" in note for note in first["notes"]) and second["from"] == 2
+    same(tmp_path / "folder/checkpoints/step-00000004", imported / "step-00000004", but="")
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    model, run = shutil.copytree(folders / "plain", tmp_path / "model"), tmp_path / "run"
+
+    def line(more: str = LORA) -> list[str]:
+        return flags(folders, run, "sp:2", "tp:2", f"--model.hf_path {model} {more}")
+
+    def error(line: list[str]) -> str:
+        [message, other] = pools(2).run(jobs.error_of, line)
+        assert message == other
+        return message
+
+    pools(2).run(jobs.train, line(), None, 2)
+    checkpoint = run / "checkpoints/step-00000002"
+    export = f"python -m megatron_hetero.cli.export {checkpoint} DIR --merge"
+    assert export in error(line("--data.workers 0"))
+    assert "found r 5 at model.layers.0.self_attn" in error(line(f"{LORA} --text-lora.r 5"))
+    weights = load_file(model / "model.safetensors")
+    changed: dict[str, Any] = {
+        name: values + 1e-3 if "blocks.1.norm2" in name else values for name, values in weights.items()
+    }
+    save_file(changed, model / "model.safetensors", {"format": "pt"})
+    assert "other weights than the base of the adapters" in error(
+        line(f"{LORA} --checkpoint.allow_changes model.hf_path")
+    )
+    (model / "model.safetensors").unlink()
+    assert f"{model}: found no safetensors weights" in error(line())
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    moved = line(f"{LORA} --model.hf_path {model.rename(tmp_path / 'moved')}")
+    assert error(moved) == "no error: it resumes after step 2"
+    flip(checkpoint)
+    assert "damaged" in error(moved)
