@@ -5,7 +5,7 @@ adapters were trained beside.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -46,7 +46,7 @@ def adapters_of(shapes: ModelShapes) -> dict[str, ModuleAdapters]:
     """Return the adapters of a model."""
     added = {name: shapes[name].added for name in shapes.modules}
     return {
-        name: ModuleAdapters(lora.adapters, lora.dropout, tuple(sorted(getattr(lora, "replaces", ()))))
+        name: ModuleAdapters(lora.adapters, lora.dropout, tuple(sorted(lora.replaces)))
         for name, lora in added.items()
         if isinstance(lora, Lora)
     }
@@ -93,7 +93,7 @@ def _refuse_unknown(names: Collection[str]) -> NoReturn:
 
 def fingerprints(folders: Mapping[str, Path]) -> dict[str, str]:
     """Return the fingerprints of the weights in folders by setting. Raises `UserError`."""
-    return {setting: fingerprint(weight_files(folder)) for setting, folder in folders.items()}
+    return {setting: fingerprint(weight_files(folder, [folder])) for setting, folder in folders.items()}
 
 
 def require_same_adapters(
@@ -155,9 +155,16 @@ def _started_from(folders: Collection[str]) -> str:
     return f"{' '.join(flags)} and another checkpoint.dir{vision}"
 
 
-def require_same_bases(old: Bases, new: Bases, folders: Mapping[str, Path], was: Mapping[str, Path], what: str) -> None:
-    """Check that weights in `folders`, by setting, are those that were in the folders `was`. `what`: these, for
-    messages. Raises `UserError` naming the first folder that has others.
+def require_same_bases(
+    old: Bases,
+    new: Bases,
+    folders: Mapping[str, Path],
+    was: Mapping[str, Path],
+    what: str,
+    flag: Callable[[str], str] = flag_of,
+) -> None:
+    """Check that weights in `folders`, by setting, are those that were in the folders `was`. For messages: `what` these
+    were, and the `flag` of a setting. Raises `UserError` naming the first folder that has others.
     """
     for setting in sorted(old.keys() | new.keys()):
         if old.get(setting) != new.get(setting):
@@ -166,7 +173,7 @@ def require_same_bases(old: Bases, new: Bases, folders: Mapping[str, Path], was:
             origin = f" (then in {was[setting]})" if setting in was else ""
             why = "adapters fit only the weights that they are trained beside, which their checkpoints do not hold"
             fix = "give the folder with these weights, unchanged and in the same dtype; no setting allows others"
-            where = f"{setting} ({flag_of(setting)}){place}"
+            where = f"{setting} ({flag(setting)}){place}"
             raise UserError.at(where, problem=problem + origin, because=why, fix=fix)
 
 

@@ -34,7 +34,7 @@ from megatron_hetero.base.outputs import (
 )
 from megatron_hetero.checkpoint.adapters import adapters_of, fingerprints, replaced
 from megatron_hetero.checkpoint.contents import random_entries, read, written
-from megatron_hetero.checkpoint.index import INDEX, Entry, Index, index_shapes, open_index
+from megatron_hetero.checkpoint.index import INDEX, WEIGHTS, Entry, Index, index_shapes, open_index
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import DatasetRecord, ModelSources, RunRecord, hashes
 from megatron_hetero.checkpoint.storage import read_entries, verified
@@ -247,7 +247,10 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     record, index = on_first(group, opened, working)
     stored = index_shapes(index)
     imported = record.imported_from is not None
-    entries = read(state.optimizer, stored_shapes(state.shapes), stored, imported=imported)
+    # A PEFT folder has other values than the imported model.
+    kept = replaced(adapters_of(state.shapes), state.shapes) if imported else ()
+    found = stored.keys() - {f"{WEIGHTS}/{name}" for name in kept}
+    entries = read(state.optimizer, stored_shapes(state.shapes), found, imported=imported)
     states = random_states(state.topology.platform)
     own_random = list(random_entries(state.topology.rank, states))
     # Random states of another kind of device do not fit.

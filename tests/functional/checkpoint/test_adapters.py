@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megatron_hetero.base.outputs import MARK
 from megatron_hetero.checkpoint.convert import import_folders
 from megatron_hetero.checkpoint.record import ModelSources
+from megatron_hetero.cli import export
 from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.runs import flags
 from tests.functional.checkpoint.test_across_layouts import require_exact_resume, same
@@ -144,3 +146,46 @@ def test_what_does_not_fit_is_refused_on_all_ranks(folders: Path, tmp_path: Path
     assert error(moved) == "no error: it resumes after step 2"
     flip(checkpoint)
     assert "damaged" in error(moved)
+
+
+def train_and_export(flags: list[str], *targets: Path) -> None:
+    """Train as the program does, with checkpoints, and export a PEFT folder and a merged model at the end."""
+    run = jobs.build_logged(flags)
+    with run.writer:
+        for step, batch, _ in run.batches():
+            run.trainer.train_step(step, batch)
+            run.saver.after(step)
+        for target, merge in zip(targets, (False, True), strict=True):
+            job = run.trainer.job
+            config = replace(job.config, export=replace(job.config.export, hf_dir=target, merge=merge))
+            replace(run, trainer=replace(run.trainer, job=replace(job, config=config))).export(target)
+
+
+EXPORTS = {
+    "plain": ("sp:2", "tp:2", "--model.dtype bfloat16"),
+    "towers/qwen3": ("dp:2", "dp:2", f"--detail-parallel dp:2 {DETAIL} --model.freeze vision projector {zero(1, 3)}"),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_exports_have_the_bytes_of_the_runs_own(
+    name: str, folders: Path, tmp_path: Path, pools: Pools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vision, text, more = EXPORTS[name]
+    root, model = (folders / "towers", "qwen3") if name.startswith("towers/") else (folders, name)
+    more = f"{LORA} {more}".replace("TOWERS", str(root))
+    line = flags(root, tmp_path / "run", vision, text, more, model)
+    own = [tmp_path / "peft", tmp_path / "merged"]
+    pools(2).run(train_and_export, line, *own)
+    checkpoint = str(tmp_path / "run/checkpoints")
+    for target, option in zip(own, ([], ["--merge"]), strict=True):
+        assert export.main([checkpoint, str(tmp_path / "export"), *option]) == 0, capsys.readouterr().err
+        assert contents(tmp_path / "export") == contents(target)
+    assert export.main([checkpoint, str(tmp_path / "export"), "--merge", "--dtype", "float32"]) == 0
+    assert contents(tmp_path / "export").keys() == contents(own[1]).keys()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of an export, besides its mark."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MARK)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
