@@ -211,3 +211,40 @@ def contents(folder: Path) -> dict[str, bytes]:
     """The files of an export, besides its mark."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MARK)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.long
+def test_what_a_peft_folder_replaced_stays(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    """A projector that was trained beside adapters, and is frozen beside those of the next run: neither the model's
+    folder nor an import has it.
+    """
+    imported = tmp_path / "imported/step-00000000"
+    import_folders(ModelSources(folders / "plain"), imported)
+
+    def line(run: str, more: str) -> list[str]:
+        more = f"{more} --data.workers 0 --checkpoint.interval 100"
+        return flags(folders, tmp_path / run, "sp:2", "tp:2", more)
+
+    pools(2).run(jobs.train, line("first", LORA), None, 2)
+    peft = tmp_path / "peft"
+    assert export.main([str(tmp_path / "first/checkpoints"), str(peft)]) == 0
+    start = f"--vision-lora.hf_path {peft} --text-lora.hf_path {peft} --model.freeze projector"
+    whole = pools(2).run(jobs.train, line("whole", f"{start} --checkpoint.resume {imported}"))[0]
+    first = pools(2).run(jobs.train, line("cut", start), None, 2)[0]
+    again = flags(folders, tmp_path / "cut", "dp:2", "dp:2", f"{start} --data.workers 0 {zero(3, 3)}")
+    second = pools(2).run(jobs.train, again)[0]
+    np.testing.assert_allclose(first["losses"] + second["losses"], whole["losses"], rtol=0, atol=1e-5)
+    projector = [name for name in whole["weights"] if "merger" in name]
+    trained = jobs.tensors(tmp_path / "first/checkpoints/step-00000002")
+    last = jobs.tensors(tmp_path / "cut/checkpoints/step-00000004")
+    for name in projector:
+        assert torch.equal(last[f"weights/{name}"], trained[f"weights/{name}"]) and f"exp_avg/{name}" not in last
+        assert np.array_equal(
+            second["weights"][name], trained[f"weights/{name}"].view(whole["weights"][name].shape).numpy()
+        )
+    shutil.rmtree(peft)
+    assert export.main([str(tmp_path / "cut/checkpoints"), str(tmp_path / "merged"), "--merge"]) == 0
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert all(torch.equal(merged[name], last[f"weights/{name}"].view(merged[name].shape)) for name in projector)
+    plain = line("cut", f"{LORA} --model.freeze projector")
+    assert "visual.merger.ln_q.weight" in pools(2).run(jobs.error_of, plain)[0]
