@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from megatron_hetero.base.errors import UserError, listed
 from megatron_hetero.config.fields import flag_of, wrong
@@ -16,13 +16,24 @@ from megatron_hetero.hf.fingerprint import fingerprint
 from megatron_hetero.hf.model_files import ENCODERS, weight_files
 from megatron_hetero.hf.weight_map import TensorShapes
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.models.adapters import Adapter, Lora, linear_layers
 from megatron_hetero.models.folders import VISION_FOLDER
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import prefix_of, stored_shapes
 
+if TYPE_CHECKING:
+    from megatron_hetero.models.adapters import Lora
+
 _EXPORT = "python -m megatron_hetero.cli.export"
 _ALLOW = "allow it with --checkpoint.allow_changes modules"
+
+
+class RecordedAdapter(NamedTuple):
+    """An `Adapter` in the record of a run."""
+
+    name: str
+    r: int
+    scale: float
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class ModuleAdapters:
     started from had other values.
     """
 
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[RecordedAdapter, ...]
     dropout: float = 0.0
     replaced: tuple[str, ...] = ()
 
@@ -44,12 +55,15 @@ Bases = Mapping[str, str]
 
 def adapters_of(shapes: ModelShapes) -> dict[str, ModuleAdapters]:
     """Return the adapters of a model."""
+    from megatron_hetero.models.adapters import Lora  # imports Megatron-Core
+
     added = {name: shapes[name].added for name in shapes.modules}
-    return {
-        name: ModuleAdapters(lora.adapters, lora.dropout, tuple(sorted(lora.replaces)))
-        for name, lora in added.items()
-        if isinstance(lora, Lora)
-    }
+    return {name: _recorded(lora) for name, lora in added.items() if isinstance(lora, Lora)}
+
+
+def _recorded(lora: Lora) -> ModuleAdapters:
+    adapters = tuple(RecordedAdapter(each.name, each.r, each.scale, each.experts) for each in lora.adapters)
+    return ModuleAdapters(adapters, lora.dropout, tuple(sorted(lora.replaces)))
 
 
 def replaced(adapters: Adapters, shapes: ModelShapes) -> frozenset[str]:
@@ -76,13 +90,15 @@ def with_recorded(shapes: ModelShapes, adapters: Adapters) -> ModelShapes:
 
 
 def _lora(recorded: ModuleAdapters, module: str, shapes: ModelShapes) -> Lora:
+    from megatron_hetero.models.adapters import Adapter, Lora, linear_layers  # imports Megatron-Core
+
     architecture = shapes[module].architecture
     layers = dict(linear_layers(architecture))
     if unknown := {f"{each.name} of {module}" for each in recorded.adapters if each.name not in layers}:
         _refuse_unknown(unknown)
     parts = {layers[each.name] for each in recorded.adapters}
     freezes = frozenset(name for name in architecture.in_folder if architecture.is_of_projector(name) in parts)
-    return Lora(recorded.adapters, freezes, recorded.dropout)
+    return Lora(tuple(Adapter(*each) for each in recorded.adapters), freezes, recorded.dropout)
 
 
 def _refuse_unknown(names: Collection[str]) -> NoReturn:

@@ -222,6 +222,6 @@ def test_adapters_of_another_model(make: Make) -> None:
     with pytest.raises(UserError, match="adapters beside detail, which the model does not have"):
         run.record.frozen(smaller.plain)
     adapters = run.record.adapters["detail"]
-    foreign = replace(adapters, adapters=(replace(adapters.adapters[0], name="blocks.9.attn.qkv"),))
+    foreign = replace(adapters, adapters=(adapters.adapters[0]._replace(name="blocks.9.attn.qkv"),))
     with pytest.raises(UserError, match=r"adapters beside blocks\.9\.attn\.qkv of vision, which"):
         with_recorded(smaller.plain, {"vision": foreign})

@@ -93,7 +93,7 @@ def changed(path: str, value: Any = None) -> Any:
     ("datasets", [{"share": "a", "records": 6}], "missing 1 required positional argument: 'sha256'"),
     ("config.data.video", 5, "ValidationError"),
     ("adapters", {"text": 5}, "ValidationError"),
-    ("adapters", {"text": {"adapters": [{"name": "q_proj", "r": "4", "scale": 1.0}]}}, "ValidationError"),
+    ("adapters", {"text": {"adapters": [["q_proj", "4", 1.0]]}}, "ValidationError"),
     ("bases", {"model.hf_path": 5}, "ValidationError"),
     ("more", 1, "more"),
 ])  # fmt: skip
