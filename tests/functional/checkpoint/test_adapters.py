@@ -100,7 +100,7 @@ def require_small(checkpoint: Path, model: Path) -> None:
     f"{BF16} {zero(2, 1)} --vision-precision.master none --optimizer.name sgd --optimizer.weight_decay 0",
 ], 3))  # fmt: skip
 def test_a_resume_is_exact(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
-    more = f"{BF16} {LORA} --train.iters 4 --checkpoint.interval 100 {more}"
+    more = f"{BF16} {LORA} --text-lora.dropout 0.2 --vision-lora.dropout 0.1 --train.iters 4 --checkpoint.interval 100 {more}"
     require_exact_resume(pools, tmp_path, lambda run: flags(folders, tmp_path / run, "sp:2", "dp:2", more, "qwen3"))
 
 
