@@ -27,6 +27,7 @@ from tests.support.pool import Pool
 
 Pools = Callable[[int], Pool]
 LORA = "--vision-lora.r 3 --text-lora.r 4 --text-lora.alpha 8 --text-lora.patterns.v_proj.r 2 --data.workers 0"
+DROPOUT = "--vision-lora.dropout 0.2 --text-lora.dropout 0.2"
 DETAIL = "--detail-hf_path TOWERS/detail --detail-token <|video_pad|> --detail-lora.r 2"
 
 
@@ -64,7 +65,7 @@ CHAINS = {
 def test_other_layouts_continue(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     vision, text, more, links = CHAINS[name]
     root, model = (folders / "towers", "plain") if name.startswith("towers/") else (folders, name)
-    common = f"{LORA} {more}".replace("TOWERS", str(root))
+    common = f"{LORA} {DROPOUT} {more}".replace("TOWERS", str(root))
     whole = pools(2).run(jobs.train, flags(root, tmp_path / "whole", vision, text, common, model))[0]
     written = tmp_path / "whole/checkpoints/step-00000002"
     require_small(written, root / model)
@@ -100,7 +101,7 @@ def require_small(checkpoint: Path, model: Path) -> None:
     f"{BF16} {zero(2, 1)} --vision-precision.master none --optimizer.name sgd --optimizer.weight_decay 0",
 ], 3))  # fmt: skip
 def test_a_resume_is_exact(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
-    more = f"{BF16} {LORA} --text-lora.dropout 0.2 --vision-lora.dropout 0.1 --train.iters 4 --checkpoint.interval 100 {more}"
+    more = f"{BF16} {LORA} {DROPOUT} --train.iters 4 --checkpoint.interval 100 {more}"
     require_exact_resume(pools, tmp_path, lambda run: flags(folders, tmp_path / run, "sp:2", "dp:2", more, "qwen3"))
 
 
