@@ -18,6 +18,7 @@ from megatron_hetero.checkpoint.convert import import_folders
 from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.cli import export
 from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.conftest import Untouched
 from tests.functional.checkpoint.runs import flags
 from tests.functional.checkpoint.test_across_layouts import require_exact_resume, same
 from tests.functional.checkpoint.test_damage import flip
@@ -206,6 +207,36 @@ def require_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         )
         if values.dtype == torch.bfloat16:
             assert int((values != expected[name]).sum()) <= 2
+
+
+def test_exports_need_the_base_only_to_merge(
+    folders: Path, untouched: Untouched, tmp_path: Path, pools: Pools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = flags(folders, tmp_path / "run", "sp:2", "tp:2", f"{LORA} --train.iters 1")
+    pools(2).run(jobs.train, line)
+    checkpoint, moved = tmp_path / "run/checkpoints", shutil.copytree(folders / "plain", tmp_path / "moved")
+
+    def exported(*options: str, of: Path = checkpoint) -> str:
+        status = export.main([str(of), str(tmp_path / "export"), *options])
+        return "" if status == 0 else capsys.readouterr().err
+
+    assert exported("--merge", "--model", str(moved)) == ""
+    merged = contents(tmp_path / "export")
+    assert exported("--merge") == "" and contents(tmp_path / "export") == merged
+    weights = load_file(moved / "model.safetensors")
+    save_file({name: values * 1.01 for name, values in weights.items()}, moved / "model.safetensors", {"format": "pt"})
+    for options in ([], ["--merge"]):
+        message = exported("--model", str(moved), *options)
+        assert f"model.hf_path (--model DIR): {moved}: other weights than the base of the adapters in" in message
+    assert exported() == ""
+    adapters = contents(tmp_path / "export")
+    (moved / "model.safetensors").unlink()
+    assert exported("--model", str(moved)) == ""
+    assert contents(tmp_path / "export").items() - adapters.items() == {
+        ("adapter_config.json", (tmp_path / "export/adapter_config.json").read_bytes())
+    }
+    assert "found no safetensors weights" in exported("--model", str(moved), "--merge")
+    assert "has no adapters" in exported("--merge", of=untouched.folder / "checkpoints")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
