@@ -29,14 +29,20 @@ def expected_shapes(shapes: Mapping[str, Shape], frozen: Collection[str], optimi
     return expected | {f"{STEP}/{name}": (1,) for name in trained}
 
 
-def written(state: JointOptimizer, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """Yield the entries that this rank writes. Over all ranks, each element of each tensor is written once."""
+def written(
+    state: JointOptimizer, shapes: Mapping[str, Shape], frozen: Collection[str] | None = None
+) -> Iterator[Entry]:
+    """Yield the entries that this rank writes. Over all ranks, each element of each tensor is written once. `frozen`:
+    those to write of the tensors that do not train; None for all.
+    """
     for module in state.modules:
         optimizer = state.sharded.get(module.key)
         for name, slices in first_owned(module.maps, module.holders.rank()).items():
             if name == module.tied_copy:
                 continue
             parameter = module.parameters[name]
+            if frozen is not None and not parameter.requires_grad:
+                slices = [tensor_slice for tensor_slice in slices if tensor_slice.name in frozen]
             if optimizer is None or not parameter.requires_grad:
                 weights = module.data_parallel.weights(name)
                 yield from _written_weights(slices, module, name, Plain(weights, weights.device), shapes)
@@ -73,22 +79,24 @@ def read(
     state: JointOptimizer, shapes: Mapping[str, Shape], found: Collection[str], *, imported: bool = False
 ) -> Iterator[Entry | Sequence[Entry]]:
     """Yield the entries that this rank reads: of trained weights the masters, from which `renew_weights` computes the
-    weights of all ranks. State that was not `found` (of a part that was frozen when the checkpoint was written) stays
-    as initialised. `imported`: whether weights are those of a model's folder, rounded as if read from there, from which
-    optimizers then start.
+    weights of all ranks. What was not `found` stays as initialised: states of a part that was frozen when the
+    checkpoint was written, and weights that it lacks. `imported`: whether weights are those of a model's folder,
+    rounded as if read from there, from which optimizers then start.
     """
     for module in state.modules:
         optimizer = None if imported else state.sharded.get(module.key)
         for name, slices in module.own_map.items():
             parameter = module.parameters[name]
-            held = [tensor_slice for tensor_slice in slices if not tensor_slice.empty]
+            held = [each for each in slices if not each.empty and f"{WEIGHTS}/{each.name}" in found]
+            if not held:
+                continue
             flat, width = module.data_parallel.weights(name), width_of(parameter)
             if optimizer is None or not parameter.requires_grad:
                 blocks = cut(held, width, *module.data_parallel.stored(name))
                 if imported or flat.dtype != torch.bfloat16:
                     yield from entries(WEIGHTS, blocks, flat, shapes)
                 else:  # Of masters, if it was trained before.
-                    staged = torch.zeros(len(flat))
+                    staged = flat.float().cpu()
                     yield list(entries(WEIGHTS, blocks, staged, shapes))
                     write_all(Master(FlatTensors((flat,))), staged, flat.device)
             elif name in optimizer.shards:
@@ -110,8 +118,8 @@ def _read_shard(
         if stored.values is not None and not (kind == WEIGHTS and stored.values.dtype == torch.bfloat16):
             yield from entries(kind, blocks, stored.values, shapes)
             continue
-        # Stored in another form: read on the host, one parameter at a time. Padding is not stored, and is zero.
-        staged = torch.zeros(shard.stop - shard.start)
+        # Stored in another form: read on the host, one parameter at a time. Padding is not in the checkpoint.
+        staged = unpacked(stored, 0, shard.stop - shard.start)
         yield list(entries(kind, blocks, staged, shapes))
         write_all(stored, staged, shard.gradient.device)
     if shard.moments and slices and updated:

@@ -30,6 +30,8 @@ from megatron_hetero.base.outputs import (
     whole,
     write_synced,
 )
+from megatron_hetero.checkpoint.adapter_export import contents_of
+from megatron_hetero.checkpoint.adapters import fingerprints
 from megatron_hetero.checkpoint.index import (
     INDEX,
     WEIGHTS,
@@ -54,11 +56,10 @@ from megatron_hetero.models.folders import sound
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
     companions_of,
-    model_writer,
+    module_of,
     open_encoders,
     open_modules,
     open_text,
-    prefix_of,
     stored_shapes,
 )
 from megatron_hetero.step.number_formats import nearest_bfloat16
@@ -121,8 +122,11 @@ def export_checkpoint(
     dtype: str | None = None,
     limit: int = SHARD_BYTES,
     advance: Advance = lambda *_: None,
+    *,
+    merge: bool = False,
 ) -> Copied:
-    """Write the model of a checkpoint to `target`, bit-identical to an export by the run that wrote the checkpoint.
+    """Write the model of a checkpoint to `target`, bit-identical to an export by the run that wrote the checkpoint:
+    adapters to a PEFT folder.
 
     Args:
         checkpoint: provides the weights.
@@ -132,37 +136,45 @@ def export_checkpoint(
             None: `model.dtype` of the run; "stored" for imported weights.
         limit: maximum bytes of a weight file, and in memory.
         advance: receives progress.
+        merge: whether to write a whole model with the adapters merged.
 
     Raises:
-        UserError: the model's folders are missing or of another model, or `target` cannot be written.
+        UserError: the model's folders are missing or of another model or base, or `target` cannot be written.
     """
     require_apart(target, {"the checkpoint": checkpoint.folder, **sources.folders})
     _require_no_checkpoints_name(target, checkpoint.folder.parent)
     require_folders(sources, checkpoint.folder)
     require_writable(target)
-    folders, shapes = sources.read()
-    stored = stored_shapes(shapes)
-    checkpoint.record.require_complete(index_shapes(checkpoint.index), shapes, checkpoint.folder)
+    folders, plain = sources.read()
+    checkpoint.record.require_complete(index_shapes(checkpoint.index), plain, checkpoint.folder)
     require_configurations(sources, checkpoint)
+    contents = contents_of(checkpoint.record, checkpoint.folder, sources, folders, plain, merge, _flag)
+    stored = contents.tensors
     of_all, imported = index_dtypes(checkpoint.index), checkpoint.record.imported_from is not None
-    dtypes = {name: of_all[f"{WEIGHTS}/{name}"] for name in stored}
+    dtypes = {n: contents.base[n].dtype(n) if n in contents.base else of_all[f"{WEIGHTS}/{n}"] for n in stored}
     chosen = dtype or (STORED if imported else checkpoint.record.config["model"].get("dtype") or STORED)
     targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
     sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}
-    total, done = sum(sizes.values()), 0
+    total, done, parts = sum(sizes.values()), 0, contents.parts
     with sound(checkpoint.folder / RECORD):
         changes = export_changes(folders, checkpoint.record.config, sources.encoders)
     companions = companions_of(sources.companions, changes)
-    source = open_text(folders, shapes) if folders.family.copied else None
-    with model_writer(target, shapes, targets, companions, limit, checkpoint.record.experts_transposed, source) as put:
+    source = open_text(folders, plain) if folders.family.copied and contents.whole else None
+    options = {"limit": limit, "transposed": checkpoint.record.experts_transposed, "source": source}
+    with contents.writer(target, contents.shapes, targets, companions, **options) as put:
         for name, shape in stored.items():
-            values = checkpoint.weight(name, shape, dtypes[name])
+            if name in contents.base:
+                values = contents.base[name].whole(name).reshape(shape)
+            else:
+                values = checkpoint.weight(name, shape, dtypes[name])
             if not imported and (values.dtype, targets[name]) == (torch.float32, torch.bfloat16):
                 values = nearest_bfloat16(values)  # The run rounds its master weights in this way.
             put(name, values)
             done += sizes[name]
             advance("writing", done, total)
-    return Copied(len(stored), total, _names_of(targets), "" if source is None else source.notice)
+    of_parts = {name: targets[name] for name in parts}
+    notice = "" if source is None else source.notice
+    return Copied(len(parts), sum(sizes[name] for name in parts), _names_of(of_parts), notice)
 
 
 def _names_of(dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:
@@ -248,7 +260,7 @@ def import_folders(
     seed = seed or 0
     weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes, seed)
     _require_equal_copies(weights[TEXT], shapes)
-    stored = {name: weights[_module_of(name, shapes)] for name in stored_shapes(shapes)}
+    stored = {name: weights[module_of(name, shapes)] for name in stored_shapes(shapes)}
     dtypes = {name: of_module.dtype(name) for name, of_module in stored.items()}
     sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in stored_shapes(shapes).items()}
     total, done = sum(sizes.values()), 0
@@ -281,11 +293,6 @@ def import_folders(
     return Copied(len(entries), total, _names_of(dtypes))
 
 
-def _module_of(name: str, shapes: ModelShapes) -> str:
-    """Return the module of a stored tensor."""
-    return next((encoder for encoder in shapes.encoders if name.startswith(prefix_of(encoder, shapes))), TEXT)
-
-
 def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
     """Check that tied weights stored twice are equal, since only one is imported. Raises `UserError`."""
     for copy, original in shapes.text.architecture.stored_twice.items():
@@ -299,7 +306,7 @@ def _record(sources: ModelSources, seed: int, transposed: bool) -> RunRecord:
     config = {**sources.as_config(), "train": {"seed": seed}, "optimizer": {"name": "none"}}
     config["model"] |= {"freeze": []}
     origin = str(sources.model.absolute())
-    return RunRecord(0, 0, {}, (), config, origin, hashes(sources), transposed)
+    return RunRecord(0, 0, {}, (), config, origin, hashes(sources), transposed, bases=fingerprints(sources.folders))
 
 
 def require_free(target: Path) -> None:

@@ -15,6 +15,15 @@ from msgspec import ValidationError, convert, defstruct
 
 from megatron_hetero.base.errors import UserError, faults_of, in_short, reason
 from megatron_hetero.base.files import read_bytes, read_text
+from megatron_hetero.checkpoint.adapters import (
+    ModuleAdapters,
+    held,
+    require_held,
+    require_same_adapters,
+    require_same_bases,
+    unrecorded_base,
+    with_recorded,
+)
 from megatron_hetero.checkpoint.contents import expected_shapes
 from megatron_hetero.checkpoint.index import RANDOM, Shape
 from megatron_hetero.config.fields import children, flag_of, wrong
@@ -25,11 +34,11 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.config.sections import Overridable
 from megatron_hetero.data.processor import TEXT_FILES, VISION_FILES, check_folder
 from megatron_hetero.hf.model_files import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
+from megatron_hetero.hf.weight_map import TensorShapes
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders
 from megatron_hetero.models.frozen import frozen_tensors
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import stored_shapes
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
@@ -203,6 +212,9 @@ class RunRecord:
     export: the folder's weights may be gone by then.
 
     `model_files`: hashes of the model's files other than weights. Checkpoints of earlier versions have none.
+
+    `adapters`: by module; a run that has some saves only what trains. `bases`: fingerprints of the weights in the
+    model's folders by setting, for such a run and for imported weights.
     """
 
     step: int
@@ -213,6 +225,8 @@ class RunRecord:
     imported_from: str | None = None
     model_files: Hashes = field(default_factory=dict)
     experts_transposed: bool = False
+    adapters: Mapping[str, ModuleAdapters] = field(default_factory=dict)
+    bases: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the text of the file."""
@@ -229,9 +243,9 @@ class RunRecord:
             ModelSources.recorded(values["config"])
             optimizer_kind(values["config"]["optimizer"]["name"])
             record, datasets = cls(**values), tuple(DatasetRecord(**each) for each in values["datasets"])
-            convert(values, cls)
+            adapters = convert(values, cls).adapters
             convert(record.config, _READ)
-            return replace(record, datasets=datasets)
+            return replace(record, datasets=datasets, adapters=adapters)
         except (OSError, ValueError, ValidationError, LookupError, TypeError, AttributeError, RecursionError) as error:
             problem = f"cannot be read ({reason(error) if isinstance(error, OSError) else in_short(error)})"
             fix = "use another checkpoint (--checkpoint.resume PATH)"
@@ -240,7 +254,11 @@ class RunRecord:
     def frozen(self, shapes: ModelShapes) -> frozenset[str]:
         """Return the stored tensors of the model that did not train. Earlier versions had no `model.train`."""
         model = self.config["model"]
-        return frozen_tensors(shapes, model["freeze"], model.get("train") or ())
+        return frozen_tensors(with_recorded(shapes, self.adapters), model["freeze"], model.get("train") or ())
+
+    def held(self, shapes: ModelShapes) -> TensorShapes:
+        """Return the stored tensors of the model of which a checkpoint of the run holds weights."""
+        return held(self.adapters, with_recorded(shapes, self.adapters), self.frozen(shapes))
 
     def precision(self, module: str, field: str) -> str:
         """Return the setting `modules.MODULE.precision.FIELD`."""
@@ -284,11 +302,30 @@ class RunRecord:
 
     def require_complete(self, stored: Mapping[str, Shape], shapes: ModelShapes, checkpoint: Path) -> None:
         """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model of
-        `shapes`, besides random states. Raises `UserError` listing all faults.
+        `shapes` with the adapters of the run, besides random states. Raises `UserError` listing all faults.
         """
         found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
         kind = optimizer_kind(self.config["optimizer"]["name"])
-        require_tensors(checkpoint, found, expected_shapes(stored_shapes(shapes), self.frozen(shapes), kind))
+        require_tensors(checkpoint, found, expected_shapes(self.held(shapes), self.frozen(shapes), kind))
+
+    def require_same_adapters(
+        self, new: RunRecord, shapes: ModelShapes, allowed: Collection[str], checkpoint: Path
+    ) -> None:
+        """Check that a run of a model of `shapes` with the record `new` has the adapters of this one, if any, and the
+        same weights beside them. Raises `UserError` with what to do.
+        """
+        folders, was = (ModelSources.recorded(record.config).folders for record in (new, self))
+        if self.imported_from is None:
+            require_same_adapters(self.adapters, new.adapters, folders, allowed, checkpoint)
+        if not new.adapters:
+            return
+        if not self.bases:
+            raise unrecorded_base(checkpoint)
+        what = "those that were imported to" if self.imported_from is not None else "the base of the adapters in"
+        require_same_bases(self.bases, new.bases, folders, was, f"{what} {checkpoint}")
+        if self.imported_from is None:
+            train = bool(new.config["model"].get("train"))
+            require_held(self.held(shapes).keys(), new.held(shapes).keys(), train, checkpoint)
 
     def require_same_model(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
         """Check that a run with the record `new` has the same model files other than weights, wherever its folders are.

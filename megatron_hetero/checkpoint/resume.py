@@ -32,8 +32,9 @@ from megatron_hetero.base.outputs import (
     whole,
     without_manifest,
 )
+from megatron_hetero.checkpoint.adapters import adapters_of, fingerprints, replaced
 from megatron_hetero.checkpoint.contents import random_entries, read, written
-from megatron_hetero.checkpoint.index import INDEX, Entry, Index, index_shapes, open_index
+from megatron_hetero.checkpoint.index import INDEX, WEIGHTS, Entry, Index, index_shapes, open_index
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import DatasetRecord, ModelSources, RunRecord, hashes
 from megatron_hetero.checkpoint.storage import read_entries, verified
@@ -68,7 +69,9 @@ class TrainState:
         from megatron_hetero.groups.megatron import random_states  # imports Megatron-Core
 
         states = random_entries(self.topology.rank, random_states(self.topology.platform))
-        return [*written(self.optimizer, stored_shapes(self.shapes)), *states]
+        adapters = adapters_of(self.shapes)
+        frozen = replaced(adapters, self.shapes) if adapters else None
+        return [*written(self.optimizer, stored_shapes(self.shapes), frozen), *states]
 
 
 @dataclass(frozen=True)
@@ -203,15 +206,18 @@ def shared_record(config: Config, state: TrainState, mixture: Mixture, transpose
     topology = state.topology
 
     def record() -> RunRecord:
-        settings = yaml.safe_load(to_yaml(config))
+        settings, adapters = yaml.safe_load(to_yaml(config)), adapters_of(state.shapes)
+        sources = ModelSources.recorded(settings)
         return RunRecord(
             step=0,
             world_size=topology.world_size,
             layouts={name: str(layout) for name, layout in topology.layouts.items()},
             datasets=tuple(DatasetRecord(str(each), len(data), data.digest, by) for data, each, by in mixture.hashed()),
             config=settings,
-            model_files=hashes(ModelSources.recorded(settings)),
+            model_files=hashes(sources),
             experts_transposed=transposed,
+            adapters=adapters,
+            bases=fingerprints(sources.folders) if adapters else {},
         )
 
     return on_first(topology.files, record, state.working)
@@ -232,6 +238,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
         record = RunRecord.read(checkpoint)
         require_own_name(checkpoint, record.step, RECORD)
         record.require_resumable(new, allowed, checkpoint)
+        record.require_same_adapters(new, state.shapes, allowed, checkpoint)
         index = open_index(checkpoint, manifest)
         record.require_complete(index_shapes(index), state.shapes, checkpoint)
         record.require_same_model(new, allowed, checkpoint)
@@ -240,7 +247,10 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     record, index = on_first(group, opened, working)
     stored = index_shapes(index)
     imported = record.imported_from is not None
-    entries = read(state.optimizer, stored_shapes(state.shapes), stored, imported=imported)
+    # A PEFT folder has other values than the imported model.
+    kept = replaced(adapters_of(state.shapes), state.shapes) if imported else ()
+    found = stored.keys() - {f"{WEIGHTS}/{name}" for name in kept}
+    entries = read(state.optimizer, stored_shapes(state.shapes), found, imported=imported)
     states = random_states(state.topology.platform)
     own_random = list(random_entries(state.topology.rank, states))
     # Random states of another kind of device do not fit.

@@ -1,6 +1,6 @@
-"""Converts a checkpoint to a `transformers` folder, without a GPU or torchrun.
+"""Converts a checkpoint to a `transformers` folder, one with adapters to a PEFT folder, without a GPU or torchrun.
 
-    python -m megatron_hetero.cli.export CHECKPOINT HF_DIR [--dtype float32|bfloat16|stored]
+    python -m megatron_hetero.cli.export CHECKPOINT HF_DIR [--merge] [--dtype float32|bfloat16|stored]
 
 Every file of the checkpoint is verified first. Only one shard of the model is in memory at a time.
 """
@@ -29,7 +29,8 @@ def export(options: argparse.Namespace) -> str:
         checkpoint = OpenCheckpoint.open(options.checkpoint, advance)
         sources = ModelSources.recorded(checkpoint.record.config).moved(options.model, options.vision, encoders)
         limit = round(options.shard_gb * 10**9)
-        done = export_checkpoint(checkpoint, target, sources, options.dtype, limit, advance)
+        merge = options.merge
+        done = export_checkpoint(checkpoint, target, sources, options.dtype, limit, advance, merge=merge)
     newest = f", the newest in {options.checkpoint}" if checkpoint.folder != options.checkpoint else ""
     return (
         f"wrote {options.hf_dir}: {done.tensors} tensors, {size_text(done.size)}, {' and '.join(done.dtypes)}, "
@@ -47,7 +48,7 @@ def _positive(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.cli.export",
-        description="Export a checkpoint in transformers format.",
+        description="Export a checkpoint in transformers format, adapters in PEFT's.",
     )
     parser.add_argument(
         "checkpoint",
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         help="checkpoint, or folder of checkpoints: the newest",
     )
     parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="output folder: new, empty, or an earlier export")
+    parser.add_argument("--merge", action="store_true", help="write a whole model with the adapters merged")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "stored"),

@@ -424,7 +424,7 @@ class CheckpointConfig(Section):
     allow_changes: tuple[Overridable, ...] = option(
         (),
         "Settings that may differ from the checkpoint's; model.hf_path allows changed configuration, "
-        "tokenizer and processor files; modules, other further encoders.",
+        "tokenizer and processor files; modules, other further encoders, or scales and dropout of adapters.",
     )
 
     def _check(self, section: str) -> None:

@@ -46,6 +46,11 @@ def prefix_of(module: str, shapes: ModelShapes) -> str:
     return namespace if module in (*shapes.own, TEXT) else f"{module}.{namespace}"
 
 
+def module_of(name: str, shapes: ModelShapes) -> str:
+    """Return the module of a stored tensor."""
+    return next((encoder for encoder in shapes.encoders if name.startswith(prefix_of(encoder, shapes))), TEXT)
+
+
 def tensors_of_parts(shapes: ModelShapes) -> dict[str, list[str]]:
     """Return the stored tensors of each part of the model, as `model.freeze` names parts."""
     found = dict[str, list[str]]()

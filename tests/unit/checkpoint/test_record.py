@@ -25,6 +25,7 @@ from megatron_hetero.checkpoint.record import (
     RunRecord,
     hashes,
 )
+from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.schema import load_config, to_yaml
 from megatron_hetero.config.sections import DataConfig, VideoConfig
@@ -91,6 +92,9 @@ def changed(path: str, value: Any = None) -> Any:
     ("datasets", None, "missing 1 required positional argument: 'datasets'"),
     ("datasets", [{"share": "a", "records": 6}], "missing 1 required positional argument: 'sha256'"),
     ("config.data.video", 5, "ValidationError"),
+    ("adapters", {"text": 5}, "ValidationError"),
+    ("adapters", {"text": {"adapters": [["q_proj", "4", 1.0]]}}, "ValidationError"),
+    ("bases", {"model.hf_path": 5}, "ValidationError"),
     ("more", 1, "more"),
 ])  # fmt: skip
 def test_a_foreign_record_is_one_error(path: str, value: Any, message: str, tmp_path: Path) -> None:
@@ -257,7 +261,9 @@ def test_each_setting_of_data_is_compared_or_without_effect() -> None:
 
 def test_each_setting_of_a_module_is_of_further_encoders_or_may_change() -> None:
     free = "parallel layers sequence_parallel zero recompute chunk patches_per_call tp_overlap precision offload lr"
-    assert {f.name for f in fields(ModuleConfig)} == {*OF_FURTHER, *free.split()}
+    assert {f.name for f in fields(ModuleConfig)} == {*OF_FURTHER, *free.split(), "lora"}
+    compared = "r alpha dropout targets rslora patterns"  # as what they make of the model: see test_adapters.py
+    assert {f.name for f in fields(LoraConfig)} == {*compared.split(), "lr_ratio", "hf_path"}
 
 
 @pytest.mark.parametrize("name, value", [*OTHERS.items(), *((name, 77) for name in LIMITS)])
