@@ -126,6 +126,28 @@ def test_the_nearest_matrix_of_a_rank(shape: tuple[int, int]) -> None:
     assert torch.isfinite(first).all() and float((exact - second @ first).norm()) < 1e-7 * float(exact.norm())
 
 
+def test_further_encoders(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their adapters are in folders of their own, and their own folders are given."""
+    detail = write_model(tmp_path / "detail", replace(MODELS["untied"], seed=8))
+    tuned = tmp_path / "tuned"
+    shutil.copytree(base, tuned)
+    shutil.copytree(detail, tuned / "encoders" / "detail")
+    rewrite(
+        tuned / "encoders" / "detail", lambda name, tensor: {name: tensor + 1 if "attn.qkv.weight" in name else tensor}
+    )
+    encoder = "--encoder", f"detail={detail}"
+    assert tool("split", base, tuned, tmp_path / "split", "--r", 1, *encoder) == 0
+    assert not (tmp_path / "split" / ADAPTER_CONFIG).exists()
+    found = json.loads((tmp_path / "split" / "encoders" / "detail" / ADAPTER_CONFIG).read_text())
+    assert found["base_model_name_or_path"] == str(detail) and len(found["target_modules"]) == 3
+    assert tool("merge", base, tmp_path / "split", tmp_path / "merged", *encoder) == 0
+    own = Path("encoders", "detail", "model.safetensors")
+    want, got = (load_file(folder / own) for folder in (tuned, tmp_path / "merged"))
+    assert all(torch.allclose(each, want[name], atol=1e-6) for name, each in got.items())
+    assert tool("merge", base, tmp_path / "split", tmp_path / "merged") == 1
+    assert "Give it with --encoder detail=DIR" in capsys.readouterr().err
+
+
 def test_an_adapter_of_another_base(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is known where the folder that it names is there; a copy of that in another dtype is the same base."""
     other = write_model(tmp_path / "other", replace(MODELS["untied"], seed=9))
