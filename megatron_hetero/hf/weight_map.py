@@ -166,7 +166,8 @@ def load_slices(parameter: Tensor, slices: Sequence[TensorSlice], part: Sequence
     parameter = parameter.detach()
     parameter.zero_()
     for tensor_slice, values in zip(slices, part, strict=True):
-        parameter[tensor_slice.place].copy_(values)
+        if not tensor_slice.empty:
+            parameter[tensor_slice.place].copy_(values)
 
 
 def extract_slice(parameter: Tensor, tensor_slice: TensorSlice) -> Tensor:
