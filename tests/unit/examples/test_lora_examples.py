@@ -68,3 +68,14 @@ def test_7b_does_not_fit_without_adapters() -> None:
     """The encoder and the projector are frozen in both."""
     full = plan_of("qwen2_5_vl_7b_lora", "--text-lora.r", "0", "--text-lora.alpha", "none")
     assert full.totals.max() > 5 * plan_of("qwen2_5_vl_7b_lora").totals.max()
+
+
+def test_a_backward_pass_takes_as_long_as_a_forward_pass() -> None:
+    """But for attention, whose operands all have gradients, and for adapters; without adapters twice as long."""
+    times = [
+        plan_of("qwen2_5_vl_7b_lora", "--text-recompute", "none", *more).work
+        for more in ((), ("--text-lora.r", "0", "--text-lora.alpha", "none"))
+    ]
+    some, full = (work["text", "B", 0] / work["text", "F", 0] for work in times)
+    assert 1.05 < some < 1.07 and full == pytest.approx(2)
+    assert [work["vision", "B", 0] for work in times] == [0, 0]
