@@ -123,3 +123,21 @@ def test_nothing_is_left_behind(make: Make) -> None:
         measure(replace(module, module=replace(module.module, shape=None)), LAST, shard_of(78, module))
     assert torch.cuda.current_device is asked and not dist.is_initialized()
     assert torch.empty(1).device.type == "cpu"
+
+
+def test_adapters_of_a_layer(make: Make) -> None:
+    """Inputs of layers are saved for A, products with A for B, and a number for each token and linear layer for
+    dropout. A pattern makes another kind of layer.
+    """
+    lora, tokens, hidden = "--text-lora.r 8", 4096, 3584
+    flags = {"full": "", "frozen": "--model.freeze text", "some": f"{lora} --text-lora.targets v_proj", "all": lora}
+    flags |= {"wide": "--text-lora.r 64 --text-lora.patterns.*.layers.[0-3].*.r 8"}
+    flags |= {"dropped": f"{lora} --text-lora.dropout 0.1"}
+    modules = {name: make("qwen2_5_vl", "tp:4", f"{WHOLE} {more}") for name, more in flags.items()}
+    found = {name: measure(each, ModulePart("layer", 5), shard_of(tokens, each)) for name, each in modules.items()}
+    saved = {name: each.saved for name, each in found.items()}
+    assert saved["some"] - saved["frozen"] == 2 * tokens * (hidden + 8)
+    assert saved["all"] - saved["full"] == 2 * tokens * 7 * 8 and saved["wide"] - saved["full"] == 2 * tokens * 7 * 64
+    assert saved["dropped"] - saved["all"] == 4 * tokens * 4
+    assert measured._first_alike(modules["wide"]) == (*[0] * 4, *[4] * 12)
+    assert set(measured._first_alike(modules["all"])) == {0}
