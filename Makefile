@@ -161,6 +161,7 @@ demo-clean:
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.lora
 	$(BIN)/python -m benchmarks.boundary
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.schedule

@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -40,8 +40,8 @@ class Measured:
     and peak bytes, of the rank with most.
     """
 
-    seconds: list[float]
-    cpu_seconds: list[float]
+    seconds: Sequence[float]
+    cpu_seconds: Sequence[float]
     sent: float
     peak: float
 

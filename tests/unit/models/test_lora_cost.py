@@ -25,6 +25,7 @@ from tests.support.folders import ModelChoice, write_model
 from tests.support.shapes import shapes_of_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+EXAMPLES = Path(__file__).parents[3] / "examples/models"
 R = 3
 GRID, PATCHES, TEXT_TOKENS = (1, 8, 4), 32, 24
 """Two windows of 16 patches."""
@@ -61,7 +62,8 @@ def counted(folder: Path, chosen: Callable[[str], bool], also: Callable[[str], b
 
 def planned(shapes: ModelShapes, frozen: Frozen) -> dict[str, int]:
     """What ours counts, with attention of text to later tokens, which plain attention computes."""
-    n, attention = TEXT_TOKENS, shapes.text.architecture.layers[0].attention
+    n: int = TEXT_TOKENS
+    attention: Any = shapes.text.architecture.layers[0].attention
     tokens = {"vision": shapes.encoders["vision"].tokens([GRID]), "text": Tokens([n], supervised=n)}
     found = {name: frozen.operations(name, shapes, tokens[name]) for name in tokens}
     begins = 0 if frozen.trains("vision") else frozen.first_layer(shapes)
@@ -152,3 +154,16 @@ def test_stages_are_the_whole(folder: Path) -> None:
     assert sum(of_stages) == frozen.operations("text", shapes, tokens)
     assert of_stages[0] > frozen.operations("text", with_lora(folder, text=LoraConfig(r=1)), tokens, stages[0])
     assert Passes(share=0).linear == 2
+
+
+def test_a_token_is_multiplied_with_the_adapters_of_its_experts() -> None:
+    """8 of 128, in 48 layers of Qwen3-VL-30B-A3B, each with one A for its gate and its up."""
+    targets = ("experts.gate_up_proj", "experts.down_proj")
+    shapes = with_lora(EXAMPLES / "qwen3_vl_30b_a3b", text=LoraConfig(r=4, targets=targets))
+    text, tokens = shapes.text.architecture, Tokens([10])
+    base = replace(text, added=None).operations(tokens, passes=FORWARD)
+    added = text.operations(tokens, passes=FORWARD) - base
+    assert added == 10 * 2 * 48 * 8 * 4 * ((2048 + 2 * 768) + (768 + 2048))
+    frozen = Frozen.of(shapes)
+    attention = 2 * sum(layer.operations(tokens).attention for layer in text.layers)
+    assert frozen.operations("text", shapes, tokens) == 2 * base + attention // 2 + 3 * added
