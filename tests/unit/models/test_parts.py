@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,7 +222,7 @@ def test_a_stage_of_layers_that_differ_runs(site: Site) -> None:
     model = ModuleStage(MIXED, site, PipelineStage(1, 2, False, False))
     only: Any = model.layers[0]
     hidden = torch.randn(4, 1, 8)
-    plan: Any = None
+    plan: Any = SimpleNamespace(ids=None)
     normed = only.pre_mlp_layernorm(hidden)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(only.self_attention, "forward", lambda hidden, *_: (torch.zeros_like(hidden), None))
