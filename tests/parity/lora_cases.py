@@ -34,7 +34,7 @@ ROUNDING = 5e-4
 @dataclass(frozen=True)
 class Adapters:
     """The adapters of a module. `targets`: of our setting; `peft`: the same as a regular expression, where the names in
-    `targets` are patterns. `patterns`: rank and alpha of targets.
+    `targets` are patterns. `patterns`: rank and alpha of targets. `lr_ratio`: as in LoRA+.
     """
 
     r: int
@@ -43,6 +43,7 @@ class Adapters:
     targets: tuple[str, ...] = ()
     patterns: Mapping[str, tuple[int | None, float | None]] = field(default_factory=dict)
     peft: str = ""
+    lr_ratio: float = 1.0
 
     def flags(self, module: str) -> list[str]:
         """Our settings."""
@@ -50,6 +51,7 @@ class Adapters:
         found = [f"{setting}.r", str(self.r)]
         found += [f"{setting}.alpha", str(self.alpha)] if self.alpha else []
         found += [f"{setting}.rslora", "true"] if self.rslora else []
+        found += [f"{setting}.lr_ratio", str(self.lr_ratio)] if self.lr_ratio != 1 else []
         found += [f"{setting}.targets", *self.targets] if self.targets else []
         for name, (r, alpha) in self.patterns.items():
             found += [f"{setting}.patterns.{name}.r", str(r)] if r else []
@@ -87,6 +89,11 @@ class Choice:
     def trains(self, name: str) -> bool:
         """Whether a stored tensor trains."""
         return "lora_" in name or any(each in name or each == part_of(name) for each in self.whole)
+
+    def ratio(self, name: str) -> float:
+        """What the rate of a stored tensor is multiplied by."""
+        module = part_of(name).replace("detail_projector", "detail").replace("projector", "vision")
+        return self.of[module].lr_ratio if "lora_B" in name else 1.0
 
     def command(self) -> list[str]:
         """Our settings."""
@@ -179,10 +186,11 @@ def ask_peft(folder: Path, case: Case, choice: Choice) -> Expected:
         parameters = with_peft(oracle, choice)
         trains = [each for each in parameters.values() if each.requires_grad]
         groups = [
-            {"params": [each for each in trains if (each.dim() > 1) == wide], "weight_decay": DECAY * wide}
-            for wide in (True, False)
+            {"params": [each], "weight_decay": DECAY * (each.dim() > 1), "lr": RATE * choice.ratio(name)}
+            for name, each in parameters.items()
+            if each.requires_grad
         ]
-        optimizer, result = torch.optim.AdamW(groups, lr=RATE), Trained([], [], {})
+        optimizer, result = torch.optim.AdamW(groups), Trained([], [], {})
         for step in range(3):
             loss, _ = oracle.step(range(step * case.batch, (step + 1) * case.batch))
             result.losses.append(loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -40,6 +41,10 @@ CHOICES = {
         {"vision": Adapters(2, targets=("attn.qkv", "gate_proj"), patterns={"qkv": (5, 2.0)})},
         whole=("projector",),
         flags=("--model.freeze", "text"),
+    ),
+    "faster": Choice(
+        {"vision": replace(VISION, lr_ratio=4.0), "text": replace(TEXT, lr_ratio=16.0)},
+        whole=("projector",),
     ),
     "projector too": Choice(
         {
@@ -159,7 +164,8 @@ def test_gradients(case: Case, name: str, expected: Ask, pools: Callable[[int], 
 
 
 UPDATED = [
-    (Case("dp:4", "cp:2,dp:2", 4, micro=2, flags=zero(3, 3, *OFFLOADED, *STATES)), "both"),
+    (Case("sp:2", "tp:2", 2, micro=2), "faster"),
+    (Case("dp:4", "cp:2,dp:2", 4, micro=2, flags=zero(3, 3, *OFFLOADED, *STATES)), "faster"),
     (Case("tp:4", "tp:4", 4, model="one-kv-head", micro=2, flags=STATES), "projector too"),
     *ROWS[1::2],
 ]
