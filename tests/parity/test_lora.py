@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.functional.checkpoint.runs import once
 from tests.parity.cases import (
     BUDGET,
     FRUGAL,
@@ -20,9 +23,10 @@ from tests.parity.cases import (
     VIRTUAL,
     WHOLE,
     Case,
+    flags_of,
     zero,
 )
-from tests.parity.lora_cases import Adapters, Choice, Expected, ask_peft, gradients_equal, three_steps_equal
+from tests.parity.lora_cases import Adapters, Choice, Expected, ask_peft, gradients_equal, three_steps_equal, train
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 
@@ -174,3 +178,16 @@ UPDATED = [
 @pytest.mark.parametrize("case, name", thinned(UPDATED, 13), ids=str)
 def test_three_adamw_steps(case: Case, name: str, expected: Ask, pools: Callable[[int], Pool]) -> None:
     three_steps_equal(case, CHOICES[name], expected(case, name), pools(case.ranks))
+
+
+def test_split_masters_of_adapters_train_as_whole_ones(expected: Ask, pools: Callable[[int], Pool]) -> None:
+    """In bfloat16, to the bit; and adapters do train."""
+    case, choice, results = Case("dp:2", "tp:2", 2, micro=2), CHOICES["both"], list[dict[str, Any]]()
+    folder = expected(case, "both").folder
+    for master in ("float32", "split"):
+        flags = f"--model.dtype bfloat16 --vision-precision.master {master} --text-precision.master {master} "
+        flags += "--train.iters 3 --optimizer.lr 1e-3 --optimizer.weight_decay 0.1"
+        results.append(pools(2).run(train, once([*flags_of(case, folder), *choice.command(), *flags.split()]))[0])
+    whole, split = results
+    assert whole["losses"] == split["losses"] and len({*split["losses"]}) == 3
+    assert all(np.array_equal(whole["weights"][name], values) for name, values in split["weights"].items())
