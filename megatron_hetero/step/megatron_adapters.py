@@ -61,7 +61,8 @@ def lora(
     """
     if r < 1:
         raise UserError.at("lora: r", found=str(r), expected="≥ 1", fix="give the rank of the adapters")
-    groups, config = getattr(model, "pg_collection", None), getattr(model, "config", None)
+    groups, config = (getattr(model, name, None) for name in ("pg_collection", "config"))
+    embedding: Any = getattr(model, "embedding", None)
     if groups is None or config is None:
         expected = "Megatron's, with `config` and `pg_collection`"
         fix = "pass the `GPTModel` itself, before any wrapper; for other modules use `peft` (docs/library.md)"
@@ -71,7 +72,7 @@ def lora(
     model.requires_grad_(False)
     for name, layer in layers.items():
         _attach(layer, name, groups, r, scale, seed)
-    if config.recompute_granularity and (embedding := getattr(model, "embedding", None)) is not None:
+    if config.recompute_granularity and embedding is not None:
         # Megatron's recomputation gives no gradients to parameters unless an input has some.
         embedding.register_forward_hook(lambda _module, _inputs, out: out.requires_grad_() if out.is_leaf else out)
     return list(layers)
@@ -79,7 +80,9 @@ def lora(
 
 def _targeted(model: nn.Module, config: Any, targets: Sequence[str]) -> dict[str, Any]:
     """Return the layers that targets match by their names in the whole model. Raises `UserError`."""
-    paths = {path: part for path, part in model.named_modules() if isinstance(getattr(part, "weight", None), Tensor)}
+    paths: dict[str, Any] = {
+        path: part for path, part in model.named_modules() if isinstance(getattr(part, "weight", None), Tensor)
+    }
     names = global_names(model)
     known = {
         names.get(f"{path}.weight", f"{path}.weight").removesuffix(".weight"): part for path, part in paths.items()
@@ -151,10 +154,10 @@ def _attach(layer: Any, name: str, groups: Any, r: int, scale: float, seed: int)
         by_input=by_input,
     )
     platform = Platform(weight.device, "nccl" if weight.device.type == "cuda" else "gloo")
-    layer.lora = LowRank(shape, Site(groups, platform, TORCH, weight.dtype, config.sequence_parallel))
-    layer.lora.B.sequence_parallel = by_input and config.sequence_parallel  # No rank has rows of another.
+    beside: Any = LowRank(shape, Site(groups, platform, TORCH, weight.dtype, config.sequence_parallel))
+    beside.B.sequence_parallel = by_input and config.sequence_parallel  # No rank has rows of another.
     inputs = weight.shape[1] * (tp.size() if by_input else 1)
-    for path, parameter, cut in (("lora.A", layer.lora.A, by_input), ("lora.B", layer.lora.B, not by_input)):
+    for path, parameter, cut in (("lora.A", beside.A, by_input), ("lora.B", beside.B, not by_input)):
         parameter.stored_as = path, tuple(of_rank[path] for of_rank in slices)
         if cut and tp.size() > 1:  # As of Megatron's layers.
             parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
@@ -168,6 +171,7 @@ def _attach(layer: Any, name: str, groups: Any, r: int, scale: float, seed: int)
             drawn = generator_of(seed, f"{name}.{each.name}")
             new[each.name] = Lora((), frozenset()).initial(f"{name}.{each.name}", size, drawn)
         load_slices(parameter, own, [new[each.name][each.source].to(parameter) for each in own])
+    layer.lora = beside
     layer.register_forward_hook(_add)
     layer.sharded_state_dict = _unknown_to_megatron
 
@@ -231,8 +235,7 @@ def _slices(
     for kind, rows in pieces:
         second.append(TensorSlice(_stored(kind, "B"), rows, at))
         at += rows[1] - rows[0]
-    cut = {} if columns is None else {"columns": columns}
-    first = [TensorSlice(_stored(kind, "A"), (0, r), number * r, **cut) for number, kind in enumerate(kinds)]
+    first = [TensorSlice(_stored(kind, "A"), (0, r), number * r, columns) for number, kind in enumerate(kinds)]
     return {"lora.A": tuple(first), "lora.B": tuple(second)}
 
 

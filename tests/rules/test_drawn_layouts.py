@@ -25,6 +25,7 @@ from megatron_hetero.layout.axes import divisors
 from megatron_hetero.models.adapters import Lora
 from megatron_hetero.schedule import gathering
 from pretrain_vlm import build_run
+from tests.parity.cases import norm_of
 from tests.parity.lora_cases import Adapters, Choice, initial, with_peft
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers
@@ -212,10 +213,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Refere
         write_data(folder, BATCH, seed=model.seed, turns=2, details=(1, 0, 0, 2) if encoders == 2 else (0,))
         oracle = (TwoTowers if encoders == 2 else Oracle).load(folder / "model", folder / "data.jsonl")
         oracle.balance = balance
-        trained = with_peft(oracle, ADAPTERS).values() if adapted else oracle.model.parameters()
+        every = with_peft(oracle, ADAPTERS).values() if adapted else oracle.model.parameters()
+        trained = [each for each in every if each.requires_grad]
         loss, _ = oracle.step(range(BATCH))
-        squares = [float((each.grad.double() ** 2).sum()) for each in trained if each.requires_grad]
-        return Reference(folder, loss, math.sqrt(sum(squares)))
+        gradients = {str(number): each.grad for number, each in enumerate(trained) if each.grad is not None}
+        return Reference(folder, loss, norm_of(gradients))
 
     return reference
 

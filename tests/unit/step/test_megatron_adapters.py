@@ -66,7 +66,7 @@ def whole_values(model: nn.Module, values: str = "data") -> dict[str, Tensor]:
         for each in slices:
             size = each.rows[1] - each.rows[0], own.shape[1]
             name = path.removesuffix(within) + each.name
-            known = found.get(name, own.new_zeros(0, own.shape[1]))
+            known: Any = found.get(name, own.new_zeros(0, own.shape[1]))
             assert len(known) == each.rows[0] and own[each.place].shape == size
             found[name] = torch.cat([known, own[each.place]])
     return found
@@ -151,7 +151,7 @@ def test_adapters_are_those_of_each_projection() -> None:
     model, plain = whole_model(0), gpt.whole(0, **SIZES)
     whole, layers = whole_values(model), [n for n, p in model.named_modules() if getattr(p, "lora", None) is not None]
     assert len(layers) == 4 * SIZES["num_layers"]
-    weights = dict(plain.named_parameters())
+    weights: dict[str, Any] = dict(plain.named_parameters())
     with torch.no_grad():
         for layer in layers:
             weights[f"{layer}.weight"] += merged_updates(whole, layer)
@@ -177,6 +177,7 @@ def test_adapters_are_those_of_each_projection() -> None:
 def test_first_values_change_nothing() -> None:
     running.topology_of_world(1, text="dp:1")
     plain, model = gpt.whole(0, **SIZES), gpt.whole(0, **SIZES)
+    layer: Any = model.get_submodule("decoder.layers.1.mlp.linear_fc2")
     names = lora(model, r=4, rslora=True, alpha=2, targets=["decoder.layers.1.*", "linear_fc2"])
     assert [name.removeprefix("decoder.layers.") for name in names] == [
         "0.mlp.linear_fc2", "1.self_attention.linear_proj", "1.self_attention.linear_qkv", "1.mlp.linear_fc1",
@@ -184,7 +185,7 @@ def test_first_values_change_nothing() -> None:
     ]  # fmt: skip
     (sample,) = gpt.samples(1)
     assert torch.equal(gpt.losses_of(model, sample), gpt.losses_of(plain, sample))
-    assert model.decoder.layers[1].mlp.linear_fc2.lora.shape.scales == (1.0,)
+    assert layer.lora.shape.scales == (1.0,)
     trains = {name.partition(".lora.")[0] for name, p in model.named_parameters() if p.requires_grad}
     assert trains == set(names)
 
@@ -266,19 +267,18 @@ def test_a_checkpoint_resumes_in_any_layout(tmp_path: Path) -> None:
     folder = [tmp_path]
     dist.broadcast_object_list(folder)
     batch, results = gpt.samples(4), list[tuple[Any, Parts]]()
-    for layouts in (("tp:2,pp:2", "tp:2,dp:2"), ("dp:4", "dp:4")):
-        for number, text in enumerate(layouts):
+    for first, second in (("tp:2,pp:2", "tp:2,dp:2"), ("dp:4", "dp:4")):
+        for text in (first, second):
             topology = running.topology_of(text=text)
-            model, parts = part_like(topology, whole_model(topology.rank))
-            optimizer = build_optimizers(topology, {"text": model}, AdamW(lr=1e-2))
-            if number:
-                assert load_checkpoint(folder[0] / layouts[0], optimizer) is not None
-            _, counted = running.backward(topology, model, batch)
+            results.append(part_like(topology, whole_model(topology.rank)))
+            optimizer = build_optimizers(topology, {"text": results[-1][0]}, AdamW(lr=1e-2))
+            known = load_checkpoint(folder[0] / first, optimizer)
+            assert (known is None) == (len(results) % 2 == 1)
+            _, counted = running.backward(topology, results[-1][0], batch)
             optimizer.step(tokens=running.tokens_of(topology, counted))
-            if not number:
-                save_checkpoint(folder[0] / text, optimizer, step=1)
-        results.append((model, parts))
-    (_, parts), (alone, _) = results
+            if known is None:
+                save_checkpoint(folder[0] / first, optimizer, step=1)
+    _, (_, parts), _, (alone, _) = results
     assert apart(parts, whole_values(alone)) < 1e-4
 
 
@@ -290,7 +290,12 @@ def encoder(seed: int = 2) -> Any:
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": gpt.HIDDEN, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": gpt.HIDDEN,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     return SiglipVisionModel(SiglipVisionConfig(**sizes, image_size=16, patch_size=8, vision_use_head=False)).train()
 
 
@@ -395,7 +400,7 @@ def test_the_guide() -> None:
 @on_ranks(1)
 def test_what_cannot_have_adapters_is_refused() -> None:
     running.topology_of_world(1, text="dp:1")
-    model = gpt.whole(0, **SIZES)
+    model: Any = gpt.whole(0, **SIZES)
     with pytest.raises(UserError, match=r"lora: targets: found `q_proj`, expected decoder.*linear_qkv.*matches none"):
         lora(model, r=2, targets=["q_proj"])
     with pytest.raises(UserError, match=r"lora: r: found 0"):
