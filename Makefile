@@ -1,8 +1,8 @@
-# make train         the demo: a small model learns to answer questions about pictures, on any machine; MODEL=qwen3_vl, qwen3_5 or one with _moe, DATA=video
+# make train         the demo: a small model learns to answer questions about pictures, on any machine; MODEL=qwen3_vl, qwen3_5 or one with _moe, DATA=video, LORA=1
 # make test          lint, types, unit tests, functional tests
 # make matrix        the rows of long matrices that `make test` leaves out
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
-# make nccl-rules    430 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
+# make nccl-rules    590 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
 # make recorded      small runs of every kind, compared to the bit with tests/recorded/recorded.json; three minutes
 # make properties    the property tests with other examples than those of `make test`
 # make fuzz          bad input of all kinds for 20 minutes: taken, or refused with a sentence
@@ -140,24 +140,46 @@ kernels: $(INSTALLED)
 
 # --------------------------------------------------------------------------------------------- programs
 
-# MODEL and DATA choose a folder of their own; `make demo-clean MODEL=qwen3_vl` removes that.
+# MODEL and DATA choose a folder of their own; `make demo-clean MODEL=qwen3_vl` removes that. LORA=1: adapters teach the
+# trained model other names of colours, in a folder beside its own.
 MODEL ?=
 DATA ?=
+LORA ?=
 DEMO := demo$(addprefix -,$(MODEL))$(addprefix -,$(DATA))
-ANSWER = OMP_NUM_THREADS=$(RANKS) $(BIN)/python -m examples.answer_questions $(DEMO)/trained --images $(DEMO)/data/images
-HELD_OUT := --annotations $(DEMO)/data/heldout.jsonl
+RUN = $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_vlm.py --config
+ANSWER = OMP_NUM_THREADS=$(RANKS) $(BIN)/python -m examples.answer_questions
+HELD_OUT = --images $(1)/data/images --annotations $(1)/data/heldout.jsonl
+ADAPTED := $(DEMO)-lora
 
+ifeq ($(LORA),)
 train: $(DEMO)/demo.json
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_vlm.py --config $(DEMO)/config.yaml
-	$(ANSWER) $(HELD_OUT)
-	$(ANSWER) $(HELD_OUT) --blank
-	$(if $(filter video,$(DATA)),$(ANSWER) --annotations $(DEMO)/data/reversed.jsonl)
+	$(RUN) $(DEMO)/config.yaml
+	$(ANSWER) $(DEMO)/trained $(call HELD_OUT,$(DEMO))
+	$(ANSWER) $(DEMO)/trained $(call HELD_OUT,$(DEMO)) --blank
+	$(if $(filter video,$(DATA)),$(ANSWER) $(DEMO)/trained --images $(DEMO)/data/images --annotations $(DEMO)/data/reversed.jsonl)
+else
+# The trained model alone, with adapters, and with these merged, by plain transformers.
+train: $(ADAPTED)/demo.json
+	$(RUN) $(ADAPTED)/config.yaml
+	rm -rf $(ADAPTED)/merged
+	$(BIN)/python -m megatron_hetero.cli.adapters merge $(DEMO)/trained $(ADAPTED)/adapter $(ADAPTED)/merged
+	$(ANSWER) $(DEMO)/trained $(call HELD_OUT,$(ADAPTED))
+	$(ANSWER) $(DEMO)/trained --adapter $(ADAPTED)/adapter $(call HELD_OUT,$(ADAPTED))
+	$(ANSWER) $(ADAPTED)/merged $(call HELD_OUT,$(ADAPTED))
+	$(ANSWER) $(ADAPTED)/merged $(call HELD_OUT,$(ADAPTED)) --blank
+endif
 
 $(DEMO)/demo.json: | $(INSTALLED)
 	$(BIN)/python -m examples.make_demo $(DEMO) $(addprefix --model ,$(MODEL)) $(addprefix --data ,$(DATA))
 
+$(DEMO)/trained: | $(DEMO)/demo.json
+	$(RUN) $(DEMO)/config.yaml
+
+$(ADAPTED)/demo.json: | $(DEMO)/trained
+	$(BIN)/python -m examples.make_demo $(ADAPTED) --adapt $(DEMO)/trained $(addprefix --model ,$(MODEL)) $(addprefix --data ,$(DATA))
+
 demo-clean:
-	rm -rf $(DEMO)
+	rm -rf $(DEMO) $(ADAPTED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.step

@@ -1,15 +1,17 @@
 """Answers a data set's questions with an exported model in plain `transformers`, and prints the exact-match rate.
 
-    python -m examples.answer_questions HF_DIR --annotations FILE [--images DIR] [--blank]
+    python -m examples.answer_questions HF_DIR --annotations FILE [--images DIR] [--adapter DIR] [--blank]
 
 The model does not run in the layers it was trained with, so the rate verifies the export too. The first question of
-each record is answered greedily. `--blank` shows pictures and videos in one colour instead: the rate of guessing.
+each record is answered greedily. `--adapter` puts a PEFT folder on the model with `peft`. `--blank` shows pictures and
+videos in one colour instead: the rate of guessing.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,7 +46,9 @@ _MARKS = re.compile("<image>|<video>")
 class Answerer:
     """A model with its tokenizer and readers. Nothing is downloaded and no code of the folder runs."""
 
-    def __init__(self, folder: Path, device: str, marks: Literal["video", "pairs"] = "video") -> None:
+    def __init__(
+        self, folder: Path, device: str, marks: Literal["video", "pairs"] = "video", adapter: Path | None = None
+    ) -> None:
         """Raises `UserError` if the folder lacks files, or weights, which transformers would initialise at random."""
         self.processor = Processor.from_folder(folder, SimpleNamespace(video=VideoConfig(marks=marks)))
         tokenizer: Any = self.processor.tokenizer
@@ -55,6 +59,12 @@ class Answerer:
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise UserError.at(folder, problem=f"no weights for {listed(missing)}", fix="export the model again")
+        if adapter is not None:
+            from peft import PeftModel
+
+            with warnings.catch_warnings():  # peft 0.21 reads an attribute that transformers has renamed.
+                warnings.simplefilter("ignore", FutureWarning)
+                PeftModel.from_pretrained(model, adapter)  # Into the model itself.
         self.model: Any = model.to(device).eval()
         end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
         # In place of the folder's settings, such as sampling and penalties.
@@ -145,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="exported model in transformers format")
     parser.add_argument("--annotations", type=a_path, required=True, help="questions in LLaVA format")
     parser.add_argument("--images", type=a_path, help="folder of images and videos, the base of relative paths")
+    parser.add_argument("--adapter", type=a_path, help="PEFT folder of low-rank adapters; needs `peft`")
     parser.add_argument("--limit", type=positive, help="maximum number of records (default: all)")
     parser.add_argument("--blank", action="store_true", help="show pictures and videos in one colour")
     parser.add_argument("--max-new-tokens", type=positive, default=8, help="maximum tokens per answer (default 8)")
@@ -170,7 +181,7 @@ def _answer(given: argparse.Namespace) -> None:
     entry = DatasetConfig(annotations=given.annotations, images=given.images)
     questions = Dataset("questions", entry, Reading(fields, cache_folder("records")))
     records = [questions[k] for k in range(len(questions))[: given.limit]]
-    console().print(rates(Answerer(given.hf_dir, given.device, given.marks), records, given))
+    console().print(rates(Answerer(given.hf_dir, given.device, given.marks, given.adapter), records, given))
 
 
 if __name__ == "__main__":

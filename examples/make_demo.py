@@ -1,6 +1,6 @@
 """Creates everything for a first training run: a small model, drawn pictures or videos with questions, a configuration.
 
-    python -m examples.make_demo DIR [--model FAMILY] [--data image|video] [--seed N] [--force]
+    python -m examples.make_demo DIR [--model FAMILY] [--data image|video] [--adapt TRAINED] [--seed N] [--force]
 
 DIR/model/               a model in `transformers` format: random weights, tokenizer and image processor
 DIR/data/train.jsonl     questions about pictures, LLaVA-style
@@ -9,12 +9,15 @@ DIR/data/images/         the pictures, or the videos
 DIR/data/reversed.jsonl  of videos alone: the held-out ones played backwards, with the other answers
 DIR/config.yaml          the configuration of the run
 DIR/demo.json            the options of the demo
+
+With `--adapt` there is no model: low-rank adapters teach the trained one other names of colours.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -29,10 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.demo.films import RATE, FilmSample, film_samples
 from examples.demo.model import EXPERTS, SYSTEM_PROMPTS, DemoSizes, write_model
-from examples.demo.records import Sample, held_out_samples, training_samples
+from examples.demo.records import Sample, held_out_samples, renamed, training_samples
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.terminal import Parser
 from megatron_hetero.cli.command import a_path, at_least
+from megatron_hetero.data.tokenizer import check_folder
 from megatron_hetero.groups.launch import ended
 from megatron_hetero.models.registry import titles
 
@@ -40,7 +44,7 @@ from megatron_hetero.models.registry import titles
 MARKER = "demo.json"
 PARTS = ("model", "data", "config.yaml", MARKER)
 # Increment when the same options produce other bytes.
-FORMAT = 3
+FORMAT = 4
 WORK = ".making-"
 FAMILIES = tuple(SYSTEM_PROMPTS)
 """Families with a demo."""
@@ -49,8 +53,8 @@ FAMILIES = tuple(SYSTEM_PROMPTS)
 # With half of the pictures, the same steps fit the training pictures but generalize less.
 CONFIG = """\
 # The demo's run. Paths are relative to this file.
-model: {{hf_path: model, dtype: float32{balance}}}
-modules: {{vision: {{parallel: 'sp:2'}}, text: {{parallel: '{text}'}}}}
+model: {{hf_path: {base}, dtype: float32{balance}}}
+modules: {{vision: {{parallel: 'sp:2'{lora}}}, text: {{parallel: '{text}'{lora}}}}}
 data:
   registry:
     demo-train: {{annotations: data/train.jsonl, images: data/images}}
@@ -58,10 +62,10 @@ data:
   datasets: [demo-train]
   shuffle: true
   max_seq_length: 256
-{video}train: {{iters: 450, global_batch_size: 32, micro_batch_size: {samples}, seed: {seed}}}
+{video}train: {{iters: {steps}, global_batch_size: 32, micro_batch_size: {samples}, seed: {seed}}}
 optimizer:
   name: adamw
-  lr: 0.002
+  lr: {rate}
   min_lr: 0.0
   betas: [0.9, 0.99]
   eps: 1.0e-08
@@ -70,9 +74,13 @@ optimizer:
   schedule: cosine
   warmup_iters: 20
 log: {{dir: log}}
-export: {{hf_dir: trained}}
+export: {{hf_dir: {export}}}
 """
 SETTINGS = {"balance": "", "text": "tp:2", "samples": 32}
+SETTINGS |= {"base": "model", "lora": "", "steps": 450, "rate": 0.002, "export": "trained"}
+# The projector, which would train in full beside adapters, is frozen: they alone learn.
+LORA_SETTINGS = {"balance": ", freeze: [projector]", "lora": ", lora: {r: 4}", "steps": 200, "rate": 0.006}
+LORA_SETTINGS |= {"export": "adapter"}
 # Experts are split over ranks that have all other weights.
 EXPERT_SETTINGS = {"balance": ", router_aux_loss_coef: 0.001", "text": "dp:2,ep:2", "samples": 16}
 VIDEO_CONFIG = f"  video: {{fps: {RATE}, min_frames: 2}}\n"
@@ -88,6 +96,8 @@ class DemoOptions:
     shape: DemoSizes = field(default_factory=DemoSizes)
     model: str = FAMILIES[0]
     data: Literal["image", "video"] = "image"
+    base: str = ""
+    """Folder of the trained model, if adapters are to learn."""
 
 
 def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool = False) -> None:
@@ -122,11 +132,12 @@ def _write_all(folder: Path, options: DemoOptions) -> None:
     """Write to a temporary folder, then move: an interrupted run leaves no partial demo."""
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
         new = Path(name)
-        _write_parts(new, options)
+        _write_parts(new, options, folder)
         (folder / MARKER).unlink(missing_ok=True)
         for part in PARTS:
             _remove(folder / part)
-            (new / part).rename(folder / part)
+            if (new / part).exists():
+                (new / part).rename(folder / part)
 
 
 def _remove(path: Path) -> None:
@@ -136,7 +147,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write_parts(folder: Path, options: DemoOptions) -> None:
+def _write_parts(folder: Path, options: DemoOptions, target: Path) -> None:
+    """Write to `folder` what will be in `target`."""
     data = folder / "data"
     (data / "images").mkdir(parents=True)
     if options.data == "video":
@@ -146,12 +158,17 @@ def _write_parts(folder: Path, options: DemoOptions) -> None:
     else:
         train = training_samples(options.train_pictures, options.seed)
         held_out = held_out_samples(options.heldout_questions, options.seed)
+        if options.base:
+            train, held_out = renamed(train), renamed(held_out)
     _write_samples(data, "train", train)
     _write_samples(data, "heldout", held_out)
-    corpus = [text for sample in train for text in (sample.question, sample.answer)]
-    write_model(folder / "model", options.model, corpus, options.shape, options.seed)
+    settings: dict[str, object] = SETTINGS | (EXPERT_SETTINGS if options.model in EXPERTS else {})
+    if options.base:
+        settings |= {"base": os.path.relpath(options.base, target), **LORA_SETTINGS}
+    else:
+        corpus = [text for sample in train for text in (sample.question, sample.answer)]
+        write_model(folder / "model", options.model, corpus, options.shape, options.seed)
     video = VIDEO_CONFIG if options.data == "video" else ""
-    settings = EXPERT_SETTINGS if options.model in EXPERTS else SETTINGS
     config = CONFIG.format(seed=options.seed, video=video, **settings)
     (folder / "config.yaml").write_text(config, encoding="utf-8")
     marker = {"format": FORMAT} | asdict(options)
@@ -186,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("image", "video"),
         help=f"what questions are about (default {default.data})",
     )
+    parser.add_argument("--adapt", type=a_path, metavar="TRAINED", help="trained model, for which adapters learn")
     for flag, least, value, text in (
         ("--seed", 0, default.seed, "seed of weights, data and questions"),
         ("--train-pictures", 1, default.train_pictures, "number of training pictures or videos"),
@@ -205,8 +223,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make(given: argparse.Namespace) -> str:
-    sizes = DemoSizes(text_layers=given.text_layers)
-    options = DemoOptions(given.seed, given.train_pictures, given.heldout_questions, sizes, given.model, given.data)
+    sizes, base = DemoSizes(text_layers=given.text_layers), given.adapt
+    if base is not None:
+        if given.data == "video":
+            fix = "leave one of them out"
+            raise UserError.at("--adapt", found="videos", expected="pictures, whose colours have other names", fix=fix)
+        check_folder(base)
+    options = DemoOptions(
+        given.seed, given.train_pictures, given.heldout_questions, sizes, given.model, given.data, str(base or "")
+    )
     make_demo(given.folder, options, force=given.force)
     return f"wrote {given.folder}; next: --config {given.folder / 'config.yaml'}"
 

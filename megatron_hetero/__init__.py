@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_hetero.step.algorithms import SGD, AdamW
     from megatron_hetero.step.gradients import count_tokens, finish_gradients, total_loss
     from megatron_hetero.step.library_optimizers import build_optimizers
+    from megatron_hetero.step.megatron_adapters import lora
     from megatron_hetero.step.megatron_training import megatron_schedule, prepare_megatron
     from megatron_hetero.step.runner import MicroBatchInputs, Runner, Stage
 
@@ -49,6 +50,7 @@ __all__ = [
     "finish_gradients",
     "guarded",
     "load_checkpoint",
+    "lora",
     "megatron_schedule",
     "micro_batch",
     "place_rows",
@@ -67,6 +69,7 @@ _HOMES = {
     "layout.graph": "Graph",
     "layout.layout": "Layout",
     "step.gradients": "count_tokens finish_gradients total_loss",
+    "step.megatron_adapters": "lora",
     "step.megatron_training": "megatron_schedule prepare_megatron",
     "step.library_optimizers": "build_optimizers",
     "step.algorithms": "AdamW SGD",

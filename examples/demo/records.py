@@ -14,7 +14,7 @@ pictures.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -115,6 +115,9 @@ def draw_shape(
         canvas.ellipse(box, outline=colour, width=max(round(radius / 2), 3))
 
 
+NAMES = dict(zip(COLOURS, [*list(COLOURS)[3:], *list(COLOURS)[:3]], strict=True))
+"""Other names of colours: what a trained model does not know, and adapters teach it."""
+
 IMAGE = "<image>"
 QUESTIONS = {"colour": "What colour is the shape?", "position": "Where is the shape?"}
 PLURAL_QUESTIONS = {"colour": "What colour are the shapes?", "position": "Where are the shapes?"}
@@ -204,6 +207,11 @@ def about_two(rng: random.Random) -> Sample:
 def _agree(kind: str, first: Pair, second: Pair) -> bool:
     asked = list(QUESTIONS).index(kind)
     return first[asked] == second[asked] and first != second
+
+
+def renamed(samples: list[Sample]) -> list[Sample]:
+    """The same samples with the other names of colours."""
+    return [replace(sample, answer=NAMES.get(sample.answer, sample.answer)) for sample in samples]
 
 
 def text_only(rng: random.Random) -> Sample:

@@ -170,8 +170,8 @@ class Expected:
 Ask = Callable[[Case], Expected]
 
 
-def ask_oracle(folder: Path, case: Case) -> Expected:
-    """Write the model and the data of a case, and let the oracle train on them."""
+def write_case(folder: Path, case: Case) -> Callable[[], Oracle]:
+    """Write the model and the data of a case, and return what loads them."""
     choice, batch = MODELS[case.model], case.batch
     detail = DETAILS.get(case.model, DETAIL) if case.detail is not None else None
     write_model(folder / "model", choice)
@@ -179,10 +179,13 @@ def ask_oracle(folder: Path, case: Case) -> Expected:
         write_model(folder / "detail", detail)
     details = (0,) if detail is None else (1, 0, 0, 2)
     data = write_data(folder, 3 * batch, seed=choice.seed, pictures=case.pictures, turns=2, details=details)
+    kind = Oracle if detail is None else TwoTowers
+    return lambda: replace(kind.load(folder / "model", data), balance=case.balance)
 
-    def load() -> Oracle:
-        return replace((Oracle if detail is None else TwoTowers).load(folder / "model", data), balance=case.balance)
 
+def ask_oracle(folder: Path, case: Case) -> Expected:
+    """Write the model and the data of a case, and let the oracle train on them."""
+    load, batch = write_case(folder, case), case.batch
     oracle = load()
     loss, gradients = oracle.step(range(batch))
     before = oracle.weights()

@@ -1,6 +1,6 @@
-"""Runs that draw everything at once: layouts, schedules, ZeRO, frozen parts, offloading, recomputation, chunks, calls
-in parts, budgets, videos, evaluations and a resume in another layout. Losses, held-out losses and weights equal plain
-`transformers`. SEED=N for others.
+"""Runs that draw everything at once: layouts, schedules, ZeRO, frozen parts, adapters, offloading, recomputation,
+chunks, calls in parts, budgets, videos, evaluations and a resume in another layout. Losses, held-out losses and weights
+equal plain `transformers`. SEED=N for others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from torch import Tensor
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.job.job import JobSpec
+from megatron_hetero.models.adapters import Lora
 from megatron_hetero.train.held_out import HeldOutEvaluation
 from tests.functional.checkpoint.runs import once
-from tests.parity.cases import MODELS, OPTIMIZERS, RATES, _part_of, norm_of
+from tests.parity.cases import MODELS, OPTIMIZERS, RATES, norm_of
+from tests.parity.lora_cases import Adapters, Choice, initial, with_peft
 from tests.rules.test_drawn_layouts import BALANCE, _draw
 from tests.support.folders import write_data, write_model
-from tests.support.oracle import Oracle, stored_name
+from tests.support.oracle import Oracle, one_by_one
 from tests.support.pool import Pool
 from tests.support.runs import build_logged, stored
 from tests.support.videos import FLAGS, VideoOracle, write_video_data
@@ -36,6 +39,12 @@ SEED, RUNS = int(os.environ.get("SEED", "0")), 40
 BATCH, HALF = 12, 2
 """Samples of a step, and steps before and after the resume."""
 FROZEN = ((), (), ("vision",), ("text",), ("projector",), ("vision", "projector"))
+ADAPTED = ((), (), (), ("text",), ("vision", "text"), ("vision",))
+ADAPTERS = {
+    "vision": Adapters(3, alpha=2, targets=("attn.qkv", "attn.proj")),
+    "text": Adapters(2, targets=("q_proj", "k_proj", "o_proj"), patterns={"o_proj": (4, None)}),
+}
+"""Adapters of modules."""
 OPTIONS: dict[str, tuple[str, ...]] = {
     "--vision-offload.states": ("true",),
     "--text-offload.states": ("true",),
@@ -54,12 +63,19 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 class Kind(NamedTuple):
-    """What both halves of a run have in common, and what the oracle computes."""
+    """What both halves of a run have in common, and what the oracle computes. `adapters`: modules."""
 
     model: str
     videos: bool
     frozen: tuple[str, ...]
     optimizer: str
+    adapters: tuple[str, ...]
+
+    @property
+    def choice(self) -> Choice:
+        """The adapters, and the parts that train in full beside them."""
+        whole = {"vision", "projector", "text"} - {*self.frozen} - {*self.adapters}
+        return Choice({name: ADAPTERS[name] for name in self.adapters}, tuple(sorted(whole)))
 
 
 class Half(NamedTuple):
@@ -86,7 +102,7 @@ def drawn(number: int) -> tuple[Kind, Callable[[Path], tuple[Half, Half]]]:
     """The run of this number: its kind, and two halves that are legal for the model in a folder."""
     rng = random.Random(f"{SEED} {number}")
     model = ("moe", "qwen3-deep", "deep", "delta-deep", "delta-moe")[number % 5]
-    kind = Kind(model, number % 2 == 0, rng.choice(FROZEN), rng.choice(["adamw", "sgd"]))
+    kind = Kind(model, number % 2 == 0, rng.choice(FROZEN), rng.choice(["adamw", "sgd"]), rng.choice(ADAPTED))
 
     def halves(folder: Path) -> tuple[Half, Half]:
         found = _halves(rng, kind, folder)
@@ -125,12 +141,15 @@ def command(folder: Path, kind: Kind, half: Half, *more: str) -> list[str]:
         f"--optimizer.name {kind.optimizer} --optimizer.lr {RATES[kind.optimizer]} --optimizer.schedule constant"
     )
     frozen = ("--model.freeze", *kind.frozen) if kind.frozen else ()
-    return once([*text.split(), *data, *frozen, *(FLAGS if kind.videos else ()), *half.flags, *more])
+    return once(
+        [*text.split(), *data, *frozen, *kind.choice.command(), *(FLAGS if kind.videos else ()), *half.flags, *more]
+    )
 
 
 def trained(flags: list[str]) -> dict[str, Any]:
     """Train one half as the program does: losses, the held-out loss after it, and weights."""
-    run = build_logged(flags)
+    with mock.patch.object(Lora, "initial", initial):
+        run = build_logged(flags)
     evaluation, losses, held_out = HeldOutEvaluation.build(run), [], []
     with run.writer:
         for step, batch, _ in run.batches():
@@ -149,15 +168,21 @@ def alone(kind: Kind, folder: Path) -> Expected:
     write_model(folder / "model", MODELS[kind.model])
     data = write_video_data(folder, 20) if kind.videos else write_data(folder, 20, turns=2)
     oracle = (VideoOracle if kind.videos else Oracle).load(folder / "model", data)
-    trains = [p for name, p in oracle.model.named_parameters() if _part_of(stored_name(name)) not in kind.frozen]
-    optimizer, found = OPTIMIZERS[kind.optimizer](trains), Expected(folder, [], [], oracle.weights(), {})
+    parameters = with_peft(oracle, kind.choice)
+    trains = [each for each in parameters.values() if each.requires_grad]
+
+    def weights() -> dict[str, Tensor]:
+        named = parameters.items()
+        return {n: t.clone() for name, each in named for n, t in one_by_one(name, each.detach()).items()}
+
+    optimizer, found = OPTIMIZERS[kind.optimizer](trains), Expected(folder, [], [], weights(), {})
     for step in range(2 * HALF):
         found.losses.append(oracle.step(range(step * BATCH, (step + 1) * BATCH))[0])
         torch.nn.utils.clip_grad_norm_(trains, 1.0)
         optimizer.step()
         if (step + 1) % HALF == 0:
             found.held_out.append(oracle.step(range(len(oracle.records)))[0])
-    found.after = oracle.weights()
+    found.after = weights()
     return found
 
 
@@ -181,7 +206,7 @@ def test_a_drawn_run_equals_transformers(
     after = pools(second.ranks).run(trained, command(want.folder, kind, second, *own, *resume), timeout_s=600)[0]
     # Gradients of small models with delta nets are ill-conditioned: those of transformers in fp32 differ by 1.5e-5
     # from those in fp64, ours by 1.3e-5. Steps of clipped gradients of norm 10 make ten times as much of the loss.
-    rounding, part = (1e-4, 2e-3) if "delta" in kind.model else (1e-5, 1e-3)
+    rounding, part = (1e-4, 2e-3) if "delta" in kind.model or kind.adapters else (1e-5, 1e-3)
     assert before["losses"] + after["losses"] == pytest.approx(want.losses, rel=rounding), described
     assert before["held out"] + after["held out"] == pytest.approx(want.held_out, rel=rounding), described
     update = {name: want.after[name] - want.before[name] for name in want.before}

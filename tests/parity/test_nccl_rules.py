@@ -5,21 +5,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.parity import runs
+from tests.parity import lora_cases, runs
 from tests.parity.cases import (
     BALANCE,
+    BUDGET,
+    OVERLAPPED,
     RECOMPUTE,
     SPLIT,
+    VIRTUAL,
     Ask,
     Case,
     flags_of,
     gradients_equal,
     norm_of,
     three_steps_equal,
+    zero,
 )
+from tests.parity.lora_cases import Adapters, Choice, ask_peft
 from tests.parity.test_parity import CASES
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
@@ -129,6 +135,24 @@ WITH_EXPERTS = [
 @pytest.mark.parametrize("case", WITH_EXPERTS, ids=str)
 def test_exchanges_over_replicas(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), rules_pools(case.ranks))
+
+
+ADAPTERS = Choice(
+    {"vision": Adapters(3, alpha=2), "text": Adapters(2, patterns={"down_proj": (4, None)})}, whole=("projector",)
+)
+WITH_ADAPTERS = [
+    Case("sp:4", "tp:4", 4, model="one-kv-head", micro=2, flags=OVERLAPPED[2:]),
+    Case("sp:2@0-1", "tp:2,pp:2@2-5", 6, model="deep", flags=("--vision-zero", "2", "--schedule.run_ahead", "1")),
+    Case("pp:2", "pp:2", 2, model="deep", flags=VIRTUAL, given_batch=8),
+    Case("tp:2,dp:2", "cp:2,dp:2", 4, model="delta", micro=2, flags=zero(3, 3)),
+    Case("sp:2,dp:2", "tp:2,sp:2", 4, model="qwen3", micro=2, flags=(*RECOMPUTE, *OVERLAPPED[2:])),
+    Case("dp:4", "tp:2,dp:2", 4, model="delta", flags=(*BUDGET, *PARTS)),
+]
+
+
+@pytest.mark.parametrize("case", thinned(WITH_ADAPTERS, 3), ids=str)
+def test_adapters(case: Case, tmp_path: Path, rules_pools: Callable[[int], Pool]) -> None:
+    lora_cases.gradients_equal(case, ADAPTERS, ask_peft(tmp_path, case, ADAPTERS), rules_pools(case.ranks))
 
 
 @pytest.mark.parametrize("case", thinned(OTHERS[::2], 3), ids=str)

@@ -22,8 +22,11 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import divisors
+from megatron_hetero.models.adapters import Lora
 from megatron_hetero.schedule import gathering
 from pretrain_vlm import build_run
+from tests.parity.cases import norm_of
+from tests.parity.lora_cases import Adapters, Choice, initial, with_peft
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers
 from tests.support.pool import Pool, platform
@@ -57,9 +60,17 @@ these. The third and the last have experts, which they choose by more than 1e-3.
 DETAIL = replace(MODEL, vision_layers=2, full_layers=(0,), seed=12)
 AXES = ("tp", "sp", "cp", "dp", "pp")
 Ranks = tuple[int, ...]
-ROWS = [(MODEL.family, 200, False), (MODEL.family, 60, True), ("qwen3_vl", 100, False), ("qwen3_vl_moe", 70, False)]
-ROWS += [("qwen3_5", 60, False), ("qwen3_5_moe", 40, False)]
-"""Families, how many layouts, and whether all streams of a GPU share one hardware queue."""
+ALONE, SHARED, ADAPTED = "", "one connection", "adapters"
+ROWS = [(MODEL.family, 200, ALONE), (MODEL.family, 60, SHARED), ("qwen3_vl", 100, ALONE), ("qwen3_vl_moe", 70, ALONE)]
+ROWS += [("qwen3_5", 60, ALONE), ("qwen3_5_moe", 40, ALONE), (MODEL.family, 40, ADAPTED), ("qwen3_5", 20, ADAPTED)]
+"""Families, how many layouts, and whether all streams of a GPU share one hardware queue or the model has adapters."""
+ADAPTERS = Choice(
+    {
+        "vision": Adapters(3, alpha=2, targets=("attn.qkv", "attn.proj")),
+        "text": Adapters(2, targets=("q_proj", "k_proj", "down_proj"), patterns={"down_proj": (4, None)}),
+    },
+    whole=("projector", "detail", "detail_projector"),
+)
 SEED = int(os.environ.get("SEED", "0"))
 BALANCE, COEFFICIENT = "--model.router_aux_loss_coef", 0.05
 LOSS, NORM = 1e-5, 1e-4
@@ -190,11 +201,11 @@ class Reference(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, float], Reference]:
-    """By family, number of encoders and coefficient of the loss that balances experts."""
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
+    """By family, number of encoders, coefficient of the loss that balances experts, and whether there are adapters."""
 
     @cache
-    def reference(family: str, encoders: int, balance: float) -> Reference:
+    def reference(family: str, encoders: int, balance: float, adapted: bool = False) -> Reference:
         folder, model = tmp_path_factory.mktemp(f"{family}-{encoders}"), MODELS[family]
         write_model(folder / "model", model)
         if encoders == 2:
@@ -202,8 +213,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, 
         write_data(folder, BATCH, seed=model.seed, turns=2, details=(1, 0, 0, 2) if encoders == 2 else (0,))
         oracle = (TwoTowers if encoders == 2 else Oracle).load(folder / "model", folder / "data.jsonl")
         oracle.balance = balance
-        loss, gradients = oracle.step(range(BATCH))
-        return Reference(folder, loss, math.sqrt(sum(float((each.double() ** 2).sum()) for each in gradients.values())))
+        every = with_peft(oracle, ADAPTERS).values() if adapted else oracle.model.parameters()
+        trained = [each for each in every if each.requires_grad]
+        loss, _ = oracle.step(range(BATCH))
+        gradients = {str(number): each.grad for number, each in enumerate(trained) if each.grad is not None}
+        return Reference(folder, loss, norm_of(gradients))
 
     return reference
 
@@ -212,7 +226,7 @@ def first_step(flags: list[str]) -> tuple[float, float]:
     """Loss and gradient norm of one step with small buckets: it begins while weights are gathered, and sums of
     gradients amid backward passes.
     """
-    with mock.patch.object(gathering, "BUCKET", 1000):
+    with mock.patch.object(gathering, "BUCKET", 1000), mock.patch.object(Lora, "initial", initial):
         run = build_run(load_config(flags), platform())
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     _, batch, _ = next(iter(run.batches()))
@@ -223,23 +237,24 @@ def first_step(flags: list[str]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-@pytest.mark.parametrize("family, layouts, one_connection", ROWS)
+@pytest.mark.parametrize("family, layouts, kind", ROWS)
 def test_drawn_layouts_end_with_the_numbers_of_one_process(
     family: str,
     layouts: int,
-    one_connection: bool,
+    kind: str,
     ranks: int,
-    references: Callable[[str, int, float], Reference],
+    references: Callable[..., Reference],
     rules_pools: Pools,
     one_connection_pools: Pools,
 ) -> None:
-    pools, wrong = one_connection_pools if one_connection else rules_pools, []
+    pools, wrong, adapted = one_connection_pools if kind == SHARED else rules_pools, [], kind == ADAPTED
     experts = MODELS[family].experts if "moe" in family else 0
     some = draws(SEED, ranks, references(family, 2, 0.0).folder, experts)
     for drawn in islice(some, math.ceil(layouts / len(SIZES))):
-        folder, loss, norm = references(family, len(drawn.layouts) - 1, drawn.balance)
+        folder, loss, norm = references(family, len(drawn.layouts) - 1, drawn.balance, adapted)
+        more = ADAPTERS.command() if adapted else []
         try:
-            found = pools(ranks).run(first_step, drawn.command(folder), timeout_s=600)[0]
+            found = pools(ranks).run(first_step, [*drawn.command(folder), *more], timeout_s=600)[0]
         except (AssertionError, TimeoutError) as error:
             wrong.append(f"{drawn}: {error}")
             continue

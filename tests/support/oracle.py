@@ -88,7 +88,8 @@ class Oracle:
         total, supervised = torch.zeros(()), 0
         for number in numbers:
             loss, count = self._sample(self.records[number % len(self.records)])
-            loss.backward()
+            if loss.requires_grad:  # What trains may have no part in a sample.
+                loss.backward()
             total, supervised = total + loss.detach(), supervised + count
         gradients = dict[str, Tensor]()
         for name, parameter in self.model.named_parameters():

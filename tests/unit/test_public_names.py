@@ -98,8 +98,8 @@ def test_code_in_the_guide_calls_names_of_the_guide_only() -> None:
     nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     of_others = set(
-        "CosineAnnealingLR GPTModel ModuleSpec Siglip TransformerConfig "
-        "forward_backward fully_shard get_gpt_layer_local_spec len partial range "
+        "CosineAnnealingLR GPTModel LoraConfig ModuleSpec Siglip TransformerConfig "
+        "forward_backward fully_shard get_gpt_layer_local_spec get_peft_model len partial range "
         "scatter_to_sequence_parallel_region sum zip".split()
     )
     own = {

@@ -82,8 +82,10 @@ class LowRank(torch.nn.Module):
         options: dict[str, Any] = {"dtype": site.dtype, "device": site.platform.device}
         self.A = torch.nn.Parameter(torch.empty(len(shape.scales) * shape.r, shape.inputs, **options))
         self.B = torch.nn.Parameter(torch.empty(shape.rows_of_b, shape.r, **options))
-        # Used on own tokens where activations are split, so that gradients are summed over tp.
-        (self.B if shape.by_input else self.A).sequence_parallel = self.splits  # pyright: ignore[reportAttributeAccessIssue]
+        # Used on own tokens where activations are split, so that gradients are summed over tp. So are those of rows of
+        # B that every rank has, for outputs of its own; rows that differ between ranks never are.
+        self.A.sequence_parallel = self.splits and not shape.by_input  # pyright: ignore[reportAttributeAccessIssue]
+        self.B.sequence_parallel = self.splits if shape.by_input else site.tp > 1  # pyright: ignore[reportAttributeAccessIssue]
 
     def add(self, out: Tensor, x: Tensor, parts: Sequence[int], ids: TokenIds | None = None) -> Tensor:
         """Add to `out`, what the linear layer computes of `x`. `parts`: own tokens of each part of the exchanges (see

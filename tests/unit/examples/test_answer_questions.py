@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import warnings
 from argparse import Namespace
 from io import StringIO
@@ -116,6 +117,31 @@ def test_an_untrained_model_knows_nothing(
     assert f"pictures {'blanked' if blank else 'shown'}" in out
     found = re.search(r"all +│ +(\d+) │ +24 │", out)
     assert found and int(found[1]) <= 6
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it.
+def test_adapters_answer_as_merged_weights_do(demo: Path, data: tuple[Path, Path], tmp_path: Path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base: Any = Answerer(demo / "model", "cpu")
+    added: Any = get_peft_model(base.model, LoraConfig(r=2, target_modules=["q_proj", "down_proj", "qkv"]))
+    for name, parameter in added.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    added.save_pretrained(tmp_path / "adapter")
+    shutil.copytree(demo / "model", tmp_path / "merged")
+    plain: Any = Answerer(demo / "model", "cpu").model
+    PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "merged")  # pyright: ignore[reportCallIssue]
+    records = list(annotated("d", *data))[:16]
+    found, merged, alone = (
+        Answerer(folder, "cpu", adapter=adapter).answer(records, False, 4)
+        for folder, adapter in (
+            (demo / "model", tmp_path / "adapter"),
+            (tmp_path / "merged", None),
+            (demo / "model", None),
+        )
+    )
+    assert found == merged != alone
 
 
 def test_missing_weights_are_named(

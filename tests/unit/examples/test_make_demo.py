@@ -16,12 +16,14 @@ from PIL import Image
 
 from examples import make_demo as command
 from examples.demo.model import EXPERTS, DemoSizes, model_config, train_tokenizer
-from examples.make_demo import FAMILIES, PARTS, DemoOptions, main, make_demo
+from examples.demo.records import COLOURS
+from examples.make_demo import FAMILIES, PARTS, DemoOptions, _make, _parser, main, make_demo
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
+from megatron_hetero.models.weights import stored_shapes
 
 TINY = DemoOptions(seed=1, train_pictures=30, heldout_questions=8)
 
@@ -105,6 +107,35 @@ def test_a_demo_of_each_family_can_be_trained(family: str, tmp_path: Path):
     assert JobSpec.of(load_config(more), 4).layouts["text"].tp == 4
     assert job.shapes.text.family == family
     assert Processor.from_folder(config.model.hf_path).row_tokens.size == 2
+
+
+def test_adapters_learn_other_names_of_colours(tmp_path: Path, demo: Path):
+    folder, arguments = tmp_path / "lora", ["--train-pictures", "30", "--heldout-questions", "16"]
+    assert main([str(folder), "--adapt", str(demo / "model"), *arguments]) == 0
+    assert {path.name for path in folder.iterdir()} == {*PARTS} - {"model"}
+    main([str(tmp_path / "plain"), *arguments])
+    for split in ("train", "heldout"):
+        found, before = (
+            [json.loads(line)["conversations"] for line in (of / f"data/{split}.jsonl").read_text().splitlines()]
+            for of in (folder, tmp_path / "plain")
+        )
+        answers = [(new[1]["value"], old[1]["value"]) for new, old in zip(found, before, strict=True)]
+        assert [new[0] for new in found] == [old[0] for old in before]
+        assert {new == old for new, old in answers if old in COLOURS} == {False}
+        assert {new == old for new, old in answers if old not in COLOURS} == {True}
+    config = load_config(["--config", str(folder / "config.yaml")])
+    assert config.model.hf_path is not None and config.model.hf_path.samefile(demo / "model")
+    job = JobSpec.of(config, 2)
+    trained = set(stored_shapes(job.shapes)) - job.frozen.tensors
+    assert trained and all(".lora_" in name for name in trained)
+
+
+def test_adapters_learn_from_pictures_of_a_trained_model(tmp_path: Path, demo: Path):
+    with pytest.raises(UserError, match=r"--adapt: found videos, expected pictures"):
+        _make(_parser().parse_args([str(tmp_path / "new"), "--adapt", str(demo / "model"), "--data", "video"]))
+    with pytest.raises(UserError, match=r"none: "):
+        _make(_parser().parse_args([str(tmp_path / "new"), "--adapt", str(tmp_path / "none")]))
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_family_that_is_unknown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,253 @@
+"""Low-rank adapters (LoRA) beside the linear layers of a model of Megatron-Core, in any layout.
+
+A layer of Megatron may be several projections: `linear_qkv` is queries, keys and values, the `linear_fc1` of a gated
+MLP is the gate and what it gates. Each has an A and a B of its own, as in folders of PEFT.
+
+Megatron-Core is imported when a model is given, since that takes seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import sqrt
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_hetero.base.errors import UserError, listed
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.hf.weight_map import Interval, TensorSlice, load_slices
+from megatron_hetero.models.added import generator_of
+from megatron_hetero.step.library_modules import global_names
+
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+Pieces = tuple[tuple[str, Interval], ...]
+"""Consecutive rows of a layer's output: the projection that each piece is of, and the rows there."""
+
+
+def lora(
+    model: nn.Module,
+    *,
+    r: int,
+    alpha: float | None = None,
+    rslora: bool = False,
+    targets: Sequence[str] = TARGETS,
+    seed: int = 0,
+) -> list[str]:
+    """Put low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) beside linear layers of a model of Megatron-Core,
+    and freeze its own parameters.
+
+    Gradients are parts as those of Megatron's layers, which `build_optimizers` and `finish_gradients` sum. Checkpoints
+    of this package resume in any layout. There is no dropout. Call it after loading weights and before
+    `build_optimizers` and any wrapper; what else is to train gets `requires_grad_()` afterwards.
+
+    Args:
+        model: a `GPTModel`, or another with `config` and `pg_collection`, of Megatron's own linear layers. With virtual
+            stages, each of them.
+        r: rank.
+        alpha: adapters are scaled by alpha / r. The default is `r`.
+        rslora: scale by alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732).
+        targets: last parts of names of linear layers, or patterns of whole names with layers counted over all stages,
+            such as `decoder.layers.[0-3].self_attention.*`.
+        seed: of the first values, which are the same in every layout: A is uniform within 1 / sqrt(in), B zero.
+
+    Returns:
+        The names of the layers with adapters, on this rank.
+
+    Raises:
+        UserError: a target matches nothing, or a layer that cannot have adapters, such as one of Transformer Engine.
+    """
+    if r < 1:
+        raise UserError.at("lora: r", found=str(r), expected="≥ 1", fix="give the rank of the adapters")
+    groups, config = (getattr(model, name, None) for name in ("pg_collection", "config"))
+    embedding: Any = getattr(model, "embedding", None)
+    if groups is None or config is None:
+        expected = "Megatron's, with `config` and `pg_collection`"
+        fix = "pass the `GPTModel` itself, before any wrapper; for other modules use `peft` (docs/library.md)"
+        raise UserError.at("lora: model", found=type(model).__name__, expected=expected, fix=fix)
+    layers = _targeted(model, config, targets)
+    scale = (r if alpha is None else alpha) / (sqrt(r) if rslora else r)
+    model.requires_grad_(False)
+    for name, layer in layers.items():
+        _attach(layer, name, groups, r, scale, seed)
+    if config.recompute_granularity and embedding is not None:
+        # Megatron's recomputation gives no gradients to parameters unless an input has some.
+        embedding.register_forward_hook(lambda _module, _inputs, out: out.requires_grad_() if out.is_leaf else out)
+    return list(layers)
+
+
+def _targeted(model: nn.Module, config: Any, targets: Sequence[str]) -> dict[str, Any]:
+    """Return the layers that targets match by their names in the whole model. Raises `UserError`."""
+    paths: dict[str, Any] = {
+        path: part for path, part in model.named_modules() if isinstance(getattr(part, "weight", None), Tensor)
+    }
+    names = global_names(model)
+    known = {
+        names.get(f"{path}.weight", f"{path}.weight").removesuffix(".weight"): part for path, part in paths.items()
+    }
+    linear = {name: part for name, part in known.items() if part.weight.dim() == 2 and "embedding" not in name}
+    anywhere = {re.sub(r"layers\.\d+", f"layers.{n}", name) for name in linear for n in range(config.num_layers)}
+    for entry in targets:
+        if not any(_matches(entry, name) for name in anywhere):
+            kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in linear))
+            because, fix = "it matches none of the model", "correct or remove it"
+            raise UserError.at(
+                "lora: targets", found=f"`{entry}`", expected=listed(kinds, 12), because=because, fix=fix
+            )
+    found = {name: part for name, part in linear.items() if any(_matches(entry, name) for entry in targets)}
+    for name, layer in found.items():
+        _require_ours(name, layer)
+    return found
+
+
+def _matches(entry: str, name: str) -> bool:
+    return fnmatchcase(name, entry) or name.endswith(f".{entry}")
+
+
+def _require_ours(name: str, layer: Any) -> None:
+    """Check that adapters may be beside a layer. Raises `UserError`."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    by_input, where = isinstance(layer, RowParallelLinear), f"lora: {name}"
+    expected = "Megatron's ColumnParallelLinear or RowParallelLinear of a dense layer"
+    if not by_input and not isinstance(layer, ColumnParallelLinear):
+        because = "its norm, exchanges or number format are inside" if "TE" in type(layer).__name__ else ""
+        fix = "build the model with `get_gpt_layer_local_spec`, or name other `targets`"
+        raise UserError.at(where, found=type(layer).__name__, expected=expected, because=because, fix=fix)
+    if getattr(layer, "is_expert", False):
+        fix = 'name other layers, such as `targets=("linear_qkv", "linear_proj")`'
+        raise UserError.at(where, found="a layer of an expert", expected=expected, fix=fix)
+    if getattr(layer, "lora", None) is not None:
+        raise UserError.at(where, problem="has adapters already", fix="call `lora` once, with all targets")
+    gathers = not layer.input_is_parallel if by_input else layer.gather_output
+    if gathers:
+        found, expected = "a layer with its whole input or output on every rank", "one whose features tp splits"
+        raise UserError.at(where, found=found, expected=expected, fix="name other `targets`")
+
+
+def _attach(layer: Any, name: str, groups: Any, r: int, scale: float, seed: int) -> None:
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    from megatron_hetero.models.adapters import Lora
+    from megatron_hetero.models.layers.backend import TORCH
+    from megatron_hetero.models.layers.low_rank import LowRank, LowRankShape, Rows
+    from megatron_hetero.models.layers.parts import Site
+
+    by_input, config = isinstance(layer, RowParallelLinear), layer.config
+    tp, weight = groups.tp, layer.weight
+    of_ranks = [_pieces(layer, name, rank, tp.size()) for rank in range(tp.size())]
+    kinds = list(dict.fromkeys(kind for pieces in of_ranks for kind, _ in pieces))
+    columns = [_columns(weight, rank) if by_input else None for rank in range(tp.size())]
+    slices = [_slices(pieces, kinds, r, own) for pieces, own in zip(of_ranks, columns, strict=True)]
+    rows, at = list[Rows](), 0
+    for kind, (start, stop) in of_ranks[tp.rank()]:
+        rows.append(Rows((at, at + stop - start), kinds.index(kind)))
+        at += stop - start
+    shape = LowRankShape(
+        inputs=weight.shape[1],
+        outputs=len(weight),
+        r=r,
+        scales=(scale,) * len(kinds),
+        rows=tuple(rows),
+        by_input=by_input,
+    )
+    platform = Platform(weight.device, "nccl" if weight.device.type == "cuda" else "gloo")
+    beside: Any = LowRank(shape, Site(groups, platform, TORCH, weight.dtype, config.sequence_parallel))
+    beside.B.sequence_parallel = by_input and config.sequence_parallel  # No rank has rows of another.
+    inputs = weight.shape[1] * (tp.size() if by_input else 1)
+    for path, parameter, cut in (("lora.A", beside.A, by_input), ("lora.B", beside.B, not by_input)):
+        parameter.stored_as = path, tuple(of_rank[path] for of_rank in slices)
+        if cut and tp.size() > 1:  # As of Megatron's layers.
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
+                True,
+                int(by_input),
+                1,
+            )
+        own, new = slices[tp.rank()][path], dict[str, Tensor]()
+        for each in own:
+            size = (r, inputs) if path == "lora.A" else (_rows_of(of_ranks, each.name), r)
+            drawn = generator_of(seed, f"{name}.{each.name}")
+            new[each.name] = Lora((), frozenset()).initial(f"{name}.{each.name}", size, drawn)
+        load_slices(parameter, own, [new[each.name][each.source].to(parameter) for each in own])
+    layer.lora = beside
+    layer.register_forward_hook(_add)
+    layer.sharded_state_dict = _unknown_to_megatron
+
+
+def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Return the output of a layer with what its adapters add."""
+    out, bias = output
+    own = min(len(inputs[0]), len(out))  # Tokens of a rank: under sequence parallelism one of the two has all.
+    return layer.lora.add(out, inputs[0], (own,)), bias
+
+
+def _unknown_to_megatron(*_: Any, **__: Any) -> Any:
+    fix = "save by `save_checkpoint` of megatron_hetero, with its `AdamW` or `SGD`"
+    raise UserError.at("lora", problem="Megatron's dist_checkpointing does not know adapters", fix=fix)
+
+
+def _pieces(layer: Any, name: str, rank: int, tp: int) -> Pieces:
+    """Return the projections of a layer's output on a rank along tp, in order."""
+    config, rows = layer.config, len(layer.weight)
+    kind = name.rpartition(".")[2]
+    if kind == "linear_qkv":
+        return tuple(_between(_heads(config, name, rows * tp), rank * rows, rank * rows + rows))
+    if kind == "linear_fc1" and config.gated_linear_unit:
+        own = rank * rows // 2, (rank + 1) * rows // 2
+        return ("gate_proj", own), ("up_proj", own)
+    return (("", (rank * rows, rank * rows + rows) if _is_split(layer) else (0, rows)),)
+
+
+def _is_split(layer: Any) -> bool:
+    return getattr(layer, "output_size_per_partition", layer.output_size) != layer.output_size
+
+
+def _heads(config: Any, name: str, rows: int) -> Iterator[tuple[str, Interval]]:
+    """Yield the rows of queries, keys and values as Megatron interleaves them, group by group. Raises `UserError`."""
+    width, groups = config.kv_channels, config.num_query_groups
+    queries = config.num_attention_heads // groups * width
+    if rows != groups * (queries + 2 * width):
+        found, expected = f"{rows} rows", f"{groups * (queries + 2 * width)}, queries, keys and values"
+        raise UserError.at(f"lora: {name}", found=found, expected=expected, fix="name other `targets`")
+    for group in range(groups):
+        yield "q_proj", (group * queries, group * queries + queries)
+        yield "k_proj", (group * width, group * width + width)
+        yield "v_proj", (group * width, group * width + width)
+
+
+def _between(pieces: Iterator[tuple[str, Interval]], start: int, stop: int) -> Iterator[tuple[str, Interval]]:
+    """Yield what is between two rows of all pieces together: Megatron cuts keys and values of few groups anywhere."""
+    at = 0
+    for kind, (first, last) in pieces:
+        low, high = max(start, at), min(stop, at + last - first)
+        if low < high:
+            yield kind, (first + low - at, first + high - at)
+        at += last - first
+
+
+def _slices(
+    pieces: Pieces, kinds: Sequence[str], r: int, columns: Interval | None
+) -> Mapping[str, tuple[TensorSlice, ...]]:
+    """Return what a rank has of the stored tensors in A and in B."""
+    second, at = list[TensorSlice](), 0
+    for kind, rows in pieces:
+        second.append(TensorSlice(_stored(kind, "B"), rows, at))
+        at += rows[1] - rows[0]
+    first = [TensorSlice(_stored(kind, "A"), (0, r), number * r, columns) for number, kind in enumerate(kinds)]
+    return {"lora.A": tuple(first), "lora.B": tuple(second)}
+
+
+def _stored(kind: str, matrix: str) -> str:
+    """Name a stored tensor within its layer."""
+    return f"{kind}.lora_{matrix}.weight" if kind else f"lora_{matrix}.weight"
+
+
+def _columns(weight: Tensor, rank: int) -> Interval:
+    return rank * weight.shape[1], (rank + 1) * weight.shape[1]
+
+
+def _rows_of(of_ranks: Sequence[Pieces], stored: str) -> int:
+    """Return the rows of a stored B."""
+    return max(stop for pieces in of_ranks for kind, (_, stop) in pieces if _stored(kind, "B") == stored)
