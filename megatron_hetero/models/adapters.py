@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_hetero.base.errors import UserError, listed
+from megatron_hetero.base.errors import listed
 from megatron_hetero.config.fields import wrong
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
@@ -310,9 +310,9 @@ def _lora(module: str, lora: LoraConfig, shapes: ModelShapes) -> Lora:
         entry = next((lora.patterns[each] for each, names in patterns.items() if name in names), None)
         r = (entry and entry.r) or lora.r
         alpha = (entry and entry.alpha) or lora.alpha or lora.r
-        _require_low(module, name, r, shape_of(name, architecture.in_folder))
         scale = alpha / (math.sqrt(r) if lora.rslora else r)
         adapters.append(Adapter(name, r, scale, experts.get(name, 0)))
+    _require_low(module, adapters, architecture)
     return Lora(tuple(adapters), _freezes(chosen, architecture), lora.dropout, lora.lr_ratio)
 
 
@@ -337,13 +337,16 @@ def require_bases(shapes: ModelShapes, weights: Mapping[str, StoredWeights]) -> 
             require_base(added.start, weights, module, shapes)
 
 
-def _require_low(module: str, name: str, r: int, shape: tuple[int, ...]) -> None:
-    """Check that a rank is not larger than both dims of a weight allow. Raises `UserError`."""
-    if r > min(shape):
-        setting, kind = f"modules.{module}.lora.r", name.rpartition(".")[2]
-        why = f"the weight of {name} is {list(shape)}"
-        fix = f"lower it, or set modules.{module}.lora.patterns.{kind}.r to {min(shape)}"
-        raise wrong(setting, r, f"≤ {min(shape)}", why, fix)
+def _require_low(module: str, adapters: Sequence[Adapter], architecture: Architecture) -> None:
+    """Check that no rank is larger than the dims of its weight. Raises `UserError`."""
+    sizes = {each: shape_of(each.name, architecture.in_folder) for each in adapters}
+    high = {each.name.rpartition(".")[2]: each for each in reversed(adapters) if each.r > min(sizes[each])}
+    if high:
+        first, setting = next(reversed(high.values())), f"modules.{module}.lora.r"
+        patterns = [f"patterns.{kind}.r to {min(sizes[each])}" for kind, each in reversed(high.items())]
+        why = f"the weight of {first.name} is {list(sizes[first])}"
+        fix = f"lower it, or set in modules.{module}.lora {' and '.join(patterns)}"
+        raise wrong(setting, first.r, f"≤ {min(sizes[first])}", why, fix)
 
 
 def _names(module: str, name: str, shapes: ModelShapes) -> tuple[str, ...]:
@@ -380,7 +383,7 @@ def _matching(
     because += f"; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} such layers" if others else ""
     fix = f"move it to modules.{others[0]}.lora" if others else "correct or remove it"
     expected = f"linear layers of {module}: {listed(kinds, 12)}"
-    raise UserError.at(setting, found=f"`{entry}`{guess}", expected=expected, because=because, fix=fix)
+    raise wrong(setting, f"`{entry}`{guess}", expected, because, fix)
 
 
 def is_target(entry: str, module: str, name: str, shapes: ModelShapes) -> bool:
