@@ -8,11 +8,12 @@ arXiv 2205.05198), which adds the bias in a pass of its own, and accumulates wit
 
 On a CPU PyTorch takes MKL for fp32, which uses half of the vectors of processors that are not Intel's: 97 GFLOP/s on a
 Zen 5 core, where oneDNN, which PyTorch brings too, reaches 220. oneDNN builds a kernel for each new shape, in about a
-millisecond, so only larger products use it.
+millisecond, and is slower where a dim is as narrow as the rank of an adapter, so only larger products use it.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from megatron_hetero.groups.megatron import tensor_parallel
 
 LEAST = 2**24
 """Least multiplications of a product by oneDNN."""
+NARROW = 64
+"""A product with a dim below this is slower by oneDNN."""
 
 
 def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -61,7 +64,8 @@ def keeps_wide(x: Tensor, dtype: torch.dtype) -> bool:
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
     usable = left.device.type == "cpu" and left.dtype == right.dtype == torch.float32 and has_onednn()
-    return usable and left.shape[0] * left.shape[1] * right.shape[1] >= LEAST
+    sizes = *left.shape, right.shape[1]
+    return usable and min(sizes) >= NARROW and math.prod(sizes) >= LEAST
 
 
 @cache
