@@ -212,12 +212,17 @@ def test_exchanges_over_tp(parts: int, splits: bool) -> None:
         out.backward(mine(cotangent) if splits else cotangent)
     torch.testing.assert_close(out, mine(expected) if splits else expected)
     torch.testing.assert_close(local.grad, mine(given.grad) if splits else given.grad)  # pyright: ignore[reportArgumentType]
-    gradients = {"first A": column.lora.A, "first B": column.lora.B, "second A": row.lora.A, "second B": row.lora.B}
+    gradients: dict[str, Any] = {
+        "first A": column.lora.A,
+        "first B": column.lora.B,
+        "second A": row.lora.A,
+        "second B": row.lora.B,
+    }
     for name, parameter in gradients.items():
         gradient, wanted = parameter.grad.clone(), leaves[name].grad
         assert wanted is not None
         is_split = {"first B": 0, "second A": 1}.get(name)
-        if parameter.sequence_parallel if hasattr(parameter, "sequence_parallel") else False:
+        if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(gradient, group=group)
         torch.testing.assert_close(gradient, wanted if is_split is None else mine(wanted, is_split))
 
@@ -326,7 +331,8 @@ def test_experts(row: Row, counts: tuple[int, ...], one_kernel: bool, chunk: int
             return base
         return base + scale * exact[f"{name}_lora.B"].view(4, base.shape[1], -1) @ a.view(4, -1, base.shape[2])
 
-    x.requires_grad_(), weights.requires_grad_()
+    for each in (x, weights):
+        each.requires_grad_()
     order = chosen.argsort(stable=True)
     gate, up = torch.einsum("ni,noi->no", x[order], merged("first", row.scales[0])[chosen[order]]).chunk(2, 1)
     inner = nn.functional.silu(gate) * up * weights[:, None]
@@ -486,21 +492,19 @@ def test_new_adapters_add_nothing(shapes: Callable[..., ModelShapes]) -> None:
 @pytest.mark.parametrize("kind", ["linear", "experts", "experts in chunks"])
 def test_padding_stays_zero(kind: str) -> None:
     """That of ranks and of widths, whatever weight decay and moments do."""
+    of_a, of_b = torch.arange(32) % 8 < 3, torch.arange(8) < 3
+    rows_of_b, inner = torch.arange(4 * 48) % 24 < 20, torch.arange(24) < 20
+    dispatch = Dispatch.of(torch.arange(4).repeat(9)[:, None], 4, SilentGroup(1))
     if kind == "linear":
         module: Any = LowRank(SHAPES["interleaved"], lone_site())
         real = {"A": torch.arange(12) % 4 < 3, "B": torch.arange(4) < 3}
-        x = torch.randn(9, 1, 12).requires_grad_()
     else:
         module = experts_of(Row((8, 8)), chunk=7 * (kind != "experts"))
-        module.first.data.view(4, 2, 24, 24)[:, :, 20:] = 0.0
-        module.second.data[:, 20:] = 0.0
-        of_a, of_b, inner = torch.arange(32) % 8 < 3, torch.arange(8) < 3, torch.arange(24) < 20
         real = {"first_lora.A": of_a, "first_lora.B": of_b, "second_lora.A": of_a, "second_lora.B": of_b}
-        x, weights = torch.randn(36, 24).requires_grad_(), torch.randn(36).requires_grad_()
-        dispatch = Dispatch.of(torch.arange(4).repeat(9)[:, None], 4, SilentGroup(1))
-        for parameter in (module.first, module.second):
-            parameter.data.copy_(torch.randn_like(parameter) * (parameter != 0))
-        rows_of_b = torch.arange(4 * 48) % 24 < 20
+        module.first.data.normal_().mul_(rows_of_b[:, None])
+        module.second.data.normal_().mul_(inner)
+    x, weights = torch.randn(9, 1, 12).requires_grad_(), torch.randn(36).requires_grad_()
+    rows = torch.randn(36, 24).requires_grad_()
     masks = dict[str, Tensor]()
     for name, kept in real.items():
         parameter = module.get_parameter(name)
@@ -515,7 +519,7 @@ def test_padding_stays_zero(kind: str) -> None:
         if kind == "linear":
             module.add(torch.zeros(9, 1, 20), x, (9,)).square().sum().backward()
         else:
-            module(x, weights, dispatch).square().sum().backward()
+            module(rows, weights, dispatch).square().sum().backward()
         optimizer.step()
     for name, mask in masks.items():
         parameter = module.get_parameter(name)
