@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -60,6 +62,27 @@ class Added(Protocol):
         with names in the whole module and in the architecture.
         """
         ...
+
+
+class FirstValues(Mapping[str, Tensor]):
+    """First values of tensors of these `shapes`, computed when they are read: a rank reads those of its parameters."""
+
+    def __init__(self, added: Added, shapes: TensorShapes, seed: int):
+        self._shapes = shapes
+        # Slices of the tensors of one parameter are read in turn.
+        self._values = lru_cache(8)(lambda name: added.initial(name, shapes[name], generator_of(seed, name)))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._values(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

@@ -6,6 +6,7 @@ name before them.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -32,7 +33,7 @@ from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, TensorSlice, WeightMap
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
-from megatron_hetero.models.added import generator_of
+from megatron_hetero.models.added import FirstValues
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
@@ -142,10 +143,9 @@ def _with_added(opened: Mapping[str, StoredWeights], shapes: ModelShapes, seed: 
     for name, weights in opened.items():
         if (added := shapes[name].architecture.added) is not None:
             in_folder, prefix = tensors_of(name, shapes, in_folder=True), prefix_of(name, shapes)
-            new = tensors_of(name, shapes).items() - in_folder.items()
-            new |= {(prefix + each, in_folder[prefix + each]) for each in added.replaces}
-            drawn = {each: added.initial(each, size, generator_of(seed, each)) for each, size in new}
-            result[name] = replace(weights, fresh={**weights.fresh, **drawn})
+            new = {each: size for each, size in tensors_of(name, shapes).items() if each not in in_folder}
+            new |= {prefix + each: in_folder[prefix + each] for each in added.replaces}
+            result[name] = replace(weights, fresh=ChainMap(FirstValues(added, new, seed), weights.fresh))  # pyright: ignore[reportArgumentType]
     return result
 
 
