@@ -108,11 +108,11 @@ def _matches(entry: str, name: str) -> bool:
 
 def _require_ours(name: str, layer: Any) -> None:
     """Check that adapters may be beside a layer. Raises `UserError`."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron_hetero.groups.megatron import tensor_parallel
 
-    by_input, where = isinstance(layer, RowParallelLinear), f"lora: {name}"
+    by_input, where = isinstance(layer, tensor_parallel.RowParallelLinear), f"lora: {name}"
     expected = "Megatron's ColumnParallelLinear or RowParallelLinear of a dense layer"
-    if not by_input and not isinstance(layer, ColumnParallelLinear):
+    if not by_input and not isinstance(layer, tensor_parallel.ColumnParallelLinear):
         because = "its norm, exchanges or number format are inside" if "TE" in type(layer).__name__ else ""
         fix = "build the model with `get_gpt_layer_local_spec`, or name other `targets`"
         raise UserError.at(where, found=type(layer).__name__, expected=expected, because=because, fix=fix)
@@ -128,14 +128,13 @@ def _require_ours(name: str, layer: Any) -> None:
 
 
 def _attach(layer: Any, name: str, groups: Any, r: int, scale: float, seed: int) -> None:
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
-
+    from megatron_hetero.groups.megatron import tensor_parallel
     from megatron_hetero.models.adapters import Lora
     from megatron_hetero.models.layers.backend import TORCH
     from megatron_hetero.models.layers.low_rank import LowRank, LowRankShape, Rows
     from megatron_hetero.models.layers.parts import Site
 
-    by_input, config = isinstance(layer, RowParallelLinear), layer.config
+    by_input, config = isinstance(layer, tensor_parallel.RowParallelLinear), layer.config
     tp, weight = groups.tp, layer.weight
     of_ranks = [_pieces(layer, name, rank, tp.size()) for rank in range(tp.size())]
     kinds = list(dict.fromkeys(kind for pieces in of_ranks for kind, _ in pieces))
