@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform as python
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch.distributed as dist
 import yaml
 
 from megatron_hetero.base.environment import prepare_traces
-from megatron_hetero.base.errors import UserError, os_errors_as
+from megatron_hetero.base.errors import UserError, os_errors_as, reason
+from megatron_hetero.base.files import open_regular
 from megatron_hetero.checkpoint.record import ModelSources, hashes
 from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture, open_held_out, open_mixture
@@ -21,7 +24,6 @@ from megatron_hetero.data.tokenizer import export_changes
 from megatron_hetero.groups.collective import FIRST, Facts, on_every, require_same
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Watchdog
-from megatron_hetero.hf.fingerprint import fingerprint
 from megatron_hetero.hf.model_files import Companions, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job.job import JobSpec
@@ -45,6 +47,7 @@ PACKAGES = (
     "av",
 )
 """Packages that affect the numbers of a run, or the data that its ranks exchange."""
+_SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +135,7 @@ def _settings_and_versions(config: Config, platform: Platform) -> dict[str, str]
 
 
 def _files(config: Config, inputs: Inputs) -> Iterator[tuple[str, str]]:
-    """Yield the facts of files: hashes of the model's, for weights of samples; and the records of data
+    """Yield the facts of files: hashes of the model's, for weights of size, header and samples; and the records of data
     sets, regardless of their formatting but for blocks that are shuffled. Raises `UserError` if a file cannot be read.
     """
     sources = ModelSources.recorded(yaml.safe_load(to_yaml(config)))
@@ -140,11 +143,17 @@ def _files(config: Config, inputs: Inputs) -> Iterator[tuple[str, str]]:
         for name, content in hashes_of_folder.items():
             yield f"{sources.folders[setting] / name} ({setting})", f"SHA-256 {content[:12]}"
     for path in dict.fromkeys(path for weights in inputs.weights.values() for path in weights.files):
-        yield str(path), f"tensors {fingerprint([path])[:12]}"
+        with os_errors_as(partial(_unreadable, path)):
+            yield str(path), sampled(path)
     for mixture in (*inputs.held_out.values(), inputs.mixture):
         for data, _, blocks in mixture.hashed():
             shown = f" in blocks {blocks[:12]}" if blocks else ""
             yield f"{data.path} (data set {data.name})", f"{len(data)} records, {data.digest[:12]}{shown}"
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    fix = "restore the file, or download it again"
+    return UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=fix)
 
 
 def _version(package: str) -> str:
@@ -152,3 +161,18 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
+
+
+def sampled(path: Path) -> str:
+    """Return the size and a hash of the header and of evenly spaced samples of a safetensors file. It changes with the
+    tensors and with their values, as after more training. Raises `OSError`.
+    """
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with open_regular(path) as file:
+        length = file.read(8)
+        digest.update(length + file.read(min(int.from_bytes(length, "little"), size)))
+        start = file.tell()
+        for sample in range(_SAMPLES + 1):
+            file.seek(start + max(0, size - start - _SAMPLE_BYTES) * sample // _SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return f"{size} bytes, {digest.hexdigest()[:12]}"

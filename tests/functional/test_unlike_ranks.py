@@ -8,10 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
+from megatron_hetero.train.inputs import sampled
 from tests.functional.refusals import flags, refusal
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.formats import write_parquet
@@ -104,3 +106,13 @@ def test_files_that_differ_under_one_path(name: str, nodes: Path) -> None:
     assert message is None if found is None else message is not None and found in message
     assert name != "other data" or " and 7 records, " in str(message)
     assert name != "other row groups" or str(message).count(" in blocks ") == 2
+
+
+def test_the_hash_of_weights_distinguishes_them(tmp_path: Path) -> None:
+    weights = {f"w{i}": torch.randn(300, 300, generator=torch.Generator().manual_seed(i)) for i in range(8)}
+    found = set()
+    for number, changed in enumerate(({}, {"w0": weights["w0"] * 1.001}, {"w7": weights["w7"] * 1.001})):
+        save_file(weights | changed, tmp_path / f"{number}.safetensors")
+        found.add(sampled(tmp_path / f"{number}.safetensors"))
+    save_file({f"x{name[1:]}": weight for name, weight in weights.items()}, tmp_path / "x.safetensors")
+    assert len(found | {sampled(tmp_path / "x.safetensors")}) == 4
