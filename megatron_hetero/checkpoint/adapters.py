@@ -38,8 +38,8 @@ class RecordedAdapter(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleAdapters:
-    """The adapters of a module in the record of a run. `replaced`: tensors of the module for which the folder that they
-    started from had other values.
+    """The adapters of a module in the record of a run: none if the folder that it started from had only `replaced`,
+    tensors of the module with other values.
     """
 
     adapters: tuple[RecordedAdapter, ...]
@@ -90,15 +90,14 @@ def with_recorded(shapes: ModelShapes, adapters: Adapters) -> ModelShapes:
 
 
 def _lora(recorded: ModuleAdapters, module: str, shapes: ModelShapes) -> Lora:
-    from megatron_hetero.models.adapters import Adapter, Lora, linear_layers  # imports Megatron-Core
+    from megatron_hetero.models.adapters import Adapter, Lora, frozen_beside, linear_layers  # imports Megatron-Core
 
     architecture = shapes[module].architecture
-    layers = dict(linear_layers(architecture))
+    layers = {name for name, _ in linear_layers(architecture)}
     if unknown := {f"{each.name} of {module}" for each in recorded.adapters if each.name not in layers}:
         _refuse_unknown(unknown)
-    parts = {layers[each.name] for each in recorded.adapters}
-    freezes = frozenset(name for name in architecture.in_folder if architecture.is_of_projector(name) in parts)
-    return Lora(tuple(Adapter(*each) for each in recorded.adapters), freezes, recorded.dropout)
+    adapters = tuple(Adapter(*each) for each in recorded.adapters)
+    return Lora(adapters, frozen_beside(adapters, architecture), recorded.dropout)
 
 
 def _refuse_unknown(names: Collection[str]) -> NoReturn:
@@ -133,8 +132,7 @@ def require_same_adapters(
             why, merge = "their tensors are of other shapes", f"`{_EXPORT} {checkpoint} DIR --merge`"
             fix = f"restore r, targets and patterns, or run {merge} and train with {_started_from(folders)}"
             raise wrong(setting, f"{found}{more}", f"{expected}, as in {checkpoint}", why, fix)
-        assert before is not None and now is not None, "modules without adapters differ in their layers"
-        if "modules" in allowed:
+        if before is None or now is None or "modules" in allowed:
             continue
         (found, expected), more = _first_difference(_scales(before), _scales(now))
         if found != expected:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_hetero.config.fields import Section, option, unused
+from megatron_hetero.config.fields import Section, option, unused, wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +16,17 @@ class LoraPattern(Section):
     r: int | None = option(None, "Rank of the layers that PATTERN matches.", "lora.r", at_least=1)
     alpha: float | None = option(None, "Alpha of the layers that PATTERN matches.", "lora.alpha", above=0)
 
+    def _check(self, section: str) -> None:
+        if self.r is None and self.alpha is None:
+            raise wrong(section, "neither r nor alpha", "one of them", "", "give one, or remove the pattern")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Section):
     """Section `modules.MODULE.lora`."""
 
     r: int = option(
-        0, "Rank of low-rank adapters (LoRA), which train in place of the module's own weights; 0: none.", at_least=0
+        0, "Rank of low-rank adapters (LoRA), which train beside the module's frozen layers; 0: none.", at_least=0
     )
     alpha: float | None = option(None, "Adapters are scaled by alpha / r.", "r", above=0)
     dropout: float = option(
@@ -31,7 +35,7 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = option(
         (),
         "Linear layers with adapters: names as in PEFT (`q_proj`, `attn.qkv`, `experts.down_proj`) or patterns "
-        "(`*.layers.[0-3].*`); those of the projector train in full unless named.",
+        "(`*.layers.[0-3].*`). Others are frozen too, but for the projector if none of its layers is named.",
         "all but projector and head",
     )
     rslora: bool = option(False, "Scale by alpha / sqrt(r) (rsLoRA).")
@@ -45,7 +49,7 @@ class LoraConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether the module has adapters."""
+        """Whether the module has adapters beside frozen layers, or starts from a folder with adapters."""
         return self.r > 0 or self.hf_path is not None
 
     def _check(self, section: str) -> None:

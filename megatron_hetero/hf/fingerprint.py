@@ -17,10 +17,10 @@ from megatron_hetero.base.files import open_regular
 
 _SAMPLES, _SAMPLE_BYTES = 4, 1024
 """Evenly spaced samples of each tensor, the first and last bytes among them."""
-_MOST_SAMPLES = 1 << 12
+_MAX_SAMPLES = 1 << 12
 """Limit on the samples of all tensors, beyond one of each."""
-_MOST_HEADER_BYTES = 100_000_000
-"""That of safetensors."""
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit on the JSON header of a file, that of safetensors."""
 
 
 class _Stored(NamedTuple):
@@ -41,14 +41,14 @@ def fingerprint(paths: Sequence[Path]) -> str:
     Raises `UserError` if a file cannot be read.
     """
     stored = [each for path in paths for each in _tensors(path)]
-    count = max(1, min(_SAMPLES, _MOST_SAMPLES // max(1, len(stored))))
+    count = max(1, min(_SAMPLES, _MAX_SAMPLES // max(1, len(stored))))
     digests = [digest for path, own in groupby(stored, lambda each: each.path) for digest in _digests(path, own, count)]
     return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
 
 
 def _tensors(path: Path) -> Iterator[_Stored]:
     with os_errors_as(partial(_unreadable, path)), open_regular(path) as file:
-        length = min(int.from_bytes(file.read(8), "little"), _MOST_HEADER_BYTES)
+        length = min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES)
         try:
             header = json.loads(file.read(length))
             for name, entry in header.items():

@@ -94,9 +94,11 @@ class PeftFolder:
     config: Mapping[str, Any] = field(hash=False)
 
     @classmethod
-    def open(cls, folder: Path, setting: str) -> PeftFolder:
-        """Read the configuration and the shapes of a folder that `setting` names. Raises `UserError`."""
-        config = _read_config(folder, setting)
+    def open(cls, folder: Path, setting: str, otherwise: str = "") -> PeftFolder:
+        """Read the configuration and the shapes of a folder that `setting` names. `otherwise`: how to do without it.
+        Raises `UserError`.
+        """
+        config = _read_config(folder, setting, otherwise)
         pairs, whole = _tensors(folder)
         opened = cls(folder, pairs, whole, config)
         opened._check_layers()
@@ -168,12 +170,13 @@ def has_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists()
 
 
-def _read_config(folder: Path, setting: str) -> dict[str, Any]:
+def _read_config(folder: Path, setting: str, otherwise: str) -> dict[str, Any]:
     path, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
     if not path.is_file():
         found = f"no {path if folder.is_dir() else folder}"
         expected = f"a PEFT folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
-        raise UserError.at(setting, found=found, expected=expected, fix="correct the path, or copy the folder again")
+        fix = f"correct the path, or copy the folder again{otherwise and f'; {otherwise}'}"
+        raise UserError.at(setting, found=found, expected=expected, fix=fix)
     require_own_files(folder)
     if not weights.is_file():
         found, why = f"no {ADAPTER_WEIGHTS}", "pickles are never loaded"

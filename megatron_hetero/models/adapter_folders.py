@@ -24,6 +24,11 @@ from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import fused_of, prefix_of, tensors_of
 
+_RESUME = (
+    "to resume a run without it, set r, targets and patterns instead, as `adapters` in run.json of the checkpoint "
+    "says, and alpha = r x scale"
+)
+"""How a run does without the folder that its adapters started from."""
 _HEADS = ("", "model.", "visual.")
 """What paths may lack: those of a model without a head, or of an encoder alone, begin further inside."""
 
@@ -82,7 +87,7 @@ def read_folders(
         sharing.setdefault(resolved(folder, _setting(module)), []).append(module)
     found = dict[str, FolderTensors]()
     for modules in sharing.values():
-        folder = PeftFolder.open(folders[modules[0]], _setting(modules[0]))
+        folder = PeftFolder.open(folders[modules[0]], _setting(modules[0]), _RESUME)
         takers = {module: _Taker(module, shapes, folder, layers[module]) for module in modules}
         for pair in folder.pairs:
             taken = [taker.take_pair(pair) for taker in takers.values()]

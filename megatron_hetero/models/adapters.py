@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import listed
-from megatron_hetero.config.fields import wrong
+from megatron_hetero.config.fields import unused, wrong
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.hf.stored_weights import StoredWeights
@@ -51,8 +51,8 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a linear layer, or of such matrices of all `experts` of a layer. `name`: that of its weight,
-    without `.weight`; `scale`: of its product.
+    """The adapter of a linear layer, or of such matrices of all `experts` of a layer. `name`: of the layer's weight in
+    the architecture, without `.weight`; `scale`: of its product.
     """
 
     name: str
@@ -273,7 +273,7 @@ def with_adapters(shapes: ModelShapes, modules: Mapping[str, ModuleConfig], seed
     layers = {name: dict(linear_layers(shapes[name].architecture)) for name in shapes.modules} if folders else {}
     starts = read_folders(folders, shapes, layers)
     added = {name: _lora(name, lora, shapes) for name, lora in chosen.items() if name not in starts}
-    added |= {name: _of_folder(start, chosen[name], shapes[name].architecture) for name, start in starts.items()}
+    added |= {name: _of_folder(start, chosen[name], name, shapes[name].architecture) for name, start in starts.items()}
     of_modules = {name: replace(shapes[name], added=replace(each, seed=seed)) for name, each in added.items()}
     encoders = {name: of_modules.get(name, shape) for name, shape in shapes.encoders.items()}
     return replace(shapes, encoders=encoders, text=of_modules.get(TEXT, shapes.text))  # pyright: ignore[reportArgumentType]
@@ -305,28 +305,33 @@ def _lora(module: str, lora: LoraConfig, shapes: ModelShapes) -> Lora:
     patterns = {
         each: _matching(f"modules.{module}.lora.patterns", each, module, shapes, chosen) for each in lora.patterns
     }
+    deciding = {name: next((each for each, names in patterns.items() if name in names), None) for name in chosen}
+    _require_deciding(module, patterns, deciding)
     adapters = list[Adapter]()
-    for name in chosen:
-        entry = next((lora.patterns[each] for each, names in patterns.items() if name in names), None)
+    for name, pattern in deciding.items():
+        entry = None if pattern is None else lora.patterns[pattern]
         r = (entry and entry.r) or lora.r
         alpha = (entry and entry.alpha) or lora.alpha or lora.r
         scale = alpha / (math.sqrt(r) if lora.rslora else r)
         adapters.append(Adapter(name, r, scale, experts.get(name, 0)))
     _require_low(module, adapters, architecture)
-    return Lora(tuple(adapters), _freezes(chosen, architecture), lora.dropout, lora.lr_ratio)
+    _require_used(module, lora, adapters)
+    return Lora(tuple(adapters), frozen_beside(adapters, architecture), lora.dropout, lora.lr_ratio)
 
 
-def _freezes(chosen: Sequence[str], architecture: Architecture) -> frozenset[str]:
-    """Return the tensors of the module, or of its projector, or of both, if layers of that have adapters."""
-    parts = {architecture.is_of_projector(f"{name}.weight") for name in chosen}
-    return frozenset(name for name in architecture.in_folder if architecture.is_of_projector(name) in parts)
-
-
-def _of_folder(start: FolderTensors, lora: LoraConfig, architecture: Architecture) -> Lora:
+def _of_folder(start: FolderTensors, lora: LoraConfig, module: str, architecture: Architecture) -> Lora:
     """Return the adapters of a PEFT folder."""
     adapters = tuple(Adapter(*each) for each in start.adapters)
-    freezes = _freezes([each.name for each in adapters], architecture)
-    return Lora(adapters, freezes, lora.dropout, lora.lr_ratio, start=start)
+    _require_used(module, lora, adapters)
+    return Lora(adapters, frozen_beside(adapters, architecture), lora.dropout, lora.lr_ratio, start=start)
+
+
+def frozen_beside(adapters: Sequence[Adapter], architecture: Architecture) -> frozenset[str]:
+    """Return the tensors of folders that do not train beside the adapters of a module: all but the projector's, and the
+    projector's too if one of its layers has an adapter.
+    """
+    of_projector = any(architecture.is_of_projector(f"{each.name}.weight") for each in adapters)
+    return frozenset(name for name in architecture.in_folder if of_projector or not architecture.is_of_projector(name))
 
 
 def require_bases(shapes: ModelShapes, weights: Mapping[str, StoredWeights]) -> None:
@@ -335,6 +340,30 @@ def require_bases(shapes: ModelShapes, weights: Mapping[str, StoredWeights]) -> 
         added = shapes[module].added
         if isinstance(added, Lora) and added.start is not None:
             require_base(added.start, weights, module, shapes)
+
+
+def _require_deciding(module: str, patterns: Mapping[str, Sequence[str]], deciding: Mapping[str, str | None]) -> None:
+    """Check that each pattern is the first one of some layer. `patterns`: the layers that each matches; `deciding`: the
+    first pattern of each layer. Raises `UserError`.
+    """
+    for pattern, names in patterns.items():
+        if pattern not in deciding.values():
+            earlier = next(each for each in patterns if each in {deciding[name] for name in names})
+            fix = f"put it before `{earlier}`" if {*patterns[earlier]} - {*names} else "remove one of them"
+            expected = "a pattern that decides for some layer"
+            because = f"`{earlier}` comes before it, and the first pattern that matches a layer counts"
+            raise wrong(f"modules.{module}.lora.patterns", f"`{pattern}`", expected, because, fix)
+
+
+def _require_used(module: str, lora: LoraConfig, adapters: Sequence[Adapter]) -> None:
+    """Check that the settings of adapters have an effect on some of these. Raises `UserError`."""
+    setting = f"modules.{module}.lora"
+    if lora.dropout and all(each.experts for each in adapters):
+        because = "adapters of experts have none" if adapters else f"{lora.hf_path} has no adapters of {module}"
+        raise unused(f"{setting}.dropout", lora.dropout, because, "remove it")
+    if lora.lr_ratio != 1 and not adapters:
+        because = f"{lora.hf_path} has no adapters of {module}"
+        raise unused(f"{setting}.lr_ratio", lora.lr_ratio, because, "remove it")
 
 
 def _require_low(module: str, adapters: Sequence[Adapter], architecture: Architecture) -> None:
@@ -400,6 +429,9 @@ def adapters_text(shapes: ModelShapes) -> Iterator[str]:
     for name in shapes.modules:
         architecture, lora = shapes[name].architecture, shapes[name].added
         if not isinstance(lora, Lora):
+            continue
+        if not lora.adapters:
+            yield f"Adapters of {name}: none; {lora.folder} has other values for {len(lora.replaces)} of its tensors."
             continue
         ranks = sorted({adapter.r for adapter in lora.adapters})
         own = sum(map(math.prod, architecture.in_folder.values()))

@@ -140,8 +140,19 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
     these are different tensors, or none.
     """
     canonical, own = family_of(shapes.text.family).canonical_name, folder_shapes(shapes)
+    added = added_shapes(shapes)
     flat = {name for name in stored_shapes(shapes) if fnmatchcase(name, canonical(pattern))}
     nested = {name for name in own if canonical(n := nested_name(name)) == name and fnmatchcase(n, pattern)}
+    if (found := flat | nested) and found <= added.keys():
+        kinds = dict.fromkeys(map(any_layer, sorted(found)))
+        others = "freeze other tensors with model.freeze" if setting == "model.train" else "name fewer lora.targets"
+        raise UserError.at(
+            f"{setting} (--{setting})",
+            found=f"`{pattern}`, which matches adapters alone ({listed(kinds, 2)})",
+            expected="a pattern of tensors of the model's folders",
+            because="adapters always train",
+            fix=f"remove it, or {others}",
+        )
     side_by_side = flat & own.keys()
     if side_by_side and nested and side_by_side != nested:
         raise UserError.at(
@@ -150,8 +161,8 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
             f"(`{min(side_by_side)}`), and {len(nested)} where they nest them (`{nested_name(min(nested))}`)",
             fix="begin it with `model.layers.`, `model.language_model.` or `model.visual.`, or name a part",
         )
-    if not (found := flat | nested):
-        known = list(dict.fromkeys(map(any_layer, stored_shapes(shapes))))
+    if not found:
+        known = list(dict.fromkeys(any_layer(name) for name in stored_shapes(shapes) if name not in added))
         close = get_close_matches(any_layer(canonical(pattern)), known, n=1)
         raise UserError.at(
             f"{setting} (--{setting})",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,10 +57,10 @@ def lora(
         The names of the layers with adapters, on this rank.
 
     Raises:
-        UserError: a target matches nothing, or a layer that cannot have adapters, such as one of Transformer Engine.
+        UserError: a number is out of range, or a target matches nothing, or a layer that cannot have adapters, such as
+            one of Transformer Engine. The model is then as before.
     """
-    if r < 1:
-        raise UserError.at("lora: r", found=str(r), expected="≥ 1", fix="give the rank of the adapters")
+    _require_values(r, alpha, targets)
     groups, config = (getattr(model, name, None) for name in ("pg_collection", "config"))
     embedding: Any = getattr(model, "embedding", None)
     if groups is None or config is None:
@@ -68,14 +68,42 @@ def lora(
         fix = "pass the `GPTModel` itself, before any wrapper; for other modules use `peft` (docs/library.md)"
         raise UserError.at("lora: model", found=type(model).__name__, expected=expected, fix=fix)
     layers = _targeted(model, config, targets)
+    pieces = {
+        name: [_pieces(each, name, rank, groups.tp.size()) for rank in range(groups.tp.size())]
+        for name, each in layers.items()
+    }
+    for name, layer in layers.items():
+        _require_low(r, name, layer, pieces[name])
     scale = (r if alpha is None else alpha) / (sqrt(r) if rslora else r)
     model.requires_grad_(False)
     for name, layer in layers.items():
-        _attach(layer, name, groups, r, scale, seed)
+        _attach(layer, name, pieces[name], groups, r, scale, seed)
     if config.recompute_granularity and embedding is not None:
         # Megatron's recomputation gives no gradients to parameters unless an input has some.
         embedding.register_forward_hook(lambda _module, _inputs, out: out.requires_grad_() if out.is_leaf else out)
     return list(layers)
+
+
+def _require_values(r: object, alpha: object, targets: object) -> None:
+    """Check the arguments by themselves. Raises `UserError`."""
+    if not isinstance(r, int) or isinstance(r, bool) or r < 1:
+        raise UserError.at("lora: r", found=repr(r), expected="an integer ≥ 1", fix="give the rank of the adapters")
+    if alpha is not None and not (isinstance(alpha, int | float) and 0 < alpha < inf):
+        fix = "correct it, or leave it out for a scale of 1"
+        raise UserError.at("lora: alpha", found=repr(alpha), expected="a number > 0", fix=fix)
+    if isinstance(targets, str) or not isinstance(targets, Sequence) or not targets:
+        fix = f"write targets=[{targets!r}]" if isinstance(targets, str) else "name some, or leave it out"
+        raise UserError.at("lora: targets", found=repr(targets), expected="a list of names or patterns", fix=fix)
+
+
+def _require_low(r: int, name: str, layer: Any, of_ranks: Sequence[Pieces]) -> None:
+    """Check that a rank is no larger than the dims of the projections of a layer. Raises `UserError`."""
+    for kind in dict.fromkeys(kind for pieces in of_ranks for kind, _ in pieces):
+        size = [_rows_of(of_ranks, _stored(kind, "B")), layer.input_size]
+        if r > min(size):
+            because = f"the weight of {f'{name} ({kind})' if kind else name} is {size}"
+            fix = "lower it, or name other `targets`"
+            raise UserError.at("lora: r", found=str(r), expected=f"≤ {min(size)}", because=because, fix=fix)
 
 
 def _targeted(model: nn.Module, config: Any, targets: Sequence[str]) -> dict[str, Any]:
@@ -127,7 +155,8 @@ def _require_ours(name: str, layer: Any) -> None:
         raise UserError.at(where, found=found, expected=expected, fix="name other `targets`")
 
 
-def _attach(layer: Any, name: str, groups: Any, r: int, scale: float, seed: int) -> None:
+def _attach(layer: Any, name: str, of_ranks: Sequence[Pieces], groups: Any, r: int, scale: float, seed: int) -> None:
+    """Put adapters beside a layer, whose projections on each rank along tp are `of_ranks`."""
     from megatron_hetero.groups.megatron import tensor_parallel
     from megatron_hetero.models.adapters import Lora
     from megatron_hetero.models.layers.backend import TORCH
@@ -136,7 +165,6 @@ def _attach(layer: Any, name: str, groups: Any, r: int, scale: float, seed: int)
 
     by_input, config = isinstance(layer, tensor_parallel.RowParallelLinear), layer.config
     tp, weight = groups.tp, layer.weight
-    of_ranks = [_pieces(layer, name, rank, tp.size()) for rank in range(tp.size())]
     kinds = list(dict.fromkeys(kind for pieces in of_ranks for kind, _ in pieces))
     columns = [_columns(weight, rank) if by_input else None for rank in range(tp.size())]
     slices = [_slices(pieces, kinds, r, own) for pieces, own in zip(of_ranks, columns, strict=True)]
@@ -155,7 +183,6 @@ def _attach(layer: Any, name: str, groups: Any, r: int, scale: float, seed: int)
     platform = Platform(weight.device, "nccl" if weight.device.type == "cuda" else "gloo")
     beside: Any = LowRank(shape, Site(groups, platform, TORCH, weight.dtype, config.sequence_parallel))
     beside.B.sequence_parallel = by_input and config.sequence_parallel  # No rank has rows of another.
-    inputs = weight.shape[1] * (tp.size() if by_input else 1)
     for path, parameter, cut in (("lora.A", beside.A, by_input), ("lora.B", beside.B, not by_input)):
         parameter.stored_as = path, tuple(of_rank[path] for of_rank in slices)
         if cut and tp.size() > 1:  # As of Megatron's layers.
@@ -166,7 +193,7 @@ def _attach(layer: Any, name: str, groups: Any, r: int, scale: float, seed: int)
             )
         own, new = slices[tp.rank()][path], dict[str, Tensor]()
         for each in own:
-            size = (r, inputs) if path == "lora.A" else (_rows_of(of_ranks, each.name), r)
+            size = (r, layer.input_size) if path == "lora.A" else (_rows_of(of_ranks, each.name), r)
             drawn = generator_of(seed, f"{name}.{each.name}")
             new[each.name] = Lora((), frozenset()).initial(f"{name}.{each.name}", size, drawn)
         load_slices(parameter, own, [new[each.name][each.source].to(parameter) for each in own])

@@ -67,7 +67,6 @@ CHOICES = {
             "vision": Adapters(2, targets=("merger.linear_fc2",)),
             "text": Adapters(3, targets=("q_proj", "in_proj_qkv", "in_proj_b", "out_proj"), rslora=True),
         },
-        whole=("vision",),
     ),
     "merger alone of Qwen3": Choice(
         {"vision": Adapters(5, targets=("linear_fc2",), patterns={"linear_fc2": (2, 3.0)})},

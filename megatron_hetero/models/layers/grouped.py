@@ -31,7 +31,7 @@ class Matrices(NamedTuple):
     scale: float = 1.0
 
     def of(self, groups: slice) -> Matrices:
-        """Return those of some groups."""
+        """Return the matrices of a range of groups."""
         a, b = (None if each is None else each[groups] for each in (self.a, self.b))
         return Matrices(self.weight[groups], a, b, self.scale)
 

@@ -23,6 +23,7 @@ from megatron_hetero.models.adapters import with_adapters
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
+from tests.support.adapters import write_adapter
 from tests.support.folders import ModelChoice, write_model
 
 CHECKPOINT = Path("/checkpoints/step-00000004")
@@ -165,6 +166,31 @@ def test_runs_that_would_not_continue(name: str, make: Make) -> None:
 def test_runs_that_continue(old: str, new: str, make: Make) -> None:
     before, now = make(old), make(new)
     before.record.require_same_adapters(now.record, now.shapes, (), CHECKPOINT)
+
+
+def test_a_run_continues_without_the_folder_that_it_started_from(folder: Path, make: Make, tmp_path: Path) -> None:
+    """As the error for a missing folder says: with r, targets and patterns of the record, and alpha = r x scale."""
+    pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}, "use_rslora": True}
+    start = write_adapter(folder / "model", tmp_path / "start", modules_to_save=["merger.mlp.0"], **options)
+    old = make(f"--text-lora.hf_path {start} --vision-lora.hf_path {start}")
+    (tmp_path / "run.json").write_text(old.record.to_json())
+    read = RunRecord.read(tmp_path)
+    assert read == old.record and read.adapters["vision"].adapters == () and read.adapters["vision"].replaced
+    assert read.frozen(old.plain) == Frozen.of(old.shapes).tensors, "the encoder is frozen"
+    with pytest.raises(UserError, match=r"Correct the path, or copy the folder again; to resume a run without it"):
+        make(f"--text-lora.hf_path {tmp_path}/gone --vision-lora.hf_path {tmp_path}/gone")
+    by_target = {each.name.rpartition(".")[2]: each for each in read.adapters["text"].adapters}
+    words = ["--text-lora.targets", *by_target]
+    for name, each in by_target.items():
+        pattern = f"--text-lora.patterns.{name}"
+        words += [f"{pattern}.r", str(each.r), f"{pattern}.alpha", str(each.r * each.scale)]
+    for vision in ("--model.freeze vision", ""):
+        now = make(f"--text-lora.r 4 {' '.join(words)} {vision}")
+        read.require_same_adapters(now.record, now.shapes, (), CHECKPOINT)
+    frozen = make(f"--text-lora.r 4 {' '.join(words)} --model.freeze vision projector")
+    with pytest.raises(UserError, match=r"freezes visual\.merger\.mlp\.0"):
+        read.require_same_adapters(frozen.record, frozen.shapes, (), CHECKPOINT)
 
 
 def changed(folder: Path, target: Path, **tensors: torch.Tensor) -> Path:

@@ -76,7 +76,7 @@ def test_little_is_read(tmp_path: Path) -> None:
         fingerprint(paths)
         assert len(read) == 2 + 8 * 4 and max(read[2:]) == 1024
         read.clear()
-        with mock.patch.object(file_reads, "_MOST_SAMPLES", 16):
+        with mock.patch.object(file_reads, "_MAX_SAMPLES", 16):
             fingerprint(paths)
         assert len(read) == 2 + 8 * 2
 

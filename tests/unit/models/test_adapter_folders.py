@@ -18,7 +18,7 @@ from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.hf.peft_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from megatron_hetero.models.adapter_export import adapter_tensors, adapter_writer, merging_writer
-from megatron_hetero.models.adapters import Lora, with_adapters
+from megatron_hetero.models.adapters import Lora, adapters_text, with_adapters
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.shapes import ModelShapes
@@ -342,6 +342,47 @@ def test_what_peft_saves_whole_replaces_the_base(bases: Bases, tmp_path: Path) -
     trained = frozenset(stored_shapes(shapes)) - Frozen.of(shapes, freeze=["projector", "vision"]).tensors
     ours = write_ours(base, shapes, tmp_path / "ours", trained)
     assert load_file(ours / ADAPTER_WEIGHTS).keys() == stored.keys()
+
+
+@pytest.mark.parametrize("module", ["text", "vision"])
+def test_an_export_of_one_module_with_the_projector_is_a_start(module: str, bases: Bases, tmp_path: Path) -> None:
+    """As runs with default settings write it: adapters, and the projector, which trains."""
+    base = bases("untied")
+    row = ModuleConfig(lora=LoraConfig(r=2, targets=("q_proj",) if module == "text" else ("qkv",)))
+    before = with_adapters(ModelShapes.of(ModelFolders.read(base)), {module: row})
+    other = {"text": "vision", "vision": "text"}[module]
+    trained = frozenset(stored_shapes(before)) - Frozen.of(before, freeze=[other]).tensors
+    assert any("merger" in name for name in trained) and not any("blocks" in n for n in trained if "lora" not in n)
+    want = {name: each + 0.5 if name in trained else each for name, each in every_tensor(base, before).items()}
+    out = write_ours(base, before, tmp_path / "out", trained, want)
+    if module == "text":
+        advised = r"modules\.vision\.lora\.hf_path \(--vision-lora\.hf_path\) to the same folder too"
+        with pytest.raises(UserError, match=advised):
+            of_folder(base, out, "text")
+    modules = ["vision", "text"] if module == "text" else ["vision"]
+    shapes = of_folder(base, out, *modules)
+    got = every_tensor(base, shapes)
+    assert got.keys() == want.keys() and all(torch.equal(got[name], each) for name, each in want.items())
+    after = Frozen.of(shapes, freeze=[] if module == "text" else ["text"])
+    assert frozenset(stored_shapes(shapes)) - after.tensors == trained, "the encoder does not train unasked"
+    lines = list(adapters_text(shapes))
+    assert len(lines) == len(modules)
+    assert (lines[0] == f"Adapters of vision: none; {out} has other values for 5 of its tensors.") is (module == "text")
+    again = write_ours(base, shapes, tmp_path / "again", trained, got)
+    assert load_file(again / ADAPTER_WEIGHTS).keys() == load_file(out / ADAPTER_WEIGHTS).keys()
+
+
+@pytest.mark.parametrize("setting", [{"dropout": 0.1}, {"lr_ratio": 2.0}])
+def test_settings_of_adapters_that_a_folder_lacks(setting: dict[str, float], bases: Bases, tmp_path: Path) -> None:
+    base = bases("untied")
+    theirs = write_adapter(base, tmp_path / "theirs", target_modules=["q_proj"], modules_to_save=["merger.mlp.0"])
+    shapes, both = ModelShapes.of(ModelFolders.read(base)), LoraConfig(hf_path=theirs)
+    rows = {"vision": ModuleConfig(lora=both), "text": ModuleConfig(lora=replace(both, **setting))}
+    assert with_adapters(shapes, rows).text.added
+    [name] = setting
+    rows = {"vision": rows["text"], "text": rows["vision"]}
+    with pytest.raises(UserError, match=rf"modules\.vision\.lora\.{name} .*theirs has no adapters of vision"):
+        with_adapters(shapes, rows)
 
 
 @pytest.mark.parametrize("family", ["untied", "qwen3", "moe", "delta"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,14 @@ from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.schema import Config, load_config, to_yaml
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.job.job import JobSpec
-from megatron_hetero.models.adapters import Lora, adapters_text, with_adapters
+from megatron_hetero.models.adapters import Adapter, Lora, adapters_text, with_adapters
 from megatron_hetero.models.shapes import ModelShapes
 from tests.support.shapes import shapes_of_folder
 
 MODELS = Path(__file__).parents[3] / "examples/models"
 SEVEN = shapes_of_folder(MODELS / "qwen2_5_vl_7b")
 EIGHT = shapes_of_folder(MODELS / "qwen3_vl_8b")
+EXPERTS = shapes_of_folder(MODELS / "qwen3_vl_30b_a3b")
 LINEAR = shapes_of_folder(MODELS / "qwen3_5_27b")
 Load = Callable[..., Config]
 
@@ -79,6 +81,8 @@ def test_flags_and_files_say_the_same(load: Load, tmp_path: Path) -> None:
         ("--text-lora.r 4 --text-lora.patterns.q_proj.r 0", "found 0, expected ≥ 1"),
         ("--text-lora.alpha 4", "because modules.text.lora.r is 0, so that there are no adapters. Set modules.text"),
         ("--text-lora.targets q_proj", "because modules.text.lora.r is 0"),
+        ("--text-lora.r 4 --text-lora.patterns.q_proj.r none",
+         "modules.text.lora.patterns.q_proj (--text-lora.patterns.q_proj): found neither r nor alpha, expected one of"),
         ("--text-lora.r 4 --text-lora.hf_path f", "modules.text.lora.hf_path has adapters of its own. Remove one"),
     ],
 )  # fmt: skip
@@ -146,6 +150,34 @@ def test_a_pattern_of_layers_without_adapters_is_refused() -> None:
         lora_of(SEVEN, "text", LoraConfig(r=2, targets=("q_proj",), patterns={"k_proj": LoraPattern(r=1)}))
 
 
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["*_proj", "v_proj"], r"found `v_proj`, .*because `\*_proj` comes before it.*\. Put it before `\*_proj`"),
+        (["*.layers.0.*", "*.layers.1.*", "*.layers.[01].*.q_proj"], r"Put it before `\*\.layers\.0\.\*`"),
+        (["v_proj", "self_attn.v_proj"], r"found `self_attn\.v_proj`, .*because `v_proj` .*\. Remove one of them"),
+    ],
+)
+def test_a_pattern_that_decides_for_no_layer(patterns: list[str], message: str) -> None:
+    def taken(order: list[str]) -> tuple[Adapter, ...]:
+        each = {name: LoraPattern(r=number + 1) for number, name in enumerate(order)}
+        return lora_of(SEVEN, "text", LoraConfig(r=8, patterns=each)).adapters
+
+    with pytest.raises(UserError, match=message):
+        taken(patterns)
+    accepted = [patterns[-1], *patterns[:-1]] if "Put" in message else patterns[:1]
+    assert len(taken(accepted)) == 196
+
+
+def test_dropout_that_no_adapter_has() -> None:
+    experts = LoraConfig(r=2, dropout=0.1, targets=("experts.down_proj",))
+    with pytest.raises(
+        UserError, match=r"modules\.text\.lora\.dropout.*found 0\.1, .*because adapters of experts have"
+    ):
+        lora_of(EXPERTS, "text", experts)
+    assert lora_of(EXPERTS, "text", replace(experts, targets=("experts.down_proj", "q_proj"))).dropout == 0.1
+
+
 def test_a_rank_above_a_dim_and_its_remedy(load: Load) -> None:
     with pytest.raises(UserError, match=r"found 64, expected ≤ 48, .*in_proj_b is \[48, 5120\]") as error:
         lora_of(LINEAR, "text", LoraConfig(r=64))
@@ -169,10 +201,25 @@ def test_adapters_train_beside_a_frozen_base_and_a_projector(load: Load) -> None
     vision = job_of(load, "--vision-lora.r 4").modules["vision"]
     own = vision.shape.architecture
     assert vision.frozen == own.in_folder.keys() - own.projector.keys() and vision.passes_gradients
+    for targets, frozen in (("attn.qkv", own.in_folder.keys() - own.projector.keys()), ("merger.mlp.0", own.in_folder)):
+        of_targets = job_of(load, f"--vision-lora.r 4 --vision-lora.targets {targets}").modules["vision"]
+        assert of_targets.frozen == frozen | {}.keys(), targets
     named = job_of(load, "--text-lora.r 4 --model.freeze text vision").frozen
     assert named.parts == {"vision"} and named.shares == {"vision": 0, "projector": 1, "text": 0}
     of_few = job_of(load, "--text-lora.r 4 --model.train *norm* projector").modules["text"]
     assert architecture.in_folder.keys() - of_few.frozen == {name for name in architecture.in_folder if "norm" in name}
+
+
+@pytest.mark.parametrize("setting", ["freeze", "train"])
+@pytest.mark.parametrize("pattern", ["*lora_A*", "*lora_B*", "model.layers.*.q_proj.lora_B.weight", "*.lora_*"])
+def test_a_pattern_of_adapters_alone(setting: str, pattern: str, load: Load) -> None:
+    said = f"model.{setting} (--model.{setting}): found `{pattern}`, which matches adapters alone"
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        job_of(load, f"--text-lora.r 4 --model.{setting} {pattern}")
+    assert "because adapters always train. Remove it" in str(error.value)
+    with pytest.raises(UserError, match="matches none of the model's") as error:
+        job_of(load, f"--text-lora.r 4 --model.{setting} *nothing*")
+    assert "lora_" not in str(error.value)
 
 
 def test_rates(load: Load) -> None:

@@ -37,6 +37,8 @@ from tests.unit.step import gpt, running
 GUIDE = (Path(__file__).parents[3] / "docs/library.md").read_text(encoding="utf-8")
 SIZES: dict[str, Any] = {"num_query_groups": 2, "gated_linear_unit": True, "add_bias_linear": False, "num_layers": 2}
 R, ALPHA = 3, 5.0
+KEYS = gpt.HIDDEN // 2
+"""Rows of keys: 2 groups of 4 heads."""
 ADAPTERS: dict[str, Any] = {"r": R, "alpha": ALPHA, "seed": 4}
 
 
@@ -403,10 +405,20 @@ def test_what_cannot_have_adapters_is_refused() -> None:
     model: Any = gpt.whole(0, **SIZES)
     with pytest.raises(UserError, match=r"lora: targets: found `q_proj`, expected decoder.*linear_qkv.*matches none"):
         lora(model, r=2, targets=["q_proj"])
-    with pytest.raises(UserError, match=r"lora: r: found 0"):
-        lora(model, r=0)
     with pytest.raises(UserError, match=r"lora: model: found Linear, expected Megatron's"):
         lora(nn.Linear(2, 2), r=1)
+    for arguments, message in (
+        ({"r": 0}, r"lora: r: found 0, expected an integer ≥ 1"),
+        ({"r": 2.0}, r"lora: r: found 2\.0, expected an integer"),
+        ({"r": 2, "alpha": 0}, r"lora: alpha: found 0, expected a number > 0"),
+        ({"r": 2, "alpha": float("nan")}, r"lora: alpha: found nan"),
+        ({"r": 2, "targets": ()}, r"lora: targets: found \(\), expected a list"),
+        ({"r": 2, "targets": "linear_qkv"}, r"found 'linear_qkv', .* Write targets=\['linear_qkv'\]"),
+        ({"r": 1 + KEYS}, rf"lora: r: found {1 + KEYS}, expected ≤ {KEYS}, .*linear_qkv \(k_proj\) is \[{KEYS}, "),
+    ):
+        with pytest.raises(UserError, match=message):
+            lora(model, **arguments)
+    assert len(lora(gpt.whole(0, **SIZES), r=KEYS)) == 8, "the highest rank is fine"
 
     class TELayerNormColumnParallelLinear(nn.Linear):
         """As Transformer Engine's: with a norm inside."""
