@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.estimate.estimate import Estimate
+from megatron_hetero.estimate.report import assumptions
 from megatron_hetero.hf.peft_folders import ADAPTER_WEIGHTS
 from tests.parity.cases import MODELS, SPLIT, Case, flags_of, zero
 from tests.support.adapters import logits, write_adapter
@@ -72,6 +75,30 @@ def test_a_run_from_one_folder_to_another(case: Case, tmp_path: Path, pools: Cal
     expected = logits(base, trained)
     assert (logits(merged) - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert (logits(base, start) - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("module", ["text", "vision"])
+def test_a_default_export_is_a_start(module: str, tmp_path: Path, pools: Callable[[int], Pool]) -> None:
+    """Of adapters of one module with the projector: the encoder stays as it is."""
+    case, other = Case("sp:2", "tp:2", 2, micro=2), {"text": "vision", "vision": "text"}[module]
+    write_model(tmp_path / "model", MODELS[case.model])
+    write_data(tmp_path, case.batch)
+    one, same, more = (tmp_path / name for name in ("one", "same", "more"))
+    steps = "--train.iters 1 --optimizer.schedule constant --optimizer.lr"
+    first = f"--{module}-lora.r 2 --model.freeze {other} {steps} 1e-2 --export.hf_dir {one}"
+    pools(2).run(write, flags_of(case, tmp_path, *first.split()), [one])
+    start = f"--{module}-lora.hf_path {one} "
+    start += f"--vision-lora.hf_path {one}" if module == "text" else "--model.freeze text"
+    for target, rate in ((same, "1e-30"), (more, "1e-2")):
+        flags = f"{start} {steps} {rate} --export.hf_dir {target}"
+        pools(2).run(write, flags_of(case, tmp_path, *flags.split()), [target])
+    want, got, after = (load_file(folder / ADAPTER_WEIGHTS) for folder in (one, same, more))
+    assert any("merger" in name for name in want) and not any("blocks" in name for name in want if "lora" not in name)
+    assert got.keys() == want.keys() == after.keys()
+    for name, each in want.items():
+        assert torch.equal(got[name], each) and not torch.equal(after[name], each), name
+    planned = assumptions(Estimate.of(load_config(flags_of(case, tmp_path, *start.split())), 2))
+    assert f"Adapters of {module}: r 2 beside " in " ".join(planned)
 
 
 def test_runs_that_do_not_start(tmp_path: Path, pools: Callable[[int], Pool]) -> None:

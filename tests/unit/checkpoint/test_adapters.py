@@ -189,7 +189,7 @@ def test_a_run_continues_without_the_folder_that_it_started_from(folder: Path, m
         now = make(f"--text-lora.r 4 {' '.join(words)} {vision}")
         read.require_same_adapters(now.record, now.shapes, (), CHECKPOINT)
     frozen = make(f"--text-lora.r 4 {' '.join(words)} --model.freeze vision projector")
-    with pytest.raises(UserError, match=r"freezes visual\.merger\.mlp\.0"):
+    with pytest.raises(UserError, match=r"freezes visual\.merger\..*has other values"):
         read.require_same_adapters(frozen.record, frozen.shapes, (), CHECKPOINT)
 
 
