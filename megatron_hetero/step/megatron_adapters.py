@@ -91,7 +91,8 @@ def _require_values(r: object, alpha: object, targets: object) -> None:
     if alpha is not None and not (isinstance(alpha, int | float) and 0 < alpha < inf):
         fix = "correct it, or leave it out for a scale of 1"
         raise UserError.at("lora: alpha", found=repr(alpha), expected="a number > 0", fix=fix)
-    if isinstance(targets, str) or not isinstance(targets, Sequence) or not targets:
+    names = targets if isinstance(targets, Sequence) and not isinstance(targets, str) else ()
+    if not names or not all(isinstance(each, str) for each in names):
         fix = f"write targets=[{targets!r}]" if isinstance(targets, str) else "name some, or leave it out"
         raise UserError.at("lora: targets", found=repr(targets), expected="a list of names or patterns", fix=fix)
 

@@ -407,15 +407,17 @@ def test_what_cannot_have_adapters_is_refused() -> None:
         lora(model, r=2, targets=["q_proj"])
     with pytest.raises(UserError, match=r"lora: model: found Linear, expected Megatron's"):
         lora(nn.Linear(2, 2), r=1)
-    for arguments, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"r": 0}, r"lora: r: found 0, expected an integer ≥ 1"),
         ({"r": 2.0}, r"lora: r: found 2\.0, expected an integer"),
         ({"r": 2, "alpha": 0}, r"lora: alpha: found 0, expected a number > 0"),
         ({"r": 2, "alpha": float("nan")}, r"lora: alpha: found nan"),
         ({"r": 2, "targets": ()}, r"lora: targets: found \(\), expected a list"),
+        ({"r": 2, "targets": [0]}, r"lora: targets: found \[0\]"),
         ({"r": 2, "targets": "linear_qkv"}, r"found 'linear_qkv', .* Write targets=\['linear_qkv'\]"),
         ({"r": 1 + KEYS}, rf"lora: r: found {1 + KEYS}, expected ≤ {KEYS}, .*linear_qkv \(k_proj\) is \[{KEYS}, "),
-    ):
+    ]
+    for arguments, message in refused:
         with pytest.raises(UserError, match=message):
             lora(model, **arguments)
     assert len(lora(gpt.whole(0, **SIZES), r=KEYS)) == 8, "the highest rank is fine"
