@@ -29,11 +29,10 @@ from megatron_hetero.base.errors import listed
 from megatron_hetero.config.fields import wrong
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
-from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import Share, TensorShapes, TensorSlice, WeightMap, split_length
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
-from megatron_hetero.models.adapter_folders import FolderTensors, read_folders, require_base
+from megatron_hetero.models.adapter_folders import FolderTensors, read_folders
 from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.frozen import any_layer
@@ -327,14 +326,6 @@ def _of_folder(start: FolderTensors, lora: LoraConfig, architecture: Architectur
     adapters = tuple(Adapter(*each) for each in start.adapters)
     freezes = _freezes([each.name for each in adapters], architecture)
     return Lora(adapters, freezes, lora.dropout, lora.lr_ratio, start=start)
-
-
-def require_bases(shapes: ModelShapes, weights: Mapping[str, StoredWeights]) -> None:
-    """Check that adapters of PEFT folders were trained beside these weights, by module. Raises `UserError`."""
-    for module in shapes.modules:
-        added = shapes[module].added
-        if isinstance(added, Lora) and added.start is not None:
-            require_base(added.start, weights, module, shapes)
 
 
 def _require_low(module: str, adapters: Sequence[Adapter], architecture: Architecture) -> None:
