@@ -286,6 +286,7 @@ NESTED = f"{PREFIX}model.language_model"
         (lambda t: t.update({f"{PREFIX}lm_head.lora_{kind}.weight": torch.ones(4, 4) for kind in "AB"}), "of the head"),
         (lambda t: t.update({f"{NESTED}.embed_tokens.lora_{kind}.weight": torch.ones(4, 4) for kind in "AB"}),
          "an adapter of an embedding"),
+        (lambda t: t.update({"x" * 2000: torch.ones(1)}), "found the name 'x.*x' of 2000 characters, expected at most"),
         (lambda t: t.update({f"{NESTED}.norm.weight": torch.ones(7)}), r"norm\.weight: found \[7\], expected \[48\]"),
         (lambda t: t.update({f"{PREFIX}model.visual.blocks.0.attn.qkv.lora_{kind}.weight": torch.ones(4, 4)
                              for kind in "AB"}),
