@@ -41,7 +41,6 @@ from megatron_hetero.models.adapters import (
     fused_name,
     is_target,
     linear_layers,
-    require_bases,
     with_adapters,
 )
 from megatron_hetero.models.folders import ModelFolders
@@ -85,7 +84,6 @@ def merge_adapter(
     folders, plain = sources.read()
     shapes = with_adapters(plain, _rows(adapter, plain))
     weights = _Weights.open(sources, folders, shapes)
-    require_bases(shapes, weights.by_module)
     drawn = [name for name in own_projectors(shapes) if folders.fresh_projector and name not in _replaced(shapes)]
     if drawn:
         found, why = f"no weights of {listed(drawn)}", "neither the adapter nor the base folders have them"

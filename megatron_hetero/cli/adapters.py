@@ -4,7 +4,7 @@ torchrun.
     python -m megatron_hetero.cli.adapters merge BASE ADAPTER OUT [--dtype float32|bfloat16|stored]
     python -m megatron_hetero.cli.adapters split BASE TUNED OUT --r R [--targets NAME ...]
 
-Only one tensor of the model is in memory at a time.
+In memory are the adapter and, at a time, one tensor of each model and one file of the output.
 """
 
 from __future__ import annotations

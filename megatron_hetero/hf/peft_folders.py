@@ -17,9 +17,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import Only, check, read_object, shown
-from megatron_hetero.hf.model_files import CONFIG, all_finite, require_own_files
+from megatron_hetero.hf.model_files import all_finite, require_own_files
+from megatron_hetero.hf.peft_patterns import EXPECTED, Pattern, patterns
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -41,6 +42,9 @@ _OTHER_PARTS = {
 }
 _TYPES = ("F32", "BF16", "F16")
 _QUANTISED = re.compile(r"(?i)(?:^|[-_.])(?:bnb|gptq|awq|nf4|fp8|fp4|int4|int8|[48]-?bit)(?:$|[-_.])")
+_MOST_ALPHA = 1e6
+_MOST_LETTERS = 1024
+"""Limit on the key of a tensor."""
 _AGAIN = "train another adapter without it, or merge it with PEFT (merge_and_unload) and take the merged model"
 
 
@@ -60,6 +64,7 @@ SUPPORTED: Mapping[str, Only] = {
     "use_qalora": _none(*_BASE),
     "loftq_config": _none(*_BASE, {}),
     "quantization_config": _none(*_BASE, {}),
+    "use_rslora": Only((None, False, True), "it says how adapters are scaled", "restore the file as PEFT wrote it"),
     "init_lora_weights": Only((None, True, False, "gaussian", "orthogonal", "eva"), _CHANGED, _CONVERT),
     "trainable_token_indices": _none("rows of embeddings are not trained by themselves", _AGAIN, [], {}),
     "layer_replication": _none("a model has the layers of its folder", _AGAIN, []),
@@ -125,9 +130,14 @@ class PeftFolder:
 
     def _matching(self, key: str, path: str) -> Iterator[float]:
         """Yield the values of patterns that match a path."""
-        for pattern, value in (self.config.get(key) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", path):
+        for pattern, value in self._patterns[key]:
+            if pattern.matches(path):
                 yield value
+
+    @cached_property
+    def _patterns(self) -> Mapping[str, Sequence[tuple[Pattern, float]]]:
+        of_keys = {key: self.config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
+        return {key: list(zip(patterns(list(each)), each.values(), strict=True)) for key, each in of_keys.items()}
 
     def read(self, key: str) -> Tensor:
         """Read a tensor by its key without `PREFIX`. Raises `UserError` if a value is not finite."""
@@ -139,7 +149,9 @@ class PeftFolder:
         return values
 
     def is_zero(self, pair: Pair) -> bool:
-        """Whether both matrices are zero: they never train, and exports have such beside others of a layer."""
+        """Whether both matrices of a pair are zero: such a pair never trains, and exports have some for layers without
+        an adapter.
+        """
         handle, keys = _opened(self.folder)
         first = handle.get_slice(keys[f"{pair.key}.lora_A.weight"])[:1]
         kinds = "AB"
@@ -151,11 +163,11 @@ class PeftFolder:
         if given is None or given == []:
             return
         layers = {given} if isinstance(given, int) else set(given)
-        pattern = self.config.get("layers_pattern") or r"[^.]*"
-        names = "|".join([pattern] if isinstance(pattern, str) else pattern)
+        names = self.config.get("layers_pattern") or r"[^.]*"
+        found = patterns([names] if isinstance(names, str) else names)
         for pair in self.pairs:
-            found = re.match(rf"(?:^|.*?\.)(?:{names})\.(\d+)\.", pair.path)
-            if found is not None and int(found[1]) not in layers:
+            number = next((number for each in found if (number := each.layer(pair.path)) is not None), None)
+            if number is not None and number not in layers:
                 raise UserError.at(
                     f"{self.folder / ADAPTER_CONFIG}: layers_to_transform",
                     found=f"{shown(given)} beside an adapter of {pair.path}",
@@ -179,14 +191,16 @@ def _read_config(folder: Path, setting: str, otherwise: str) -> dict[str, Any]:
         raise UserError.at(setting, found=found, expected=expected, fix=fix)
     require_own_files(folder)
     if not weights.is_file():
-        found, why = f"no {ADAPTER_WEIGHTS}", "pickles are never loaded"
-        beside = " beside adapter_model.bin" if (folder / "adapter_model.bin").exists() else ""
-        fix = "load it with PEFT and save it again with save_pretrained(..., safe_serialization=True)"
-        fix = fix if beside else "copy the folder again"
-        raise UserError.at(folder, found=found + beside, expected="it", because=why if beside else "", fix=fix)
+        if (folder / "adapter_model.bin").exists():
+            found, why = "adapter_model.bin", "pickles are never loaded"
+            fix = "load it with PEFT and save it again with save_pretrained(..., safe_serialization=True)"
+            raise UserError.at(folder, found=found, expected=ADAPTER_WEIGHTS, because=why, fix=fix)
+        found, expected = f"{ADAPTER_CONFIG} alone", f"{ADAPTER_WEIGHTS} beside it"
+        raise UserError.at(folder, found=found, expected=expected, fix="copy the folder again")
     config = read_object(path)
     config.setdefault("peft_type", None)
-    check(path, config, SUPPORTED)
+    # Not inside objects: what is called `bias` in one of patterns is a layer.
+    check(path, {key: value for key, value in config.items() if key in SUPPORTED}, SUPPORTED)
     config = {"r": 8, "lora_alpha": 8, **config}
     _check_values(path, config)
     _require_unquantised(path, config.get("base_model_name_or_path"))
@@ -202,51 +216,52 @@ def _check_values(path: Path, config: Mapping[str, Any]) -> None:
             raise UserError.at(f"{path}: {key}", found=shown(value), expected=expected, fix=fix)
 
     require("r", config["r"], "a whole number above 0", _is_rank(config["r"]))
-    require("lora_alpha", config["lora_alpha"], "a number", _is_number(config["lora_alpha"]))
-    for key, fits in (("rank_pattern", _is_rank), ("alpha_pattern", _is_number)):
-        patterns = config.get(key) or {}
-        require(key, patterns, "an object", isinstance(patterns, dict))
-        for pattern, value in patterns.items():
-            expected = "a whole number above 0" if fits is _is_rank else "a number"
-            require(f"{key}.{pattern}", value, expected, fits(value))
-            require(key, pattern, "a regular expression", _compiles(pattern))
+    alpha = f"a number above 0, at most {_MOST_ALPHA:g}"
+    require("lora_alpha", config["lora_alpha"], alpha, _is_alpha(config["lora_alpha"]))
+    kinds: dict[str, tuple[Callable[[object], bool], str]] = {
+        "rank_pattern": (_is_rank, "a whole number above 0"),
+        "alpha_pattern": (_is_alpha, alpha),
+    }
+    for key, (fits_key, expected) in kinds.items():
+        values = config.get(key) or {}
+        require(key, values, "an object", isinstance(values, dict))
+        _require_patterns(path, key, list(values))
+        for pattern, value in values.items():
+            require(f"{key}.{pattern}", value, expected, fits_key(value))
     layers = config.get("layers_to_transform")
     numbers = layers if isinstance(layers, list) else [layers]
-    fits = layers is None or all(isinstance(each, int) for each in numbers)
+    fits = layers is None or all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
     require("layers_to_transform", layers, "numbers of layers", fits)
     names = config.get("layers_pattern") or []
     names = [names] if isinstance(names, str) else names
-    fits = isinstance(names, list) and all(isinstance(each, str) and _compiles(each) for each in names)
+    fits = isinstance(names, list) and all(isinstance(each, str) for each in names)
     require("layers_pattern", names, "regular expressions", fits)
+    _require_patterns(path, "layers_pattern", names)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _require_patterns(path: Path, key: str, texts: list[str]) -> None:
+    """Check that patterns are supported ones. Raises `UserError`."""
+    try:
+        patterns(texts)
+    except ValueError as error:
+        why, fix = "others may take hours to match", "name the layers in place of it"
+        found = shown(str(error))
+        raise UserError.at(f"{path}: {key}", found=found, expected=EXPECTED, because=why, fix=fix) from None
+
+
+def _is_alpha(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST_ALPHA
 
 
 def _is_rank(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _compiles(pattern: str) -> bool:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True
-
-
 def _require_unquantised(path: Path, base: object) -> None:
-    """Check that the base that an adapter was trained beside is not quantised, as its name or its folder tells. Raises
-    `UserError`.
+    """Check that the base that an adapter was trained beside is not quantised, as its name tells: a folder that a
+    stranger named is not opened. Raises `UserError`.
     """
-    if not isinstance(base, str):
-        return
-    config = Path(base) / CONFIG if "\0" not in base and len(base) < 4096 else Path(CONFIG)
-    quantised = bool(_QUANTISED.search(base.rstrip("/").rpartition("/")[2]))
-    if not quantised and base and Path(base).is_absolute() and config.is_file():
-        quantised = bool(read_object(config).get("quantization_config"))
-    if quantised:
+    if isinstance(base, str) and _QUANTISED.search(base.rstrip("/").rpartition("/")[2]):
         raise UserError.at(
             f"{path}: base_model_name_or_path",
             found=f"the quantised model {shown(base)}",
@@ -267,6 +282,9 @@ def _handle(path: Path, _: tuple[int, int]) -> tuple[Any, Mapping[str, str]]:
         raise UserError.at(path, found=found, expected="an intact one", fix=fix) from error
     keys = dict[str, str]()
     for key in stored:
+        if len(key) > _MOST_LETTERS:
+            found, expected = f"the name {shown(key)} of {len(key)} characters", f"at most {_MOST_LETTERS}"
+            raise UserError.at(path, found=found, expected=expected, fix="restore the file as PEFT wrote it")
         if (name := key.removeprefix(PREFIX)) in keys:
             found, fix = f"{name} a second time", "restore the file as PEFT wrote it"
             raise UserError.at(path, found=found, expected="each tensor once", fix=fix)

@@ -7,6 +7,7 @@ do not write.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def has_adapters(shapes: ModelShapes) -> bool:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A module of which a PEFT folder has all tensors. `tensors`: names of what is in the folder, behind those here."""
+    """A module of which a PEFT folder has all tensors. `tensors`: their keys in the folder, by full name."""
 
     path: str
     tensors: Mapping[str, str]
@@ -68,7 +69,9 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The contents of one PEFT folder: adapters by full name with the `zero` ones, and modules that are saved whole."""
+    """The contents of one PEFT folder. `adapters`: with their modules, by full name; `zero`: shapes of layers that have
+    none, by path, for which it has adapters of zeros; `whole`: modules that are saved whole.
+    """
 
     adapters: Mapping[str, tuple[str, Adapter]]
     zero: Mapping[str, tuple[int, int]]
@@ -336,7 +339,7 @@ def merging_writer(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the product of an adapter has the rows of a weight: `rows` of expert `expert`."""
+    """What is added to a weight: of the product of adapter `name`, those `rows` of `expert`."""
 
     name: str
     expert: int
@@ -352,9 +355,11 @@ class Merging:
         self._low = dict[str, Tensor]()
         self._adapters = dict[str, Adapter]()
         self._places = dict[str, _Place]()
+        self._left = Counter[str]()
         for module in shapes.modules:
             if (lora := lora_of(module, shapes)) is not None:
                 self._add(module, lora, shapes)
+        self._left.update(each.name for each in self._places.values())
 
     def _add(self, module: str, lora: Lora, shapes: ModelShapes) -> None:
         fused, prefix = fused_of(module, shapes), prefix_of(module, shapes)
@@ -386,7 +391,11 @@ class Merging:
             if any(place.name + kind not in self._low for kind in (A, B)):
                 return
             adapter = self._adapters[place.name]
-            first, second = self._low[place.name + A].float(), self._low[place.name + B].float()
+            first, second = (self._low[place.name + kind] for kind in (A, B))
             if copies := adapter.experts:
                 first, second = (each.chunk(copies)[place.expert] for each in (first, second))
-            self._put(name, torch.addmm(self.waiting.pop(name).float(), second[place.rows], first, alpha=adapter.scale))
+            weight, rows = self.waiting.pop(name).float(), second[place.rows]
+            self._put(name, torch.addmm(weight, rows.float(), first.float(), alpha=adapter.scale))
+            self._left[place.name] -= 1
+            if not self._left[place.name]:
+                del self._low[place.name + A], self._low[place.name + B]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, listed
-from megatron_hetero.base.files import resolved, unusable
+from megatron_hetero.base.files import resolved
 from megatron_hetero.hf.fused_tensors import Cut, Fused
-from megatron_hetero.hf.model_files import CONFIG
-from megatron_hetero.hf.peft_folders import ADAPTER_CONFIG, Pair, PeftFolder, from_columns
-from megatron_hetero.hf.stored_weights import StoredWeights
-from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.hf.peft_folders import Pair, PeftFolder, from_columns
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
@@ -104,46 +99,6 @@ def read_folders(
                 raise UserError.at(_setting(module), problem=f"{problem} ({other})", fix=fix)
             found[module] = taker.result()
     return found
-
-
-def require_base(start: FolderTensors, weights: Mapping[str, StoredWeights], module: str, shapes: ModelShapes) -> None:
-    """Check that a module's adapters were trained beside its weights, if the folder that they name as their base is
-    there and none of the model's: the first row of each layer's weight is compared. Raises `UserError`.
-    """
-    named = start.folder.config.get("base_model_name_or_path")
-    if not isinstance(named, str) or not named or unusable(named) or not Path(named, CONFIG).is_file():
-        return
-    if os.path.realpath(named) in {os.path.realpath(each.folder) for each in weights.values()}:
-        return
-    fused, prefix, own = fused_of(module, shapes), prefix_of(module, shapes), weights[module]
-    namespace = shapes[module].architecture.namespace
-    full = [prefix + each.name for each in start.adapters]
-    names = [next(fused[name].parts) if name in fused else f"{name}.weight" for name in full]
-
-    def canonical(stored: str) -> str:
-        name = family_of(shapes[module].family).canonical_name(stored)
-        return prefix + name.removeprefix(namespace) if name.startswith(namespace) else name
-
-    try:
-        base = StoredWeights.open(Path(named), canonical, fused, [Path(named)])
-    except UserError:  # One that cannot be read tells nothing.
-        return
-    if differing := [name for name in names if name in base.shapes and not _is_close(name, own, base)]:
-        raise UserError.at(
-            f"{start.folder.folder / ADAPTER_CONFIG}: base_model_name_or_path",
-            found=f"{named}, which differs from {own.folder} in {listed(differing)}",
-            expected="the model's own folder",
-            because="the adapter was trained beside other weights",
-            fix="give that model, or, if the adapter is to be used beside this one, name this one there",
-        )
-
-
-def _is_close(name: str, weights: StoredWeights, base: StoredWeights) -> bool:
-    """Whether two folders have the same first row of a weight, but for rounding to bfloat16."""
-    if base.shapes.get(name) != weights.shapes.get(name):
-        return False
-    one, other = (each.read(TensorSlice(name, (0, 1))).float() for each in (weights, base))
-    return torch.allclose(one, other, rtol=2**-7, atol=1e-8)
 
 
 def modules_in(folder: PeftFolder, shapes: ModelShapes, layers: Mapping[str, Collection[str]]) -> list[str]:

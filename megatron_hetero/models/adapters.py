@@ -29,11 +29,10 @@ from megatron_hetero.base.errors import listed
 from megatron_hetero.config.fields import unused, wrong
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
-from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import Share, TensorShapes, TensorSlice, WeightMap, split_length
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
-from megatron_hetero.models.adapter_folders import FolderTensors, read_folders, require_base
+from megatron_hetero.models.adapter_folders import FolderTensors, read_folders
 from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.frozen import any_layer
@@ -332,14 +331,6 @@ def frozen_beside(adapters: Sequence[Adapter], architecture: Architecture) -> fr
     """
     of_projector = any(architecture.is_of_projector(f"{each.name}.weight") for each in adapters)
     return frozenset(name for name in architecture.in_folder if of_projector or not architecture.is_of_projector(name))
-
-
-def require_bases(shapes: ModelShapes, weights: Mapping[str, StoredWeights]) -> None:
-    """Check that adapters of PEFT folders were trained beside these weights, by module. Raises `UserError`."""
-    for module in shapes.modules:
-        added = shapes[module].added
-        if isinstance(added, Lora) and added.start is not None:
-            require_base(added.start, weights, module, shapes)
 
 
 def _require_deciding(module: str, patterns: Mapping[str, Sequence[str]], deciding: Mapping[str, str | None]) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from megatron_hetero.base.environment import prepare_traces
 from megatron_hetero.base.errors import UserError, os_errors_as, reason
-from megatron_hetero.base.files import open_regular
+from megatron_hetero.base.files import open_regular, read_bytes
 from megatron_hetero.checkpoint.record import ModelSources, hashes
 from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture, open_held_out, open_mixture
@@ -25,11 +25,12 @@ from megatron_hetero.groups.collective import FIRST, Facts, on_every, require_sa
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.hf.model_files import Companions, require_writable
+from megatron_hetero.hf.peft_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.models.adapters import require_bases
+from megatron_hetero.models.adapter_export import lora_of
 from megatron_hetero.models.layers.packages import package_facts
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
 from megatron_hetero.train.adapter_export import require_exportable
@@ -77,7 +78,6 @@ class Inputs:
         if config.export.hf_dir is not None:
             require_writable(config.export.hf_dir)
             require_exportable(job)
-        require_bases(job.shapes, weights)
         changes = export_changes(job.folders, asdict(config), encoders)
         companions = companions_of({TEXT: config.model.hf_path, **encoders}, changes)
         source = weights[TEXT] if weights[TEXT].unchanged else None
@@ -99,7 +99,7 @@ def open_inputs(config: Config, platform: Platform, watchdog: Watchdog) -> tuple
             job = JobSpec.of(config, dist.get_world_size())
             inputs = Inputs.open(job)
             opened.append((job, inputs))
-            files.update(_files(config, inputs))
+            files.update(_files(job, inputs))
         except UserError as error:
             return str(error)
         return ""
@@ -134,17 +134,24 @@ def _settings_and_versions(config: Config, platform: Platform) -> dict[str, str]
     }
 
 
-def _files(config: Config, inputs: Inputs) -> Iterator[tuple[str, str]]:
-    """Yield the facts of files: hashes of the model's, for weights of size, header and samples; and the records of data
-    sets, regardless of their formatting but for blocks that are shuffled. Raises `UserError` if a file cannot be read.
+def _files(job: JobSpec, inputs: Inputs) -> Iterator[tuple[str, str]]:
+    """Yield the facts of files: hashes of the model's and of adapters', for weights of size, header and samples; and
+    the records of data sets, regardless of their formatting but for blocks that are shuffled. Raises `UserError` if a
+    file cannot be read.
     """
-    sources = ModelSources.recorded(yaml.safe_load(to_yaml(config)))
+    sources = ModelSources.recorded(yaml.safe_load(to_yaml(job.config)))
     for setting, hashes_of_folder in hashes(sources).items():
         for name, content in hashes_of_folder.items():
             yield f"{sources.folders[setting] / name} ({setting})", f"SHA-256 {content[:12]}"
     for path in dict.fromkeys(path for weights in inputs.weights.values() for path in weights.files):
         with os_errors_as(partial(_unreadable, path)):
             yield str(path), sampled(path)
+    adapters = (lora_of(module, job.shapes) for module in job.shapes.modules)
+    for folder in dict.fromkeys(each.folder for each in adapters if each is not None and each.folder is not None):
+        with os_errors_as(partial(_unreadable, folder)):
+            content = read_bytes(folder / ADAPTER_CONFIG)
+            yield str(folder / ADAPTER_CONFIG), f"SHA-256 {hashlib.sha256(content).hexdigest()[:12]}"
+            yield str(folder / ADAPTER_WEIGHTS), sampled(folder / ADAPTER_WEIGHTS)
     for mixture in (*inputs.held_out.values(), inputs.mixture):
         for data, _, blocks in mixture.hashed():
             shown = f" in blocks {blocks[:12]}" if blocks else ""

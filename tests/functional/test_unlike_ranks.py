@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
+from megatron_hetero.hf.peft_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Target, config_text
 from megatron_hetero.train.inputs import sampled
 from tests.functional.refusals import flags, refusal
 from tests.support.folders import ModelChoice, write_data, write_model
@@ -33,7 +34,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "other.jsonl").write_text("\n".join(map(json.dumps, records[:-1])) + "\n")
     write_parquet(folder / "data.parquet", records, folder / "images")
     parquet.write_table(parquet.read_table(folder / "data.parquet"), folder / "other.parquet", row_group_size=3)
+    for name, value in (("adapter", 1.0), ("other-adapter", 2.0)):
+        _write_adapter(folder / name, value)
     return folder
+
+
+def _write_adapter(folder: Path, value: float) -> None:
+    path = "model.language_model.layers.0.self_attn.q_proj"
+    folder.mkdir()
+    (folder / ADAPTER_CONFIG).write_text(config_text([Target(path, 2, 1.0)], [], "", None))
+    shapes = {f"{PREFIX}{path}.lora_A.weight": (2, 48), f"{PREFIX}{path}.lora_B.weight": (48, 2)}
+    save_file({key: torch.full(shape, value) for key, shape in shapes.items()}, folder / ADAPTER_WEIGHTS)
 
 
 CASES = {
@@ -76,11 +87,13 @@ NODES = {
         {"data.parquet": "other.parquet"},
         "/proc/self/cwd/data.parquet (data set p): found 8 records, ",
     ),
+    "another adapter": ({"adapter": "other-adapter"}, "/proc/self/cwd/adapter/adapter_model.safetensors: found "),
     "no data": ({"data.jsonl": None}, "on rank 1: /proc/self/cwd/data.jsonl: no such file"),
 }
 
 
 PARQUET = "--data.registry.p.files /proc/self/cwd/data.parquet --data.datasets p --data.shuffle blocks".split()
+ADAPTER = "--text-lora.hf_path /proc/self/cwd/adapter".split()
 
 
 @pytest.fixture
@@ -89,7 +102,7 @@ def nodes(name: str, folder: Path, tmp_path: Path) -> Path:
     changed, _ = NODES[name]
     for node in ("0", "1"):
         (tmp_path / node).mkdir()
-        for link in ("model", "data.jsonl", "data.parquet", "images"):
+        for link in ("model", "adapter", "data.jsonl", "data.parquet", "images"):
             if target := changed.get(link, link) if node == "1" else link:
                 (tmp_path / node / link).symlink_to(folder / target)
     return tmp_path
@@ -100,7 +113,7 @@ def nodes(name: str, folder: Path, tmp_path: Path) -> Path:
 def test_files_that_differ_under_one_path(name: str, nodes: Path) -> None:
     """As on nodes with disks of their own: what is below `/proc/self/cwd` is another folder for each rank."""
     with contextlib.chdir(nodes / str(dist.get_rank())):
-        more = PARQUET if name == "other row groups" else []
+        more = {"other row groups": PARQUET, "another adapter": ADAPTER}.get(name, [])
         message = refusal(flags(Path("/proc/self/cwd"), "--log.dir", str(nodes / "log"), *more))
     _, found = NODES[name]
     assert message is None if found is None else message is not None and found in message

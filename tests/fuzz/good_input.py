@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import pretrain_vlm
+from megatron_hetero.hf.peft_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Target, config_text
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.formats import FORMATS, write_as
 
@@ -42,6 +46,27 @@ def model(folder: Path) -> Path:
     for name, suffix, options in PICTURES:
         _picture(name).save(folder / "images" / f"good.{suffix}", **options)
     (folder / "config.yaml").write_text(yaml.safe_dump(_settings(folder), sort_keys=False))
+    return folder
+
+
+def adapter(folder: Path) -> Path:
+    """The same with an adapter of both towers."""
+    model(folder)
+    paths = [f"model.language_model.layers.{n}.self_attn.q_proj" for n in range(2)]
+    paths += [f"model.visual.blocks.{n}.attn.proj" for n in range(2)]
+    targets = [Target(path, 2 + n % 2, 1.0 + n) for n, path in enumerate(paths)]
+    config = json.loads(config_text(targets, [], "base", "CAUSAL_LM"))
+    config |= {"rank_pattern": {**config["rank_pattern"], "q_proj": 2}, "layers_to_transform": [0, 1]}
+    stored = load_file(folder / "model" / "model.safetensors")
+    tensors = dict[str, torch.Tensor]()
+    for each in targets:
+        tail = each.path.replace("language_model.", "").partition("model.")[2]
+        out, inputs = next(values.shape for key, values in stored.items() if key.endswith(f"{tail}.weight"))
+        tensors[f"{PREFIX}{each.path}.lora_A.weight"] = torch.ones(each.r, inputs)
+        tensors[f"{PREFIX}{each.path}.lora_B.weight"] = torch.ones(out, each.r)
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter" / ADAPTER_WEIGHTS)
     return folder
 
 

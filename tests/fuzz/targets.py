@@ -32,6 +32,8 @@ from megatron_hetero.cli import export
 from megatron_hetero.cli import inspect_data as inspect
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.flags import flag_rows
+from megatron_hetero.config.lora import LoraConfig
+from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.schema import Config, load_command
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import open_held_out, open_mixture
@@ -40,9 +42,11 @@ from megatron_hetero.data.records import Dataset, Reading, Record
 from megatron_hetero.data.sources import parquet
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES
+from megatron_hetero.hf.peft_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megatron_hetero.job.job import JobSpec
+from megatron_hetero.models.adapters import with_adapters
 from megatron_hetero.models.items.image_files import load_picture
-from megatron_hetero.models.weights import open_modules
+from megatron_hetero.models.weights import added_shapes, open_modules
 from tests.fuzz import good_input, words
 from tests.support.items import pictures, whole
 from tests.support.mutations import ODD, SMALL, changed_index, mutated_bytes, mutated_json, mutated_text, mutated_value
@@ -470,6 +474,25 @@ def _run_models(good: Path, rng: random.Random, case: Path) -> bool:
     return _refused(read)
 
 
+def _run_adapters(good: Path, rng: random.Random, case: Path) -> bool:
+    shutil.copytree(good / "adapter", case / "adapter")
+    path = case / "adapter" / ADAPTER_CONFIG
+    for pattern in rng.sample(words.PATTERNS, k=rng.choice((0, 1, 2))):
+        path.write_text(path.read_text().replace('"q_proj"', f'"{pattern}": 2, "q_proj"'))
+    for name in rng.sample((ADAPTER_CONFIG, ADAPTER_WEIGHTS), k=rng.choice((0, 1, 1, 2))):
+        path = case / "adapter" / name
+        path.write_bytes(_mutated_file(rng, name, path.read_bytes()))
+    row = ModuleConfig(lora=LoraConfig(hf_path=case / "adapter"))
+
+    def read() -> None:
+        folders, plain = ModelSources(good / "model").read()
+        weights = open_modules(folders, shapes := with_adapters(plain, {"vision": row, "text": row}), 0)
+        for name in added_shapes(shapes):
+            weights["vision" if name.startswith("visual") else "text"].whole(name)
+
+    return _refused(read)
+
+
 def _run_imports(good: Path, rng: random.Random, case: Path) -> bool:
     names = ("config.json", "model.safetensors", "tokenizer.json")
     _mutated_model(good / "model", rng, case / "model", names)
@@ -536,6 +559,7 @@ TARGETS = {
         Target("crafted", _model_and_sources, _run_crafted),
         Target("pictures", good_input.model, _run_pictures),
         Target("models", good_input.model, _run_models),
+        Target("adapters", good_input.adapter, _run_adapters),
         Target("imports", good_input.model, _run_imports),
         Target("checkpoints", good_input.run, _run_checkpoints),
     )

@@ -49,6 +49,11 @@ TEMPLATES = (
     "{%", "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__.os.system('id') }}", "",
     "{{ raise_exception('no') }}", "{% include '/etc/passwd' %}", "{{ messages }}",
 )  # fmt: skip
+PATTERNS = (
+    r"(\\w+\\.?)+!", "(a|.)*", "(?i)Q", "(", "[", "a**", ".*" * 30, "bias", "use_dora", "^", "", "x" * 999, "(((a)))",
+    "|", "a{999}", "[^.]*q_proj", "(q|k)_proj",
+)  # fmt: skip
+"""What layers are named by in the configuration of an adapter, as JSON."""
 TOOLS: dict[str, tuple[str, ...]] = {
     "megatron_hetero.cli.export": ("--dtype", "--model", "--vision", "--encoder", "--shard-gb"),
     "megatron_hetero.cli.import": ("--vision", "--encoder", "--fresh-projector", "--seed"),

@@ -149,16 +149,11 @@ def test_further_encoders(base: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_an_adapter_of_another_base(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is known where the folder that it names is there; a copy of that in another dtype is the same base."""
-    other = write_model(tmp_path / "other", replace(MODELS["untied"], seed=9))
-    adapter = write_adapter(other, tmp_path / "adapter", target_modules=["q_proj", "qkv"])
+    """It is known by its shapes."""
+    other = write_model(tmp_path / "other", replace(MODELS["untied"], text_ffn=80))
+    adapter = write_adapter(other, tmp_path / "adapter", target_modules=["up_proj"])
     assert tool("merge", base, adapter, tmp_path / "out") == 1
-    text = capsys.readouterr().err
-    assert f"base_model_name_or_path: found {other}, which differs from {base} in visual.blocks.0.attn.qkv" in text
-    half = rewrite(shutil.copytree(other, tmp_path / "half"), lambda name, tensor: {name: tensor.bfloat16()})
-    assert tool("merge", half, adapter, tmp_path / "out") == 0
-    shutil.rmtree(other)
-    assert tool("merge", base, adapter, tmp_path / "out") == 0
+    assert "up_proj: found an adapter of a weight of" in capsys.readouterr().err
 
 
 def test_refusals(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from megatron_hetero.hf.peft_folders import (
     has_adapter,
     to_columns,
 )
+from megatron_hetero.hf.peft_patterns import Pattern, patterns
 
 LAYER = "model.language_model.layers"
 
@@ -88,6 +91,44 @@ def test_experts_have_columns_in_turns() -> None:
             own = second[expert * 5 : expert * 5 + 5, direction]
             assert torch.equal(columns[:, direction * 3 + expert], own)
     assert torch.equal(from_columns(columns, 3), second)
+
+
+def test_patterns_match_as_in_peft() -> None:
+    rng = random.Random(3)
+    parts = [*"ab1.|^$", r"\.", r"\d", "[ab]", "[^.]", "a*", ".*", "b?", "[a1]+", "(a|b)", "(?:a|)", "(b.|1)", "a{1,2}"]
+    parts += [".*?", r"\d+", r"\w+", "a{2}", "[^a]{1,}"]
+    found = list[bool]()
+    for _ in range(3000):
+        pattern, path = "".join(rng.choices(parts, k=rng.randint(1, 5))), "".join(rng.choices("ab1..", k=6))
+        found.append(re.match(rf"(.*\.)?({pattern})$", path) is not None)
+        assert Pattern(pattern).matches(path) is found[-1], (pattern, path)
+    assert 300 < sum(found) < 2700
+
+
+@pytest.mark.parametrize(
+    "text",
+    [r"(\w+\.?)+!", "(a|b)*", "(a)?", "(a){2}", "(?i)Q", "(?=a)", "(", "a)", "a**", "a++", r"(a)\1", "[z-a]", "a{3,1}",
+     "[", r"\bq", "\u00e4", "a\n", "a" * 300],
+)  # fmt: skip
+def test_patterns_that_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        patterns(["q_proj", text])
+
+
+def test_patterns_take_no_long_time() -> None:
+    """`re` takes more than the age of the universe for the last two."""
+    paths = [f"{LAYER}.{n}.self_attn.{name}_proj" for n in range(20) for name in "qkvo"]
+    many = patterns([f"{LAYER}.{n}.self_attn.{name}_proj" for n in range(1000) for name in "qkvo"])
+    start = time.process_time()
+    assert sum(each.matches(path) for path in paths for each in many) == 80
+    assert not any(Pattern(text).matches(path) for text in (".*" * 100 + "!", "(.|[^!])" * 30 + "!") for path in paths)
+    assert time.process_time() - start < 10
+
+
+def test_the_layer_that_a_pattern_finds() -> None:
+    assert Pattern("(layers|blocks)").layer("model.layers.3.experts.5.a") == 3
+    assert Pattern("[^.]*").layer("visual.blocks.12.attn.qkv") == 12
+    assert Pattern("blocks").layer("model.layers.3.a") is None
 
 
 def test_which_folders_are_some(tmp_path: Path) -> None:

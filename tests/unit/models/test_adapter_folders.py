@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -216,20 +217,47 @@ def adapter(bases: Bases, tmp_path: Path) -> Path:
         ({"r": 5}, r"q_proj: found rank 5 in adapter_config\.json beside matrices of rank 4"),
         ({"r": 5, "rank_pattern": {"q_proj": 2}}, "found rank 2 in"),
         ({"r": "4"}, "r: found '4', expected a whole number above 0"),
-        ({"lora_alpha": None}, "lora_alpha: found null, expected a number"),
-        ({"alpha_pattern": {"(": 3}}, "alpha_pattern: found '\\(', expected a regular expression"),
+        ({"lora_alpha": None}, "lora_alpha: found null, expected a number above 0, at most 1e\\+06"),
+        ({"lora_alpha": 10**400}, "lora_alpha: found 1000.*, expected a number above 0"),
+        ({"lora_alpha": 1e308}, r"lora_alpha: found 1e\+308, expected a number above 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha: found nan, expected a number above 0"),
+        ({"lora_alpha": 0}, "lora_alpha: found 0, expected a number above 0"),
+        ({"lora_alpha": -8}, "lora_alpha: found -8, expected a number above 0"),
+        ({"alpha_pattern": {"q_proj": 0.0}}, r"alpha_pattern\.q_proj: found 0\.0, expected a number above 0"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern: found '\\(', expected .* regular expressions"),
+        ({"rank_pattern": {r"(\w+\.?)+!": 4}}, r"rank_pattern: found .*, expected .* none with quantified groups"),
+        ({"rank_pattern": {"(?i)Q": 4}}, r"rank_pattern: found '\(\?i\)Q', expected .* or flags"),
+        ({"rank_pattern": {f"q{n}": 4 for n in range(5000)}}, "rank_pattern: found '5000 patterns', expected at most"),
+        ({"layers_to_transform": [0], "layers_pattern": r"(\w+\.?)+!"}, "layers_pattern: found .*, expected"),
+        ({"layers_to_transform": [7], "layers_pattern": "(layers|blocks)"}, r"layers_to_transform: found \[7\] beside"),
+        ({"layers_to_transform": [True]}, r"layers_to_transform: found \[True\], expected numbers of layers"),
+        ({"use_rslora": "no"}, "use_rslora: found 'no', expected null or false or true"),
     ],
 )  # fmt: skip
 def test_configurations(bases: Bases, adapter: Path, values: dict[str, Any], message: str) -> None:
     refused(bases("untied"), configure(adapter, **values), message)
 
 
-def test_a_base_folder_with_quantised_weights(bases: Bases, adapter: Path, tmp_path: Path) -> None:
-    (tmp_path / "quantised").mkdir()
-    (tmp_path / "quantised" / "config.json").write_text('{"quantization_config": {"bits": 4}}')
-    refused(
-        bases("untied"), configure(adapter, base_model_name_or_path=str(tmp_path / "quantised")), "the quantised model"
-    )
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rank_pattern": {"bias": 4, "q_proj": 4}, "alpha_pattern": {"use_dora": 3}},
+        {"layers_to_transform": [0, 1], "layers_pattern": "(layers|blocks)"},
+    ],
+)
+def test_configurations_that_are_taken(bases: Bases, adapter: Path, values: dict[str, Any]) -> None:
+    added = of_folder(bases("untied"), configure(adapter, **values)).text.added
+    assert isinstance(added, Lora) and {(each.r, each.scale) for each in added.adapters} == {(4, 1.5)}
+
+
+def test_the_base_that_an_adapter_names_is_not_opened(bases: Bases, adapter: Path, tmp_path: Path) -> None:
+    base, other = bases("untied"), tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{")
+    (other / "model.safetensors").write_bytes(b"\xff")
+    with contextlib.chdir(tmp_path):
+        for named in ("other", str(other)):
+            assert every_tensor(base, of_folder(base, configure(adapter, base_model_name_or_path=named)))
 
 
 KEY = f"{PREFIX}model.language_model.layers.0.self_attn.q_proj"
@@ -258,6 +286,7 @@ NESTED = f"{PREFIX}model.language_model"
         (lambda t: t.update({f"{PREFIX}lm_head.lora_{kind}.weight": torch.ones(4, 4) for kind in "AB"}), "of the head"),
         (lambda t: t.update({f"{NESTED}.embed_tokens.lora_{kind}.weight": torch.ones(4, 4) for kind in "AB"}),
          "an adapter of an embedding"),
+        (lambda t: t.update({"x" * 2000: torch.ones(1)}), "found the name 'x.*x' of 2000 characters, expected at most"),
         (lambda t: t.update({f"{NESTED}.norm.weight": torch.ones(7)}), r"norm\.weight: found \[7\], expected \[48\]"),
         (lambda t: t.update({f"{PREFIX}model.visual.blocks.0.attn.qkv.lora_{kind}.weight": torch.ones(4, 4)
                              for kind in "AB"}),
@@ -282,9 +311,9 @@ def test_files(bases: Bases, adapter: Path, tmp_path: Path) -> None:
     weights.write_bytes(content[:-8])
     refused(base, adapter, "truncated or not safetensors")
     weights.unlink()
-    refused(base, adapter, r"found no adapter_model\.safetensors, expected it")
+    refused(base, adapter, r"found adapter_config\.json alone, expected adapter_model\.safetensors beside it")
     (adapter / "adapter_model.bin").write_bytes(b"pickle")
-    refused(base, adapter, r"beside adapter_model\.bin.*pickles are never loaded.*safe_serialization")
+    refused(base, adapter, r"found adapter_model\.bin, expected .* pickles are never loaded.*safe_serialization")
     (tmp_path / "elsewhere").write_bytes(content)
     weights.symlink_to(tmp_path / "elsewhere")
     refused(base, adapter, "found a link to")
