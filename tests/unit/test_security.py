@@ -17,7 +17,7 @@ from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data import chat, item_fields, tokenizer
 from megatron_hetero.data.records import Dataset
 from megatron_hetero.data.sources import json_files, parquet, patterns, tar_headers
-from megatron_hetero.hf import model_files
+from megatron_hetero.hf import model_files, peft_patterns
 from megatron_hetero.models.items import video_files
 
 UNIT = Path(__file__).parent
@@ -39,6 +39,7 @@ TESTS = {
     "What you name by": "test_security::test_files_that_a_user_names_may_be_links",
     "Links that leave a model folder": "hf/test_links::test_a_link_out_of_a_model_folder "
     "hf/test_links::test_a_snapshot_of_a_cache_is_read hf/test_links::test_what_is_no_blob_of_the_cache",
+    "The base that a PEFT": "models/test_adapter_folders::test_the_base_that_an_adapter_names_is_not_opened",
     "**Nothing is downloaded**": "data/test_sources::test_other_urls_reach_no_file_system "
     "data/test_sources::test_braces_hide_no_url",
     "A data set's own files": "data/test_energon::test_names_reach_nothing "
@@ -87,6 +88,8 @@ LIMITS = [
     ("other JSON files", files.MOST_JSON_BYTES, "4 MiB"),
     ("`metrics.jsonl`", files.MOST_OWN_BYTES, "1 GiB"),
     ("any other file", files.MOST_BYTES, "128 MiB"),
+    ("patterns of ranks", peft_patterns.MOST_PATTERNS, "4,096 of"),
+    ("patterns of ranks", peft_patterns.MOST_CHARACTERS, "256 characters"),
     ("a YAML configuration", load.MOST_BYTES, "1 MiB"),
     ("the index of a checkpoint", checkpoint_index._MOST_BYTES, "1 GiB"),
 ]
