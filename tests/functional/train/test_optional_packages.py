@@ -9,12 +9,16 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from megatron_hetero.models.layers.backend import te_backend
+from tests.parity import cases as parity
+from tests.parity import runs
 from tests.support import stages as jobs
-from tests.support.folders import ModelChoice, write_model
+from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.stages import Case
@@ -64,6 +68,31 @@ def test_layers_of_transformer_engine(
     assert found["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
         error = np.linalg.norm(found["gradients"][name] - gradient) / np.linalg.norm(gradient)
+        assert error < TOLERANCE, f"{name}: relative error {error}"
+
+
+def gradients_by_te(flags: list[str]) -> dict[str, Any] | None:
+    """Those of a run, whose layers are the stand-in's as on a GPU."""
+    backend = te_backend((9, 0))
+    with mock.patch("megatron_hetero.step.family_module.choose_backend", return_value=backend) as chosen:
+        found = runs.gradients(flags)
+    assert chosen.called and backend.column_linear.__name__ == "TEColumnParallelLinear"
+    return found
+
+
+def test_adapters_beside_layers_of_transformer_engine(
+    model: Path, tmp_path: Path, with_te: Pool, pools: Callable[[int], Pool]
+) -> None:
+    write_data(tmp_path, 4)
+    case = parity.Case("tp:2", "tp:2", 2, micro=2, given_batch=4)
+    (tmp_path / "model").symlink_to(model)
+    flags = parity.flags_of(case, tmp_path, "--vision-lora.r", "4", "--text-lora.r", "4")
+    expected = pools(2).run(runs.gradients, flags)[0]["gradients"]
+    found = with_te.run(gradients_by_te, flags)[0]["gradients"]
+    of_b = [name for name in expected if name.endswith("lora_B.weight")]
+    assert len(of_b) > 20 and found.keys() == expected.keys()
+    for name in of_b:
+        error = np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name])
         assert error < TOLERANCE, f"{name}: relative error {error}"
 
 
