@@ -161,7 +161,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Ask:
     return get
 
 
-@pytest.mark.parametrize("case, name", thinned(ROWS, 8), ids=str)
+@pytest.mark.parametrize("case, name", thinned(ROWS, 11), ids=str)
 def test_gradients(case: Case, name: str, expected: Ask, pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, CHOICES[name], expected(case, name), pools(case.ranks))
 

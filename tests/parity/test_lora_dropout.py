@@ -233,7 +233,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Get:
     return get
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 4), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 7), ids=str)
 def test_gradients(case: Case, alone: Get, pools: Callable[[int], Pool]) -> None:
     everywhere = case.model != "deep"
     folder, loss, gradients = alone(case, everywhere)
@@ -272,7 +272,7 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[fl
     return it.folder, losses, after, norm_of({name: after[name] - before[name] for name in after})
 
 
-@pytest.mark.parametrize("case", thinned(UPDATED, 2), ids=str)
+@pytest.mark.parametrize("case", thinned(UPDATED, 3), ids=str)
 def test_three_steps(
     case: Case, three_steps: tuple[Path, list[float], dict[str, Tensor], float], pools: Callable[[int], Pool]
 ) -> None:

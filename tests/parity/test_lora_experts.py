@@ -166,7 +166,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, case", thinned(CASES, 3), ids=str)
+@pytest.mark.parametrize("name, case", thinned(CASES, 5), ids=str)
 def test_gradients(name: str, case: Case, by_peft: Any, pools: Callable[[int], Pool]) -> None:
     flags, loss, wanted = by_peft(case, name)
     got = pools(case.ranks).run(gradients, flags)[0]

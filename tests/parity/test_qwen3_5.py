@@ -82,7 +82,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 5), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 8), ids=str)
 def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 

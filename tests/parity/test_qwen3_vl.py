@@ -84,7 +84,7 @@ MORE = [
 """For `make matrix`: whatever these have, a row above has, if with something else beside it."""
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 4) + long(MORE), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 7) + long(MORE), ids=str)
 def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
