@@ -5,11 +5,9 @@ with the weights that it lacks from the model's folders.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.checkpoint.adapters import fingerprints, require_same_bases, with_recorded
@@ -22,6 +20,7 @@ from megatron_hetero.models.adapter_export import adapter_tensors, adapter_write
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
+    Writer,
     added_shapes,
     model_writer,
     module_of,
@@ -29,12 +28,6 @@ from megatron_hetero.models.weights import (
     open_modules,
     stored_shapes,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Writer = Callable[..., AbstractContextManager[Callable[[str, "Tensor"], None]]]
-"""See `model_writer`."""
 
 
 @dataclass(frozen=True, eq=False)

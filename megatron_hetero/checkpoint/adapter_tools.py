@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, listed
+from megatron_hetero.checkpoint.adapters import adapters_of, replaced
 from megatron_hetero.checkpoint.convert import STORED, Advance, Copied, require_apart
 from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.config.lora import LoraConfig
@@ -84,7 +85,8 @@ def merge_adapter(
     folders, plain = sources.read()
     shapes = with_adapters(plain, _rows(adapter, plain))
     weights = _Weights.open(sources, folders, shapes)
-    drawn = [name for name in own_projectors(shapes) if folders.fresh_projector and name not in _replaced(shapes)]
+    given = replaced(adapters_of(shapes), shapes)
+    drawn = [name for name in own_projectors(shapes) if folders.fresh_projector and name not in given]
     if drawn:
         found, why = f"no weights of {listed(drawn)}", "neither the adapter nor the base folders have them"
         fix = "give the whole model as it was trained, merged or exported"
@@ -117,11 +119,6 @@ def _rows(adapter: Path, shapes: ModelShapes) -> dict[str, ModuleConfig]:
     if has_adapter(adapter) or not further:
         folders |= dict.fromkeys(modules_in(PeftFolder.open(adapter, str(adapter)), shapes, layers) or [TEXT], adapter)
     return {name: ModuleConfig(lora=LoraConfig(hf_path=folder)) for name, folder in folders.items()}
-
-
-def _replaced(shapes: ModelShapes) -> frozenset[str]:
-    added = {prefix_of(name, shapes): shapes[name].added for name in shapes.modules}
-    return frozenset(prefix + name for prefix, each in added.items() if each is not None for name in each.replaces)
 
 
 def _companions(sources: ModelSources, folders: ModelFolders) -> Mapping[str, Companions]:
@@ -294,8 +291,7 @@ def _chosen(shapes: ModelShapes, r: int, targets: Sequence[str], changed: set[st
     if missing := [each for each in targets if each not in matched]:
         expected, fix = "names or patterns of linear layers, as in modules.NAME.lora.targets", "correct or remove it"
         raise UserError.at("--targets", found=listed(missing), expected=expected, fix=fix)
-    encoders = {name: replace(shape, added=added.get(name)) for name, shape in shapes.encoders.items()}
-    return replace(shapes, encoders=encoders, text=replace(shapes.text, added=added.get(TEXT)))
+    return shapes.with_added(added)
 
 
 def _differences(

@@ -6,16 +6,16 @@ adapters were trained beside.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_hetero.base.errors import UserError, listed
 from megatron_hetero.config.fields import flag_of, wrong
 from megatron_hetero.hf.fingerprint import fingerprint
 from megatron_hetero.hf.model_files import ENCODERS, weight_files
 from megatron_hetero.hf.weight_map import TensorShapes
-from megatron_hetero.layout.names import TEXT
+from megatron_hetero.models.adapter_folders import Adapter
 from megatron_hetero.models.folders import VISION_FOLDER
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import prefix_of, stored_shapes
@@ -27,22 +27,13 @@ _EXPORT = "python -m megatron_hetero.cli.export"
 _ALLOW = "allow it with --checkpoint.allow_changes modules"
 
 
-class RecordedAdapter(NamedTuple):
-    """An `Adapter` in the record of a run."""
-
-    name: str
-    r: int
-    scale: float
-    experts: int = 0
-
-
 @dataclass(frozen=True)
 class ModuleAdapters:
     """The adapters of a module in the record of a run: none if the folder that it started from had only `replaced`,
     tensors of the module with other values.
     """
 
-    adapters: tuple[RecordedAdapter, ...]
+    adapters: tuple[Adapter, ...]
     dropout: float = 0.0
     replaced: tuple[str, ...] = ()
 
@@ -62,8 +53,7 @@ def adapters_of(shapes: ModelShapes) -> dict[str, ModuleAdapters]:
 
 
 def _recorded(lora: Lora) -> ModuleAdapters:
-    adapters = tuple(RecordedAdapter(each.name, each.r, each.scale, each.experts) for each in lora.adapters)
-    return ModuleAdapters(adapters, lora.dropout, tuple(sorted(lora.replaces)))
+    return ModuleAdapters(lora.adapters, lora.dropout, tuple(sorted(lora.replaces)))
 
 
 def replaced(adapters: Adapters, shapes: ModelShapes) -> frozenset[str]:
@@ -85,19 +75,17 @@ def with_recorded(shapes: ModelShapes, adapters: Adapters) -> ModelShapes:
     if unknown := adapters.keys() - {*shapes.modules}:
         _refuse_unknown(unknown)
     added = {name: _lora(each, name, shapes) for name, each in adapters.items()}
-    encoders = {name: replace(shape, added=added.get(name)) for name, shape in shapes.encoders.items()}
-    return replace(shapes, encoders=encoders, text=replace(shapes.text, added=added.get(TEXT)))
+    return shapes.with_added(added)
 
 
 def _lora(recorded: ModuleAdapters, module: str, shapes: ModelShapes) -> Lora:
-    from megatron_hetero.models.adapters import Adapter, Lora, frozen_beside, linear_layers  # imports Megatron-Core
+    from megatron_hetero.models.adapters import Lora, frozen_beside, linear_layers  # imports Megatron-Core
 
     architecture = shapes[module].architecture
     layers = {name for name, _ in linear_layers(architecture)}
     if unknown := {f"{each.name} of {module}" for each in recorded.adapters if each.name not in layers}:
         _refuse_unknown(unknown)
-    adapters = tuple(Adapter(*each) for each in recorded.adapters)
-    return Lora(adapters, frozen_beside(adapters, architecture), recorded.dropout)
+    return Lora(recorded.adapters, frozen_beside(recorded.adapters, architecture), recorded.dropout)
 
 
 def _refuse_unknown(names: Collection[str]) -> NoReturn:

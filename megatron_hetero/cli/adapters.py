@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatron_hetero.base.terminal import Parser, size_text
-from megatron_hetero.cli.command import a_path, add_encoders, at_least, by_name, progress
+from megatron_hetero.cli.command import a_path, add_encoders, at_least, by_name, positive, progress
 from megatron_hetero.groups.launch import ended
 
 # Modules that import torch are imported where they are used: that takes seconds, which `--help` need not wait for and
@@ -67,13 +67,6 @@ def split(options: argparse.Namespace) -> str:
     return text
 
 
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"found {text}, expected > 0")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.cli.adapters", description="Merge and split adapters in PEFT format."
@@ -92,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     merging.add_argument(
         "--shard-gb",
-        type=_positive,
+        type=positive,
         default=5.0,
         metavar="GB",
         help="maximum weight file size, 10^9 bytes (default 5)",

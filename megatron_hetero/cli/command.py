@@ -33,6 +33,14 @@ def at_least(least: int, text: str) -> int:
     return number
 
 
+def positive(text: str) -> float:
+    """A finite number above 0, for `argparse`."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"found {text}, expected > 0")
+    return number
+
+
 def add_encoders(parser: argparse.ArgumentParser, text: str) -> None:
     """Add `--encoder NAME=DIR` with its help text."""
     parser.add_argument("--encoder", type=_named_folder, action="append", default=[], metavar="NAME=DIR", help=text)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_hetero.base.terminal import Parser, size_text
-from megatron_hetero.cli.command import a_path, add_encoders, by_name, progress
+from megatron_hetero.cli.command import a_path, add_encoders, by_name, positive, progress
 from megatron_hetero.groups.launch import ended
 
 # Modules that import torch are imported where they are used: that takes seconds, which `--help` need not wait for and
@@ -38,13 +38,6 @@ def export(options: argparse.Namespace) -> str:
     )
 
 
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"found {text}, expected > 0")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.cli.export",
@@ -68,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add_encoders(parser, "new location of modules.NAME.hf_path")
     parser.add_argument(
         "--shard-gb",
-        type=_positive,
+        type=positive,
         default=5.0,
         metavar="GB",
         help="maximum weight file size, 10^9 bytes (default 5)",

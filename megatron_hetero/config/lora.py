@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron_hetero.config.fields import Section, option, unused, wrong
@@ -61,3 +62,8 @@ class LoraConfig(Section):
         elif not self.r and self.given:
             because = f"{section}.r is 0, so that there are no adapters"
             raise unused(f"{section}.{self.given[0]}", getattr(self, self.given[0]), because, f"set {section}.r")
+
+
+def matches(entry: str, name: str) -> bool:
+    """Whether an entry of targets or patterns matches a layer: the end of its `name` behind a dot, or by `fnmatch`."""
+    return fnmatchcase(name, entry) or name.endswith(f".{entry}")

@@ -28,9 +28,9 @@ _HEADS = ("", "model.", "visual.")
 """What paths may lack: those of a model without a head, or of an encoder alone, begin further inside."""
 
 
-class FolderAdapter(NamedTuple):
-    """An adapter of a folder. `name`: of the layer in its module's architecture, without `.weight`; `experts`: their
-    number, if it is of a parameter of experts.
+class Adapter(NamedTuple):
+    """The adapter of a linear layer, or of such matrices of all `experts` of a layer. `name`: of the layer's weight in
+    the architecture, without `.weight`; `scale`: of its product.
     """
 
     name: str
@@ -51,7 +51,7 @@ class FolderTensors:
     """
 
     folder: PeftFolder
-    adapters: tuple[FolderAdapter, ...]
+    adapters: tuple[Adapter, ...]
     replaced: frozenset[str]
     keys: Mapping[str, tuple[str, int, Cut | None]] = field(hash=False)
 
@@ -124,7 +124,7 @@ class _Taker:
         self.module, self.shapes, self.folder, self.layers = module, shapes, folder, layers
         self.prefix, self.stored = prefix_of(module, shapes), tensors_of(module, shapes, in_folder=True)
         self.fused: Mapping[str, Fused] = fused_of(module, shapes)
-        self.adapters = dict[str, FolderAdapter]()
+        self.adapters = dict[str, Adapter]()
         self.keys = dict[str, tuple[str, int, Cut | None]]()
         self.zero = set[str]()
 
@@ -182,7 +182,7 @@ class _Taker:
         if self.folder.is_zero(pair):
             self.zero.add(name)
             return
-        self.adapters[name] = FolderAdapter(name, r, scale, experts)
+        self.adapters[name] = Adapter(name, r, scale, experts)
         self.keys |= {f"{full}.lora_{kind}.weight": (f"{pair.key}.lora_{kind}.weight", experts, None) for kind in "AB"}
 
     def take_whole(self, key: str) -> bool:

@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -27,12 +26,11 @@ from torch import Tensor
 
 from megatron_hetero.base.errors import listed
 from megatron_hetero.config.fields import unused, wrong
-from megatron_hetero.config.lora import LoraConfig
+from megatron_hetero.config.lora import LoraConfig, matches
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.hf.weight_map import Share, TensorShapes, TensorSlice, WeightMap, split_length
-from megatron_hetero.layout.names import TEXT
 from megatron_hetero.layout.pipeline import PipelineStage
-from megatron_hetero.models.adapter_folders import FolderTensors, read_folders
+from megatron_hetero.models.adapter_folders import Adapter, FolderTensors, read_folders
 from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.families.common import nested_name
 from megatron_hetero.models.frozen import any_layer
@@ -46,18 +44,6 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
 """Names of an expert's matrices, without `.weight`."""
 A, B = ".lora_A.weight", ".lora_B.weight"
 """What the names of adapters have in place of `.weight`."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The adapter of a linear layer, or of such matrices of all `experts` of a layer. `name`: of the layer's weight in
-    the architecture, without `.weight`; `scale`: of its product.
-    """
-
-    name: str
-    r: int
-    scale: float
-    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -273,9 +259,7 @@ def with_adapters(shapes: ModelShapes, modules: Mapping[str, ModuleConfig], seed
     starts = read_folders(folders, shapes, layers)
     added = {name: _lora(name, lora, shapes) for name, lora in chosen.items() if name not in starts}
     added |= {name: _of_folder(start, chosen[name], name, shapes[name].architecture) for name, start in starts.items()}
-    of_modules = {name: replace(shapes[name], added=replace(each, seed=seed)) for name, each in added.items()}
-    encoders = {name: of_modules.get(name, shape) for name, shape in shapes.encoders.items()}
-    return replace(shapes, encoders=encoders, text=of_modules.get(TEXT, shapes.text))  # pyright: ignore[reportArgumentType]
+    return shapes.with_added({name: replace(each, seed=seed) for name, each in added.items()})
 
 
 def linear_layers(architecture: Architecture) -> Iterator[tuple[str, bool]]:
@@ -320,9 +304,8 @@ def _lora(module: str, lora: LoraConfig, shapes: ModelShapes) -> Lora:
 
 def _of_folder(start: FolderTensors, lora: LoraConfig, module: str, architecture: Architecture) -> Lora:
     """Return the adapters of a PEFT folder."""
-    adapters = tuple(Adapter(*each) for each in start.adapters)
-    _require_used(module, lora, adapters)
-    return Lora(adapters, frozen_beside(adapters, architecture), lora.dropout, lora.lr_ratio, start=start)
+    _require_used(module, lora, start.adapters)
+    return Lora(start.adapters, frozen_beside(start.adapters, architecture), lora.dropout, lora.lr_ratio, start=start)
 
 
 def frozen_beside(adapters: Sequence[Adapter], architecture: Architecture) -> frozenset[str]:
@@ -380,14 +363,14 @@ def _matching(
 ) -> list[str]:
     """Return the linear layers that an entry matches. Raises `UserError` if there are none."""
     known = [name for name, _ in linear_layers(shapes[module].architecture)] if among is None else among
-    found = [name for name in known if any(_matches(entry, each) for each in _names(module, name, shapes))]
+    found = [name for name in known if any(matches(entry, each) for each in _names(module, name, shapes))]
     if found:
         return found
     others = [
         other
         for other in shapes.modules
         if other != module and any(
-            _matches(entry, each)
+            matches(entry, each)
             for name, _ in linear_layers(shapes[other].architecture)
             for each in _names(other, name, shapes)
         )
@@ -398,7 +381,7 @@ def _matching(
     because = f"it matches none of {module}"
     tensors = {name.removesuffix(".weight"): None for name in shapes[module].architecture.in_folder}
     layers = dict(linear_layers(shapes[module].architecture))
-    if unfit := [name for name in tensors if name not in layers and _matches(entry, name)]:
+    if unfit := [name for name in tensors if name not in layers and matches(entry, name)]:
         because = f"{unfit[0]} is no linear layer that can have adapters"
     because += f"; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} such layers" if others else ""
     fix = f"move it to modules.{others[0]}.lora" if others else "correct or remove it"
@@ -408,11 +391,7 @@ def _matching(
 
 def is_target(entry: str, module: str, name: str, shapes: ModelShapes) -> bool:
     """Whether an entry of `lora.targets` matches a linear layer of a module."""
-    return any(_matches(entry, each) for each in _names(module, name, shapes))
-
-
-def _matches(entry: str, name: str) -> bool:
-    return fnmatchcase(name, entry) or name.endswith(f".{entry}")
+    return any(matches(entry, each) for each in _names(module, name, shapes))
 
 
 def adapters_text(shapes: ModelShapes) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.models.folders import ModelFolders, read_config, sound
 from megatron_hetero.models.items.types import ItemType, Size
 from megatron_hetero.models.registry import family_of
+
+if TYPE_CHECKING:
+    from megatron_hetero.models.added import Added
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,11 @@ class ModelShapes:
 
     def __getitem__(self, module: str) -> EncoderShape | TextShape:
         return self.text if module == TEXT else self.encoders[module]
+
+    def with_added(self, added: Mapping[str, Added]) -> ModelShapes:
+        """Return the shapes with these tensors beside those of folders, by module, and no others."""
+        encoders = {name: replace(shape, added=added.get(name)) for name, shape in self.encoders.items()}
+        return ModelShapes(encoders, replace(self.text, added=added.get(TEXT)))
 
     def module_shapes(self) -> dict[str, ModuleShape]:
         """Return what layouts are validated against."""

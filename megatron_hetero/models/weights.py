@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from operator import or_
@@ -218,6 +218,10 @@ def companions_of(folders: Mapping[str, Path], changes: Changes = NO_CHANGES) ->
     from; with those of `text` the tokenizer too, except for `changes` (see `read_companions`). Raises `UserError`.
     """
     return {name: read_companions(folder, changes.get(name, {})) for name, folder in folders.items()}
+
+
+Writer = Callable[..., AbstractContextManager[Callable[[str, Tensor], None]]]
+"""A function as `model_writer`."""
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from math import inf, sqrt
 from typing import Any
 
 from torch import Tensor, nn
 
 from megatron_hetero.base.errors import UserError, listed
+from megatron_hetero.config.lora import matches
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.hf.weight_map import Interval, TensorSlice, load_slices
 from megatron_hetero.models.added import generator_of
@@ -119,20 +119,16 @@ def _targeted(model: nn.Module, config: Any, targets: Sequence[str]) -> dict[str
     linear = {name: part for name, part in known.items() if part.weight.dim() == 2 and "embedding" not in name}
     anywhere = {re.sub(r"layers\.\d+", f"layers.{n}", name) for name in linear for n in range(config.num_layers)}
     for entry in targets:
-        if not any(_matches(entry, name) for name in anywhere):
+        if not any(matches(entry, name) for name in anywhere):
             kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in linear))
             because, fix = "it matches none of the model", "correct or remove it"
             raise UserError.at(
                 "lora: targets", found=f"`{entry}`", expected=listed(kinds, 12), because=because, fix=fix
             )
-    found = {name: part for name, part in linear.items() if any(_matches(entry, name) for entry in targets)}
+    found = {name: part for name, part in linear.items() if any(matches(entry, name) for entry in targets)}
     for name, layer in found.items():
         _require_ours(name, layer)
     return found
-
-
-def _matches(entry: str, name: str) -> bool:
-    return fnmatchcase(name, entry) or name.endswith(f".{entry}")
 
 
 def _require_ours(name: str, layer: Any) -> None:

@@ -15,8 +15,7 @@ from megatron_hetero.models.adapter_export import (
     has_adapters,
     merging_writer,
 )
-from megatron_hetero.models.weights import model_writer, stored_shapes
-from megatron_hetero.train.hf_export import Writer
+from megatron_hetero.models.weights import Writer, model_writer, stored_shapes
 
 
 def writer_of(job: JobSpec) -> tuple[Writer, Collection[str] | None]:

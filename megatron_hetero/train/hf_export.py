@@ -9,7 +9,6 @@ import contextlib
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -25,7 +24,7 @@ from megatron_hetero.hf.model_files import Companions, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import Interval, TensorSlice, extract_slice
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import model_writer, stored_shapes
+from megatron_hetero.models.weights import Writer, model_writer, stored_shapes
 from megatron_hetero.step.module import TrainedModule
 
 OwnedSlices = tuple[tuple[TensorSlice, ...], Tensor]
@@ -34,8 +33,6 @@ Value = Callable[[TrainedModule, str], Tensor]
 """Returns a tensor in the shape of a parameter, by its name in a module of this rank. Collective over the ranks that
 share the parameter's data- and context-parallel group.
 """
-Writer = Callable[..., AbstractContextManager[Callable[[str, Tensor], None]]]
-"""See `model_writer`."""
 
 
 def export_model(
