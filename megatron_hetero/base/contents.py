@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Version: TypeAlias = "tuple[int | str, ...]"
 """Name, size and further values of which one changes with the bytes."""
-MOST_OPEN = 64
+MAX_OPEN = 64
 """Files of this machine that stay open for `StoredFile.read`."""
 STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
 """Schemes that are read: others of fsspec open files of this machine and archives, or connect to any host."""
@@ -119,7 +119,7 @@ class _Handle:
             os.close(self.descriptor)
 
 
-_cached = lru_cache(maxsize=MOST_OPEN)(_Handle)
+_cached = lru_cache(maxsize=MAX_OPEN)(_Handle)
 
 
 @contextlib.contextmanager

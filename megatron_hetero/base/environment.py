@@ -24,7 +24,7 @@ from megatron_hetero.base.files import replacing
 
 LAUNCHER = "python -m megatron_hetero.run"
 """The command that starts the ranks: torchrun, with our handling of their exit."""
-MOST_PORT = 65535
+MAX_PORT = 65535
 _LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
 _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
 
@@ -70,7 +70,7 @@ def require_ranks(environ: Mapping[str, str] = os.environ, *, meet: bool = False
         if not alone and not environ.get(name):
             raise UserError.at(f"environment variable {name}", problem="not set, but RANK is", fix=_FIX)
     for name, least in _LEAST.items():
-        most = MOST_PORT if name == "MASTER_PORT" else 10**9
+        most = MAX_PORT if name == "MASTER_PORT" else 10**9
         if name in environ and not _is_number(environ[name], least, most):
             found, expected = f"`{environ[name]}`", "a port" if name == "MASTER_PORT" else "a number"
             raise UserError.at(f"environment variable {name}", found=found, expected=expected, fix=_FIX)

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Self
 
-MOST_QUOTED = 200
+MAX_QUOTED = 200
 """Characters shown of a quoted text."""
-MOST_FOUND = 2000
+MAX_FOUND = 2000
 """Characters shown of a place and of what was found there, which may be a long list."""
 _INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
 # Advice of torch and transformers to load untrusted files, which is never right here.
@@ -51,10 +51,10 @@ class UserError(ValueError):
             because: why this is expected, or wrong.
         """
         assert bool(problem) != bool(found or expected), "an error quotes a value or states a problem"
-        wrong = truncated(problem, MOST_FOUND) or f"found {truncated(found, MOST_FOUND)}, expected {expected}"
+        wrong = truncated(problem, MAX_FOUND) or f"found {truncated(found, MAX_FOUND)}, expected {expected}"
         reason = f", because {because}" if because else ""
         stop = "" if fix.endswith(("?", "!")) else "."
-        text = f"{truncated(str(where), MOST_FOUND)}: {wrong}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
+        text = f"{truncated(str(where), MAX_FOUND)}: {wrong}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
         # One line: a name with a line end in it could pass for another message.
         return cls(printable(text))
 
@@ -70,7 +70,7 @@ def printable(text: str, but: str = "") -> str:
 
 def quoted(text: str) -> str:
     """Text of a file or record for a message: in quotes, on one line, truncated."""
-    return repr(text[:MOST_QUOTED]) + truncated(text, MOST_QUOTED)[MOST_QUOTED:]
+    return repr(text[:MAX_QUOTED]) + truncated(text, MAX_QUOTED)[MAX_QUOTED:]
 
 
 def truncated(text: str, most: int) -> str:
@@ -85,7 +85,7 @@ def in_short(error: BaseException) -> str:
     """
     sentences = re.split(r"(?<=[.!?:])\s+|\n", str(error))
     text = " ".join(" ".join(s.split()) for s in sentences if s.strip() and not _UNSAFE_ADVICE.search(s))
-    text = f"{text[:MOST_QUOTED]}..." if len(text) > MOST_QUOTED else text
+    text = f"{text[:MAX_QUOTED]}..." if len(text) > MAX_QUOTED else text
     return f"{type(error).__name__}{': ' if text else ''}{text}"
 
 
@@ -128,7 +128,7 @@ def blaming(dataset: str, record: int, where: str, cause: str) -> Generator[None
         if isinstance(error, BadRecord) or _is_of_the_machine(error):
             raise
         bad = BadRecord(str(error))
-        bad.found = BadSample(dataset, record, where, cause, truncated(str(error), MOST_FOUND))
+        bad.found = BadSample(dataset, record, where, cause, truncated(str(error), MAX_FOUND))
         raise bad from error
 
 

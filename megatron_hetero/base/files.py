@@ -22,9 +22,9 @@ import msgspec
 
 from megatron_hetero.base.errors import UserError, in_short, quoted, reason
 
-MOST_BYTES = 1 << 27
+MAX_BYTES = 1 << 27
 """Default limit on files that are read whole: several times the largest tokenizer."""
-MOST_OWN_BYTES = 1 << 30
+MAX_OWN_BYTES = 1 << 30
 """Default limit on files of this program: metrics of millions of steps."""
 _DAY_S = 86_400.0
 
@@ -42,7 +42,7 @@ def open_regular(path: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     """The content of a file. Raises `OSError`, also for one of more than `most` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -51,7 +51,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
         return file.read()
 
 
-def read_text(path: Path, most: int = MOST_BYTES) -> str:
+def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """The content of a text file. Raises `OSError` as `read_bytes`, and `UnicodeDecodeError` if it is not UTF-8."""
     return read_bytes(path, most).decode("utf-8")
 
@@ -64,7 +64,7 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
     return open(path, mode, buffering, opener=_unlinked)
 
 
-def read_own(path: Path, most: int = MOST_OWN_BYTES) -> bytes:
+def read_own(path: Path, most: int = MAX_OWN_BYTES) -> bytes:
     """The content of a file that this program writes, empty if there is none. Raises `OSError` as `open_own`, and for
     more than `most` bytes.
     """
@@ -129,7 +129,7 @@ def is_unfit(path: Path) -> str | None:
         return None
     except OSError as error:
         return reason(error)
-    return f"a file of {size} bytes" if size > MOST_BYTES else None
+    return f"a file of {size} bytes" if size > MAX_BYTES else None
 
 
 def unusable(path: str | os.PathLike[str]) -> str | None:
@@ -158,7 +158,7 @@ def in_the_way(folder: Path, error: OSError) -> str:
     return reason(error)
 
 
-MOST_JSON_BYTES = 4 * 2**20
+MAX_JSON_BYTES = 4 * 2**20
 """Default limit on JSON objects: larger than any configuration."""
 RESTORE = "restore the file as its model was published or saved"
 _SHORT = Repr()
@@ -197,7 +197,7 @@ def check(path: Path, values: Mapping[str, Json], only: Mapping[str, Only], at: 
             check(path, value, only, f"{at}{key}.")
 
 
-def read_object(path: Path, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
+def read_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file of at most `most` bytes.
 
     Raises:

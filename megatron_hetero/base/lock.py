@@ -22,7 +22,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of a file system without locks."""
 _OWNER = re.compile(r"(process \d+ on \S+\n?)?")
 """The content of a lock file; a process that was killed leaves it empty."""
-_MOST_OWNER = 400
+_MAX_OWNER = 400
 """Bytes of a lock file: a host has at most 253 in its name."""
 
 
@@ -90,7 +90,7 @@ def alone(path: Path, target: Path, doing: str) -> Generator[None]:
 
 def _owner(path: Path) -> str:
     try:
-        return read_own(path, _MOST_OWNER).decode("utf-8", "replace").strip() or "unknown process"
+        return read_own(path, _MAX_OWNER).decode("utf-8", "replace").strip() or "unknown process"
     except OSError:
         return "unknown process"
 
@@ -103,8 +103,8 @@ def _locked(path: Path) -> tuple[IO[bytes], bool] | None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(path.lstat(), os.fstat(file.fileno())):  # else its owner has removed it meanwhile
             file.seek(0)
-            found = file.read(_MOST_OWNER + 1)
-            if len(found) > _MOST_OWNER or not _OWNER.fullmatch(found.decode("utf-8", "replace")):
+            found = file.read(_MAX_OWNER + 1)
+            if len(found) > _MAX_OWNER or not _OWNER.fullmatch(found.decode("utf-8", "replace")):
                 raise OSError(errno.EEXIST, f"{path.name} is no lock file of this program", str(path))
             file.truncate(0)
             owner = f"process {os.getpid()} on {socket.gethostname()}\n".encode()

@@ -61,7 +61,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Dtypes by the names of safetensors."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint. Raises `UserError`."""
     path = folder / INDEX
     try:
-        index = {key: _stored(**fields) for key, fields in json.loads(read_bytes(path, _MOST_BYTES)).items()}
+        index = {key: _stored(**fields) for key, fields in json.loads(read_bytes(path, _MAX_BYTES)).items()}
         _require_index(index)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError.at(path, problem=f"cannot be read ({in_short(error)})", fix=ANOTHER) from None

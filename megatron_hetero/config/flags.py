@@ -22,7 +22,7 @@ from megatron_hetero.config.fields import MODULES, NAMED, children, is_leaf, ite
 from megatron_hetero.config.load import Setting, Tree, describe, step
 from megatron_hetero.config.modules import MODULE_NAME, NO_MODULES
 from megatron_hetero.config.moved import refuse_moved
-from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
+from megatron_hetero.layout.grammar import MAX_PLANNED, did_you_mean
 from megatron_hetero.layout.names import TEXT
 
 _MODULE_FLAG = "--MODULE-"
@@ -93,8 +93,8 @@ def without_plan(flag: str) -> UserError:
 
 def _world_size(values: list[str]) -> int:
     text = _one("--world-size", values)
-    if not re.fullmatch("[0-9]+", text) or not 1 <= int(text) <= MOST_PLANNED:
-        expected = f"a number of ranks from 1 to {MOST_PLANNED}"
+    if not re.fullmatch("[0-9]+", text) or not 1 <= int(text) <= MAX_PLANNED:
+        expected = f"a number of ranks from 1 to {MAX_PLANNED}"
         raise UserError.at("--world-size", found=f"`{text}`", expected=expected, fix="write --world-size 8")
     return int(text)
 

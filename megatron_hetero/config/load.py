@@ -30,7 +30,7 @@ from megatron_hetero.config.moved import refuse_moved, settings_of
 from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Maximum size of a YAML file: a hundred times a long one."""
 Tree = dict[str, Any]
 """Names to `Setting` leaves or further trees."""
@@ -239,7 +239,7 @@ def read_yaml(file: Path, root: type) -> Tree:
         UserError: the file is missing or malformed, or has old names or keys that `root` lacks.
     """
     try:
-        content = yaml.load(read_text(file, MOST_BYTES), Loader=_Loader)
+        content = yaml.load(read_text(file, MAX_BYTES), Loader=_Loader)
     except OSError as error:
         raise UserError.at(f"--config {file}", problem=reason(error), fix="correct the path") from None
     # Text that is not UTF-8 raises ValueError, deep nesting RecursionError.

@@ -112,7 +112,7 @@ class DatasetConfig(Section):
 
 
 _RATE = re.compile(r"\d+(\.\d+)?")
-_MOST_PERCENT = 1_000_000
+_MAX_PERCENT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class SampledDataset:
         name, mark, percent = text.rpartition("%")
         if not mark:
             return cls(text)
-        if not _RATE.fullmatch(percent) or not 0 < Fraction(percent) <= _MOST_PERCENT or not name:
-            expected = f"`name` or `name%rate` with a percentage > 0 and ≤ {_MOST_PERCENT}, in digits"
+        if not _RATE.fullmatch(percent) or not 0 < Fraction(percent) <= _MAX_PERCENT or not name:
+            expected = f"`name` or `name%rate` with a percentage > 0 and ≤ {_MAX_PERCENT}, in digits"
             fix = f"write {name or 'name'}%50 for half of the data set per epoch"
             raise UserError.at("data.datasets", found=repr(text), expected=expected, fix=fix)
         return cls(name, Fraction(percent) / 100)

@@ -18,7 +18,7 @@ END_OF_TURN = "<|im_end|>"
 END_OF_THOUGHT = "</think>"
 Parts = Mapping[ItemField, dict[str, str]]
 """The part of a chat message that stands for an item, by field."""
-NEAR_TURNS, MOST_TURNS = 32, 512
+NEAR_TURNS, MAX_TURNS = 32, 512
 """Turns whose prompts are rendered from the beginning, as is the last one; and limit of all turns of a conversation if
 the template renders turns by more than themselves.
 """
@@ -60,7 +60,7 @@ def render(tokenizer: Any, record: Record, shown: Parts = PICTURES, *, last_only
 
     Raises:
         UserError: the template fails, does not render what a turn has or the record's tools, or alters an answer; or it
-            does not render turns by themselves, and there are more than `MOST_TURNS`.
+            does not render turns by themselves, and there are more than `MAX_TURNS`.
     """
     messages = to_messages(record, shown)
     full = _apply(tokenizer, messages, record)
@@ -164,10 +164,10 @@ def _begin(
     is_between = NEAR_TURNS <= asked.stop < len(messages) - 1
     if (start := after_another_opening() if is_between else after_all_turns()) >= position:
         return start
-    if is_between and asked.stop >= MOST_TURNS:
+    if is_between and asked.stop >= MAX_TURNS:
         because = "the chat template of model.hf_path does not render each turn by itself, so that to find each answer "
         because += "takes a rendering of all turns before it"
-        found, expected = f"{len(messages)} turns", f"at most {MOST_TURNS}"
+        found, expected = f"{len(messages)} turns", f"at most {MAX_TURNS}"
         raise UserError.at(record.where, found=found, expected=expected, because=because, fix="split the conversation")
     if (start := after_all_turns() if is_between else after_another_opening()) >= position:
         return start

@@ -25,13 +25,13 @@ EMPTY: tuple[Any, ...] = (None, "", [], {})
 """What is no value. Files in columns write all fields in all records."""
 _MOST, _RATES = 1e9, (1e-3, 1000)
 """Largest number of seconds, pixels or frames, and smallest and largest number of frames per second."""
-MOST_DATA_BYTES = 4 << 20
+MAX_DATA_BYTES = 4 << 20
 """Limit of a picture in a data URI."""
 _DATA = re.compile(r"data:(?:image(?:/([\w.+-]+))?)?(?:;[^,;]*)*;base64,", re.IGNORECASE)
 _SCHEME = re.compile(r"\s*(data(?=:[^,]*,)|[a-z][a-z0-9+.-]*(?=://))", re.IGNORECASE)
 _RAW = re.compile("/9j/|iVBORw0KGgo|UklGR|R0lGOD")
 """How JPEG, PNG, WebP and GIF begin in base64."""
-_MOST_NAME = 255
+_MAX_NAME = 255
 _VIDEOS = "the path of a video, a list of paths, or a list of frames"
 
 
@@ -234,7 +234,7 @@ def _file(path: Any, where: str, folder: Path | None) -> str | Content:
             return _picture(path.strip(), where)
         because = "nothing is downloaded, and annotations must not reach other files"
         raise wrong(where, quoted(path), "the path of a file", f"copy the file there, and {fix}", because)
-    if len(path) > 64 and (_RAW.match(path.strip()) or max(map(len, path.split("/"))) > _MOST_NAME):
+    if len(path) > 64 and (_RAW.match(path.strip()) or max(map(len, path.split("/"))) > _MAX_NAME):
         found = f"{quoted(path[:40])} and {len(path) - 40:,} more characters"
         raise wrong(where, found, "a path", f"{fix}, or data:image/png;base64,...")
     if path.startswith("/") and folder is not None:
@@ -266,7 +266,7 @@ def _picture(uri: str, where: str) -> InMemory:
         data = base64.b64decode("".join(uri[match.end() :].split()), validate=True)
     except ValueError as error:
         raise wrong(where, f"the data URI {found} ({error})", "base64", fix) from None
-    if not 0 < len(data) <= MOST_DATA_BYTES:
-        raise wrong(where, f"a data URI of {len(data):,} bytes", f"1 to {MOST_DATA_BYTES:,}", fix)
+    if not 0 < len(data) <= MAX_DATA_BYTES:
+        raise wrong(where, f"a data URI of {len(data):,} bytes", f"1 to {MAX_DATA_BYTES:,}", fix)
     name = f"{hashlib.sha256(data).hexdigest()[:32]}.{(match[1] or 'img').lower()}"
     return InMemory(data, name, name, (name, len(data)))

@@ -49,7 +49,7 @@ _ROWS = (
 )  # fmt: skip
 """Levels, keys, why they are refused, and what to do. `label` is that of preferences if it is true or false."""
 REFUSED = {(level, name): why for levels, names, *why in _ROWS for level in levels.split() for name in names.split()}
-MOST_NAMES, _MOST_CHARACTERS = 32, 64
+MAX_NAMES, _MAX_CHARACTERS = 32, 64
 """Names of keys that are counted by themselves, and characters of a name."""
 
 
@@ -69,6 +69,6 @@ def unread(value: Mapping[str, Any], level: str, known: Collection[str], place: 
 def count_names(counts: dict[str, int], more: Mapping[str, int]) -> None:
     """Add the numbers of these names to the counts. All beyond the first names count as one."""
     for name, number in more.items():
-        short = name[:_MOST_CHARACTERS]
-        key = short if short in counts or len(counts) < MOST_NAMES else "others"
+        short = name[:_MAX_CHARACTERS]
+        key = short if short in counts or len(counts) < MAX_NAMES else "others"
         counts[key] = counts.get(key, 0) + number

@@ -18,7 +18,7 @@ from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.base.errors import UserError, blaming, printable, quoted, reason
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
-from megatron_hetero.data.keys import MOST_NAMES
+from megatron_hetero.data.keys import MAX_NAMES
 from megatron_hetero.data.sources.formats import Opened
 from megatron_hetero.data.sources.index import Blocks, Indexer
 from megatron_hetero.data.sources.json_files import JsonFiles
@@ -164,7 +164,7 @@ class Dataset(Sequence[Record]):
     def unread(self) -> str:
         """A line about keys of records that were not read; empty if there are none. Raises `UserError`, `OSError`."""
         columns = self._format.unread(self._index.files[0]) if isinstance(self._format, ParquetFiles) else ()
-        counts = {**dict.fromkeys(columns[:MOST_NAMES], len(self)), **self._index.unread}
+        counts = {**dict.fromkeys(columns[:MAX_NAMES], len(self)), **self._index.unread}
         names = ", ".join(f"{name} ({number:,})" for name, number in counts.items())
         return names and printable(f"data set {self.name}: keys that are not read, by number of records: {names}")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_hetero.base.errors import UserError, in_short
-from megatron_hetero.base.files import MOST_JSON_BYTES, is_unfit, read_object
+from megatron_hetero.base.files import MAX_JSON_BYTES, is_unfit, read_object
 from megatron_hetero.base.outputs import advice_to_export
 from megatron_hetero.hf.model_files import COMPANIONS, NESTED, PROCESSOR_FILES, Changes, require_own_files
 from megatron_hetero.layout.names import TEXT
@@ -25,8 +25,8 @@ from megatron_hetero.models.folders import ModelFolders, read_config
 from megatron_hetero.models.registry import family_of, titles
 
 TOKENIZER = "tokenizer.json"
-MOST_TOKENIZER_BYTES = 64 * 2**20
-MOST_TEMPLATE = 2**18
+MAX_TOKENIZER_BYTES = 64 * 2**20
+MAX_TEMPLATE = 2**18
 """Characters of a chat template. Published ones have some thousands."""
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -70,7 +70,7 @@ def check_files(path: Path, names: Iterable[str] = JSON_FILES) -> None:
     require_own_files(path)
     for file in (path / name for name in names):
         if file.is_file():
-            read_object(file, MOST_TOKENIZER_BYTES if file.name == TOKENIZER else MOST_JSON_BYTES)
+            read_object(file, MAX_TOKENIZER_BYTES if file.name == TOKENIZER else MAX_JSON_BYTES)
 
 
 @contextmanager
@@ -109,8 +109,8 @@ def load_tokenizer(path: Path, template: str | None = None) -> Any:
             problem="no chat template (chat_template.jinja, or `chat_template` in tokenizer_config.json)",
             fix="use the folder of an instruct model, or add its template",
         )
-    if (length := len(str(tokenizer.chat_template))) > MOST_TEMPLATE:
-        found, expected = f"a chat template of {length} characters", f"at most {MOST_TEMPLATE}"
+    if (length := len(str(tokenizer.chat_template))) > MAX_TEMPLATE:
+        found, expected = f"a chat template of {length} characters", f"at most {MAX_TEMPLATE}"
         raise UserError.at(f"model.hf_path: {path}", found=found, expected=expected, fix=_FIX)
     return tokenizer
 

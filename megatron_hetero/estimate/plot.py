@@ -17,7 +17,7 @@ from megatron_hetero.schedule.simulator import Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_MARKS = 128
+MAX_MARKS = 128
 """The most marks between replicas or ranks of a module."""
 CHARACTER = 0.0068
 """Width of a label's character as a share of the figure."""
@@ -96,6 +96,6 @@ def _draw_block(axis: Axes, at: int, first: int, last: int, colour: str, texts: 
 def _draw_replicas(axis: Axes, at: int, layout: Layout, ranks: Sequence[int]) -> None:
     """Draw long marks between replicas and short ones between ranks, where there are few."""
     for size, length in ((layout.ways("weights", "tokens"), 0.14), (1, 0.06)):
-        if len(ranks) // size <= MOST_MARKS // layout.pp:
+        if len(ranks) // size <= MAX_MARKS // layout.pp:
             places = [ranks[i] - 0.5 for i in range(size, len(ranks), size)]
             axis.vlines(places, at + 0.4 - length, at + 0.4, color="black", linewidth=0.6)

@@ -20,9 +20,9 @@ from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.shapes import assumed_sample
 from megatron_hetero.schedule.program import Role
 
-MOST_IDLE = 0.3
+MAX_IDLE = 0.3
 """Share of a step that ranks may wait without a report."""
-MOST_PADDING = 0.01
+MAX_PADDING = 0.01
 """Share of a width that may be padding without a report."""
 UNEVEN = 1.25
 """Ratio to the mean that a pipeline stage may compute, or that a rank may have experts, without a report."""
@@ -180,7 +180,7 @@ def _exchanges(estimate: Estimate) -> Iterator[Problem]:
 
 def _waiting(estimate: Estimate) -> Iterator[Problem]:
     shares = {role: estimate.simulation.bubble(role.ranks[0]) for role in estimate.job.schedule.roles}
-    waiting = {role: share for role, share in shares.items() if share > MOST_IDLE}
+    waiting = {role: share for role, share in shares.items() if share > MAX_IDLE}
     for names in dict.fromkeys(_modules(role) for role in waiting):
         found = {role: share for role, share in waiting.items() if _modules(role) == names}
         role, share = max(found.items(), key=lambda pair: pair[1])
@@ -315,7 +315,7 @@ def _padding(estimate: Estimate) -> Iterator[Problem]:
         widths += [(name, "MLP width", width, estimate.job.layouts[name].tp) for width in each]
     for name, what, size, degree in widths:
         whole = degree * split_length(size, degree)
-        if whole - split_length(size, 1) > MOST_PADDING * size:
+        if whole - split_length(size, 1) > MAX_PADDING * size:
             yield Problem(
                 f"the {what} of {name}, {size:,}, is padded to {whole:,} for tp:{degree}, {whole / size - 1:.1%} more",
                 f"choose a tp of {name} that divides it",

@@ -289,7 +289,7 @@ CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
 
 SHOWN = 2
 """Alternatives that the search looks for."""
-LEAST_TRIES, MOST_TRIES = 8, 60
+LEAST_TRIES, MAX_TRIES = 8, 60
 """Bounds on the number of estimates in a search."""
 EFFORT = 150_000
 """Ranks and actions of all these estimates in total, some seconds' work."""
@@ -297,7 +297,7 @@ OVERHEAD = 500
 """Fixed cost of an estimate, in actions."""
 FACTORS = (2, 4)
 """Factors by which larger worlds are tried."""
-MOST_RANKS = 1024
+MAX_RANKS = 1024
 """The largest world that is tried."""
 SLACK = 1.02
 """Pairs are estimated whose summed savings come this close to the limit."""
@@ -336,7 +336,7 @@ class Fitting:
 def find_fitting(estimate: Estimate, limit: int) -> Fitting:
     """Find settings with which every rank needs at most `limit` bytes."""
     size = OVERHEAD + estimate.world_size + sum(len(role.actions) for role in estimate.job.schedule.roles)
-    tries = max(LEAST_TRIES, min(MOST_TRIES, EFFORT // size))
+    tries = max(LEAST_TRIES, min(MAX_TRIES, EFFORT // size))
     # The first change of each entry before the second of any: not all may be tried.
     in_turn = zip_longest(*(entry(estimate) for entry in CHANGES))
     changes = [change for turn in in_turn for change in turn if change is not None][:tries]
@@ -402,7 +402,7 @@ def _on_more_ranks(estimate: Estimate, closest: Attempt | None, limit: int) -> A
     starts = [(Change({}), estimate), *([(closest.change, closest.estimate)] if closest else [])]
     for factor in FACTORS:
         world_size = factor * estimate.world_size
-        if world_size > MOST_RANKS:
+        if world_size > MAX_RANKS:
             return None
         for start, base in starts:
             layouts = base.job.layouts

@@ -28,7 +28,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sample
 
-MOST_ROWS = 1 << 22
+MAX_ROWS = 1 << 22
 """Limit on the rows of a micro-batch over all replicas. Packs have at most twice as many tokens."""
 
 _ASSUMED = "plan.images, plan.image_side, plan.videos, plan.frames, plan.tokens"
@@ -56,11 +56,11 @@ class AssumedBatch:
         plan = job.config.plan if job.budget is None else _filling(job.config.plan, shapes, batch, job.budget)
         sample = assumed_sample(plan, shapes)
         rows, tokens = sum(sample.rows.values()) * batch.samples * batch.replicas, sample.tokens * batch.samples
-        if rows > MOST_ROWS or tokens > 2 * MOST_ROWS:
+        if rows > MAX_ROWS or tokens > 2 * MAX_ROWS:
             raise UserError.at(
                 f"section plan ({_ASSUMED})",
                 found=f"{rows} rows of images in a micro-batch, and {tokens} tokens in a pack",
-                expected=f"{MOST_ROWS} and {2 * MOST_ROWS} at most",
+                expected=f"{MAX_ROWS} and {2 * MAX_ROWS} at most",
                 because="the estimate counts each of them",
                 fix=f"lower {_ASSUMED} or {micro_batch_setting(job.config)}",
             )

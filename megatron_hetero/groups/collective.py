@@ -26,7 +26,7 @@ Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
 """A context for waiting on other ranks, given a description of the wait: see `Watchdog.waiting`."""
 Facts = Mapping[str, str | None]
 """Values that must be the same on all ranks, by name; None on a rank that does not know one."""
-_MOST_SHOWN = 120
+_MAX_SHOWN = 120
 """Characters of a fact in a message."""
 _NUMBERS = 62
 """The most numbers that `meet` compares."""
@@ -190,4 +190,4 @@ def _raise(problem: str | None) -> None:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -55,7 +55,7 @@ STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
 """The environment variable with which our launcher asks to be informed that the ranks stopped on request."""
 FINAL = "final"
 """In the error file of a rank: that the next start would fail in the same way."""
-_MOST_SILENT_S = 15.0
+_MAX_SILENT_S = 15.0
 """Longest silent wait for others."""
 _SLOWEST_POLL_S = 0.25
 _SLOWEST_REPORT_S = 2.0
@@ -174,7 +174,7 @@ def join(store: dist.Store, what: str, number: int, size: int, timeout_s: float)
 
 def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout_s: float, *, reports: bool = True) -> None:
     """Wait until `done`. Reports what is `missing` at growing intervals. Raises `UserError` after the time-out."""
-    start, next_report_s, pause_s = time.monotonic(), min(_MOST_SILENT_S, timeout_s / 4), 0.01
+    start, next_report_s, pause_s = time.monotonic(), min(_MAX_SILENT_S, timeout_s / 4), 0.01
     while not done():
         waited = time.monotonic() - start
         if waited > timeout_s:

@@ -21,7 +21,7 @@ PAUSE_S = 2.0
 """The most seconds between requests of a rank that waits; all have three times as long to answer what they wait in."""
 _PREFIX = "watchdog"
 _LEFT = "left"
-_MOST_LINES = 32
+_MAX_LINES = 32
 
 
 class Peers:
@@ -124,7 +124,7 @@ def listed(answers: Mapping[int, str | None]) -> str:
         if doing is not None:
             ranks.setdefault(doing, []).append(rank)
     lines = [f"\n  {_named(own)}: {doing}" for doing, own in ranks.items()]
-    return "".join(lines[:_MOST_LINES]) + ("\n  ..." if len(lines) > _MOST_LINES else "")
+    return "".join(lines[:_MAX_LINES]) + ("\n  ..." if len(lines) > _MAX_LINES else "")
 
 
 def _named(ranks: Collection[int]) -> str:

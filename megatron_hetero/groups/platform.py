@@ -23,7 +23,7 @@ from megatron_hetero.layout.communicators import group_of
 
 CPU = torch.device("cpu")
 
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """The most graphs of one compiled function: for each module, local width, number format and padding, with and without
 gradients. Beyond them PyTorch runs it as single operations, each of which takes memory.
 """
@@ -102,8 +102,8 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[
         if _COMPILER.instead is not None and any(isinstance(x, torch.Tensor) and x.is_meta for x in inputs):
             return _COMPILER.instead(function, *inputs)
         # Here, as settings belong to a thread, and backward passes run in other threads.
-        if torch._dynamo.config.recompile_limit < MOST_GRAPHS:
-            torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        if torch._dynamo.config.recompile_limit < MAX_GRAPHS:
+            torch._dynamo.config.recompile_limit = MAX_GRAPHS
         return make()(*inputs)
 
     return run

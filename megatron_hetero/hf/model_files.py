@@ -44,7 +44,7 @@ ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.b
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """Names of files in a Hugging Face cache: Git's hash or SHA-256 of their content."""
-_MOST_INDEX_BYTES = 64 * 2**20
+_MAX_INDEX_BYTES = 64 * 2**20
 """Enough for half a million tensors."""
 Changes = Mapping[str, Mapping[str, str | None]]
 """By encoder, and by file: the new text, or None to omit the file."""
@@ -93,7 +93,7 @@ def weight_files(folder: Path, adapters: Iterable[Path | None] = ()) -> list[Pat
         fix = f"start from it with modules.NAME.lora.hf_path, merge it ({merge}), or move it to another folder"
         raise UserError.at(folder, found=found, expected=expected, because=why, fix=fix)
     if index.is_file():
-        weight_map = read_object(index, _MOST_INDEX_BYTES).get("weight_map")
+        weight_map = read_object(index, _MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not all(_FILE_NAME.fullmatch(str(file)) for file in weight_map.values()):
             where, expected = f"{index}: weight_map", "a file of this folder (*.safetensors) for each tensor"
             raise UserError.at(where, found=shown(weight_map), expected=expected, fix="download it again")

@@ -42,8 +42,8 @@ _OTHER_PARTS = {
 }
 _TYPES = ("F32", "BF16", "F16")
 _QUANTISED = re.compile(r"(?i)(?:^|[-_.])(?:bnb|gptq|awq|nf4|fp8|fp4|int4|int8|[48]-?bit)(?:$|[-_.])")
-_MOST_ALPHA = 1e6
-_MOST_LETTERS = 1024
+_MAX_ALPHA = 1e6
+_MAX_LETTERS = 1024
 """Limit on the key of a tensor."""
 _AGAIN = "train another adapter without it, or merge it with PEFT (merge_and_unload) and take the merged model"
 
@@ -216,7 +216,7 @@ def _check_values(path: Path, config: Mapping[str, Any]) -> None:
             raise UserError.at(f"{path}: {key}", found=shown(value), expected=expected, fix=fix)
 
     require("r", config["r"], "a whole number above 0", _is_rank(config["r"]))
-    alpha = f"a number above 0, at most {_MOST_ALPHA:g}"
+    alpha = f"a number above 0, at most {_MAX_ALPHA:g}"
     require("lora_alpha", config["lora_alpha"], alpha, _is_alpha(config["lora_alpha"]))
     kinds: dict[str, tuple[Callable[[object], bool], str]] = {
         "rank_pattern": (_is_rank, "a whole number above 0"),
@@ -250,7 +250,7 @@ def _require_patterns(path: Path, key: str, texts: list[str]) -> None:
 
 
 def _is_alpha(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST_ALPHA
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MAX_ALPHA
 
 
 def _is_rank(value: object) -> bool:
@@ -282,8 +282,8 @@ def _handle(path: Path, _: tuple[int, int]) -> tuple[Any, Mapping[str, str]]:
         raise UserError.at(path, found=found, expected="an intact one", fix=fix) from error
     keys = dict[str, str]()
     for key in stored:
-        if len(key) > _MOST_LETTERS:
-            found, expected = f"the name {shown(key)} of {len(key)} characters", f"at most {_MOST_LETTERS}"
+        if len(key) > _MAX_LETTERS:
+            found, expected = f"the name {shown(key)} of {len(key)} characters", f"at most {_MAX_LETTERS}"
             raise UserError.at(path, found=found, expected=expected, fix="restore the file as PEFT wrote it")
         if (name := key.removeprefix(PREFIX)) in keys:
             found, fix = f"{name} a second time", "restore the file as PEFT wrote it"

@@ -13,12 +13,12 @@ from functools import lru_cache
 from math import inf
 from typing import TypeAlias
 
-MOST_PATTERNS, MOST_CHARACTERS = 4096, 256
+MAX_PATTERNS, MAX_CHARACTERS = 4096, 256
 """Limits on the patterns of a key, such as `rank_pattern`, and on their length."""
-_MOST_NOT_PLAIN = 256
+_MAX_NOT_PLAIN = 256
 """Limit on those that are more than a name."""
 EXPECTED = (
-    f"at most {MOST_PATTERNS} regular expressions, of at most {MOST_CHARACTERS} characters, {_MOST_NOT_PLAIN} of them "
+    f"at most {MAX_PATTERNS} regular expressions, of at most {MAX_CHARACTERS} characters, {_MAX_NOT_PLAIN} of them "
     "with more than letters and dots, none with quantified groups, lookaround, backreferences or flags"
 )
 """What patterns may be, for messages."""
@@ -65,7 +65,7 @@ class Pattern:
     """
 
     def __init__(self, text: str) -> None:
-        if len(text) > MOST_CHARACTERS or not text.isascii() or not text.isprintable():
+        if len(text) > MAX_CHARACTERS or not text.isascii() or not text.isprintable():
             raise ValueError
         plain = _PLAIN.fullmatch(text)
         self.is_plain, self._tail = plain is not None, plain["tail"] if plain else ""
@@ -92,7 +92,7 @@ class Pattern:
 
 def patterns(texts: list[str]) -> list[Pattern]:
     """Return the patterns of a key. Raises `ValueError`, with the first that is not supported, or their number."""
-    if len(texts) > MOST_PATTERNS:
+    if len(texts) > MAX_PATTERNS:
         raise ValueError(f"{len(texts)} patterns")
     found = list[Pattern]()
     for text in texts:
@@ -100,7 +100,7 @@ def patterns(texts: list[str]) -> list[Pattern]:
             found.append(Pattern(text))
         except ValueError:
             raise ValueError(text) from None
-    if (count := sum(not each.is_plain for each in found)) > _MOST_NOT_PLAIN:
+    if (count := sum(not each.is_plain for each in found)) > _MAX_NOT_PLAIN:
         raise ValueError(f"{count} patterns that are not names")
     return found
 

@@ -33,7 +33,7 @@ from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
 
-MOST_TURNS = 1 << 15
+MAX_TURNS = 1 << 15
 """Limit on stages times micro-batches of a step, whose schedule is built and checked action by action."""
 SCHEDULES = 32
 """Size of the cache of schedules."""
@@ -123,7 +123,7 @@ class JobSpec:
         resolve_settings(_schedule_settings(config), layouts, batch.micro_batches, place="schedule", most=fixed)
         modules = {name: ModuleJob.of(name, config, shapes, layout, frozen) for name, layout in layouts.items()}
         job = cls(config, folders, shapes, modules, batch, frozen)
-        job.require_turns(MOST_TURNS)
+        job.require_turns(MAX_TURNS)
         return job
 
     @cached_property

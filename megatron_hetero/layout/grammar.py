@@ -17,9 +17,9 @@ from difflib import get_close_matches
 
 from megatron_hetero.layout.axes import AXES, EXPERTS, SPLIT_EXPERTS, WHOLE_EXPERTS, LayoutProblem
 
-MOST_PLANNED = 20_000
+MAX_PLANNED = 20_000
 """Ranks of the largest world that is estimated or suggested."""
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 """Limit on ranks in a text: a mistyped range must not fill the memory."""
 
 
@@ -93,8 +93,8 @@ def _read_ranks(text: str) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise LayoutProblem(f"ranks `{item}`", "the lower rank first", "ranges ascend")
-        if last >= _MOST_RANKS:
-            raise LayoutProblem(f"ranks `{item}`", f"ranks below {_MOST_RANKS}", "no world is that large")
+        if last >= _MAX_RANKS:
+            raise LayoutProblem(f"ranks `{item}`", f"ranks below {_MAX_RANKS}", "no world is that large")
         if ranks and first <= ranks[-1]:
             why = "process groups number their members in ascending order"
             raise LayoutProblem(f"ranks `{item}` after rank {ranks[-1]}", "each rank once, ascending", why)

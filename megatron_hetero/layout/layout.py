@@ -37,7 +37,7 @@ from megatron_hetero.layout.axes import (
     problem_of,
 )
 from megatron_hetero.layout.foreign import FROM_MESH, grid_dims, mesh_dims, of_mpu, of_pair
-from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean, format_ranks, read, unknown_axis
+from megatron_hetero.layout.grammar import MAX_PLANNED, did_you_mean, format_ranks, read, unknown_axis
 
 __all__ = ["AXES", "Coordinate", "Layout", "ModuleShape"]
 
@@ -150,7 +150,7 @@ class Layout:
         except LayoutProblem as problem:
             readable: list[tuple[str, str]] = re.findall("([a-z]+):([1-9][0-9]{0,6})", text)
             wanted = {axis: int(degree) for axis, degree in readable if axis in axes}
-            size = world_size or min(_main_ranks(wanted), MOST_PLANNED)
+            size = world_size or min(_main_ranks(wanted), MAX_PLANNED)
             inside = tuple(rank for rank in ranks or () if world_size is None or rank < world_size)
             better = closest_layout(wanted, inside or tuple(range(size)), shape, views)
             fix = advice(module, better, world_size, flags=flags)
@@ -413,7 +413,7 @@ def _more_ranks(
 ) -> str:
     """Return the advice to start as many ranks as a layout needs, if the world has fewer and the layout is legal."""
     wanted = _main_ranks(degrees) if ranks is None else ranks[-1] + 1
-    if world_size is None or not world_size < wanted <= MOST_PLANNED:
+    if world_size is None or not world_size < wanted <= MAX_PLANNED:
         return ""
     try:
         layout = _fitted(degrees, ranks, wanted, shape, views)

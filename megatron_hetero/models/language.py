@@ -33,7 +33,7 @@ from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import AttentionPart, MLPPart
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 
-MOST_LOGITS = 1 << 28
+MAX_LOGITS = 1 << 28
 """Logits of one chunk where a GPU compiles, 512 MiB in bf16; a quarter of them elsewhere, which are copied in fp32."""
 
 
@@ -173,9 +173,9 @@ def head_loss(
         targets: int64 [tokens], global ids, equal on every rank.
         shard: this rank's part of the vocabulary.
         hits: bool [tokens] to fill, see `vocab_parallel_hits`.
-        chunk: tokens whose logits exist at a time; default: as `MOST_LOGITS` allows.
+        chunk: tokens whose logits exist at a time; default: as `MAX_LOGITS` allows.
     """
-    most = MOST_LOGITS if compiles_for(weight) else MOST_LOGITS // 4
+    most = MAX_LOGITS if compiles_for(weight) else MAX_LOGITS // 4
     return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or max(1, most // len(weight)))
 
 

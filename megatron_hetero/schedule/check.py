@@ -191,7 +191,7 @@ def _check_deadlock(schedule: Schedule) -> None:
 
 # -------------------------------------------------------------------------------------------- 4. residency
 
-MOST_CTAS = 80
+MAX_CTAS = 80
 """The most CTAs of operations that wait. They leave room for a collective of the layers and some products: of the 132
 SMs of an H100, on which NCCL gives a collective up to 32 CTAs, and of the 108 of an A100, on which it gives up to 24.
 """
@@ -230,12 +230,12 @@ def most_resident(schedule: Schedule, role: Role) -> Resident:
 def _check_residency(schedule: Schedule) -> None:
     for index, role in enumerate(schedule.roles):
         most = most_resident(schedule, role)
-        if most.ctas > MOST_CTAS:
+        if most.ctas > MAX_CTAS:
             raise _error(
                 schedule,
                 [(index, most.at)],
                 f"communication that may occupy {most.ctas} SMs of a GPU at a time",
-                f"at most {MOST_CTAS}",
+                f"at most {MAX_CTAS}",
                 "waiting kernels may occupy the SMs that the kernels they wait for need",
                 "give modules ranks of their own, so that a rank takes part in fewer edges and pipelines",
                 [f"operations that have begun: {', '.join(most.communicators)}"],

@@ -32,7 +32,7 @@ from megatron_hetero.base.outputs import BAD_RECORDS, CONFIG, LOG_LOCK, METRICS,
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics, Value
 
-MOST_NAMED = 10_000
+MAX_NAMED = 10_000
 """Bad records that are named."""
 _AFTER_RECORD = b', "where": '
 """In a line of bad_records.jsonl, what follows data set and number of the record."""
@@ -73,9 +73,9 @@ class LogFolder:
                 self._waiting = self._waiting[file.write(self._waiting) :]
 
     def name(self, bad: Iterable[BadSample]) -> None:
-        """Add a line to bad_records.jsonl for each record that has none, up to `MOST_NAMED`. Raises `OSError`."""
+        """Add a line to bad_records.jsonl for each record that has none, up to `MAX_NAMED`. Raises `OSError`."""
         for line in (json.dumps(each._asdict()).encode() for each in bad):
-            if (key := line.partition(_AFTER_RECORD)[0]) not in self._named and len(self._named) < MOST_NAMED:
+            if (key := line.partition(_AFTER_RECORD)[0]) not in self._named and len(self._named) < MAX_NAMED:
                 with open_own(self.folder / BAD_RECORDS, "ab") as file:
                     file.write(line + b"\n")
                 self._named.add(key)

@@ -355,7 +355,7 @@ def _run_crafted(good: Path, rng: random.Random, case: Path) -> bool:
             if kind == "turns":
                 _processor(good).tokenize(record)
 
-    with mock.patch.object(parquet, "MOST_GROUP_BYTES", 1 << 28):
+    with mock.patch.object(parquet, "MAX_GROUP_BYTES", 1 << 28):
         refused = _refused(read)
     if (peak := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 20) > 3:
         raise Odd(f"{peak} GiB of memory")

@@ -108,13 +108,13 @@ class Drawn:
 
 SIZES = range(2, 9)
 """Numbers of ranks."""
-MOST_IN_VAIN = 1000
+MAX_IN_VAIN = 1000
 
 
 def draws(seed: int, ranks: int, folder: Path, experts: int = 0) -> Iterator[Drawn]:
     """Runs without end, none twice, none that the program refuses. `RuntimeError` where there are no more."""
     rng, seen, in_vain = random.Random(f"{seed} {ranks}"), set(), 0
-    while in_vain < MOST_IN_VAIN:
+    while in_vain < MAX_IN_VAIN:
         drawn = _draw(rng, ranks, experts)
         in_vain += 1
         if str(drawn) in seen or not _is_legal(drawn, folder):
@@ -122,7 +122,7 @@ def draws(seed: int, ranks: int, folder: Path, experts: int = 0) -> Iterator[Dra
         seen.add(str(drawn))
         in_vain = 0
         yield drawn
-    raise RuntimeError(f"found no run of {ranks} ranks besides {len(seen)} in {MOST_IN_VAIN} draws")
+    raise RuntimeError(f"found no run of {ranks} ranks besides {len(seen)} in {MAX_IN_VAIN} draws")
 
 
 def _draw(rng: random.Random, world: int, experts: int) -> Drawn:

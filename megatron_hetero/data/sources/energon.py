@@ -23,20 +23,20 @@ from urllib.parse import quote
 import yaml
 
 from megatron_hetero.base.contents import Part, StoredFile, is_url
-from megatron_hetero.base.errors import MOST_QUOTED, UserError, in_short, listed, quoted, reason, truncated
+from megatron_hetero.base.errors import MAX_QUOTED, UserError, in_short, listed, quoted, reason, truncated
 from megatron_hetero.base.files import open_regular, read_text, resolved
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import kind
 from megatron_hetero.data.sources.formats import Columns, Opened, Place
-from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import value_at
-from megatron_hetero.data.sources.patterns import MOST_NAME, with_braces_expanded
+from megatron_hetero.data.sources.patterns import MAX_NAME, with_braces_expanded
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, require_tar, tar_members
 from megatron_hetero.data.sources.tar_records import decoded_json, form_of
 from megatron_hetero.data.sources.tars import TarFiles, collect
 from megatron_hetero.data.validation import FORMS
 
-MOST_META_BYTES = 1 << 26
+MAX_META_BYTES = 1 << 26
 """Limit of each file of YAML or JSON."""
 
 _PREPARE = "run `energon prepare` on the folder again"
@@ -181,7 +181,7 @@ def _loaded(*paths: Path) -> tuple[Path, dict[str, Any]]:
     """The mapping in the first of these files that exists. Raises `UserError`."""
     path = next((path for path in paths if os.access(path, os.F_OK)), paths[0])
     try:
-        text = read_text(path, MOST_META_BYTES)
+        text = read_text(path, MAX_META_BYTES)
         content = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Plain)
     except OSError as error:
         problem = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({reason(error)})"
@@ -229,7 +229,7 @@ def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
     path, content = _loaded(meta / "split.yaml", meta / "split.json")
     parts = _mapping(content.get("split_parts"), f"{path}: split_parts")
     if not parts.get(split):
-        found, expected = quoted(split), f"a split with tars, of {truncated(', '.join(map(str, parts)), MOST_QUOTED)}"
+        found, expected = quoted(split), f"a split with tars, of {truncated(', '.join(map(str, parts)), MAX_QUOTED)}"
         place = f"{setting.removesuffix('files')}split"
         raise UserError.at(place, found=found, expected=expected, because=f"{path} has these", fix="correct it")
     names, excluded = _names(parts[split], f"{path}: {split}"), _names(content.get("exclude"), f"{path}: exclude")
@@ -263,7 +263,7 @@ def _database(path: Path) -> Generator[sqlite3.Connection]:
         # Four steps of SQLite per byte, in ticks of 10,000: a row takes some twenty bytes, and thirty steps.
         ticks = iter(range(100 + path.stat().st_size // 2500))
         with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro&immutable=1", uri=True)) as database:
-            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_NAME)
+            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_NAME)
             database.set_progress_handler(lambda: next(ticks, None) is None, 10_000)
             database.execute("PRAGMA trusted_schema = OFF")
             yield database
@@ -353,7 +353,7 @@ def _parsed(text: Any, where: str, fix: str) -> Paths:
 
 def _turns(value: Any, where: str) -> list[Any]:
     """The turns of a conversation, which may be JSON as text, or in an object. Raises `UserError`."""
-    if isinstance(value, Part) and value.size <= MOST_TEXT_BYTES:
+    if isinstance(value, Part) and value.size <= MAX_TEXT_BYTES:
         value = value.read()
     if isinstance(value, str | bytes):
         value = decoded_json(value.encode() if isinstance(value, str) else value, where)

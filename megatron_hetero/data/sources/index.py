@@ -50,15 +50,15 @@ THREADS = 8
 """Files that are scanned at a time: reading waits for disks."""
 CHUNK = 1 << 12
 """Records that are checked at a time, by one process."""
-MOST_PROCESSES = 16
+MAX_PROCESSES = 16
 """Processes that check records."""
 RECORDS_OF_A_PROCESS = 1 << 14
 """Records that are worth a process, which takes some tenths of a second to start."""
-MOST_VERSIONS = 16
+MAX_VERSIONS = 16
 """Indexes of a data set that are stored, but for those that were opened lately: jobs have them mapped."""
 RETRIES_S = (0.0, 0.5, 1.0, 2.0)
 """Pauses before an index that another process should have stored is missing: NFS remembers that it was not there."""
-MOST_PROBLEMS = 20
+MAX_PROBLEMS = 20
 """Messages of bad records that are stored."""
 _ALIGN = 64
 _LENGTH = 8
@@ -252,7 +252,7 @@ class Indexer:
             try:
                 if self._open(path, files) is None:  # Locks may not reach a machine that has stored and mapped one.
                     _write(path, computed)
-                    remove_unused(path.parent.glob(f"{path.stem[:20]}*.index"), MOST_VERSIONS)
+                    remove_unused(path.parent.glob(f"{path.stem[:20]}*.index"), MAX_VERSIONS)
                 if (found := self._open(path, files)) is None:
                     raise OSError("what is written there may be changed by others")
             except OSError as error:
@@ -337,7 +337,7 @@ class Indexer:
 
     def _checked(self, places: Index, tasks: Sequence[tuple[int, range]]) -> Iterator[Checked]:
         """What is found in each task's records, numbers of a file: in processes if there are many."""
-        count = min(_processors(), MOST_PROCESSES, len(places) // RECORDS_OF_A_PROCESS)
+        count = min(_processors(), MAX_PROCESSES, len(places) // RECORDS_OF_A_PROCESS)
         if count < 2:
             for file, numbers in tasks:
                 yield self.check_records(places.files[file], places.columns(file), numbers)
@@ -373,7 +373,7 @@ class Indexer:
                     if self.strict:
                         raise
                     text, of_items, names = b"", (), ()
-                    problems += [str(error)] if len(problems) < MOST_PROBLEMS else []
+                    problems += [str(error)] if len(problems) < MAX_PROBLEMS else []
                     bad.append(number)
                 digest.update(b"%d " % len(text))
                 digest.update(text)
@@ -405,7 +405,7 @@ def _with_findings(places: Index, files: Sequence[int], found: Sequence[Checked]
             ]
         )
     digest = hashlib.sha256(b"".join(each.digest for each in found)).hexdigest()
-    problems = tuple(text for each in found for text in each.problems)[:MOST_PROBLEMS]
+    problems = tuple(text for each in found for text in each.problems)[:MAX_PROBLEMS]
     unread: dict[str, int] = {}
     for each in found:
         count_names(unread, each.unread)

@@ -22,7 +22,7 @@ from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, 
 
 BOM = b"\xef\xbb\xbf"
 """Byte order mark, which some programs write before a text."""
-MOST_TEXT_BYTES = 8 * 2**20
+MAX_TEXT_BYTES = 8 * 2**20
 """Limit of the text of a record."""
 
 _FORMATS = "a JSON list of records, or JSONL with one record on each line"
@@ -84,7 +84,7 @@ class JsonFiles:
         lines = columns.get("lines", columns["starts"][:0])[chosen].tolist() or [0] * len(starts)
         for number, start, size, line in zip(numbers, starts, sizes, lines, strict=True):
             where = f"{file.name}:{line}" if line else f"{file.name} record {number + 1}"
-            if size > MOST_TEXT_BYTES:
+            if size > MAX_TEXT_BYTES:
                 yield Found(_too_long(where, "a line" if line else "a record"), where)
                 continue
             raw = file.read(start, size)
@@ -112,11 +112,11 @@ def _scan_lines(opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Plac
     columns["starts"], columns["sizes"], columns["lines"] = starts, sizes, lines = array("q"), array("q"), array("q")
     end = 0
     # One byte more than a record may have: the rest of such a line is passed over.
-    for line, raw in enumerate(iter(lambda: opened.readline(MOST_TEXT_BYTES + 1), b""), start=1):
+    for line, raw in enumerate(iter(lambda: opened.readline(MAX_TEXT_BYTES + 1), b""), start=1):
         start, end = end, end + len(raw)
-        rest = raw if len(raw) > MOST_TEXT_BYTES else b"\n"
+        rest = raw if len(raw) > MAX_TEXT_BYTES else b"\n"
         while rest and not rest.endswith(b"\n"):
-            end += len(rest := opened.readline(MOST_TEXT_BYTES))
+            end += len(rest := opened.readline(MAX_TEXT_BYTES))
         stripped = raw.removeprefix(BOM)
         size = len(stripped.rstrip())
         if not size:
@@ -169,7 +169,7 @@ def _line_at(file: StoredFile, at: int) -> int:
 
 
 def _too_long(where: str, what: str) -> UserError:
-    found, because = f"{what} of more than {MOST_TEXT_BYTES} bytes", "no model takes more text"
+    found, because = f"{what} of more than {MAX_TEXT_BYTES} bytes", "no model takes more text"
     fix = "split or remove the record; if the file is damaged, copy it again"
     return UserError.at(where, found=found, expected=_FORMATS, because=because, fix=fix)
 

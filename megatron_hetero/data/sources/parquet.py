@@ -26,7 +26,7 @@ from megatron_hetero.base.contents import InMemory, StoredFile, Version
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.data.keys import FORMS, REFUSED
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
-from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import keys_of, known_fields
 from megatron_hetero.data.sources.parquet_pages import decoded
 
@@ -34,11 +34,11 @@ CACHE_BYTES, TEXT_BYTES = 1 << 30, 1 << 25
 """Decompressed bytes of row groups in memory, of all data sets: of items, and of texts, which are read again soon. One
 row group is there whatever its size.
 """
-MOST_GROUP_BYTES = 1 << 32
+MAX_GROUP_BYTES = 1 << 32
 """Limit of the decompressed bytes of a row group, in columns that are used."""
-MOST_GROUP_ROWS = 1 << 24
+MAX_GROUP_ROWS = 1 << 24
 """Limit of the rows of a row group."""
-MOST_FOOTERS = 256
+MAX_FOOTERS = 256
 """Files whose footers stay in memory."""
 VALUE_BYTES = 16
 """Bytes that a value of any type counts, since nulls and empty texts take memory too."""
@@ -136,7 +136,7 @@ class ParquetFiles:
         columns["groups"] = array("q", footer.starts[:-1].tolist())
         for group in map(footer.group, range(footer.groups)):
             size = sum(group.size(column.leaves) for column in footer.columns)
-            if group.rows > MOST_GROUP_ROWS or not 0 <= size <= MOST_GROUP_BYTES:
+            if group.rows > MAX_GROUP_ROWS or not 0 <= size <= MAX_GROUP_BYTES:
                 raise _too_large(group, size)
             if group.rows:
                 share = (group.first + group.rows) / int(footer.starts[-1])
@@ -220,10 +220,10 @@ class ParquetFiles:
 
         file, columns, values = group.footer.file, group.footer.columns, None
         try:
-            is_small = texts.size <= MOST_TEXT_BYTES and batch.num_columns == texts.table.num_columns
+            is_small = texts.size <= MAX_TEXT_BYTES and batch.num_columns == texts.table.num_columns
             size = texts.size if is_small else sum(map(_size, batch.columns))
             found = f"{size:,} bytes of text"
-            if size <= MOST_TEXT_BYTES:
+            if size <= MAX_TEXT_BYTES:
                 values = [self._values(group, column, batch, at) for column in columns]
         except (ValueError, ArithmeticError, LookupError, TypeError, pa.ArrowException) as error:
             found = f"a value that cannot be decoded ({in_short(error)})"
@@ -233,7 +233,7 @@ class ParquetFiles:
             yield from self._found(group, texts, batch.slice(half), at + half)
             return
         if values is None:
-            where, expected = f"{file} row {at + 1}", f"UTF-8 text of at most {MOST_TEXT_BYTES:,} bytes"
+            where, expected = f"{file} row {at + 1}", f"UTF-8 text of at most {MAX_TEXT_BYTES:,} bytes"
             fix = "split or remove the record; if the file is damaged, copy it again"
             yield Found(UserError.at(where, found=found, expected=expected, fix=fix), where)
             return
@@ -353,7 +353,7 @@ class _Group(NamedTuple):
 
 def _too_large(group: _Group, size: int) -> UserError:
     found = f"{group.rows:,} rows with {size:,} bytes"
-    expected = f"at most {MOST_GROUP_ROWS:,} rows and {MOST_GROUP_BYTES:,} bytes"
+    expected = f"at most {MAX_GROUP_ROWS:,} rows and {MAX_GROUP_BYTES:,} bytes"
     fix = "write row groups of 100 to 1,000 rows, and leave out a row that is larger by itself"
     return UserError.at(group, found=found, expected=expected, because="a row group is decoded whole", fix=fix)
 
@@ -376,7 +376,7 @@ def _reading(place: object) -> Iterator[None]:
         raise UserError.at(place, found=found, expected="an intact Parquet file", fix=_COPY) from error
 
 
-@lru_cache(maxsize=MOST_FOOTERS)
+@lru_cache(maxsize=MAX_FOOTERS)
 def _read_footer(file: StoredFile, version: Version, wanted: _Wanted) -> _Footer:
     """The footer of a file of this version. Raises `UserError`, `OSError`."""
     import pyarrow.parquet as pq
@@ -543,7 +543,7 @@ def _has_all_bytes(group: _Group, table: Table, column: _Column) -> bool:
 
 
 def _load(group: _Group, leaves: Sequence[_Leaf]) -> Table:
-    """Leaves of a row group. Raises `OSError`, and `UserError` if they decode to more than `MOST_GROUP_BYTES`: no more
+    """Leaves of a row group. Raises `OSError`, and `UserError` if they decode to more than `MAX_GROUP_BYTES`: no more
     than these and a batch are in memory then.
     """
     import pyarrow as pa
@@ -567,9 +567,9 @@ def _load(group: _Group, leaves: Sequence[_Leaf]) -> Table:
                 of_row += size.repeated if schema.max_repetition_level else size.largest
             elif size.repeated:
                 by_dictionary.append(leaf.number)
-        if once + repeated <= MOST_GROUP_BYTES:
+        if once + repeated <= MAX_GROUP_BYTES:
             once, of_row, by_dictionary = once + repeated, 1, []
-        elif max(once, of_row) > MOST_GROUP_BYTES:
+        elif max(once, of_row) > MAX_GROUP_BYTES:
             raise _too_large(group, max(once, of_row))
         # Half, since pyarrow has a batch twice while it converts extension types.
         rows = max(1, min(group.rows, group.rows * BATCH_BYTES // max(1, once), BATCH_BYTES // 2 // of_row))
@@ -602,7 +602,7 @@ def _batches(
         # By number: another leaf may have the same path.
         for batch in parquet.reader.iter_batches(rows, [group.number], [leaf.number for leaf in leaves], False):
             total += max(batch.nbytes, sum(_size(each, items=True) for each in batch.columns))
-            if total > MOST_GROUP_BYTES:
+            if total > MAX_GROUP_BYTES:
                 raise _too_large(group, total)
             yield batch
 

@@ -13,11 +13,11 @@ from itertools import islice
 from megatron_hetero.base.contents import StoredFile, is_url, require_store, store
 from megatron_hetero.base.errors import UserError, quoted
 
-MOST_FILES = 1_000_000
+MAX_FILES = 1_000_000
 """Limit of the files of a data set."""
-MOST_NAME, MOST_CHARACTERS = 4096, 1 << 28
+MAX_NAME, MAX_CHARACTERS = 4096, 1 << 28
 """Limits of a name, which are those of Linux, and of all names together."""
-MOST_BRACES = 16
+MAX_BRACES = 16
 """Opening braces of a pattern."""
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MARK = re.compile(r"[{},]")
@@ -72,15 +72,15 @@ def with_braces_expanded(patterns: Iterable[str], where: str) -> list[str]:
     """The patterns with each choice of their braces; wildcards and URLs stay as they are. Raises `UserError`."""
     names, size = list[str](), 0
     for pattern in patterns:
-        if _UNUSABLE.search(pattern) or pattern.count("{") > MOST_BRACES:
-            expected = f"a pattern in UTF-8 without NUL and with at most {MOST_BRACES} braces"
+        if _UNUSABLE.search(pattern) or pattern.count("{") > MAX_BRACES:
+            expected = f"a pattern in UTF-8 without NUL and with at most {MAX_BRACES} braces"
             raise UserError.at(where, found=quoted(pattern), expected=expected, fix="correct it, or rename the files")
         for name in _expanded(pattern, where):
             names.append(name)
             size += len(name)
-            if len(names) > MOST_FILES or len(name) > MOST_NAME or size > MOST_CHARACTERS:
-                sizes = f"{MOST_NAME:,} characters of a name, or {MOST_CHARACTERS:,} of all"
-                found, fix = f"more than {MOST_FILES:,} files, {sizes}", "pack the records into fewer files"
+            if len(names) > MAX_FILES or len(name) > MAX_NAME or size > MAX_CHARACTERS:
+                sizes = f"{MAX_NAME:,} characters of a name, or {MAX_CHARACTERS:,} of all"
+                found, fix = f"more than {MAX_FILES:,} files, {sizes}", "pack the records into fewer files"
                 raise UserError.at(where, found=found, expected="fewer", fix=fix)
     return names
 
@@ -92,7 +92,7 @@ def _expanded(pattern: str, where: str) -> Iterator[str]:
     if end is None:
         yield pattern
         return
-    tails = list(islice(_expanded(pattern[end.end() :], where), MOST_FILES + 1))
+    tails = list(islice(_expanded(pattern[end.end() :], where), MAX_FILES + 1))
     for choice in _choices(pattern[start + 1 : end.start()], where):
         for head in _expanded(choice, where):
             yield from (pattern[:start] + head + tail for tail in tails)
@@ -112,8 +112,8 @@ def _choices(inside: str, where: str) -> Iterator[str]:
     if ends := _RANGE.fullmatch(inside):
         # Python converts no texts of thousands of digits.
         first, last = (int(end[:20]) for end in ends.groups())
-        if not 0 <= last - first < MOST_FILES or len(inside) > 40:
-            found, expected = f"{{{inside}}}", f"an ascending range of at most {MOST_FILES:,} numbers"
+        if not 0 <= last - first < MAX_FILES or len(inside) > 40:
+            found, expected = f"{{{inside}}}", f"an ascending range of at most {MAX_FILES:,} numbers"
             raise UserError.at(where, found=found, expected=expected, fix="correct the pattern")
         width = len(ends[1]) if ends[1].startswith("0") else 0
         yield from (f"{number:0{width}}" for number in range(first, last + 1))

@@ -18,18 +18,18 @@ from typing import NamedTuple
 from megatron_hetero.base.contents import StoredFile
 from megatron_hetero.base.errors import UserError, quoted
 
-MOST_EXTENDED_BYTES = 1 << 20
+MAX_EXTENDED_BYTES = 1 << 20
 """Limit of an extended header."""
 BLOCK = 512
 """Bytes of a header, and a multiple of which members take."""
 _ZEROS = bytes(BLOCK)
-_MOST_BEHIND = 1 << 20
+_MAX_BEHIND = 1 << 20
 """Bytes behind the last member that are checked."""
 _REGULAR = (b"0", b"\0", b"7")
 _FOLDER = b"5"
 _EXTENDED = (b"x", b"X", b"g", b"L", b"K")
 _WANTED = re.compile(rb"\d (path|size|GNU\.sparse)")
-_MOST_NAME = 1 << 12
+_MAX_NAME = 1 << 12
 """Bytes of a name, as paths of a system have at most."""
 _SPARSE = b"GNU.sparse"
 _REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe",
@@ -105,7 +105,7 @@ def _regular_members(
         if size > whole - start:
             problem, because = f"ends within member {quoted_name(name)}", "it has been cut"
             raise UserError.at(file, problem=problem, because=because, fix="copy or pack it again")
-        if is_extended and size <= MOST_EXTENDED_BYTES:
+        if is_extended and size <= MAX_EXTENDED_BYTES:
             found = _extended(kind, read(start, size))
             if found is None:
                 raise _damaged(file, start - BLOCK)
@@ -119,7 +119,7 @@ def _regular_members(
             problem = f"member {quoted_name(name)} is {_REFUSED.get(kind, f'of type {quoted_name(kind)}')}"
             fix = "pack the samples anew, for example with tar --dereference --hard-dereference"
             raise UserError.at(file, problem=problem, because="members of samples are regular files", fix=fix)
-    behind = read(at, _MOST_BEHIND)
+    behind = read(at, _MAX_BEHIND)
     if len(behind) < 2 * BLOCK:
         raise _unfinished(file)
     if behind.strip(b"\0"):
@@ -189,7 +189,7 @@ def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes] | None:
     """The path, size and kind that an extended header gives; None if it is damaged."""
     if kind == b"L":
         name = data.partition(b"\0")[0]
-        return {b"path": name} if len(name) <= _MOST_NAME else None
+        return {b"path": name} if len(name) <= _MAX_NAME else None
     found = dict[bytes, bytes]()
     if kind == b"K" or not _WANTED.search(data):  # Mostly the fraction of a time.
         return found
@@ -205,7 +205,7 @@ def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes] | None:
             found[key] = value
         elif key.startswith(_SPARSE):
             found[_SPARSE] = b""
-    return found if len(found.get(b"path", b"")) <= _MOST_NAME else None
+    return found if len(found.get(b"path", b"")) <= _MAX_NAME else None
 
 
 def _key_and_part(name: bytes, file: StoredFile) -> tuple[bytes, bytes] | None:

@@ -10,7 +10,7 @@ from megatron_hetero.base.contents import Content
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.data.item_fields import FRAME_SUFFIXES, PLURALS, is_content
 from megatron_hetero.data.keys import FORMS
-from megatron_hetero.data.sources.json_files import BOM, MOST_TEXT_BYTES, decode_json, lone_surrogate, not_utf8
+from megatron_hetero.data.sources.json_files import BOM, MAX_TEXT_BYTES, decode_json, lone_surrogate, not_utf8
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".mpg", ".mpeg", ".m4v")
 """A part with such a suffix is a video."""
@@ -25,7 +25,7 @@ def decoded(value: Content | bytes | int, part: str, where: str) -> Any:
     """The value of a part, whose text is given as bytes, or as the number of too many. Raises `UserError`."""
     where = f"{where} part {part}"
     if isinstance(value, int):
-        found, expected = f"{value} bytes", f"a text of at most {MOST_TEXT_BYTES} bytes"
+        found, expected = f"{value} bytes", f"a text of at most {MAX_TEXT_BYTES} bytes"
         raise UserError.at(where, found=found, expected=expected, fix="rename the part, or remove the sample")
     if not isinstance(value, bytes):
         return value

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_hetero.base.contents import Part, StoredFile, is_url
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
-from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, is_header_of, quoted_name, tar_members
 from megatron_hetero.data.sources.tar_records import TEXTS, decoded, with_defaults
 
@@ -83,7 +83,7 @@ class TarFiles:
 
     def _text(self, file: StoredFile, key: str, part: str, start: int, size: int) -> bytes | int:
         """The bytes of a part, or their number if there are too many. Raises `UserError` if another part is there."""
-        if size > MOST_TEXT_BYTES:
+        if size > MAX_TEXT_BYTES:
             return size
         # Its header comes along, and shows whether the columns are right.
         raw = file.read(start - BLOCK, BLOCK + size)

@@ -32,7 +32,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _SWAPS_SIDES = {5, 6, 7, 8}
-_MOST_BEHIND = 1 << 20
+_MAX_BEHIND = 1 << 20
 """Bytes of a JPEG between its last pixel and its end marker."""
 
 
@@ -71,7 +71,7 @@ def _require_end(kind: str | None, file: Any) -> None:
         read = file.tell()  # At least the pixels.
         file.seek(0)
         JpegImageFile(file)  # Reads up to the compressed data, which has none of the two markers.
-        data = file.read(read - file.tell() + _MOST_BEHIND)
+        data = file.read(read - file.tell() + _MAX_BEHIND)
         end = data.find(b"\xff\xd9")
         if end < 0 or data.find(b"\xff\xd8", 0, end) >= 0:
             raise OSError("truncated: it has no end marker")

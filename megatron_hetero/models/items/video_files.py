@@ -42,11 +42,11 @@ Convert: TypeAlias = Callable[[Image.Image], T]
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg,gif,ivf,mxf"
 """Accepted formats, by FFmpeg's names, regardless of a file's suffix."""
-MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 27)
+MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 27)
 """Limit of a frame, that of pictures."""
-MOST_FRAMES = 1 << 23
+MAX_FRAMES = 1 << 23
 """Limit of a file: 38 hours of 60 frames a second."""
-MOST_STORED = 1 << 15
+MAX_STORED = 1 << 15
 """Stored tables in each of 256 folders, but for those that were used lately."""
 WORTH_A_SEEK = 16
 """Frames that seeking has to spare: it costs about as much as decoding a few."""
@@ -199,7 +199,7 @@ def _stored(file: Path) -> FrameTable | None:
         head, _, rest = read_bytes(file).partition(b"\n")
         values = json.loads(head)
         frames, count = values.pop("frames"), values.pop("keys")
-        numbers = np.frombuffer(zlib.decompressobj().decompress(rest, 16 * MOST_FRAMES), np.int64).cumsum()
+        numbers = np.frombuffer(zlib.decompressobj().decompress(rest, 16 * MAX_FRAMES), np.int64).cumsum()
         stamps, keys = np.split(numbers, [frames])
         return FrameTable(stamps, keys, **values) if len(keys) == count else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, zlib.error):
@@ -216,7 +216,7 @@ def _store(file: Path, table: FrameTable) -> None:
             steps = np.diff(np.concatenate([table.stamps, table.keys]).astype(np.int64), prepend=0)
             new.write_bytes(head.encode() + b"\n" + zlib.compress(steps.tobytes(), 1))
         if not secrets.randbelow(1024):  # Listing a folder takes time.
-            remove_unused(file.parent.glob(f"{file.parent.name}*.times"), MOST_STORED)
+            remove_unused(file.parent.glob(f"{file.parent.name}*.times"), MAX_STORED)
 
 
 # ------------------------------------------------------------------------------------------------ time limits
@@ -360,7 +360,7 @@ def _open(content: Content, stream: int | None = None, **options: str) -> Iterat
 def _read_table(content: Content, late: Late) -> FrameTable:
     """Read all packets of a file and decode its first frame."""
     with _open(content) as (container, stream):
-        if stream.codec_context.width * stream.codec_context.height > MOST_PIXELS:
+        if stream.codec_context.width * stream.codec_context.height > MAX_PIXELS:
             raise _unusable(content, f"frames of {stream.codec_context.width} x {stream.codec_context.height} pixels")
         frames, end, packets, exact = list[tuple[int, bool]](), 0.0, 0, container.format.name in _EXACT
         for packet in container.demux():
@@ -375,8 +375,8 @@ def _read_table(content: Content, late: Late) -> FrameTable:
             if stamp is None:
                 raise _unusable(content, "frames without times")
             packets, exact = packets + 1, exact and packet.pts is not None
-            if packets > MOST_FRAMES:
-                raise _unusable(content, f"more than {MOST_FRAMES} frames")
+            if packets > MAX_FRAMES:
+                raise _unusable(content, f"more than {MAX_FRAMES} frames")
             if not packet.is_discard and not _is_hidden(stream, packet):
                 frames.append((stamp, packet.is_keyframe))
         _check_whole(content, container, stream, packets, end)

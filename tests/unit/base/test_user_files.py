@@ -15,7 +15,7 @@ from megatron_hetero.base.files import is_unfit, open_regular, read_bytes, read_
 from megatron_hetero.base.outputs import MANIFEST, FileRecord, read_manifest, verify
 from megatron_hetero.checkpoint.index import INDEX, read_index
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.config.load import MOST_BYTES, read_yaml
+from megatron_hetero.config.load import MAX_BYTES, read_yaml
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.tokenizer import check_folder
 from tests.support.items import annotated
@@ -101,7 +101,7 @@ def test_readers_refuse_what_is_too_large(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_long_configuration_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("# " + "x" * MOST_BYTES)
+    (tmp_path / "c.yaml").write_text("# " + "x" * MAX_BYTES)
     with pytest.raises(UserError, match="bytes"):
         read_yaml(tmp_path / "c.yaml", Config)
 

@@ -158,7 +158,7 @@ def test_faults_of_a_machine_stop_the_run(fault: str, without_a_disk: list[str])
 def test_a_record_that_is_too_large_is_bad_by_itself(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_files, "MOST_TEXT_BYTES", 200)
+    monkeypatch.setattr(json_files, "MAX_TEXT_BYTES", 200)
     texts = [json.dumps({"question": "a" * n, "answer": f"{n}"}) for n in (5, 900, 30, 180)]
     (tmp_path / "a.json").write_text("\n".join(texts) if form == "lines" else f"[{', '.join(texts)}]")
     data = Dataset("d", DatasetConfig(annotations=tmp_path / "a.json"), Reading(strict=False))

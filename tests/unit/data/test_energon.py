@@ -436,7 +436,7 @@ def test_names_are_literal_but_for_braces(tmp_path: Path) -> None:
 
 
 def test_names_are_limited_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "MOST_FILES", 1000)
+    monkeypatch.setattr(patterns, "MAX_FILES", 1000)
     prepare(tmp_path, split={"split_parts": {"train": ["tars/s0.tar", "{0..599}", "{600..999}"]}})
     with pytest.raises(UserError, match="train: found more than 1,000 files"):
         opened(tmp_path)

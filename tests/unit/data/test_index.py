@@ -93,7 +93,7 @@ def test_an_index_is_computed_once_and_anew_if_its_file_changes(
     Dataset(
         "other", DatasetConfig(annotations=tmp_path / "other.jsonl", images=tmp_path), Reading(cache=tmp_path / "cache")
     )
-    monkeypatch.setattr(index, "MOST_VERSIONS", 2)
+    monkeypatch.setattr(index, "MAX_VERSIONS", 2)
     os.utime(tmp_path / "d.jsonl", ns=(3, 3))
     assert len(opened()) == 31 and computed(opened) == 6
     assert len([*(tmp_path / "cache").iterdir()]) == 7, "jobs may have mapped each of the five of these data"

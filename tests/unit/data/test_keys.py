@@ -23,7 +23,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.cli.data_statistics import samples_per_epoch
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig, SampledDataset
-from megatron_hetero.data.item_fields import MOST_DATA_BYTES, SETTINGS
+from megatron_hetero.data.item_fields import MAX_DATA_BYTES, SETTINGS
 from megatron_hetero.data.keys import READ, REFUSED
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Dataset, Reading
@@ -397,8 +397,8 @@ ADVICE: dict[str, tuple[dict[str, Any], str, Change]] = {
                         "picture.*Write it to a file in the image folder, and name that", lambda _: asked(video="a")),
     "broken data": (asked(image="data:image/png;base64,A"), "base64", lambda _: asked(image="a.png")),
     "no base64": (asked(image="data:image/png,A"), "data:image/png;base64", lambda _: asked(image="a.png")),
-    "large data": (asked(image="data:image/png;base64," + "AAAA" * (MOST_DATA_BYTES // 3 + 1)),
-                   f"1 to {MOST_DATA_BYTES:,}", lambda _: asked(image="a.png")),
+    "large data": (asked(image="data:image/png;base64," + "AAAA" * (MAX_DATA_BYTES // 3 + 1)),
+                   f"1 to {MAX_DATA_BYTES:,}", lambda _: asked(image="a.png")),
     "absolute": (asked(image="/etc/passwd"), "inside /images.*Copy the file there",
                  lambda _: asked(image="passwd")),
     "above": (asked(image="../a.png"), "inside /images.*set `images` .* to a folder above it",

@@ -26,7 +26,7 @@ from tests.unit.data.packs import BATCHES, SHAPE, first_rows, first_rows_of_imag
 AXES = ("tp", "sp", "cp", "dp")
 VISION = ModuleShape("vision", SHAPE.heads, SHAPE.heads, SHAPE.hidden, SHAPE.layers, "encoder")
 TEXT = ModuleShape("text", 16, 4, 128, 2, "text")
-MOST_RANKS = 64
+MAX_RANKS = 64
 SIZES = (1, 2, 3, 4, 6, 7, 8, 8, 12, 16, 16, 18, 24, 32, 36, 48, 64)
 
 
@@ -82,8 +82,8 @@ def random_layout(rng: np.random.Generator, shape: ModuleShape, ranks: tuple[int
 
 
 def random_ranks(rng: np.random.Generator, placement: Placement) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of both sides, `MOST_RANKS` together at most: contiguous, or any."""
-    most = MOST_RANKS if placement == "equal" else MOST_RANKS // 2
+    """Of both sides, `MAX_RANKS` together at most: contiguous, or any."""
+    most = MAX_RANKS if placement == "equal" else MAX_RANKS // 2
     first, second = rng.choice([size for size in SIZES if size <= most], 2).tolist()
     second = first if placement == "equal" else second
     shared = {"equal": first, "disjoint": 0, "mixed": int(rng.integers(min(first, second) + 1))}[placement]

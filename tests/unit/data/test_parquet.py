@@ -519,7 +519,7 @@ def test_a_footer_that_lies(tmp_path: Path) -> None:
         values(file)
 
 
-@pytest.mark.parametrize("limit, value", [("MOST_GROUP_ROWS", 3), ("MOST_GROUP_BYTES", 30_000)])
+@pytest.mark.parametrize("limit, value", [("MAX_GROUP_ROWS", 3), ("MAX_GROUP_BYTES", 30_000)])
 def test_large_row_groups_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
     monkeypatch.setattr(parquet, limit, value)
     columns = {"answer": ["A"] * 4, "image": [bytes(10_000)] * 4}
@@ -599,7 +599,7 @@ REPEATED = {
 def test_other_values_that_are_stored_small_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(parquet, "MOST_GROUP_BYTES", 1_000_000)
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 1_000_000)
     monkeypatch.setattr(parquet, "_batches", None)  # Nothing is decoded.
     column, options = REPEATED[name]
     file = save(tmp_path / "a.parquet", {"answer": column}, **options)
@@ -614,7 +614,7 @@ def noted_batches(monkeypatch: pytest.MonkeyPatch, most: int) -> list[tuple[int,
     """Rows in a batch and leaves by dictionary, from now on, with a limit of decoded bytes and caches of their own."""
     noted, batches = [], parquet._batches
     monkeypatch.setattr(parquet, "_batches", lambda *each: noted.append(each[-2:]) or batches(*each))
-    monkeypatch.setattr(parquet, "MOST_GROUP_BYTES", most)
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", most)
     monkeypatch.setattr(parquet, "_CACHE", parquet._Cache(1 << 20))
     monkeypatch.setattr(parquet, "_TEXT_CACHE", parquet._Cache(1 << 20))
     return noted

@@ -550,7 +550,7 @@ def test_the_cost_of_turns_is_linear(processor: Processor, make_record: MakeReco
     assert len(runs) == 4001 and sum(rendered) < 12 * 4000
     assert {run.text.split("\n")[-1] for run in runs if run.supervised} == {"A disc.<|im_end|>"}
     tokenizer.chat_template = ROUNDS
-    assert len(chat.render(tokenizer, make_record(*["What?", "A disc."] * (chat.MOST_TURNS // 2)))) == 513
+    assert len(chat.render(tokenizer, make_record(*["What?", "A disc."] * (chat.MAX_TURNS // 2)))) == 513
     rendered.clear()
     with pytest.raises(UserError, match=r"^train\.jsonl:1: found 4000 turns, expected at most 512, because the"):
         chat.render(tokenizer, record)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES
 from tests.support.items import annotated, pictures, values_of
@@ -84,17 +84,17 @@ def test_what_is_broken_in_a_list_is_found_by_line_and_column(tmp_path: Path, te
 @pytest.mark.parametrize("begin", [b"", b"{", b" ", b'{"a": "'])
 def test_files_without_end_are_refused_before_they_fill_the_memory(tmp_path: Path, begin: bytes) -> None:
     path = tmp_path / "a.json"
-    text = begin + b"a" * (3 * MOST_TEXT_BYTES if b'"' in begin else 0)
+    text = begin + b"a" * (3 * MAX_TEXT_BYTES if b'"' in begin else 0)
     path.write_bytes(text)
     os.truncate(path, 10**9)
     tracemalloc.start()
     try:
         with pytest.raises(UserError) as refused:
             values_of(path)
-        assert tracemalloc.get_traced_memory()[1] < 8 * MOST_TEXT_BYTES
+        assert tracemalloc.get_traced_memory()[1] < 8 * MAX_TEXT_BYTES
     finally:
         tracemalloc.stop()
-    assert f"more than {MOST_TEXT_BYTES}" in str(refused.value)
+    assert f"more than {MAX_TEXT_BYTES}" in str(refused.value)
 
 
 @pytest.mark.parametrize("image", [None, []])

@@ -28,7 +28,7 @@ from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources import tar_headers
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found
-from megatron_hetero.data.sources.json_files import MOST_TEXT_BYTES
+from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES, item_fields
@@ -175,7 +175,7 @@ def test_a_scan_takes_little_memory(write: Write) -> None:
     tracemalloc.start()
     try:
         scanned(path)
-        assert tracemalloc.get_traced_memory()[1] < 2 * tar_headers._MOST_BEHIND + 20_000 * 300
+        assert tracemalloc.get_traced_memory()[1] < 2 * tar_headers._MAX_BEHIND + 20_000 * 300
     finally:
         tracemalloc.stop()
 
@@ -330,7 +330,7 @@ BAD_SAMPLES = {
     "lone surrogate": ([("a.json", b'"\\ud83d"')], "a part json: lone surrogate (\\ud83d)"),
     "deep JSON": ([("a.json", "[" * 10**6)], "a part json: found broken JSON"),
     "text in another encoding": ([("a.x.txt", b"caf\xe9")], "a part x.txt: found byte 0xe9, which is not UTF-8"),
-    "long text": ([("a.txt", "x" * (MOST_TEXT_BYTES + 1))], f"found {MOST_TEXT_BYTES + 1} bytes, expected a text"),
+    "long text": ([("a.txt", "x" * (MAX_TEXT_BYTES + 1))], f"found {MAX_TEXT_BYTES + 1} bytes, expected a text"),
     "two names": (sample({"image": ["x.png", "y.png"]}, ("a.jpg", b"p")),
                   "a: field 'image': found 'x.png', 'y.png' in its JSON, and the parts jpg, expected names of parts"),
     "one of two names": (sample({"image": ["img1.png", "y.png"]}, *PICTURES), "found 'img1.png', 'y.png'"),

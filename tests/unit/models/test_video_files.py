@@ -284,10 +284,10 @@ def test_missing_files_folders_and_pipes(tmp_path: Path) -> None:
 
 def test_frames_of_too_many_pixels(frames: list[np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_video(tmp_path / "a.mp4", frames[:3])
-    monkeypatch.setattr(video_files, "MOST_PIXELS", 64 * 48 - 1)
+    monkeypatch.setattr(video_files, "MAX_PIXELS", 64 * 48 - 1)
     assert "frames of 64 x 48 pixels" in refused(path)
-    monkeypatch.setattr(video_files, "MOST_PIXELS", 64 * 48)
-    monkeypatch.setattr(video_files, "MOST_FRAMES", 2)
+    monkeypatch.setattr(video_files, "MAX_PIXELS", 64 * 48)
+    monkeypatch.setattr(video_files, "MAX_FRAMES", 2)
     assert "more than 2 frames" in refused(path)
 
 
@@ -361,7 +361,7 @@ def test_stored_tables_take_few_bytes_and_have_a_limit(tmp_path: Path, monkeypat
     assert again is not None
     np.testing.assert_array_equal(again.stamps, stamps)
     np.testing.assert_array_equal(again.keys, table.keys)
-    monkeypatch.setattr(video_files, "MOST_STORED", 3)
+    monkeypatch.setattr(video_files, "MAX_STORED", 3)
     monkeypatch.setattr("secrets.randbelow", lambda _: 0)
     for k in range(1, 6):
         os.utime(file, (k, k))

@@ -72,7 +72,7 @@ def test_a_configuration_of_the_users_own_is_kept(tmp_path: Path) -> None:
 
 
 def test_bad_records_are_named_once_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "MOST_NAMED", 3)
+    monkeypatch.setattr(log, "MAX_NAMED", 3)
     path = tmp_path / "bad_records.jsonl"
 
     def name(*records: int, history: str = "") -> list[int]:
