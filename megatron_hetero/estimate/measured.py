@@ -191,7 +191,7 @@ def _built(measured: Measured, part: ModulePart) -> Any:
     stored = {
         name: slices
         for view in layout.every_view
-        for name, slices in module.weight_map(Share(0, ranks(*view.part_axes)), stage, view.name).items()
+        for name, slices in module.weight_map(Share(0, ranks(*view.shard_axes)), stage, view.name).items()
     }
     for name, parameter in model.named_parameters():
         if stored[stage.global_name(name)][0].name in module.frozen:

@@ -238,7 +238,7 @@ def module_groups(
     experts = next((view for view in views if view == EXPERTS), MAIN)
     groups: Any = ModuleGroups(
         along=group,
-        holders={view.name: group(*view.part_axes) for view in (MAIN, *views)},
+        holders={view.name: group(*view.shard_axes) for view in (MAIN, *views)},
         tp=group("tp"),
         sp=group("sp"),
         context=group("cp"),
@@ -253,8 +253,8 @@ def module_groups(
         ep=group(*experts.axes_of("experts")),
         expt_tp=group(*experts.axes_of("weights")),
         expt_dp=group(*experts.sum_axes),
-        tp_ep=group(*experts.part_axes),
-        tp_ep_pp=group(*experts.part_axes, "pp"),
+        tp_ep=group(*experts.shard_axes),
+        tp_ep_pp=group(*experts.shard_axes, "pp"),
         intra_dp_cp=samples,
         intra_expt_dp=group(*experts.sum_axes),
         intra_dist_opt=group(*AXES),

@@ -257,7 +257,7 @@ class JobSpec:
     def balance(self) -> float:
         """Weight of the loss that balances experts: its coefficient times experts per sparse layer squared."""
         text = self.shapes.text
-        experts, sparse = text.parts.get("experts", 0), len(text.architecture.layers_in(EXPERTS.name))
+        experts, sparse = text.counts.get("experts", 0), len(text.architecture.layers_in(EXPERTS.name))
         return self.config.model.router_aux_loss_coef * experts / sparse**2 if sparse else 0.0
 
     @property
@@ -318,7 +318,7 @@ def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Fro
 def _require_experts(config: Config, shapes: ModelShapes) -> None:
     """Check that settings of experts are for a model that has some. Raises `UserError`."""
     coefficient = config.model.router_aux_loss_coef
-    if coefficient and "experts" not in shapes.text.parts:
+    if coefficient and "experts" not in shapes.text.counts:
         raise wrong("model.router_aux_loss_coef", coefficient, "0", "the text module has no experts", "remove it")
 
 

@@ -2,7 +2,7 @@
 
 The main view's degrees multiply to all ranks of a layout. A further view folds the ranks of each pipeline stage once
 more: its degrees multiply to them too, whatever the main view's are, so that some layers can be split otherwise than
-the rest. Each parameter belongs to one view, which determines which ranks have its parts and which sum its gradients.
+the rest. Each parameter belongs to one view, which determines which ranks hold its shards and which sum its gradients.
 
 Families declare further views in `ModuleShape.views`, such as `EXPERTS`.
 """
@@ -20,8 +20,9 @@ Split = Literal["weights", "tokens", "samples", "layers", "experts"]
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis by its name in layouts. Ranks that differ only in it have different parts of what it `splits`. `follows`:
-    the axis of the main view whose degree an axis of a further view takes if a layout's text omits it; otherwise 1.
+    """An axis by its name in layouts. Ranks that differ only in it hold different shards of what it `splits`.
+    `follows`: the axis of the main view whose degree an axis of a further view takes if a layout's text omits it; an
+    axis that follows none is then 1.
     """
 
     name: str
@@ -73,13 +74,13 @@ class View:
         return tuple(name for name in self.names if name != self.rest)
 
     @property
-    def part_axes(self) -> tuple[str, ...]:
-        """Axes along which ranks of a stage have different parts of a parameter of this view."""
+    def shard_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks of a stage hold different shards of a parameter of this view."""
         return self.axes_of("weights", "experts")
 
     @property
     def sum_axes(self) -> tuple[str, ...]:
-        """Axes along which ranks have the same parts and sum their gradients."""
+        """Axes along which ranks hold the same shards and sum their gradients."""
         return self.axes_of("tokens", "samples")
 
 
@@ -122,22 +123,22 @@ class LayoutProblem(Exception):
 
 
 class Limit(NamedTuple):
-    """A limit of layouts: the product of the degrees of `axes` divides `size`, the number of `parts` of a `kind` of
-    layer. `layers`: their numbers, if it is not all.
+    """A limit of layouts: the product of the degrees of `axes` divides `size`, the number of `units`, such as heads, in
+    each layer of a `kind`. `layers`: the numbers of these layers; empty for all.
     """
 
     axes: tuple[str, ...]
     size: int
     kind: str = "attention"
-    parts: str = "heads"
+    units: str = "heads"
     layers: tuple[int, ...] = ()
 
     def problem(self, degrees: Mapping[str, int]) -> LayoutProblem | None:
         """The first axis whose degree is beyond it."""
-        subject = f"{self.size} {self.kind} {self.parts}"
+        subject = f"{self.size} {self.kind} {self.units}"
         if self.layers:
             some = ", ".join(map(str, self.layers[:4])) + ", …" * (len(self.layers) > 4)
-            subject = f"{self.kind} of layers {some} has {self.size} {self.parts}"
+            subject = f"{self.kind} of layers {some} has {self.size} {self.units}"
         for number, axis in enumerate(self.axes, 1):
             over = self.axes[:number]
             if self.size % prod(degrees[each] for each in over):
@@ -146,14 +147,14 @@ class Limit(NamedTuple):
                 split = "context" if axis == "cp" else "sequence"
                 does = f"{split}-parallel {self.kind} exchanges tokens for"
                 does = "each tensor-parallel rank computes" if axis == "tp" else does
-                return LayoutProblem(found, expected, f"{does} whole {self.parts}", axis)
+                return LayoutProblem(found, expected, f"{does} whole {self.units}", axis)
         return None
 
 
 @dataclass(frozen=True)
 class ModuleShape:
     """The sizes of a module that limit its layouts. `attention_heads` are query heads. `views`: further views that its
-    layers need. `parts`: numbers of what these views split, such as ``{"experts": 128}``. `limits`: of its layers,
+    layers need. `counts`: how many things these views split, such as ``{"experts": 128}``. `limits`: of its layers,
     by default that tp·sp divides the attention heads.
     """
 
@@ -164,14 +165,14 @@ class ModuleShape:
     layers: int
     kind: Literal["encoder", "text"]
     views: tuple[View, ...] = ()
-    parts: Mapping[Split, int] = field(default_factory=dict[Split, int], hash=False)
+    counts: Mapping[Split, int] = field(default_factory=dict[Split, int], hash=False)
     limits: tuple[Limit, ...] | None = None
 
 
 # A layout suits a module where
 #   1. degrees are within the limits of each kind of layer (tp divides the query heads, sp the heads that tp left),
 #   2. pp is at most the number of layers,
-#   3. the axes of a further view split what they split into no more parts than there are.
+#   3. each axis of a further view has at most the degree of what it splits, such as the number of experts.
 # The hidden size is never split, key/value heads are replicated as often as needed, and the widths of MLP and
 # vocabulary are padded. So divisors of legal degrees are legal.
 def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem | None:
@@ -187,7 +188,7 @@ def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem 
         found = f"{shape.layers} layers and pp:{pp}"
         return LayoutProblem(found, f"pp of at most {shape.layers}", "each pipeline stage holds a layer or more", "pp")
     for axis in (axis for view in shape.views for axis in view.axes):
-        most, degree = shape.parts.get(axis.splits), degrees.get(axis.name, 1)
+        most, degree = shape.counts.get(axis.splits), degrees.get(axis.name, 1)
         if most is not None and degree > most:
             found, why = f"{most} {axis.splits} and {axis.name}:{degree}", "each rank holds one of them or more"
             return LayoutProblem(found, f"{axis.name} of at most {most}", why, axis.name)

@@ -99,7 +99,7 @@ class Axes(NamedTuple):
     @property
     def exchanges(self) -> bool:
         """Whether it includes all-to-alls, as attention under `sp` and parts of a further view do."""
-        return self.by_heads or self.axes == ("sp",) or (self.view != MAIN and self.axes == self.view.part_axes)
+        return self.by_heads or self.axes == ("sp",) or (self.view != MAIN and self.axes == self.view.shard_axes)
 
     def __str__(self) -> str:
         return f"{self.module} {','.join(self.axes)}{' by heads' * self.by_heads}"
@@ -287,9 +287,9 @@ def _axis_kinds(
 
 def _view_uses(name: str, view: View, megatron: bool) -> Iterator[Axes]:
     """Exchanges of a further view's parts, sums of its gradients, and Megatron's gradient norms."""
-    alone = [(axis,) for axis in view.part_axes]
-    norms = [(*view.part_axes, "pp")] if megatron else []
-    return (Axes(name, axes, view) for axes in dict.fromkeys([*alone, view.part_axes, view.sum_axes, *norms]))
+    alone = [(axis,) for axis in view.shard_axes]
+    norms = [(*view.shard_axes, "pp")] if megatron else []
+    return (Axes(name, axes, view) for axes in dict.fromkeys([*alone, view.shard_axes, view.sum_axes, *norms]))
 
 
 def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[CommunicatorKind]:

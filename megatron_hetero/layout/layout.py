@@ -186,7 +186,7 @@ class Layout:
         return views[name]
 
     def ways(self, *splits: Split, view: View = MAIN) -> int:
-        """The number of parts that these are split into: the product of the degrees of their axes in a view."""
+        """The number of shards that these are split into: the product of the degrees of their axes in a view."""
         degrees = self.degrees_in(view)
         return prod(degrees[axis] for axis in view.axes_of(*splits))
 
@@ -449,18 +449,18 @@ def _fitted(
         raise problem
     degrees = {"dp": len(ranks) // _main_ranks(degrees), **degrees}
     for view in views:
-        degrees |= _followers(view, degrees, len(ranks) // degrees.get("pp", 1), shape.parts if shape else {})
+        degrees |= _followers(view, degrees, len(ranks) // degrees.get("pp", 1), shape.counts if shape else {})
     return Layout.of(degrees, ranks, views)
 
 
-def _followers(view: View, degrees: Mapping[str, int], stage: int, parts: Mapping[Split, int]) -> dict[str, int]:
-    """Degrees of the axes of a view that are missing and follow another one: its degree, but at most the number of
-    parts, and a divisor of the ranks of a `stage`. If the axis of samples is given, what the others leave.
+def _followers(view: View, degrees: Mapping[str, int], stage: int, counts: Mapping[Split, int]) -> dict[str, int]:
+    """Degrees of the axes of a view that are missing and follow another one: its degree, but at most the count of what
+    the axis splits, and a divisor of the ranks of a `stage`. If the axis of samples is given, what the others leave.
     """
     found = {axis: degrees[axis] for axis in view.names if axis in degrees}
     for axis in (axis for axis in view.axes if axis.follows and axis.name not in degrees):
         left = stage // prod(found.values())
-        most = min(degrees.get(axis.follows, 1), parts.get(axis.splits, left))
+        most = min(degrees.get(axis.follows, 1), counts.get(axis.splits, left))
         found[axis.name] = left if view.rest in found else max(n for n in divisors(left) if n <= most)
     return found
 

@@ -43,8 +43,8 @@ class TransformerShape:
     """Views besides the main one that its layers need."""
 
     @property
-    def parts(self) -> Mapping[Split, int]:
-        """Number of things that these views split, see `ModuleShape`."""
+    def counts(self) -> Mapping[Split, int]:
+        """How many things these views split, see `ModuleShape`."""
         return {}
 
     @property

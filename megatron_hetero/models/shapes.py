@@ -110,7 +110,7 @@ class ModelShapes:
             shape = self[name]
             heads, limits = (shape.architecture.heads, shape.architecture.kv_heads), shape.architecture.limits
             sizes = *heads, shape.hidden, shape.layers
-            found[name] = ModuleShape(name, *sizes, self.role(name), shape.views, shape.parts, limits)
+            found[name] = ModuleShape(name, *sizes, self.role(name), shape.views, shape.counts, limits)
         return found
 
 

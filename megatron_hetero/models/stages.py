@@ -270,7 +270,7 @@ class TextModel(ModuleStage):
 
     @property
     def _experts(self) -> int:
-        return self.shape.parts["experts"]
+        return self.shape.counts["experts"]
 
     def hidden_shape(self, batch: TextInput) -> tuple[int, int, int]:
         """Return the shape of hidden states between stages: [S, 1, hidden], or [S / tp, 1, hidden] with

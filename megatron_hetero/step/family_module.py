@@ -42,7 +42,7 @@ class _RankView:
 
     @classmethod
     def of(cls, module: ModuleJob, topology: Topology, view: View, stages: Sequence[PipelineStage]) -> _RankView:
-        holders = topology.group(module.name, *view.part_axes)
+        holders = topology.group(module.name, *view.shard_axes)
         shares = [Share(rank, holders.size()) for rank in range(holders.size())]
         maps = tuple(tuple(module.weight_map(share, stage, view.name) for stage in stages) for share in shares)
         return cls(view, topology.group(module.name, *view.sum_axes), maps, maps[holders.rank()])

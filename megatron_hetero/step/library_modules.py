@@ -67,7 +67,7 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
         view = module.view
         along = {
             view.sum_axes: [f"{_sums(module, n)}, {tuple(p.shape)} {p.dtype}" for n, p in module.trained.items()],
-            view.part_axes: [_sums(module, name) for name in module.over_tp],
+            view.shard_axes: [_sums(module, name) for name in module.over_tp],
         }
         if view == MAIN and _has_ends(module.topology, module.name):
             trains = "trained" if module.tied in module.trained else "frozen"
@@ -149,7 +149,7 @@ def dcp_key(*views: TrainedModule) -> str:
     for view in views:
         whole = {name for name, p in view.parameters.items() if is_sharded(p) and spans(p, view.holders)}
         if any(of[name] != view.maps[0][name] for of in view.maps for name in of if name not in whole):
-            split += f".{'-'.join(view.view.part_axes)}{view.holders.rank()}"
+            split += f".{'-'.join(view.view.shard_axes)}{view.holders.rank()}"
     layout = first.topology.layouts[first.name]
     return f"{first.key}{split}{f'.pp{layout.coordinate(first.topology.rank).pp}' if layout.pp > 1 else ''}"
 
@@ -232,7 +232,7 @@ def _trained_module(
     )
     known: dict[str, OverTp | None] = {n: _over_tp(of) for n, of in trained.items() if view == MAIN and layout.tp > 1}
     over_tp: dict[str, OverTp] = {each: how for each, how in known.items() if how is not None}
-    holders = prod(here.degrees[axis] for axis in view.part_axes)
+    holders = prod(here.degrees[axis] for axis in view.shard_axes)
     maps = tuple({each: here.slices(each, of, rank) for each, of in found.items()} for rank in range(holders))
     tied = _tied(topology, name, parameters)
     counts_elsewhere = tied is not None and getattr(parameters[tied], "shared", False)
@@ -486,7 +486,7 @@ def _axes_between(here: _Module, ranks: Sequence[int], name: str, *, parts: bool
     mine = layout.indices(topology.rank, view)
     places = [layout.indices(rank, view) for rank in ranks if rank in layout]
     axes = tuple(axis for axis, index in mine.items() if any(place[axis] != index for place in places))
-    along = {axis for axis in axes if axis in view.sum_axes or (axis in view.part_axes and parts)}
+    along = {axis for axis in axes if axis in view.sum_axes or (axis in view.shard_axes and parts)}
     if sorted(ranks) != list(layout.group_of(topology.rank, *along)):
         where, found = f"parameter {name} of `{here.name}`", f"a wrapper over ranks {format_ranks(sorted(ranks))}"
         expected, because = f"ranks along axes of its layout {layout}", "its gradients are summed along the other axes"

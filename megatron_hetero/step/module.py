@@ -171,7 +171,7 @@ class TrainedModule:
     @property
     def holders(self) -> dist.ProcessGroup:
         """The ranks that hold different parts of the parameters: tensor-parallel ranks in the main view."""
-        return self.topology.group(self.name, *self.view.part_axes)
+        return self.topology.group(self.name, *self.view.shard_axes)
 
     @property
     def replicas(self) -> dist.ProcessGroup:

@@ -91,7 +91,7 @@ def gather_parameters(
     own = {(module.name, module.view): module for module in modules}
     for name, layout in topology.layouts.items():
         for stage, view in product(map(layout.stage, range(layout.pp)), layout.every_view):
-            holders = stage.groups(*view.part_axes)[0]
+            holders = stage.groups(*view.shard_axes)[0]
             if topology.rank == FIRST:
                 # In turns: holders have parts of the same stored tensors in the same order.
                 streams = [_from(holder, own.get((name, view)), value, topology, only) for holder in holders]

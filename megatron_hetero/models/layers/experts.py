@@ -126,7 +126,7 @@ class ExpertMLPModule(torch.nn.Module):
     def __init__(self, part: ExpertMLP, site: Site, number: int):
         super().__init__()
         self.part, self.tp = part, site.groups.tp
-        self.group = site.groups.along(*EXPERTS.part_axes)
+        self.group = site.groups.along(*EXPERTS.shard_axes)
         self.splits = site.splits_activations
         start, stop = block(part.experts, self.group.rank(), self.group.size())
         options: Any = {"dtype": site.dtype, "device": site.platform.device}

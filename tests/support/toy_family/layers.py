@@ -103,7 +103,7 @@ class _Slots(torch.nn.Module):
     def __init__(self, part: Slots, site: Site):
         super().__init__()
         assert site.tp == 1 or site.splits_activations, "each rank has other tokens"
-        self.part, self.group = part, site.groups.along(*SLOTS.part_axes)
+        self.part, self.group = part, site.groups.along(*SLOTS.shard_axes)
         options: Any = {"dtype": site.dtype, "device": site.platform.device}
         self.router = torch.nn.Parameter(torch.empty(part.slots, part.hidden, **options))
         site.mark(self)

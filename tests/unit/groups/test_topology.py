@@ -105,7 +105,7 @@ def test_groups_of_further_views_reduce_to_known_values(text: str) -> None:
     topology, rank = build_with_experts(text, megatron=[]), dist.get_rank()
     layout = topology.layouts["text"]
     for view in layout.views:
-        for axes in (view.part_axes, view.part_axes[:1], view.sum_axes):
+        for axes in (view.shard_axes, view.shard_axes[:1], view.sum_axes):
             group, ranks = topology.group("text", *axes), layout.group_of(rank, *axes)
             assert answered(group) == answered(topology.group("text", *axes[::-1])) == ranks
             value = torch.tensor([1 << rank])

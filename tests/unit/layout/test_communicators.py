@@ -143,7 +143,7 @@ def _assert_complete(layouts: dict[str, Layout], kinds: Sequence[CommunicatorKin
                 ranks = layout.group_of(rank, *axes)
                 assert (Axes(name, axes) in mine) == (len(ranks) > 1)
                 assert len(ranks) == 1 or ranks in mine[Axes(name, axes)].groups
-            for use in [Axes(name, axes, view) for view in layout.views for axes in (view.part_axes, view.sum_axes)]:
+            for use in [Axes(name, axes, view) for view in layout.views for axes in (view.shard_axes, view.sum_axes)]:
                 ranks = layout.group_of(rank, *use.axes)
                 assert (use in mine) == (len(ranks) > 1) and (len(ranks) == 1 or ranks in mine[use].groups)
             at, ring = layout.coordinate(rank).pp, layout.pp if name in options["interleaved"] else 0

@@ -40,9 +40,9 @@ def viewed(draw: st.DrawFn) -> Layout:
 
 
 def test_what_a_view_says_of_its_axes() -> None:
-    assert (MAIN.part_axes, MAIN.sum_axes, MAIN.rest) == (("tp",), ("sp", "cp", "dp"), "dp")
-    assert (EXPERTS.part_axes, EXPERTS.sum_axes, EXPERTS.stated) == (("ep",), ("edp",), ("ep",))
-    assert (BLOCKS.part_axes, BLOCKS.sum_axes, BLOCKS.stated) == (("wp", "xp"), ("xdp",), ("wp", "xp"))
+    assert (MAIN.shard_axes, MAIN.sum_axes, MAIN.rest) == (("tp",), ("sp", "cp", "dp"), "dp")
+    assert (EXPERTS.shard_axes, EXPERTS.sum_axes, EXPERTS.stated) == (("ep",), ("edp",), ("ep",))
+    assert (BLOCKS.shard_axes, BLOCKS.sum_axes, BLOCKS.stated) == (("wp", "xp"), ("xdp",), ("wp", "xp"))
     for axes in ((), (Axis("a", "samples"), Axis("b", "samples"))):
         with pytest.raises(AssertionError, match="a view has one axis of samples"):
             View("x", axes)
@@ -89,7 +89,7 @@ def test_degrees_of_views_are_written_beside_the_others(text: str, folds: tuple[
     [("tp:8", 6, 4), ("tp:4", 6, 4), ("tp:4,dp:2", 3, 2), ("tp:8", 1, 1), ("tp:3@0-11", 128, 3), ("tp:6@0-11", 5, 4)],
 )
 def test_a_default_of_no_more_parts_than_there_are(text: str, experts: int, ep: int) -> None:
-    shape = replace(TEXT, attention_heads=24, parts={"experts": experts})
+    shape = replace(TEXT, attention_heads=24, counts={"experts": experts})
     texts, shapes = {"text": text, "rest": "dp:12"}, {"text": shape, "rest": replace(VISION, name="rest")}
     layout = resolve(texts if "@" in text else {"text": f"{text}@0-7"}, shapes, 12)["text"]
     assert layout.stated["ep"] == ep and f"ep:{ep}" in str(layout)
@@ -100,7 +100,7 @@ def test_a_default_of_no_more_parts_than_there_are(text: str, experts: int, ep: 
 @given(st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
 def test_the_default_of_a_split_of_experts(tp: int, dp: int, pp: int, experts: int) -> None:
     """The largest legal one of no more than `tp` parts, which a suggestion keeps."""
-    shape = replace(TEXT, attention_heads=12, parts={"experts": experts})
+    shape = replace(TEXT, attention_heads=12, counts={"experts": experts})
     degrees = {"tp": tp, "dp": dp, "pp": pp}
     layout = Layout.parse(",".join(f"{axis}:{n}" for axis, n in degrees.items()), tp * dp * pp, shape=shape)
     assert layout.stated["ep"] == max(n for n in divisors(tp * dp) if n <= min(tp, experts))
@@ -117,7 +117,7 @@ def test_texts_round_trip(layout: Layout) -> None:
     assert eval(repr(layout)) == layout
     plain = replace(layout, folds=())
     assert "folds" not in repr(plain) and Layout.parse(str(plain)) == plain != layout
-    assert resolve({"text": str(layout)}, {"text": replace(TEXT, layers=99, attention_heads=36, views=VIEWS, parts={}),
+    assert resolve({"text": str(layout)}, {"text": replace(TEXT, layers=99, attention_heads=36, views=VIEWS, counts={}),
                    "rest": replace(VISION, name="rest")}, world)["text"] == layout  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def test_a_view_folds_the_ranks_of_each_stage(layout: Layout) -> None:
         assert layout.ways("weights", "experts", view=view) * layout.ways("tokens", "samples", view=view) == (
             layout.stage_size
         )
-        for axes in ((view.names[0],), view.part_axes, view.sum_axes):
+        for axes in ((view.names[0],), view.shard_axes, view.sum_axes):
             stages = [layout.stage(at).groups(*axes) for at in range(layout.pp)]
             assert layout.groups(*axes) == tuple(group for stage in stages for group in stage)
 
@@ -165,7 +165,7 @@ def test_without_degrees_a_stage_is_one_sum(layout: Layout) -> None:
     assert Layout.parse(str(layout), views=layout.views) == layout
     for view in layout.views:
         assert layout.groups(*view.sum_axes) == tuple(layout.stage(at).ranks for at in range(layout.pp))
-        assert layout.groups(*view.part_axes) == tuple((rank,) for rank in layout.ranks)
+        assert layout.groups(*view.shard_axes) == tuple((rank,) for rank in layout.ranks)
     assert all(axis not in str(layout) for axis in ("wp", "xp")) and ("ep:1" in str(layout)) == (layout.tp > 1)
 
 

@@ -106,7 +106,7 @@ def test_shapes_are_those_of_the_folder(folders: Path) -> None:
     text = shapes.text
     assert isinstance(text, TextShape)
     assert (text.experts, text.experts_per_token, text.expert_ffn, text.sparse) == (6, 2, 20, (True, False, True))
-    assert shapes_of_folder(folders / "transposed") == shapes and text.parts == {"experts": 6}
+    assert shapes_of_folder(folders / "transposed") == shapes and text.counts == {"experts": 6}
     assert folder_shapes(shapes) == {name: tuple(t.shape) for name, t in canonical(folders / "fused").items()}
     layers = text.architecture.layers
     assert layers[0] == layers[2] != layers[1] and text.architecture.views == ("main", "experts")

@@ -28,7 +28,7 @@ class TextShape(shapes.TextShape):
     """Width of the MLP beside the experts."""
 
     @property
-    def parts(self) -> Mapping[Split, int]:
+    def counts(self) -> Mapping[Split, int]:
         """Number of experts."""
         return {"experts": self.experts}
 

@@ -27,7 +27,7 @@ class TextShape(shapes.TextShape):
     """Whether each layer is sparse."""
 
     @property
-    def parts(self) -> Mapping[Split, int]:
+    def counts(self) -> Mapping[Split, int]:
         """Number of experts."""
         return {"experts": self.experts}
 
